@@ -1,5 +1,5 @@
-"""The two plug-in axes: proposers, which make guesses, and decomposers, which split a response
-into threads. A new one is one file, registered by one line.
+"""The two kinds of plug-ins: proposers, which propose tokens, and decomposers, which split a
+response into response threads. A new one is one file, registered by one line.
 
-Must not know the scheduler's state, transports or ranks.
+Modules here may not depend on the scheduler's state, transports or ranks.
 """

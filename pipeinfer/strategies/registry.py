@@ -1,7 +1,7 @@
-"""Which strategies there are: what comes along, and what other packages bring.
+"""The registry of strategies: the built-in ones and those of other packages.
 
-Names, choices, needs and own options are read here by the command line, the API, the comparison
-and the start of a job, so none of them has to know a strategy by name.
+The command line, the API, the comparison and the start of a job read names, choices, needs and
+options here, so that none of them contains the name of a strategy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ BUILT_IN = (
 
 @cache
 def specs() -> Mapping[str, Spec]:
-    """Every strategy by name, what comes along first. Raises UsageError for one that is broken."""
+    """Return every strategy by name, the built-in ones first.
+
+    Raises UsageError for a plug-in that cannot be loaded, is no strategy, or reuses a name.
+    """
     found: dict[str, Spec] = {}
     for module in BUILT_IN:
         _add(found, importlib.import_module(module).SPEC, module)
@@ -69,7 +72,7 @@ def decomposers() -> Mapping[str, DecomposerSpec]:
 
 
 def decomposer(name: str) -> DecomposerSpec:
-    """The decomposer of that name. Raises UsageError."""
+    """Return the decomposer with this name. Raises UsageError if there is none."""
     known = decomposers()
     if name not in known:
         raise UsageError(f"there is no decomposer {name!r}: choose from {', '.join(known)}")
@@ -77,7 +80,7 @@ def decomposer(name: str) -> DecomposerSpec:
 
 
 def own_options() -> Mapping[str, OwnOption]:
-    """Every strategy's own options by name. Raises UsageError where two have one name."""
+    """Return the strategies' own options by name. Raises UsageError for two of the same name."""
     found: dict[str, OwnOption] = {}
     for spec in specs().values():
         if twice := set(found) & set(spec.options):
@@ -87,13 +90,16 @@ def own_options() -> Mapping[str, OwnOption]:
 
 
 def values_of(spec: Spec, config: SpeculationConfig) -> dict[str, Any]:
-    """The strategy's own options as given, else their defaults."""
+    """Return the values of a strategy's own options: those of `config`, else their defaults."""
     return {name: config.own.get(name, own.default) for name, own in spec.options.items()}
 
 
 def named(config: SpeculationConfig) -> tuple[ProposerSpec, ...]:
-    """The proposers that a config names, in its order; where it names none, those whose adapter it
-    names. Raises UsageError for a proposer whose adapter is missing, or an unknown one."""
+    """Return the proposers that `config` names, in its order.
+
+    Where it names none, these are the proposers whose adapter it names. Raises UsageError for an
+    unknown proposer.
+    """
     known = proposers()
     if wrong := [name for name in config.proposer if name not in known]:
         raise UsageError(f"there is no proposer {wrong[0]!r}: choose from {', '.join(known)}")
@@ -103,24 +109,30 @@ def named(config: SpeculationConfig) -> tuple[ProposerSpec, ...]:
 
 
 def adapter_of(spec: ProposerSpec, config: SpeculationConfig) -> str:
-    """The file that a proposer has learned from; empty where none is given or needed."""
+    """Return the path of a proposer's adapter; empty where none is given or needed."""
     return str(values_of(spec, config)[spec.adapter]) if spec.adapter else ""
 
 
 def inline(config: SpeculationConfig) -> ProposerSpec | None:
-    """The proposer that gives rows of its own, if a config uses one: the first that it names."""
+    """Return the inline proposer that `config` uses, the first that it names; None without any.
+
+    With `--layout replicate` it is the proposer that can be replicated.
+    """
     if config.layout == "replicate":
         return next(spec for spec in proposers().values() if spec.replicable)
     return next((spec for spec in named(config) if spec.inline is not None), None)
 
 
 def adapter(config: SpeculationConfig) -> str:
-    """The file that some proposer has learned from, in use or not; empty where none is given."""
+    """Return the first adapter path that any proposer's option has; empty where none is given."""
     found = [adapter_of(spec, config) for spec in proposers().values()]
     return next(filter(None, found), "")
 
 
 def job_config(**values: Any) -> JobConfig:
-    """`JobConfig.of`, for strategies' own options, too. Raises TypeError for unknown names."""
+    """Return `JobConfig.of(values)`, which may include the strategies' own options.
+
+    Raises TypeError for unknown names.
+    """
     own = {name: values.pop(name) for name in own_options() if name in values}
     return JobConfig.of(own=own, **values)

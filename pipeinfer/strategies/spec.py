@@ -1,4 +1,4 @@
-"""What a strategy says of itself: its name, how it is made, what it needs, its own options.
+"""The specification of a strategy: its name, its factory, its requirements and its own options.
 
 A strategy is one file with a `SPEC` in it, and one line: in `registry.BUILT_IN`, or as an entry
 point of the group `pipeinfer.strategies` in another package.
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 
 def _anything(_: object) -> None:
-    """Nothing is wrong with it."""
+    """Accept any value."""
 
 
 class Need(enum.Enum):
-    """What must be there before a proposer can be made."""
+    """A requirement of a proposer."""
 
     DRAFT = "draft"  #: loaded draft models, in `ProposerSetup.drafts`
     ADAPTER = "adapter"  #: the file that its option `ProposerSpec.adapter` names
 
 
 class ProposerSetup(Struct, frozen=True):
-    """What a proposer is made of.
+    """The arguments of a proposer's factory.
 
     options: values of its own options
     n_vocab: the target's vocabulary; learned tokens have ids from there on
-    drafts: loaded draft models, in the order in which they are asked
-    paths: how many paths each of them keeps in its cache
+    drafts: loaded draft models, in the order in which they are queried
+    paths: how many paths each of them has in its cache
     vocabulary: for grammars; None where there are none
-    adapter: what was learned for it
+    adapter: the weights that were learned for it
     prompt_id: sequence id of learned prompts
     given: names of its own options that the user has set
-    cost: time of a run of so many rows in times of one row, as measured; None where nothing is to
-        be tuned by it
-    width: rows of a run that verifies, at most; 0: no bound
+    cost: measured time of a run of so many rows, relative to one row; None where the proposer is
+        not to be tuned by it
+    width: most rows of a verifying run; 0: no bound
     """
 
     options: Mapping[str, Any]
@@ -62,21 +62,22 @@ class ProposerSetup(Struct, frozen=True):
 
 
 class ProposerSpec(Struct, frozen=True):
-    """A way to guess. It has either `worker` or `inline`.
+    """A proposer. It has either `worker` or `inline`.
 
     name: value of --proposer
-    help: what follows its name in the list of proposers
-    worker: makes what the draft's thread asks (several are asked in turn, a draft model each)
-    inline: makes what the scheduler asks, and gives rows of its own
+    help: text after its name in the list of proposers
+    worker: makes the proposers of the draft's thread (several are queried in order, one per draft
+        model)
+    inline: makes a proposer that the scheduler queries itself, and that adds hint rows to runs
     options: its own options, by name
     needs: see `Need`
     adapter: the option that names its adapter's file, where it needs one
-    backends: kinds of stages that it works on, with an adapter that has prompts if it takes
-        adapters; empty for all
-    why: what a user is told where it does not work
-    synchronous: a step follows the other unless another policy is asked for, since it has little to
-        name before the last token is accepted
-    replicable: its rows can be shared out to ranks that each hold the whole model
+    backends: kinds of stages that it works on if its adapter has prompts; empty: all
+    why: the reason shown to the user where it does not work
+    synchronous: whether steps follow one another unless the user requests another policy, because
+        it can propose little before the last token is accepted
+    replicable: whether its rows can be distributed over ranks that each hold the whole model
+    Raises ValueError if `worker` and `inline`, or `needs` and `adapter`, contradict each other.
     """
 
     name: str
@@ -99,15 +100,16 @@ class ProposerSpec(Struct, frozen=True):
 
 
 class DecomposerSetup(Struct, frozen=True):
-    """What the decomposer of one response is made of.
+    """The arguments of the factory of one response's decomposer.
 
     vocabulary: of the model
     n_prompt: tokens of the prompt
     room: tokens of the context
     overlap: whether every stage accepts positions in any order
     options: values of its own options
-    wanted: what the prompt was made with
-    encode: a text of `Writer.render`, its seam, and what stands in for parts of it: tokens
+    wanted: the specification that came with the prompt
+    encode: converts a text of `Writer.render`, its seam, and the values of its placeholders to
+        tokens
     """
 
     vocabulary: Vocabulary
@@ -120,37 +122,43 @@ class DecomposerSetup(Struct, frozen=True):
 
 
 class Writer(Protocol):
-    """Writes prompts for one model. texts: what its file says of the methods."""
+    """Writes prompts for one model.
+
+    texts: what the model's file contains for the methods, by name
+    """
 
     texts: Mapping[str, str]
 
     def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
                begun: str = "") -> tuple[int, ...]:
-        """The token ids of what `render` gives."""
+        """Return the token ids of the text that `render` returns; arguments as there."""
 
     def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
                begun: str = "") -> tuple[str, str]:
-        """A conversation with what asks for the method `name`: the model's own system message, or
-        the text `otherwise` behind the question. Also the seam that keeps contents text.
+        """Return the prompt of a conversation and its seam, which marks contents that are plain
+        text.
 
-        begun: how the answer begins, which the model goes on from.
+        messages: of the conversation
+        name: of the method; its text in `texts` replaces the system message
+        otherwise: appended to the question where `texts` has no such name
+        begun: the beginning of the answer, which the model continues
         """
 
 
 class DecomposerSpec(Struct, frozen=True):
-    """A way to split a response into threads.
+    """A decomposition method.
 
     name: value of --decomposer
-    help: what follows its name in the list of decomposers
-    make: the decomposer of one response; None where the prompt alone makes the method, and the
+    help: text after its name in the list of decomposers
+    make: makes the decomposer of one response; None where the method is only a prompt, and the
         response is an ordinary one
-    text: put behind the question where the model's file says nothing of the method
-    open: writes the prompt and what goes with it, where that takes more than `text`
+    text: appended to the question where the model's file has no text for the method
+    open: writes the prompt and the specification, where that takes more than `text`
     check: raises ModelError for a vocabulary without the method's tokens
     validate: raises UsageError for values of its own options
     options: its own options, by name
-    gaps: positions may leave gaps, so stages of llama.cpp have to be loaded for it
-    penalties: whether penalties for repetition can be honoured
+    gaps: whether positions may leave gaps, so that stages of llama.cpp have to be loaded for it
+    penalties: whether it supports repetition penalties
     """
 
     name: str

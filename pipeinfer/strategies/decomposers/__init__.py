@@ -1,6 +1,6 @@
-"""How a response is split into threads and read as one text: PASTA, PDOS, Skeleton-of-Thought,
-APAR.
+"""Decomposers: how a response is split into threads and read as one text (PASTA, PDOS,
+    Skeleton-of-Thought, APAR).
 
-Pure but for `prompts`, which opens a response with a tokenizer and the chat template, and
-`factory`, which makes its decomposer where tokens are decoded. Must not know cells, runs or ranks.
+Pure except for `prompts`, which writes prompts with a tokenizer and the chat template, and
+`factory`, which makes decomposers where tokens are decoded. Independent of cells, runs and ranks.
 """

@@ -1,8 +1,9 @@
-"""APAR: list items fork, details are decoded beside the list (a baseline; docs/algorithms.md 10).
+"""APAR: list items fork, and details are decoded alongside the list (a baseline; docs/algorithms.md
+    10).
 
 When the main thread writes `[Fork]`, a thread begins with `[Child]`, sees everything up to the
-fork, and writes the detail; the main thread goes on at once and never sees it. Children do not
-fork, and nothing is joined. Knows no cells, runs or models.
+fork, and writes the detail. The main thread goes on at once and never sees the detail. Children do
+not fork, and nothing is joined. Independent of cells, runs and models.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ FORK, CHILD = "[Fork]", "[Child]"
 
 
 class Apar(Reader):
-    """A `Decomposer`. n_prompt: tokens of the prompt. Raises ModelError when a control token
-    takes several tokens."""
+    """The decomposer of APAR.
+
+    vocabulary: has to have single tokens for `[Fork]` and `[Child]`; ModelError otherwise
+    n_prompt: tokens of the prompt
+    """
 
     def __init__(self, vocabulary: Vocabulary, *, n_prompt: int) -> None:
         super().__init__()
@@ -32,7 +36,7 @@ class Apar(Reader):
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
-        """`[Child]` is never chosen, and no fork follows a fork."""
+        """The bans of the main thread: `[Child]` anywhere, and a fork right after a fork."""
         return ((ANY, ANY, self._child), (self._fork, ANY, self._fork))
 
     @property

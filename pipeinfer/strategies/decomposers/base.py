@@ -1,13 +1,14 @@
-"""The seam for decomposers: how one response is split into threads that are decoded at once.
+"""The interface of decomposers, which split one response into threads that are decoded
+concurrently.
 
-A decomposer reads the tokens of its threads as they are accepted and answers with actions. It
-decides what is a thread, what each sees and in which order the reader gets the text; it knows no
-runs, sequence ids of caches, ranks or models. Tokens still come from the walk alone, one thread at
-a time, so proposers and policies work inside every thread.
+A decomposer receives the tokens of its threads as they are accepted, and returns actions. It
+decides which threads there are, what each of them sees, and in which order the reader gets the
+text. It is independent of runs, sequence ids, ranks and models. Tokens still come from the walk
+alone, one thread at a time, so proposers and policies work inside every thread.
 
-Threads are numbered from 0, the main one, in an order that does not depend on timing: their noise
-does. Indices count a thread's own tokens from the start of its path (prompt and fed tokens
-included); positions are the scheduler's affair.
+Threads are numbered from 0, the main one, in an order that does not depend on timing, because their
+noise depends on the number. Indices count a thread's own tokens from the start of its path (prompt
+and fed tokens included); the scheduler computes positions from them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ MAIN = 0  #: the thread that every response begins with
 
 
 class Fork(Struct, frozen=True):
-    """A new thread that sees the first `keep` tokens of `parent` (and what was joined to it), and
-    begins with `tokens`, which nobody chose. bans: see `SamplingParams.bans`."""
+    """Start a thread.
+
+    thread: its number
+    parent: the thread whose first tokens it sees, and the cells that were joined to them
+    keep: how many tokens it sees
+    tokens: its own first tokens, inserted and not chosen by the model
+    bans: as in `SamplingParams.bans`
+    """
 
     thread: int
     parent: int
@@ -32,9 +39,11 @@ class Fork(Struct, frozen=True):
 
 
 class Feed(Struct, frozen=True):
-    """Go on with a thread that waits, or with the one whose token was accepted just now: append
-    `tokens`, which nobody chose (none: only what waited). skip: all of that stands so many
-    positions further on."""
+    """Continue a thread that waits, or the one whose token was accepted just now.
+
+    tokens: to append, not chosen by the model; none: evaluate only the token that waited
+    skip: by how many positions all of this is moved on
+    """
 
     thread: int
     tokens: tuple[int, ...] = ()
@@ -42,36 +51,41 @@ class Feed(Struct, frozen=True):
 
 
 class Skip(Struct, frozen=True):
-    """The next token of the thread stands `count` positions further on."""
+    """Leave `count` positions free before the next token of the thread."""
 
     thread: int
     count: int
 
 
 class Hold(Struct, frozen=True):
-    """The token just accepted is not evaluated until a `Feed` of this thread."""
+    """Do not evaluate the token just accepted before a `Feed` of this thread."""
 
     thread: int
 
 
 class Cut(Struct, frozen=True):
-    """Forget all but the first `keep` tokens of a thread; it waits for a `Feed`."""
+    """Drop all but the first `keep` tokens of a thread, which then waits for a `Feed`."""
 
     thread: int
     keep: int
 
 
 class Join(Struct, frozen=True):
-    """What `others`, all that wait to be joined, have in their caches becomes visible to
-    `thread`; they are over."""
+    """Make the cells of the threads `others` visible to `thread`.
+
+    others: all threads that wait to be joined; they end
+    """
 
     thread: int
     others: tuple[int, ...]
 
 
 class Close(Struct, frozen=True):
-    """The thread is over. evaluate: its last token is evaluated, and `settled` says when that is
-    under way; the thread then waits to be joined."""
+    """End a thread.
+
+    evaluate: whether its last token is evaluated. `Decomposer.settled` is called once that is under
+        way; the thread then waits to be joined
+    """
 
     thread: int
     evaluate: bool = False
@@ -81,8 +95,12 @@ Action: TypeAlias = Fork | Feed | Skip | Hold | Cut | Join | Close
 
 
 class Piece(Struct, frozen=True):
-    """What the reader gets next: `text` (UTF-8, maybe part of a character), and which token of
-    which thread brought it (number among the chosen ones, from 0)."""
+    """The next piece of text for the reader.
+
+    thread: whose token it comes from
+    number: of that token among those that the model chose in the thread, from 0
+    text: UTF-8, maybe a part of a character
+    """
 
     thread: int
     number: int
@@ -90,25 +108,32 @@ class Piece(Struct, frozen=True):
 
 
 class Vocabulary(Struct, frozen=True):
-    """What decomposers need of a tokenizer: token to bytes, text to tokens (tags become single
-    tokens where the vocabulary has them)."""
+    """The tokenizer functions that decomposers need.
+
+    piece: token to bytes
+    encode: text to tokens; tags become single tokens where the vocabulary has them
+    """
 
     piece: Callable[[int], bytes]
     encode: Callable[[str], list[int]]
 
     def single(self, text: str) -> int | None:
-        """The token that is exactly `text`, None where it takes several."""
+        """Return the token that is exactly `text`; None where the text takes several tokens."""
         tokens = self.encode(text)
         return tokens[0] if len(tokens) == 1 and self.piece(tokens[0]) == text.encode() else None
 
 
 class Specification(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which decomposer a response gets, as plain data that goes from process to process.
+    """The decomposition of a response, as plain data that can be sent between processes.
 
-    method: its name. What a method's `open` leaves for its `make`: plain, tokens of an ordinary
-    prompt; point, a text (a skeleton's: of a point's prompt, with holes for outline, index and
-    point) and its seam; lead, a choice (a skeleton's: whether the reader gets number and point
-    first).
+    method: name of the decomposer
+    plain: tokens of an ordinary prompt
+    point: a text (for a skeleton: of a point's prompt, with placeholders for outline, index and
+        point)
+    seam: of `point`
+    lead: a choice (for a skeleton: whether the reader first gets number and point)
+
+    A method's `open` fills these fields for its `make`.
     """
 
     method: str
@@ -119,27 +144,30 @@ class Specification(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Decomposer(Protocol):
-    """One response; see the module docstring. Every call returns what is to be done, in order."""
+    """The decomposer of one response; see the module docstring.
+
+    Methods that return actions return them in the order of their execution.
+    """
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
-        """What the main thread may not choose."""
+        """The bans of the main thread, as in `SamplingParams.bans`."""
 
     def accepted(self, thread: int, token: int) -> list[Action]:
-        """The thread's next token was chosen."""
+        """Handle the thread's next token, which the model chose."""
 
     def ended(self, thread: int) -> list[Action]:
-        """The model ended the thread (the token that says so is not part of it)."""
+        """Handle the end of a thread by the model; the stop token is not part of it."""
 
     def settled(self, thread: int) -> list[Action]:
-        """The last token of a thread closed with `evaluate` is under way."""
+        """Handle a thread closed with `evaluate`, whose last token is now being evaluated."""
 
     @property
     def complete(self) -> bool:
         """Whether the response is over."""
 
     def take(self) -> Sequence[Piece]:
-        """What the reader can have now that he has not had."""
+        """Return the pieces that the reader can have now and has not received."""
 
     def flush(self) -> Sequence[Piece]:
-        """Everything that is left, in reading order: the response ends here, complete or not."""
+        """Return all remaining pieces in reading order; the response ends here, complete or not."""

@@ -1,6 +1,6 @@
-"""From a specification to the decomposer of one response.
+"""The factory of decomposers: from a specification to the decomposer of one response.
 
-Runs where tokens are decoded: it knows the vocabulary, no chat template, cells, runs or ranks.
+Used where tokens are decoded. It needs the vocabulary, but no chat template, cells, runs or ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeinfer.strategies.spec import DecomposerSetup
 
 @functools.lru_cache(8)
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """What decomposers need of a tokenizer."""
+    """Return the functions of a tokenizer that decomposers need."""
     @functools.lru_cache(256)
     def split(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.split(text, special=True))
@@ -30,8 +30,11 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
 
 
 class Decomposition:
-    """The methods for one model. n_ctx: of one response; overlap: whether every stage takes
-    positions in any order."""
+    """The decomposition methods for one model.
+
+    n_ctx: tokens of the context of one response
+    overlap: whether every stage accepts positions in any order
+    """
 
     def __init__(self, tokenizer: Tokenizer, config: SpeculationConfig, *, n_ctx: int,
                  overlap: bool = True) -> None:
@@ -40,10 +43,12 @@ class Decomposition:
         self._vocabulary = vocabulary_of(tokenizer)
 
     def factory(self, wanted: Specification, n_prompt: int) -> Callable[[], Decomposer]:
-        """Makes the decomposer of a response to a prompt of so many tokens.
+        """Return a function that makes the decomposer of a response.
 
-        Raises UsageError for an unknown method, and ModelError for one whose tokens this
-        vocabulary does not have.
+        wanted: the specification of the response
+        n_prompt: tokens of its prompt
+        Raises UsageError for an unknown method, and ModelError for one whose tokens this vocabulary
+        does not have.
         """
         spec = registry.decomposer(wanted.method)
         if spec.make is None:

@@ -1,14 +1,15 @@
-"""PASTA-LANG: promises are decoded by threads of their own while the main thread goes on.
+"""PASTA-LANG: threads decode promised blocks while the main thread goes on.
 
     response := (text | promise | sync)*
     promise  := <promise topic="..." tokens=N/>       N: expected length in units of ten
     sync     := <sync/>
 
 When the main thread completes a promise, a thread begins with `<async>`, sees what the main thread
-had written up to the promise, and ends with `</async>`; the main thread goes on at once, so many
-positions further as the promise says. `<sync/>` waits for all threads and makes what they computed
-visible (PASTA, section 3). There may be any number of promises: whoever runs the threads lets them
-wait for room. Malformed tags are plain text. Knows no cells, runs or models.
+had written up to the promise, and ends with `</async>`. The main thread goes on at once, at a
+position that is moved on by the promised length. `<sync/>` waits for all threads and makes their
+cells visible to the main thread (PASTA, section 3). There may be any number of promises; the
+scheduler lets their threads wait for room. Malformed tags are plain text. Independent of cells,
+runs and models.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import enum
 import re
 
 from msgspec import Struct, field
+from typing_extensions import override
 
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.types import ANY
@@ -43,11 +45,14 @@ _LONGEST_TAG = 256  #: bytes after which an unfinished tag is text
 
 
 class Positions(enum.StrEnum):
-    """Where the main thread goes on after a promise (docs/algorithms.md 7.3; paper section 6.2).
+    """Rules for the main thread's position after a promise (docs/algorithms.md 7.3; paper section
+    6.2).
 
-    pred-10x: 10 N positions further. pred-1x: N, for models whose attribute is the exact length.
-    fixed: always as many as given. oracle: the block's true length, and oracle-10x that rounded to
-    tens; both need the lengths of an earlier run.
+    pred-10x: leave 10 N positions free
+    pred-1x: leave N free, for models whose attribute is the exact length
+    fixed: leave a given number free
+    oracle: leave the block's true length free; needs the lengths of an earlier run
+    oracle-10x: the same, rounded to tens
     """
 
     PRED_10X = "pred-10x"
@@ -58,15 +63,23 @@ class Positions(enum.StrEnum):
 
 
 class Spacing(Struct, frozen=True):
-    """A `Positions` with what it needs: count for fixed, block lengths (tags included) for
-    oracles."""
+    """A rule for positions with its parameters.
+
+    kind: the rule
+    count: positions for `fixed`
+    lengths: tokens of each block, tags included, for the oracles
+    """
 
     kind: Positions = Positions.PRED_10X
     count: int = 40
     lengths: tuple[int, ...] = ()
 
     def after(self, block: int, attribute: int) -> int:
-        """Positions to leave free for block number `block` (from 0)."""
+        """Return the number of positions to leave free for a block.
+
+        block: number of the block, from 0
+        attribute: N of its promise
+        """
         match self.kind:
             case Positions.PRED_10X:
                 return UNIT * attribute
@@ -81,7 +94,11 @@ class Spacing(Struct, frozen=True):
 
 
 class _Block(Struct):
-    """A promise and its thread. length: tokens, tags included. start: position of the first."""
+    """A promise and its thread.
+
+    length: tokens, tags included
+    start: position of the first token
+    """
 
     thread: int
     length: int
@@ -92,11 +109,14 @@ class _Block(Struct):
 
 
 class Pasta(Reader):
-    """A `Decomposer`. room: a promise that would put the main thread beyond this many positions
-    is text. start: position of the first token.
+    """The decomposer of PASTA.
 
-    overlap: whether the main thread may stand before what is joined to it. Else it moves on behind
-    the longest block at a sync (not in the paper; llama.cpp takes positions in order only).
+    start: position of the first token
+    room: a promise that would move the main thread beyond this many positions is plain text
+    spacing: rule for positions
+    overlap: whether the main thread may have lower positions than what is joined to it. Otherwise
+        it moves behind the longest block at a sync (not in the paper; llama.cpp takes positions in
+        order only)
     """
 
     def __init__(self, vocabulary: Vocabulary, *, start: int, room: int,
@@ -115,12 +135,12 @@ class Pasta(Reader):
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
-        """The main thread never writes the tags that the interpreter inserts."""
+        """The bans of the main thread: the tags that this class inserts."""
         return _banned(self._vocabulary, ASYNC, END_ASYNC)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each block, tags included, in the order of the promises."""
+        """The tokens of each block, tags included, in the order of the promises."""
         return tuple(block.length for block in self._blocks.values())
 
     @property
@@ -153,7 +173,7 @@ class Pasta(Reader):
                 actions = self._sync()
         else:
             promised = self._skip(int(found.group("n")))
-            if promised is None:  # cannot be kept: it stays text
+            if promised is None:  # no room for the block: the promise stays plain text
                 main.held = 0
                 return []
             skip = promised
@@ -170,15 +190,17 @@ class Pasta(Reader):
         block.length += len(self._end)
         return [Feed(thread, self._end), *self._over(block)]
 
+    @override
     def settled(self, thread: int) -> list[Action]:
-        """See `Decomposer.settled`."""
         self._blocks[thread].settled = True
         return self._join()
 
     # --- the main thread ----------------------------------------------------------------------
 
     def _skip(self, attribute: int) -> int | None:
-        """Positions to leave free for the next block; None: the promise cannot be kept."""
+        """Positions to leave free for the next block; None: there is no room, so the promise is
+        text.
+        """
         known = len(self._blocks)
         if self._spacing.lengths and known >= len(self._spacing.lengths):
             return None
@@ -198,7 +220,7 @@ class Pasta(Reader):
         return [Hold(MAIN), *self._join()]
 
     def _join(self) -> list[Action]:
-        """Everything is there that the main thread waits for."""
+        """Join all blocks and continue, if a sync waits and every block is settled."""
         loose = [block for block in self._blocks.values() if not block.joined]
         if not self._waiting or not all(block.settled for block in loose):
             return []
@@ -250,7 +272,7 @@ def _strip(main: Stream, first: int, start: int, tail: int) -> None:
 
 
 def _unsure(stream: Stream, text: bytes) -> int:
-    """How many of a block's last pieces may be part of an unfinished closing tag."""
+    """The number of a block's last pieces that may be part of an unfinished closing tag."""
     held = next((n for n in range(len(END_ASYNC) - 1, 0, -1) if text.endswith(END_ASYNC[:n])), 0)
     count = 0
     while held > len(stream.text(len(stream.parts) - count)):
@@ -259,7 +281,7 @@ def _unsure(stream: Stream, text: bytes) -> int:
 
 
 def _cut_tail(stream: Stream, count: int) -> None:
-    """Take the last `count` bytes off a stream's text."""
+    """Remove the last `count` bytes of a stream's text."""
     for k in range(len(stream.parts) - 1, -1, -1):
         if not count:
             return
@@ -270,13 +292,16 @@ def _cut_tail(stream: Stream, count: int) -> None:
 
 
 def _banned(vocabulary: Vocabulary, *tags: bytes) -> tuple[tuple[int, int, int], ...]:
-    """Bans of those tags that are single tokens."""
+    """Bans of those tags that are single tokens, at any place."""
     return tuple((ANY, ANY, token) for tag in tags
                  if (token := vocabulary.single(tag.decode())) is not None)
 
 
 def spacing_of(text: str) -> Spacing:
-    """PASTA's positions from an option: pred-10x, pred-1x, fixed or fixed:N. Raises UsageError."""
+    """Return the rule for an option's text: pred-10x, pred-1x, fixed or fixed:N.
+
+    Raises UsageError for any other text.
+    """
     kind, colon, count = text.partition(":")
     if kind == "fixed" and (not colon or count.isdigit()):
         return Spacing(Positions.FIXED, int(count or 40))

@@ -1,16 +1,16 @@
-"""Parallel decoding in one sequence: a skeleton of titles, all steps at once, then on as before.
+"""PDOS, parallel decoding in one sequence: a skeleton of titles, all steps at once, then the rest.
 
-Stage 1: the model writes `####` title `:` for each step that can be done apart, and `####%%%%`
-behind the last; what the method forces after a title (an ellipsis, a line break, the next `####`)
-is fed rather than decoded. Stage 2: every step goes on behind its title, sees the text before the
-block and itself, and ends with `####`. Stage 3: the steps, one behind the other, take the
-skeleton's place, and the response goes on, maybe with another block (PDOS, section 3;
-docs/algorithms.md 8). Knows no cells, runs or models.
+Stage 1: the model writes `####` title `:` for each step that can be decoded separately, and
+`####%%%%` after the last. What the method prescribes after a title (an ellipsis, a line break, the
+next `####`) is inserted, not decoded. Stage 2: a thread continues every step after its title, sees
+the text before the block and itself, and ends with `####`. Stage 3: the steps, one after the other,
+replace the skeleton, and the response goes on, maybe with another block (PDOS, section 3;
+docs/algorithms.md 8). Independent of cells, runs and models.
 
-Beyond the paper: a marker may take several tokens, and is read as text; titles are only forced
-inside a block, not after every colon of ordinary prose; a response may begin with a block; a list
-of titles that goes astray (a title that does not end, or was there before) ends with its last good
-title; a block without any stays as the text that it is.
+Beyond the paper: a marker may take several tokens, and is recognised in the text. Titles are
+completed only inside a block, not after every colon of ordinary prose. A response may begin with a
+block. A malformed list of titles (a title that does not end, or was there before) ends with its
+last valid title. A block without any title stays plain text.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from pipeinfer.strategies.spec import DecomposerSpec
 STEP, END, ELLIPSIS, BREAK = "####", "%%%%", "......", "\n\n"
 _STEP, _END = STEP.encode(), END.encode()
 _DOTS = (ELLIPSIS, "....", "...", "..", " ...", "\u2026")
-_LONGEST_TITLE = 64  #: tokens after which a title is no title
+_LONGEST_TITLE = 64  #: a title with more tokens is malformed
 
 
 class Markers(Struct, frozen=True):
-    """The method's markers as tokens. dots: what may not stand for a step's content."""
+    """The method's markers as tokens.
+
+    dots: single tokens that must not replace a step's content
+    """
 
     step: tuple[int, ...]
     end: tuple[int, ...]
@@ -42,7 +45,9 @@ class Markers(Struct, frozen=True):
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> Markers:
-        """Raises ModelError when this vocabulary cannot write a marker by itself."""
+        """Return the markers in this vocabulary. Raises ModelError where it cannot encode one by
+        itself.
+        """
         found = {text: _written(vocabulary, text) for text in (STEP, END, ELLIPSIS, BREAK)}
         if wrong := [repr(text) for text, tokens in found.items() if not tokens]:
             raise ModelError("--decomposer pdos needs a vocabulary with tokens for "
@@ -53,12 +58,12 @@ class Markers(Struct, frozen=True):
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """What follows a title: an ellipsis, a line break, the next step."""
+        """The tokens inserted after a title: an ellipsis, a line break, the next step's marker."""
         return (*self.ellipsis, *self.line_break, *self.step)
 
 
 def _written(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
-    """The tokens of exactly this text within another; empty where there are none."""
+    """The tokens of exactly this text inside another text; empty where there are none."""
     for lead in ("", "\n"):  # some vocabularies put a blank before what comes first
         tokens = vocabulary.encode(lead + text)[len(vocabulary.encode(lead)) if lead else 0:]
         if b"".join(map(vocabulary.piece, tokens)) == text.encode():
@@ -67,21 +72,23 @@ def _written(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
 
 
 class _Tail(Struct):
-    """The newest tokens' texts, in which markers are looked for."""
+    """The texts of the newest tokens, in which markers are searched."""
 
     pieces: list[bytes] = field(default_factory=list)
 
     def add(self, piece: bytes) -> None:
-        """A token comes next."""
+        """Append a token's text."""
         self.pieces = [*self.pieces[-7:], piece]
 
     def marker(self, *markers: bytes) -> int:
-        """How many tokens make up the marker that the text ends with (and blanks before it)."""
+        """Return the number of tokens of the marker (and blanks before it) at the end; 0: no
+        marker.
+        """
         return max(self._found(marker) for marker in markers)
 
     @property
     def begun(self) -> int:
-        """How many of the last tokens may become a marker with those that follow."""
+        """The number of last tokens that may become a marker with the following ones."""
         count = 0
         for piece in map(bytes.lstrip, reversed(self.pieces)):
             if not piece or (piece.strip(b"#") and piece.strip(b"%")):
@@ -115,7 +122,11 @@ class _Branch(Struct):
 
 
 class Pdos(Reader):
-    """A `Decomposer`. n_prompt: tokens of the prompt."""
+    """The decomposer of PDOS.
+
+    vocabulary: has to have tokens for the markers; ModelError otherwise
+    n_prompt: tokens of the prompt
+    """
 
     def __init__(self, vocabulary: Vocabulary, *, n_prompt: int) -> None:
         super().__init__()
@@ -130,7 +141,9 @@ class Pdos(Reader):
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
-        """A response does not begin with what ends a block, and no step begins twice."""
+        """The bans of the main thread: the end of a block, or dots, at the start; a step right
+        after a step.
+        """
         marks, first = self._marks, self._n_prompt - 1
         start = {marks.end[0], *marks.dots}
         breaks = set(marks.line_break) if len(marks.line_break) == 1 else set()
@@ -170,7 +183,7 @@ class Pdos(Reader):
         return []
 
     def _title_token(self, titles: list[list[int]], token: int, piece: bytes) -> list[Action]:
-        """A token of the title that is being written, or of what ends the skeleton."""
+        """Handle a token of a title, or of the end of the skeleton."""
         title, done = titles[-1], titles[:-1]
         title.append(token)
         text = self._text(title)
@@ -188,14 +201,14 @@ class Pdos(Reader):
             return []
         if done:
             return self._fan_out(done)
-        if name.startswith(_END) and self._threads:  # a block's end, written once more behind it
+        if name.startswith(_END) and self._threads:  # the model repeats the last block's end
             for k in range(1, self._main.held + 1):
                 self._main.edit(-k, b"")
         self._titles, self._main.held = None, 0
         return []
 
     def _fan_out(self, titles: list[list[int]]) -> list[Action]:
-        """Stage 2 begins."""
+        """Begin stage 2: cut the skeleton off and fork a thread for each title."""
         main, first = self._main, len(self._threads) + 1
         self._branches = [_Branch(first + k, (*self._marks.step, *title))
                           for k, title in enumerate(titles)]
@@ -242,7 +255,7 @@ class Pdos(Reader):
         return b"".join(map(self._vocabulary.piece, tokens))
 
 
-#: the paper's appendix A (arXiv 2503.20533), behind the question
+#: the paper's appendix A (arXiv 2503.20533), appended to the question
 TEXT = """
 
 When you need to sequentially handle multiple parallel steps (the steps are individual, for \

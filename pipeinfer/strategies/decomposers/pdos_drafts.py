@@ -1,7 +1,7 @@
-"""PDOS whose steps are drafts: the fifth row of Table 1 of the PDOS paper.
+"""PDOS with steps that are drafts: the fifth row of Table 1 of the PDOS paper.
 
 The paper does not print how it joins the two prompts. Chain-of-Draft's separator is the marker of
-PDOS, so only its rule for the length of a step is taken over.
+PDOS, so only its rule for the length of a step is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a question to a response in threads: the prompts of each method.
+"""The prompts of decomposed responses.
 
-Knows tokenizers, chat templates and what a model file says of the methods that it was trained for
-(`pipeinfer.decompose.*`); no decomposers, cells, runs or ranks.
+Uses tokenizers, chat templates and the texts for decomposition methods in a model's file
+(`pipeinfer.decompose.*`); independent of decomposers, cells, runs and ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from pipeinfer.strategies.decomposers.factory import vocabulary_of
 _PREFIX = "pipeinfer.decompose."
 
 class Opening(Struct, frozen=True):
-    """How a response begins. prompt: tokens of the main thread; decompose: how it goes on, None
-    for an ordinary response."""
+    """The beginning of a response.
+
+    prompt: tokens of the main thread
+    decompose: how the response is decomposed; None for an ordinary response
+    """
 
     prompt: tuple[int, ...]
     decompose: Specification | None = None
@@ -53,7 +56,7 @@ def check(config: SpeculationConfig, sampling: SamplingConfig) -> None:
 
 @functools.lru_cache(8)
 def texts_of(path: Path) -> dict[str, str]:
-    """What a model file says of the methods: system messages and templates by name."""
+    """Return the texts for decomposition methods in a model's file, by name; none for a folder."""
     model: Any = open_model(path)
     if path.is_dir():
         return {}
@@ -63,10 +66,14 @@ def texts_of(path: Path) -> dict[str, str]:
 
 def opening(tokenizer: Tokenizer, texts: Mapping[str, str], method: str,
             messages: Sequence[Mapping[str, str]]) -> Opening:
-    """How to answer a conversation by a method ("" for an ordinary response).
+    """Return the prompt and the decomposition for a conversation.
 
-    texts: see `texts_of`. Raises UsageError for an unknown method, and RequestError when the
-    template refuses the messages.
+    tokenizer: of the model
+    texts: as from `texts_of`
+    method: name of the decomposer; "" for an ordinary response
+    messages: of the conversation
+    Raises UsageError for an unknown method, and RequestError when the template refuses the
+    messages.
     """
     writer = PromptWriter(tokenizer, texts)
     if not method:
@@ -104,7 +111,11 @@ class PromptWriter:
 
 
 def methods_for(config: JobConfig) -> list[str]:
-    """The methods that a pipeline loaded for `config` can be asked for."""
+    """Return the decomposition methods that clients may request of a pipeline loaded for `config`.
+
+    Raises UsageError for wrong options, and ModelError if the configured method's tokens are
+    missing.
+    """
     if not config.speculation.decomposer:
         return []
     vocabulary = vocabulary_of(open_tokenizer(model_paths(config)[0]))

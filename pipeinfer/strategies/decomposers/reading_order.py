@@ -1,7 +1,7 @@
-"""The reading order of a response: pieces of text, and streams of pieces in between.
+"""The reading order of a response: pieces of text, with further streams of pieces between them.
 
-Tokens arrive in the order of the pipeline, text goes out in the order of the reader. Knows no
-methods of decomposition.
+Tokens arrive in the order of the pipeline; text is returned in the order of reading. Independent of
+decomposition methods.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from pipeinfer.strategies.decomposers.base import Action, Piece
 
 
 class Stream(Struct, eq=False):
-    """Parts in reading order. held: so many of the last ones may still change; over: none will."""
+    """Parts in reading order.
+
+    held: how many of the last parts may still change
+    over: whether no part is added or changed any more
+    """
 
     parts: list[Part] = field(default_factory=list)
     held: int = 0
@@ -23,21 +27,21 @@ class Stream(Struct, eq=False):
     _at: int = 0
 
     def add(self, thread: int, number: int, text: bytes) -> None:
-        """A token's text comes next."""
+        """Append a token's text; `number` as in `Piece`."""
         self.parts.append(Piece(thread, number, text))
 
     def edit(self, index: int, text: bytes) -> None:
-        """What the reader sees of a part that he has not got."""
+        """Replace the text of part `index`, which was not returned yet."""
         part = self.parts[index]
         assert isinstance(part, Piece)
         self.parts[index] = structs.replace(part, text=text)
 
     def text(self, start: int, stop: int | None = None) -> bytes:
-        """The text of the pieces from number `start` on, before number `stop`."""
+        """Return the text of the pieces from index `start` on, before index `stop`."""
         return b"".join(part.text for part in self.parts[start:stop] if isinstance(part, Piece))
 
     def take(self) -> list[Piece]:
-        """What the reader can have now that he has not had."""
+        """Return the pieces that the reader can have now and has not received."""
         pieces: list[Piece] = []
         until = len(self.parts) - (0 if self.over else self.held)
         while self._at < until:
@@ -53,11 +57,11 @@ class Stream(Struct, eq=False):
 
     @property
     def done(self) -> bool:
-        """Whether the reader has had everything."""
+        """Whether the reader has received everything."""
         return self.over and self._at == len(self.parts)
 
     def end(self) -> None:
-        """Nothing is added any more, here or in between."""
+        """Mark this stream and those in it as complete."""
         self.over = True
         for part in self.parts:
             if isinstance(part, Stream):
@@ -68,7 +72,7 @@ Part: TypeAlias = Piece | Stream
 
 
 class Reader:
-    """The half of a `Decomposer` that methods share: text in reading order, nothing to join."""
+    """The base class of decomposers: returns text in reading order, and has nothing to join."""
 
     def __init__(self) -> None:
         self._main = Stream()

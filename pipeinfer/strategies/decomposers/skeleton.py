@@ -1,9 +1,9 @@
 """Skeleton-of-Thought: an outline, then every point with a prompt of its own (a baseline).
 
-The main thread writes a numbered outline; each point is then expanded by a thread whose prompt
-holds the question and the whole outline. Points do not see each other, and nothing of the outline's
-cache is used again but what the prompts begin with (docs/algorithms.md 9). Without any point the
-question is answered plainly. Knows no cells, runs or models.
+The main thread writes a numbered outline. A thread per point then expands it; its prompt holds the
+question and the whole outline. Points do not see each other, and their prompts reuse nothing of the
+outline's cache except a common beginning (docs/algorithms.md 9). If the outline has no points, the
+question is answered plainly. Independent of cells, runs and models.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ _POINT = re.compile(r"^\s*(\d+)\.\s*(\S.*?)\s*$", re.MULTILINE)
 
 
 class Prompts(Struct, frozen=True):
-    """plain: the prompt of an ordinary answer. point: the prompt for (outline, number, point), as
-    tokens; lead: text that the reader sees before a point's expansion; first: how the outline
-    begins, as part of its prompt."""
+    """The prompts of a response.
+
+    plain: tokens of the prompt of an ordinary answer
+    point: makes a point's prompt, in tokens, from (outline, number, point)
+    lead: makes the text that the reader sees before a point's expansion, from (number, point)
+    first: the beginning of the outline that is part of its prompt
+    """
 
     plain: tuple[int, ...]
     point: Callable[[str, int, str], tuple[int, ...]]
@@ -39,7 +43,7 @@ class Prompts(Struct, frozen=True):
 
 
 class Skeleton(Reader):
-    """A `Decomposer` whose main prompt asks for the outline."""
+    """The decomposer of Skeleton-of-Thought, for a main prompt that requests the outline."""
 
     def __init__(self, vocabulary: Vocabulary, prompts: Prompts) -> None:
         super().__init__()
@@ -63,7 +67,7 @@ class Skeleton(Reader):
         piece = self._vocabulary.piece(token)
         if thread == MAIN:
             self._main.add(MAIN, len(self._outline), b"")
-            self._main.held = 1  # what nobody writes anything about is named with it
+            self._main.held = 1  # the titles of points without text are emitted with this token
             self._outline.append(piece)
         else:
             point = self._points[thread]
@@ -95,7 +99,7 @@ class Skeleton(Reader):
         return list(forks)
 
     def _pass_on(self, thread: int) -> None:
-        """The title of a point of which nothing was written goes to the next that has a token."""
+        """Give the title of a point without text to the next point that has a token."""
         title = self._leads.pop(thread, b"")
         for later in range(thread + 1, len(self._points) + 1):
             point = self._points[later]
@@ -161,10 +165,10 @@ _HOLES = {name: f"\ue000{name}\ue001" for name in _NAMES}  # private use: in no 
 
 def open_response(writer: Writer, messages: Sequence[Mapping[str, str]]
                   ) -> tuple[tuple[int, ...], Specification]:
-    """The prompt that asks for the outline, and what the points' prompts are made of.
+    """Return the prompt that requests the outline, and the specification with the points' prompt.
 
-    The outline is not there yet: holes in the rendered text stand for it, so that the template is
-    not needed once it is.
+    The outline does not exist yet. Placeholders in the rendered text stand for it, so that the chat
+    template is not needed later.
     """
     values = {"question": messages[-1]["content"], **_HOLES}
 

@@ -1,5 +1,6 @@
-"""Where guesses come from: a draft model, the text itself, n-grams, learned masks, or several in
-turn.
+"""Proposers, the sources of speculative tokens: a draft model, prompt lookup, lookahead, BiTA's
+masks, or several of them.
 
-Pure: a proposer works on any whole-model backend and any tree. Must not know threads or clocks.
+Pure: a proposer works on any whole-model backend and any tree. Modules here may not depend on
+    threads or clocks.
 """

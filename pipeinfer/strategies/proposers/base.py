@@ -1,8 +1,8 @@
-"""The seam for proposers: where the candidate next tokens of a lane come from.
+"""The interface of proposers, the sources of speculative tokens.
 
-A proposer looks at a path and names tokens that may follow it, with the probability that each
-is the target's choice. It cannot change the output, only how soon it comes. It knows no runs,
-ranks, sequence ids of the target or cutoffs beyond those in its job.
+A proposer receives a path and returns tokens that may follow it, with the probability that each is
+the target's choice. It cannot change the output, only the time until the output arrives. It is
+independent of runs, ranks and sequence ids of the target, and of cutoffs beyond those in its job.
 """
 
 from __future__ import annotations
@@ -17,41 +17,52 @@ from pipeinfer.core.types import Choice
 
 
 class Proposer(Protocol):
-    """Proposes continuations; used by one thread. free: it evaluates no model."""
+    """A proposer that one thread calls.
+
+    free: whether it evaluates no model
+    """
 
     free: bool
 
     @property
     def rows_evaluated(self) -> int:
-        """Rows that its model has evaluated so far."""
+        """The number of rows that its model has evaluated so far."""
 
     def propose(
         self, job: StartDraft, stopped: Callable[[], bool]
     ) -> tuple[Proposal, ...] | None:
-        """Proposals below the job's path, parents before children, the best chain first.
+        """Return proposals below the job's path, parents before children, the best chain first.
 
-        At most `job.max_tokens`, at most `job.max_depth` levels and `job.branches` paths, none
-        of `job.stop_ids`, none under the cutoffs, none with `job.free_only` where it evaluates a
-        model for them. None when `stopped()` answered True midway:
-        the job is no longer wanted.
+        job: bounds them: at most `max_tokens` tokens, `max_depth` levels and `branches` paths, none
+            of `stop_ids`, none under the cutoffs; none that need a model with `free_only`
+        stopped: is called between evaluations; True: the job is no longer wanted
+        Returns None when `stopped()` returned True.
         """
 
     def close(self) -> None:
-        """Release memory, models and threads; nothing may be called afterwards."""
+        """Release memory, models and threads. No method may be called afterwards."""
 
 
 class Anchor(Struct, frozen=True):
-    """A row that is verified in this step. parent: index of an earlier one, -1 of the tip, which
-    comes first."""
+    """A row that is verified in this step.
+
+    parent: index of an earlier anchor; -1: of the tip, which comes first
+    token: vocabulary id
+    """
 
     parent: int
     token: int
 
 
 class HintRow(Struct, frozen=True):
-    """A row that is there for hints. parent: index among the anchors and, after these, the hints
-    before it; its position follows its parent's. wanted: its choice is asked for. sees: sequence
-    ids that it looks through besides its own (torch only)."""
+    """A row whose result is input for a proposer.
+
+    parent: index among the anchors and, after these, the earlier hints; its position follows its
+        parent's
+    token: vocabulary id, or that of a learned mask
+    wanted: whether its choice is returned to the proposer
+    sees: further sequence ids that it attends to (torch only)
+    """
 
     parent: int
     token: int
@@ -60,11 +71,14 @@ class HintRow(Struct, frozen=True):
 
 
 class InlineProposer(Protocol):
-    """Proposes from what the target chose after its hints. Lanes are named by `StartDraft.lane`.
+    """A proposer that the scheduler calls, and that learns from hint rows in the target's runs.
 
-    candidates: most tokens that it proposes below a tip. rows: most hints of a step. paths: most
-    paths of both together. chained: guesses that travel may have hints of their own; several
-    batches are then in flight.
+    Lanes have the numbers of `StartDraft.lane`.
+    candidates: most proposals below a tip
+    rows: most hints of a step
+    paths: most paths of candidates and hints together
+    chained: whether runs of speculative tokens may have hints of their own; several batches are
+        then in flight
     """
 
     candidates: int
@@ -73,35 +87,46 @@ class InlineProposer(Protocol):
     chained: bool
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
-        """A lane starts with these tokens (a prompt, or a path that had another name before)."""
+        """Add a lane with these tokens: a prompt, or the path of a lane that got a new number."""
 
     def accepted(self, lane: int, tokens: Sequence[int]) -> None:
-        """The lane's path has grown by these."""
+        """Append accepted tokens to the lane's path."""
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
-        """Proposals below the job's path, parents before children; at most `job.max_tokens` and
-        `job.max_depth` levels, none of `job.stop_ids`. Empty: it knows nothing here."""
+        """Return proposals below the job's path, parents before children.
+
+        At most `job.max_tokens` and `job.max_depth` levels, none of `job.stop_ids`. May be empty.
+        """
 
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
               below: Sequence[int] | None = None) -> list[HintRow]:
-        """Hints for a run that verifies `anchors`, at most `room`.
+        """Return hints for a run that verifies `anchors`.
 
-        batch: its number. below: the anchors are guesses, those without a parent among them follow
-        the path that goes on with these tokens, and none of them is the tip; None: the first one
-        is. Only asked of one that is `chained`.
+        lane: its number
+        anchors: rows of the run that hints may follow
+        room: most hints
+        batch: number of this batch of hints
+        below: None: the first anchor is the tip. Otherwise the anchors are speculative tokens,
+            without the tip; those without a parent among them follow the path continued by these
+            tokens. Only `chained` proposers get anything but None
         """
 
     def learn(self, lane: int, choices: Sequence[Choice | None], *, batch: int = 0) -> None:
-        """What was chosen after the anchors and the hints of a batch, in their order; None: not
-        asked for, skipped, or there was no room for the row. Follows each `hints` that went out,
-        in the order in which they did."""
+        """Record the target's choices after the anchors and hints of a batch.
+
+        lane: its number
+        choices: in the order of anchors and hints; None: not wanted, skipped, or no room for the
+            row
+        batch: its number
+        Called once for each batch that was issued, in the order of issue.
+        """
 
     def closed(self, lane: int) -> None:
-        """The lane has ended. Harmless for one that was never opened."""
+        """Remove a lane that has ended; no effect on one that was never opened."""
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens that both begin with."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

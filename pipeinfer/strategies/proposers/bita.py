@@ -1,15 +1,16 @@
-"""BiTA's decoding (arXiv 2401.12522): groups of learned mask tokens name what comes next.
+"""BiTA's decoding (arXiv 2401.12522): groups of learned mask tokens propose the following tokens.
 
-After the current token and after every candidate hangs a group of M masks; mask r proposes, by its
-k likeliest tokens, what follows r+1 tokens later. What the group behind the last accepted token
-proposes is verified in the next step as a tree, of which each level offers k, k-1, ... tokens and
-only the likeliest has children (docs/algorithms.md 11.2, 11.3). Masks see the learned prompts,
-under a sequence id of their own; no other row sees masks or prompts, so nothing they propose can
-change a choice. Where a step's rows are bounded, the likeliest candidates are verified, and groups
-hang behind the likeliest of those, so that all rows share one run. Where runs travel through
-stages, the other candidates follow in runs of their own, with groups of their own, and whatever
-comes back names how the path goes on (docs/algorithms.md 11.6). Pure: the masks' vectors and the
-prompts are the backend's affair.
+A group of M masks is below the current token and below every candidate. Mask r proposes, by its k
+most likely tokens, the token r+1 places later. The proposals of the group below the last accepted
+token are verified in the next step as a tree. Each of its levels has k, k-1, ... tokens, and only
+the likeliest has children (docs/algorithms.md 11.2, 11.3). Masks attend to the learned prompts,
+which have a sequence id of their own. No other row attends to masks or prompts, so they cannot
+change a choice.
+
+Where a step's rows are bounded, the likeliest candidates are verified, with groups below the
+likeliest of those, so that all rows share one run. Where runs travel through stages, the other
+candidates follow in runs of their own with groups of their own, and every result adds proposals
+(docs/algorithms.md 11.6). Pure: the backend holds the masks' vectors and the prompts.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from pipeinfer.core.types import Choice
 from pipeinfer.strategies.proposers.base import Anchor, HintRow
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
-_HEARD = 32  #: batches that are remembered: more than fit into a pipeline
+_HEARD = 32  #: batches of results that are stored: more than fit into a pipeline
 
 
 class Shape(enum.StrEnum):
-    """Which candidates are verified together."""
+    """The shape of the tree of candidates that are verified together."""
 
     EFFICIENT = "efficient"  #: k, k-1, ... per level, below the likeliest of the level before
     FULL = "full"  #: k below each token of the level before
@@ -40,12 +41,15 @@ class Shape(enum.StrEnum):
 
 
 class _Batch(Struct):
-    """Groups of masks that went out together.
+    """Groups of masks that were issued together.
 
-    at: index in the path of what the anchors hang below, or of the tip. below: tokens between, see
-    `InlineProposer.hints`; None for a step's. anchors: by (parent, token); the tip is 0, and so is,
-    in a batch without it, what the others hang below. groups: for an anchor, the indices of its
-    masks. tops: what those named.
+    at: index in the path of the token that the anchors follow, or of the tip
+    below: tokens between that one and the anchors, see `InlineProposer.hints`; None for a step's
+        batch
+    anchors: numbers of anchors by (parent, token); 0 is the tip or, in a batch without it, the
+        token that the others follow
+    groups: for an anchor, the indices of its masks
+    tops: the tokens that those proposed
     """
 
     at: int
@@ -56,7 +60,12 @@ class _Batch(Struct):
 
 
 class _Lane(Struct):
-    """tokens: the path. out: batches by number, not answered. heard: the last ones that were."""
+    """The state of one lane.
+
+    tokens: the path
+    out: batches in flight, by number
+    heard: the last batches with results
+    """
 
     tokens: list[int]
     out: dict[int, _Batch] = field(default_factory=dict)
@@ -64,10 +73,17 @@ class _Lane(Struct):
 
 
 class Bita:
-    """An `InlineProposer`. first_id: token id of the first mask, the others follow. masks: M. top:
-    k. prompt_id: the sequence id that the learned prompts are under; None without prompts. width:
-    rows of a step at most, which cuts the tree and its groups; 0: no bound. groups: of masks in a
-    step that is cut; 0: see `cut`."""
+    """The inline proposer of BiTA.
+
+    first_id: token id of the first mask; the others follow
+    masks: M
+    top: k
+    prompt_id: the sequence id of the learned prompts; None without prompts
+    shape: of the tree
+    width: most rows of a step, which limits the tree and its groups; 0: no bound
+    groups: of masks in a limited step; 0: see `cut`
+    Raises ValueError unless `masks` and `top` are at least 1.
+    """
 
     def __init__(self, first_id: int, masks: int, top: int, prompt_id: int | None,
                  shape: Shape = Shape.EFFICIENT, width: int = 0, groups: int = 0) -> None:
@@ -119,7 +135,7 @@ class Bita:
         state = self._lanes[lane]
         one = state.out.pop(batch)
         for older in [number for number in state.out if number < batch]:
-            del state.out[older]  # it found no room
+            del state.out[older]  # there was no room for it in a run
         for anchor, masks in one.groups.items():
             one.tops[anchor] = [choice.top for k in masks
                                 if (choice := choices[k]) is not None and choice.top]
@@ -128,7 +144,7 @@ class Bita:
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
         """See `InlineProposer.propose`."""
         if job.suffix:
-            return ()  # masks were behind accepted tokens alone
+            return ()  # there are only masks below accepted tokens
         lists = self._lists(self._lanes[job.lane])
         if self._cut:
             return self._likeliest(lists, job)
@@ -159,8 +175,9 @@ class Bita:
 
     def _likeliest(self, lists: Sequence[Sequence[tuple[int, float]]], job: StartDraft
                    ) -> tuple[Proposal, ...]:
-        """The candidates of the tree that are likeliest by what masks think of their whole paths,
-        parents first."""
+        """The candidates of the tree with the most probable paths by the masks' results, parents
+        first.
+        """
         levels = [self._level(named, depth, job) for depth, named in
                   enumerate(lists[: job.max_depth])]
         found: list[Proposal] = []
@@ -184,8 +201,11 @@ class Bita:
         self._lanes.pop(lane, None)
 
     def _lists(self, state: _Lane) -> list[tuple[tuple[int, float], ...]]:
-        """What may follow the path's last token, level by level: from the last row of the path that
-        had masks, less what has come behind it."""
+        """The tokens that may follow the path, level by level.
+
+        They come from the last row of the path that had masks, without the levels of the tokens
+        that followed it.
+        """
         best, found = -1, list[tuple[tuple[int, float], ...]]()
         for one in state.heard:
             at, named = _nearest(one, state.tokens)
@@ -196,8 +216,10 @@ class Bita:
 
 def _nearest(batch: _Batch, tokens: Sequence[int]
              ) -> tuple[int, list[tuple[tuple[int, float], ...]]]:
-    """Index in a path of its last row that had masks of this batch, and what those named; nothing
-    where there is none."""
+    """The index in a path of its last row with masks of this batch, and what those proposed.
+
+    -1 and nothing where there is none.
+    """
     between = batch.below or ()
     at = batch.at + len(between)
     if tuple(tokens[batch.at + 1 : at + 1]) != between or at + 1 >= len(tokens):
@@ -214,7 +236,7 @@ def _nearest(batch: _Batch, tokens: Sequence[int]
 
 
 def tree_size(masks: int, top: int, shape: Shape) -> int:
-    """How many candidates a step verifies at most."""
+    """Return the most candidates that a step verifies, for M masks of k tokens each."""
     if shape is Shape.CHAIN:
         return masks
     if shape is Shape.FULL:
@@ -223,15 +245,19 @@ def tree_size(masks: int, top: int, shape: Shape) -> int:
 
 
 def groups_of(masks: int, top: int, shape: Shape) -> int:
-    """How many groups of masks a whole step has."""
+    """Return the number of groups of masks in an unlimited step."""
     return 1 if shape is Shape.CHAIN else tree_size(masks, top, shape) + 1
 
 
 def cut(masks: int, nodes: int, groups: int, width: int, wanted: int = 0) -> tuple[int, int]:
-    """Candidates and groups of a step of at most `width` rows, for a tree of `nodes` candidates.
+    """Return the numbers of candidates and groups of a step with a bounded number of rows.
 
-    wanted: so many groups; 0: one behind the current token and, as far as there is room, one behind
-    each of the two likeliest candidates (docs/bita.md has what was measured).
+    masks: M
+    nodes: candidates of the whole tree
+    groups: groups of a whole step
+    width: most rows
+    wanted: number of groups; 0: one below the current token and, as far as there is room, one below
+        each of the two likeliest candidates (measurements: docs/bita.md)
     """
     most = min(wanted or 3, groups, width // (masks + 1))  # a candidate for each but the first
     return min(nodes, width - 1 - masks * most), most
@@ -239,7 +265,7 @@ def cut(masks: int, nodes: int, groups: int, width: int, wanted: int = 0) -> tup
 
 def _make(setup: ProposerSetup) -> Bita:
     assert setup.adapter is not None
-    kept = {"bita_top", "bita_shape"} & setup.given  # what a user asks for is not cut
+    kept = {"bita_top", "bita_shape"} & setup.given  # an explicit size or shape is not limited
     return Bita(setup.n_vocab, setup.adapter.n_masks, setup.options["bita_top"],
                 setup.prompt_id if setup.adapter.n_prompts else None,
                 Shape(setup.options["bita_shape"]), 0 if kept else setup.width)

@@ -1,8 +1,9 @@
-"""Several proposers at once: the quick ones first, the better ones where those are unsure.
+"""Several proposers in order: the quick ones first, the better ones where those have low
+confidence.
 
-The PipeInfer paper proposes more than one draft model, the smallest first. Here each proposer is
-asked in turn until one names something likely enough; of what they named, the likelier chain goes
-out, and the others' first tokens stay as alternatives. This module knows no models.
+The PipeInfer paper suggests more than one draft model, the smallest first. Here proposers are
+queried in order until one returns a token of high confidence. The more probable chain of proposals
+is returned, and the others' first tokens become alternatives. Independent of models.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from pipeinfer.strategies.proposers.base import Proposer
 
 @runtime_checkable
 class Stepped(Protocol):
-    """A proposer whose work is done in steps: see `DraftModel.steps`."""
+    """A proposer that works in steps: see `DraftModel.steps`."""
 
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
-        """The job cut before each evaluation: yields how many rows come next."""
+        """Execute a job and return its proposals; yields each evaluation's number of rows before
+        it.
+        """
 
 
 class Cascade:
-    """A `Proposer` made of others, the quickest first. sure: how likely a first guess must be for
-    the next one not to be asked."""
+    """A proposer made of others, the quickest first.
+
+    proposers: in the order of querying; ValueError without any
+    sure: confidence of a first token at which no further proposer is queried
+    """
 
     def __init__(self, proposers: Sequence[Proposer], sure: float = SURE) -> None:
         if not proposers:
@@ -36,7 +42,7 @@ class Cascade:
 
     @property
     def rows_evaluated(self) -> int:
-        """How many rows all proposers together have evaluated."""
+        """The number of rows that all proposers together have evaluated."""
         return sum(proposer.rows_evaluated for proposer in self._proposers)
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]
@@ -53,7 +59,7 @@ class Cascade:
         return found
 
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
-        """The job cut before each evaluation of a model: see `DraftModel.steps`."""
+        """Execute a job, yielding before each evaluation of a model: see `DraftModel.steps`."""
         found: tuple[Proposal, ...] = ()
         for proposer in self._asked(job):
             if isinstance(proposer, Stepped):
@@ -76,9 +82,12 @@ class Cascade:
 
 def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
            ) -> tuple[Proposal, ...]:
-    """The proposals whose first token is likelier, the newer ones where both are as likely, with
-    the others' first tokens among at most `most` alternatives to theirs. A token that both name is
-    wrong only if both are."""
+    """Merge the proposals of two proposers.
+
+    The result is the chain whose first token is more probable (`newer` if both are equal), with
+    first tokens of the other among at most `most` alternatives to its first token. If both have the
+    same first token, it is assumed to be wrong only if both proposers are, independently.
+    """
     if not older or not newer:
         return newer or older
     best, others = (newer, older) if newer[0].confidence >= older[0].confidence else (older, newer)
@@ -102,7 +111,7 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
 
 
 def _shared(best: tuple[Proposal, ...], others: tuple[Proposal, ...]) -> tuple[Proposal, ...]:
-    """The first of these, where what both name from the tip on is paid only if it is in both."""
+    """The chain `best`; tokens that both chains contain count as paid only if paid in both."""
     count, at = 0, -1
     for one, other in zip(best, others, strict=False):
         if (one.parent, one.token) != (at, other.token) or other.parent != at or \

@@ -1,10 +1,10 @@
 """Proposals of a small draft model (PipeInfer section III, SpecInfer's expansion).
 
-The draft keeps a few paths in its cache, with the candidates after each token it drafted from, and
-brings one up to the job's path by the longest common prefix, so it needs no word about acceptance
-or cancellation and a job that was stopped midway is taken up where it was. It applies the target's
-sampling rule with the target's noise to its own logits (docs/algorithms.md 2.2). This module knows
-neither llama.cpp nor threads: it works on any whole-model backend.
+The draft has a few paths in its cache, with the candidates after each token it drafted from. It
+brings one of them up to a job's path by the longest common prefix. So it needs no messages about
+acceptance or cancellation, and a job that was stopped midway can be continued. The draft applies
+the target's sampling rule with the target's noise to its own logits (docs/algorithms.md 2.2).
+Independent of llama.cpp and threads: it works on any whole-model backend.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 if TYPE_CHECKING:
     from pipeinfer.models.text.grammar import Vocabulary
 
-_KEEP_RANKINGS = 64  #: positions back for which a copied path keeps its candidates
-_RANKED = 8  #: candidates that are kept after a token
+_KEEP_RANKINGS = 64  #: last positions whose candidates are copied with a path
+_RANKED = 8  #: candidates that are stored after a token
 
 
 class Ranking(Struct, frozen=True):
-    """The best candidates after a row: ids, and confidence that each is the target's choice."""
+    """The best candidates after a row, best first.
+
+    ids: vocabulary ids
+    confidences: estimated probability that each is the target's choice
+    """
 
     ids: list[int]
     confidences: list[float]
@@ -42,8 +46,9 @@ class Ranking(Struct, frozen=True):
 class _Path(Struct):
     """A cached path: its draft sequence id, tokens, and candidates after positions near its end.
 
-    lane: whose guesses it holds; candidates depend on the lane's parameters. agreed: how many of
-    the lane's accepted tokens it is known to start with. used: when.
+    lane: whose path it is; candidates depend on the lane's parameters
+    agreed: how many of the lane's accepted tokens it is known to start with
+    used: time of the last use, as a count of jobs
     """
 
     seq_id: int
@@ -65,12 +70,14 @@ class _Branch(Struct):
 
 
 class DraftModel:
-    """A `Proposer` over a whole-model backend.
+    """A proposer over a whole-model backend.
 
-    n_vocab: the target's vocabulary; ids beyond it are never proposed. paths: how many paths stay
-    in the cache at a time, so that a proposer that goes to and fro between branches evaluates
-    each token once. Sequence ids `0..paths-1` hold them, later ones the branches of a job.
-    vocabulary: with it guesses follow the lane's grammar; without it a grammar is not looked at.
+    backend: the draft
+    n_vocab: the target's vocabulary; ids beyond it are never proposed
+    paths: how many paths stay in the cache at a time, so that a proposer that alternates between
+        branches evaluates each token once. Sequence ids `0..paths-1` hold them, later ones the
+        branches of a job
+    vocabulary: with it, proposals follow the lane's grammar; None: grammars are ignored
     """
 
     free = False
@@ -101,9 +108,10 @@ class DraftModel:
                 return None
 
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
-        """The job cut before each evaluation: yields how many rows come next.
+        """Execute a job, yielding before each evaluation the number of rows that it has.
 
-        Whoever drives it may stop there (`close`): what was evaluated stays in the cache.
+        The caller may end the generator there (`close`): what was evaluated stays in the cache. The
+        generator's return value is the tuple of proposals.
         """
         if job.free_only:
             return ()
@@ -133,7 +141,9 @@ class DraftModel:
     # --- the cache ----------------------------------------------------------------------------
 
     def _catch_up(self, job: StartDraft) -> Generator[int, None, Ranking]:
-        """Evaluate what the cache lacks of the job's path; candidates after its last token."""
+        """Evaluate the tokens of the job's path that the cache lacks; candidates after the last
+        token.
+        """
         base, suffix = job.base, job.suffix
         length = base + len(suffix)
         common = self._choose_path(job)
@@ -143,7 +153,7 @@ class DraftModel:
         common = min(common, length - 1)
         todo = [job.accepted[i] if i < base else suffix[i - base] for i in range(common, length)]
         if max(todo) >= self.backend.info.n_vocab:
-            return Ranking([], [])  # the target has ids that a smaller draft does not know
+            return Ranking([], [])  # the target has ids that the draft's vocabulary lacks
         self._cut(common)
         step = self.backend.info.n_batch
         for start in range(0, len(todo), step):
@@ -163,10 +173,10 @@ class DraftModel:
         return ranking
 
     def _choose_path(self, job: StartDraft) -> int:
-        """Make the cached path that shares most with the job's the current one; how much it shares.
+        """Make the cached path with the longest prefix of the job's path the current one.
 
-        If that would cut off what another branch may still need, the least recently used path is
-        given up for a copy of the common part instead.
+        Returns the length of that prefix. If tokens that another branch may still need would be cut
+        off, the least recently used path is replaced by a copy of the prefix instead.
         """
         best, common = self._here, -1
         for path in self._paths:
@@ -201,7 +211,7 @@ class DraftModel:
         return common
 
     def _shared(self, path: _Path, job: StartDraft) -> int:
-        """How many tokens a cached path and the job's have in common."""
+        """The number of tokens that a cached path and the job's path have in common."""
         base, tokens, accepted = job.base, path.tokens, job.accepted
         stop = min(base, len(tokens))
         common = min(path.agreed, stop) if path.lane == job.lane else 0
@@ -214,7 +224,7 @@ class DraftModel:
         return common
 
     def _cut(self, length: int) -> None:
-        """Forget the current path from position `length` on."""
+        """Remove the current path's tokens from position `length` on."""
         here = self._here
         if length < len(here.tokens):
             self.backend.seq_rm(here.seq_id, length, END)
@@ -224,7 +234,7 @@ class DraftModel:
         here.agreed = min(here.agreed, length)
 
     def _decode(self, rows: Rows) -> FloatArray | None:
-        """Decode; where the cache is full of other paths, they give way, the stalest first."""
+        """Decode; while the cache is full, drop other paths, the least recently used first."""
         others = sorted((path for path in self._paths if path is not self._here and path.tokens),
                         key=lambda path: path.used)
         for path in others:
@@ -245,7 +255,7 @@ class DraftModel:
         self, job: StartDraft, branches: list[_Branch], proposals: list[Proposal],
         alternatives: list[Proposal], used_ids: int,
     ) -> tuple[list[_Branch], int]:
-        """One more token per open branch, and new branches where the split cutoff allows.
+        """Add a token to each open branch, and new branches where the split cutoff allows.
 
         Candidates that no branch follows become alternatives.
         """
@@ -280,7 +290,7 @@ class DraftModel:
         position = job.base + len(job.suffix) + len(branches[0].tokens) - 1
         main, here = branches[0], self._here
         if main.seq_id == here.seq_id and position < len(here.tokens):
-            # An interrupted job may have been here already: its work is not done twice.
+            # A job that was stopped may have evaluated this token already.
             if here.tokens[position] == main.pending and position in here.rankings:
                 main.ranking = here.rankings[position]
                 branches = branches[1:]
@@ -307,8 +317,9 @@ class DraftModel:
     ) -> Ranking:
         """The best candidates; confidence is the softmax of the (perturbed) scores.
 
-        At temperature 0 that is the draft's own probability. Above it the scores carry the
-        shared noise, and the gap to the runner-up says how likely the target's choice agrees.
+        At temperature 0 that is the draft's own probability. Above it the scores contain the shared
+        noise, and a larger gap to the second candidate means that the target more often chooses the
+        first.
         """
         params, allowed = job.params, None
         if params.grammar and self._constraints is not None:

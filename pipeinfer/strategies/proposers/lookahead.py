@@ -1,13 +1,13 @@
 """Lookahead decoding (arXiv 2402.02057): n-grams from a window of Jacobi iterations.
 
-A window of W columns holds the last N-1 iterations (levels). Every step the target continues each
-column by one token; the column's tokens then form an n-gram for the pool, and what the pool has for
-the last token is verified in the next step, at most G candidates. The rules: docs/algorithms.md 6.
+A window of W columns holds the last N-1 iterations (levels). In every step the target continues
+each column by one token. The column's tokens then form an n-gram for the pool, and the next step
+verifies at most G n-grams that the pool has for the last token. The rules: docs/algorithms.md 6.
 
-A window is a token tree: level 0 is a chain below the current token, and at its node i (0: the
-current token itself) hangs the chain of column i's later levels, so a row sees what it should: the
-context, level 0 up to its column, its own column (docs/algorithms.md 6.2). Equal siblings are one
-row. Pure: knows no run, sequence id, clock or random source.
+A window is a token tree. Level 0 is a chain below the current token; its node i (0: the current
+token itself) has the chain of column i's later levels below it. So a row attends to the right
+tokens: the context, level 0 up to its column, and its own column (docs/algorithms.md 6.2). Equal
+siblings are one row. Pure: independent of runs, sequence ids, clocks and random sources.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from pipeinfer.strategies.proposers import lookahead_worth as worth
 from pipeinfer.strategies.proposers.base import Anchor, HintRow
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
-#: how likely the newest candidate's first token is right, and a later one if those before it are;
-#: what others add at the same place. Learnt corrections are the scheduler's (calibration)
+#: probability of the newest candidate's first token, of a later token if those before it are right,
+#: and of other candidates' tokens at the same place; the scheduler calibrates them
 FIRST, LATER, OTHER = 0.5, 0.75, 0.12
 
 
 class Pool(Struct):
-    """N-grams by their first token: at most `most` tails for each, the newest last. made: whole
-    n-grams that only windows have brought."""
+    """N-grams by their first token: at most `most` tails for each, the newest last.
+
+    size: N
+    most: G
+    made: whole n-grams that only windows have produced
+    """
 
     size: int
     most: int
@@ -38,8 +42,10 @@ class Pool(Struct):
     made: set[tuple[int, ...]] = field(default_factory=set)
 
     def add(self, ngram: Sequence[int], *, made: bool = False) -> None:
-        """Take in an n-gram of `size` tokens; one that is known becomes the newest. made: by a
-        window, not by the text."""
+        """Add an n-gram of `size` tokens; one that is already there becomes the newest.
+
+        made: whether it comes from a window, not from the text
+        """
         if self.most <= 0:
             return
         tails = self.tails.setdefault(ngram[0], {})
@@ -56,12 +62,12 @@ class Pool(Struct):
             self.made.discard((ngram[0], *oldest))
 
     def add_all(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Every n-gram of a text that ends at index `start` or later."""
+        """Add every n-gram of a text that ends at index `start` or later."""
         for stop in range(max(start + 1, self.size), len(tokens) + 1):
             self.add(tokens[stop - self.size : stop])
 
     def of(self, token: int) -> list[tuple[int, ...]]:
-        """What may follow a token, the newest first."""
+        """Return the tails after a token, the newest first."""
         return list(self.tails.get(token, ()))[::-1]
 
 
@@ -69,7 +75,7 @@ class Window(Struct):
     """The levels of one lane, oldest first.
 
     Level 0 has columns 1, 2, ...: its column 0 is the current token. Later levels start at column
-    0. While levels are missing (warm-up) there is a column more for each of them.
+    0. While levels are missing (warm-up) there is an additional column for each of them.
     """
 
     width: int
@@ -78,20 +84,28 @@ class Window(Struct):
 
     @classmethod
     def start(cls, width: int, size: int, text: Sequence[int]) -> Window:
-        """Level 0 alone, of tokens picked from a text (docs/algorithms.md 6.5)."""
+        """Return a window with level 0 alone, of tokens picked from a text (docs/algorithms.md
+        6.5).
+
+        width: W
+        size: N
+        text: tokens
+        """
         return cls(width, size, [[pick(text, i) for i in range(width + size - 3)]])
 
     @property
     def columns(self) -> int:
-        """How many there are now, column 0 included."""
+        """The present number of columns, column 0 included."""
         return len(self.levels[0]) + 1
 
     def rows(self, anchors: Sequence[Anchor], columns: range | None = None
              ) -> tuple[list[HintRow], list[int]]:
-        """The window as hints below anchor 0, and for each column the index (among anchors and
-        hints) of the row whose choice continues it. Rows that repeat an anchor are not made.
+        """Return the window's rows below anchor 0, and the row that continues each column.
 
-        columns: only these, with what they need of level 0.
+        anchors: of the run; a row that would repeat one is not made
+        columns: only these, with the part of level 0 that they need; None: all
+        The second list has, for each column, the index (among anchors and hints) of the row whose
+        choice continues it.
         """
         columns = range(self.columns) if columns is None else columns
         nodes = {(anchor.parent, anchor.token): k for k, anchor in enumerate(anchors) if k}
@@ -118,9 +132,10 @@ class Window(Struct):
         return rows, tops
 
     def step(self, current: int, new: Sequence[int]) -> list[tuple[int, ...]]:
-        """Take in what continues the columns; returns the n-grams that are complete.
+        """Advance the window by one column; return the n-grams that are complete.
 
-        current: the token that column 0 started from. The window moves on by one column.
+        current: the token that column 0 started from
+        new: the tokens that continue the columns
         """
         if len(self.levels) < self.size - 1:
             self.levels = [level[1:] for level in (*self.levels, list(new))]
@@ -134,8 +149,13 @@ class Window(Struct):
 
 
 class _Lane(Struct):
-    """tokens: the path. current, tops: of the window that is out. choice: what the next step does.
-    named: by how many tokens there were, what the pool had then, see `Worth.learn`."""
+    """The state of one lane.
+
+    tokens: the path
+    current, tops: of the window in flight
+    choice: what the next step does
+    named: by length of the path, what the pool had then, see `Worth.learn`
+    """
 
     tokens: list[int]
     pool: Pool
@@ -147,11 +167,16 @@ class _Lane(Struct):
 
 
 class Lookahead:
-    """An `InlineProposer`. window, ngram, candidates: W, N and G; with G = 0 or a window of 1 it is
-    of little use and still exact. window 0 makes no window: the pool then has the text's own
-    n-grams. prompt_pool: n-grams of prompt and output go to the pool as well. cost: time of a run
-    of so many rows; with it, steps verify fewer candidates and leave out windows where these do not
-    pay, but for what is `fixed` (of "window", "candidates").
+    """The inline proposer of lookahead decoding.
+
+    window: W; 0: no window, so the pool has the text's own n-grams only. 1 is of little use
+    ngram: N
+    candidates: G; with 0 no n-gram is verified
+    prompt_pool: whether n-grams of prompt and output go to the pool as well
+    cost: time of a run of so many rows; with it, steps verify fewer candidates and leave out
+        windows where these do not pay
+    fixed: which of "window" and "candidates" are not tuned by `cost`
+    Raises ValueError for impossible sizes. No choice of sizes changes a token.
     """
 
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2, *,
@@ -163,7 +188,7 @@ class Lookahead:
         self.window, self.ngram, self.most = window, ngram, candidates
         self.candidates = candidates * (ngram - 1)
         self.rows = window_rows(window, ngram)
-        self.chained = False  # each window goes on from the one before
+        self.chained = False  # each window needs the results of the one before
         self.paths = candidates + (window + ngram - 2 if window else 0)
         self._prompt_pool = prompt_pool
         self._worth = None if cost is None or not candidates else worth.Worth(
@@ -189,7 +214,7 @@ class Lookahead:
             self._weigh(state, self._worth)
 
     def _weigh(self, state: _Lane, judge: worth.Worth) -> None:
-        """Compare what the pool had with what has come, and decide about the next step."""
+        """Compare the pool's tails with the tokens that followed, and decide about the next step."""
         tokens, length = state.tokens, len(state.tokens)
         for at in [at for at in state.named if at + self.ngram - 1 <= length]:
             judge.learn(state.named.pop(at), tuple(tokens[at : at + self.ngram - 1]))
@@ -208,8 +233,13 @@ class Lookahead:
 
     def tails(self, lane: int, token: int, depth: int, stop_ids: frozenset[int]
               ) -> list[tuple[int, ...]]:
-        """What the pool has behind a token, the newest first: at most `depth` tokens each, and
-        nothing from a token that would end the text on."""
+        """Return the pool's tails after a token, the newest first.
+
+        lane: its number
+        token: the last token of the path
+        depth: most tokens of each tail
+        stop_ids: tails are cut before these
+        """
         found = []
         for tail in self._lanes[lane].pool.of(token):
             ends = [i for i, t in enumerate(tail) if t in stop_ids]
@@ -219,7 +249,7 @@ class Lookahead:
         return found
 
     def window_of(self, lane: int) -> Window:
-        """The window of a lane that is open."""
+        """The window of an open lane."""
         return self._lanes[lane].window
 
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
@@ -242,7 +272,12 @@ class Lookahead:
             self.advance(lane, state.current, [choices[top] for top in state.tops])
 
     def advance(self, lane: int, current: int, chosen: Sequence[Choice | None]) -> None:
-        """Take in what was chosen for every column of the window below `current`."""
+        """Advance the window by the choices for its columns.
+
+        lane: its number
+        current: the token that column 0 started from
+        chosen: for each column; None, or no token: a token of the text is used instead
+        """
         state = self._lanes[lane]
         new = [choice.token if choice is not None and choice.token >= 0
                else pick(state.tokens, len(state.tokens) + column)
@@ -256,7 +291,7 @@ class Lookahead:
 
 
 def trie(tails: Sequence[tuple[int, ...]], most: int) -> list[Proposal]:
-    """At most so many proposals for candidates; those that start alike share their tokens."""
+    """Return at most `most` proposals for `tails`; tails that begin alike share proposals."""
     found: list[Proposal] = []
     nodes: dict[tuple[int, int], int] = {}
     for tail in tails:
@@ -275,7 +310,7 @@ def trie(tails: Sequence[tuple[int, ...]], most: int) -> list[Proposal]:
 
 
 def window_rows(window: int, ngram: int) -> int:
-    """Most hints of a window: level 0 without the current token, and the later levels."""
+    """Return the most hints of a window: level 0 without the current token, and later levels."""
     if not window:
         return 0
     grown = [window + ngram - 2 - k for k in range(ngram - 1)]  # columns while levels are missing
@@ -283,7 +318,7 @@ def window_rows(window: int, ngram: int) -> int:
 
 
 def pick(tokens: Sequence[int], number: int) -> int:
-    """A token of a text, the same for the same number: an arbitrary one, not a random one."""
+    """Return an arbitrary token of a text, always the same one for the same number."""
     state = (number + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     return tokens[(state ^ state >> 27) % len(tokens)]

@@ -1,8 +1,7 @@
-"""How many candidates of lookahead decoding to verify, and whether to keep a window: what they
-bring against what their rows cost on this machine.
+"""The choice of lookahead's candidates and window by their gain and their cost on this machine.
 
-What a candidate would have brought is known afterwards whether it was verified or not: the text
-that came is compared with what the pool had named. Pure: knows no lanes, pools or clocks.
+The gain of a candidate can be computed whether it was verified or not: the text that follows is
+compared with the n-grams that the pool had. Independent of lanes, pools and clocks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,17 @@ from pipeinfer.strategies.proposers.base import common_prefix
 
 Tail: TypeAlias = tuple[int, ...]
 
-_ENOUGH = 16  #: steps after which what was seen is believed
-_RATE = 1 / 32  #: weight of a new step among those before it
-_EVERY, _PROBE = 96, 16  #: of so many steps, so many use everything, to see what it would bring
+_ENOUGH = 16  #: steps after which the gains are used
+_RATE = 1 / 32  #: weight of a new step in the running mean
+_EVERY, _PROBE = 96, 16  #: of every 96 steps, 16 use everything, to measure its gain
 
 
 class Choice(Struct, frozen=True):
-    """What a step does: verify so many candidates, and whether its window goes along."""
+    """What a step does.
+
+    candidates: how many to verify
+    window: whether the run includes the window
+    """
 
     candidates: int
     window: bool
@@ -33,10 +36,10 @@ class Choice(Struct, frozen=True):
 class Worth:
     """Decides for one proposer, over all its texts.
 
-    cost: time of a run of so many rows, in times of one row
+    cost: time of a run of so many rows, relative to one row
     ngram, most: N and G
     window_rows: most rows of the window
-    fixed_candidates, fixed_window: the user has set them
+    fixed_candidates, fixed_window: whether the user has set them
     """
 
     cost: Callable[[int], float]
@@ -47,16 +50,20 @@ class Worth:
     fixed_window: bool = False
     _steps: int = 0
     _seen: int = 0
-    #: tokens that the first g candidates bring to a step, by g: of the text's own n-grams alone,
-    #: and of those of windows, too
+    #: tokens per step that the first g candidates gain, by g: of the text's own n-grams alone, and
+    #: of those of windows, too
     _gains: tuple[list[float], list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._gains = ([0.0] * (self.most + 1), [0.0] * (self.most + 1))
 
     def learn(self, named: tuple[Sequence[Tail], Sequence[Tail]], came: Tail) -> None:
-        """What came behind a token, and what the pool had named there, the newest first: its text's
-        own n-grams, and all."""
+        """Update the gains at one place of a text.
+
+        named: the candidates that the pool had, the newest first: from the text's own n-grams, and
+            all
+        came: the tokens that followed
+        """
         self._seen += 1
         weight = max(_RATE, 1 / self._seen)
         for gains, tails in zip(self._gains, named, strict=True):
@@ -67,7 +74,7 @@ class Worth:
                 gains[g] += weight * (longest - gains[g])
 
     def choose(self) -> Choice:
-        """What the next step does."""
+        """Return what the next step does."""
         self._steps += 1
         everything = Choice(self.most, self.window_rows > 0)
         if self._seen < _ENOUGH or self._steps % _EVERY < _PROBE:

@@ -1,12 +1,12 @@
-"""Proposals copied from the text itself: what followed the last time these tokens came up.
+"""Prompt lookup: proposals copied from the text itself, where its last tokens occurred before.
 
-Looks for the longest run of tokens that ends the path and occurs earlier in prompt or output, and
-proposes what followed there; other continuations become alternatives. It costs no model, and pays
-where text repeats: code, summaries, edits of a given text (known as prompt lookup or n-gram
-speculation). Where a job names a pool, other answers of that pool are looked through as well. How
-far a continuation can be trusted depends on how many tokens agree and on whether all places agree
-on what follows; that is learnt from every accepted token, guessed or not. This module knows no
-model, cache or thread.
+Searches prompt and output for the longest run of tokens that ends the path and occurs earlier, and
+proposes the tokens that followed it there. Other continuations become alternatives. It evaluates no
+model, and pays where text repeats: code, summaries, edits of a given text (known as prompt lookup
+or n-gram speculation). Where a job names an answer pool, other answers of that pool are searched as
+well. The confidence of a continuation depends on how many tokens agree and on whether all places
+agree on what follows; it is learnt from every accepted token, speculative or not. Independent of
+models, caches and threads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeinfer.strategies.spec import ProposerSpec
 
 T = TypeVar("T")
 Kind: TypeAlias = bool | None  #: whether places agree on what follows; None for a single place
-_LANES = 32  #: lanes whose index is kept
-_POOLS = 16  #: pools that are kept
+_LANES = 32  #: lanes whose index is stored
+_POOLS = 16  #: pools that are stored
 #: how likely a continuation is right where 1, 2, 3, 4, fewer than 8, fewer than 16 and more tokens
 #: agree, before anything is learnt: where all places agree, for a single place, where they differ
 #: (SmolLM2-135M's answers to `benchmarks.methods.prompts.CHATS`)
@@ -39,25 +39,32 @@ _POOL_CLAIMS: Mapping[Kind, Sequence[float]] = {
     True: (0.4, 0.6, 0.6, 0.85, 0.9, 0.9, 0.95),
     None: (0.15, 0.4, 0.6, 0.65, 0.7, 0.75, 0.75),
     False: (0.1, 0.15, 0.2, 0.3, 0.3, 0.45, 0.5)}
-_PRIOR = 8.0  #: trials that those count for
-_MEMORY = 0.995  #: weight that what was learnt keeps at each new trial of its kind
+_PRIOR = 8.0  #: weight of these values, in trials
+_MEMORY = 0.995  #: weight of the past at each new trial of its kind
 
 
 class Claims(Struct):
-    """How often continuations were right, by tokens that agree and by agreement of the places.
-    first: what is assumed before anything is learnt."""
+    """How often continuations were right, by number of agreeing tokens and by agreement of the
+    places.
+
+    first: the probabilities before anything is learnt
+    """
 
     first: Mapping[Kind, Sequence[float]] = field(default_factory=lambda: _CLAIMS)
     _counts: dict[tuple[int, Kind], list[float]] = field(default_factory=dict)
 
     def of(self, length: int, agreed: Kind) -> float:
-        """Probability that a continuation is right."""
+        """Return the probability that a continuation is right.
+
+        length: number of agreeing tokens
+        agreed: whether all places agree on what follows; None for a single place
+        """
         slot = _slot(length)
         trials, hits = self._counts.get((slot, agreed), (0.0, 0.0))
         return (self.first[agreed][slot] * _PRIOR + hits) / (_PRIOR + trials)
 
     def learn(self, match: Match | None, token: int) -> None:
-        """This token came where a match was, or none."""
+        """Record that `token` was accepted where `match` was found, or no match (None)."""
         if match is None:
             return
         counts = self._counts.setdefault((_slot(match.length), match.agreed), [0.0, 0.0])
@@ -70,7 +77,10 @@ def _slot(length: int) -> int:
 
 
 class PromptLookup:
-    """A `Proposer`. claims: what is known of continuations; shared by all lanes."""
+    """The proposer of prompt lookup.
+
+    claims: probabilities of continuations, shared by all lanes; None: new ones
+    """
 
     free = True
 
@@ -94,7 +104,7 @@ class PromptLookup:
             places.append(_Place(match, self.claims, job.suffix))
         if pool is not None and (match := pool.answers.find(path, job.lane)) is not None:
             places.append(_Place(match, pool.claims))
-        # where both are trusted as much the lane's own text goes first
+        # the sort is stable: at equal confidence the lane's own text comes first
         places.sort(key=lambda place: -place.claim(0))
         return _continue(job, places) if places else ()
 
@@ -107,8 +117,11 @@ class PromptLookup:
         return _latest(self._pools, number, _POOLS, _Pool) if number else None
 
     def _grown(self, job: StartDraft, pool: _Pool | None) -> TextIndex:
-        """The index of the job's lane with all accepted tokens. What the prompt repeats says little
-        about answers: nothing is learnt from it, and it goes into no pool."""
+        """The index of the job's lane, with all accepted tokens.
+
+        Prompts are not learnt from and go into no pool, because their repetitions tell little about
+        those of answers.
+        """
         learns = job.lane in self._lanes
         index = _latest(self._lanes, job.lane, _LANES, TextIndex)
         own = index.tokens.setdefault(0, [])
@@ -129,7 +142,7 @@ class _Pool(Struct):
 
 
 def _latest(known: dict[int, T], key: int, most: int, make: Callable[[], T]) -> T:
-    """What belongs to a key, made where it is new; of others than the last `most` used, none."""
+    """The value of `key` in `known`, made if it is new; only the last `most` used values stay."""
     one = known.pop(key, None) or make()
     known[key] = one
     while len(known) > most:
@@ -138,19 +151,22 @@ def _latest(known: dict[int, T], key: int, most: int, make: Callable[[], T]) -> 
 
 
 class _Place(Struct):
-    """A match, and how far it is trusted. ahead: tokens that follow its text, where that is the
-    path's own, so that a copy may run into the guesses, and then into itself."""
+    """A match and its confidence.
+
+    ahead: the speculative tokens after the text of the match, where that is the path's own text, so
+        that a copy may continue into them and then into itself
+    """
 
     match: Match
     claims: Claims
     ahead: Sequence[int] | None = None
 
     def claim(self, k: int) -> float:
-        """Probability that the k-th token is right if those before are."""
+        """Return the probability that the k-th token is right if those before are."""
         return self.claims.of(self.match.length + k, self.match.agreed)
 
     def tokens(self, most: int) -> Iterable[int]:
-        """At most so many of those that follow."""
+        """Return at most `most` of the tokens that follow."""
         match = self.match
         follow = match.text[match.start : match.start + most]
         if self.ahead is None:
@@ -159,7 +175,7 @@ class _Place(Struct):
 
 
 def _continue(job: StartDraft, places: Sequence[_Place]) -> tuple[Proposal, ...]:
-    """What followed at the first place, and what else followed, as alternatives."""
+    """The continuation of the first place, and the other continuations as alternatives."""
     chain: list[Proposal] = []
     most = min(job.free_max or job.max_tokens, job.max_depth)
     least = job.p_min if job.free_min is None else job.free_min

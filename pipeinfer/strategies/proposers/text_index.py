@@ -1,9 +1,9 @@
-"""Where the last tokens of a path came up before in texts, by the longest run that agrees.
+"""An index of texts that finds where the last tokens of a path occurred before.
 
-Every run of 1 to `SEEDS` tokens leads to the places where it ended lately; from there the longest
-agreement is found by comparing backwards. That finds what a suffix automaton would, but for places
-that are older than the last `PLACES` of their run, in memory that is bounded and with a cost per
-token that does not depend on the texts. This module knows no models and no lanes.
+Every run of 1 to `SEEDS` tokens leads to the places where it ended last; from there the longest
+agreement is found by comparing backwards. The result is that of a suffix automaton, except for
+places older than the last `PLACES` of their run, in bounded memory per run and with a cost per
+token that does not depend on the texts. Independent of models and lanes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from msgspec import Struct, field
 
 SEEDS = 4  #: tokens of the longest run that is looked up
-PLACES = 16  #: places that are remembered of each run
+PLACES = 16  #: places that are stored for each run
 LONGEST = 64  #: tokens that are compared at most
 
 
 class Match(Struct, frozen=True):
-    """Places that continue a path, the one that agrees longest first, then the newest.
+    """Places that continue a path, the one with the longest agreement first, then the newest.
 
-    text, start: the text of the first place, and the index of the token that follows there.
-    length: tokens that agree at the first. followers: the token that follows each place, other ones
-    once. agreed: whether the same token follows at all of them, and there are several; None for a
-    single place.
+    text: of the first place
+    start: index of the token that follows there
+    length: number of tokens that agree at the first place
+    followers: the tokens that follow the places, each once
+    agreed: whether the same token follows at all of several places; None for a single place
     """
 
     text: Sequence[int]
@@ -34,13 +35,16 @@ class Match(Struct, frozen=True):
 
 
 class TextIndex(Struct):
-    """The tokens of texts, each of which only grows. tokens: by the text's number."""
+    """The tokens of texts to which tokens are only ever appended.
+
+    tokens: by the text's number
+    """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     _places: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
 
     def append(self, token: int, text: int = 0) -> None:
-        """A text goes on with this token."""
+        """Append a token to a text."""
         tokens = self.tokens.setdefault(text, [])
         tokens.append(token)
         end = len(tokens)
@@ -50,8 +54,12 @@ class TextIndex(Struct):
             del places[:-PLACES]
 
     def find(self, path: Sequence[int], without: int | None = None) -> Match | None:
-        """Where the end of `path` (its last `LONGEST` tokens are enough) was followed by
-        something. None where its last token is new. without: a text that is left out."""
+        """Return the places where the end of `path` occurred with a token after it.
+
+        path: its last `LONGEST` tokens suffice
+        without: number of a text to leave out
+        None where there is no such place, even for the last token alone.
+        """
         texts = self.tokens
         for size in range(min(SEEDS, len(path)), 0, -1):
             places = [(text, end) for text, end in self._places.get(tuple(path[-size:]), ())
@@ -72,8 +80,10 @@ class TextIndex(Struct):
 
 
 def _agreement(path: Sequence[int], text: Sequence[int], end: int, known: int) -> int:
-    """How many tokens before `end` of the text agree with the end of `path`; the last `known`
-    do."""
+    """The number of tokens before `end` of the text that agree with the end of `path`.
+
+    known: so many agree already
+    """
     most = min(LONGEST, len(path), end)
     while known < most and text[end - 1 - known] == path[-1 - known]:
         known += 1
