@@ -156,7 +156,7 @@ def _report(
             stage["waited_share"] = min(1.0, stage["waited"] / span)
         stage.pop("events", None)
     others = sum(one.rss for one in session.draft_ranks)
-    figures["flops"] = flops_of(out.lane, row_flops(session.ground.job.model))
+    figures["flops"] = flops_of(out.lane, row_flops(session.loaded.job.model))
     figures |= memory_figures(out.tokens_per_second, stages, host.memory_parts()["rss"], others)
     if config.json:
         limits = session.limits

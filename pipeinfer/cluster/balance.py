@@ -15,11 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
 from pipeinfer.cluster.grid_balance import GridBalance
+from pipeinfer.cluster.job import RunningJob
 from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
@@ -29,9 +29,6 @@ from pipeinfer.planning.partition import SAME_SPEED, Split
 from pipeinfer.planning.replan import Holding, Verdict
 from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.planning.wide import is_cut
-
-if TYPE_CHECKING:
-    from pipeinfer.cluster.session import Session
 
 ASKED = 1.03  #: least gain, since times are not exact
 _LOOKS = 3  #: successive checks that must find a slow stage before an automatic move
@@ -77,7 +74,7 @@ class _Better(Struct, frozen=True):
 class Balance:
     """Rebalances one session; see the module docstring."""
 
-    session: Session
+    session: RunningJob
     _trial: _Trial | None = None
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0

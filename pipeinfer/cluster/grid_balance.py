@@ -6,22 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from pipeinfer.cluster.job import RunningJob
 from pipeinfer.planning.judge import Arrangement, Judge, StageTime, score
 from pipeinfer.planning.measured_grid import slice_shares
 from pipeinfer.planning.regrid import Rate
 from pipeinfer.planning.replan import Holding, Verdict
 from pipeinfer.planning.wide import stages_of
 
-if TYPE_CHECKING:
-    from pipeinfer.cluster.session import Session
-
 
 class GridBalance:
     """The measurements and estimates of a session whose stages are cut into slices."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: RunningJob) -> None:
         self._session = session
 
     @property
@@ -39,7 +36,7 @@ class GridBalance:
     def better(self, judge: Judge) -> Verdict:
         """Return the best placement of the present slices."""
         held = self._session.assembly.held
-        model = self._session.ground.job.model
+        model = self._session.loaded.job.model
         cuts = {one.cut for one in held if one.cut}
         return self._session.assembly.better_grid(
             self._seconds, {cut: slice_shares(model, cut) for cut in cuts}, self._rate(judge))

@@ -34,6 +34,7 @@ from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
+from pipeinfer.cluster.job import Job
 from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
@@ -41,7 +42,7 @@ from pipeinfer.cluster.policy_choice import (
     for_state,
     with_lookup,
 )
-from pipeinfer.cluster.session import Job, Session, begin
+from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import rows_and_cells
 from pipeinfer.cluster.stage_process import StageProcess

@@ -15,7 +15,7 @@ from pipeinfer.strategies import registry
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.assembly import Assembly
-    from pipeinfer.cluster.session import Job
+    from pipeinfer.cluster.job import Job
 
 
 def why(config: SpeculationConfig, job: Job) -> str:

@@ -16,9 +16,8 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -26,39 +25,29 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
+from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, taking_turns, why
-from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.policy_choice import LOOKUP, choose_policy, draft_models, with_lookup
-from pipeinfer.cluster.proposers import load_proposers, remote_of
-from pipeinfer.cluster.shard_transfer import source_of
-from pipeinfer.cluster.shutdown import fatal, survivable
+from pipeinfer.cluster.proposers import remote_of
+from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
     cancel_path,
-    cells_for,
-    chunk_of,
     controller_for,
-    hint_cells,
-    ids_for,
     limits_for,
     row_proposer,
     sizes_for,
-    spare_cells,
 )
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import DraftReady, PortName, Setup
+from pipeinfer.core.control import DraftReady
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import Loss, UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
-from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.local_stores import label
-from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.grammar import Vocabulary
-from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
-from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import cut_layers, is_cut
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts
@@ -68,119 +57,11 @@ from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.transport.base import Port
 
-if TYPE_CHECKING:
-    from pipeinfer.models.gguf import ModelFile
-
 _POISON = 3  #: stages that fail one after the other without a token between them
-
-
-class Job(Struct, frozen=True):
-    """What is decided before any stage loads."""
-
-    config: JobConfig
-    target: Path
-    draft: Path | None
-    model: ModelFile
-    policy: Policy
-    n_ctx: int
-    width: int
-    n_batch: int
-    survey: Survey
-    gaps: bool
-
-    @property
-    def plan(self) -> Plan:
-        """The assignment of layers at the start."""
-        return self.survey.plan
-
-    @property
-    def turns(self) -> bool:
-        """Whether ranks take turns on the cores of one host, see `takes_turns`."""
-        return self.config.cluster.turns != "off"
-
-
-class LoadedCluster(Struct, frozen=True):
-    """The sizes and files that the stages were loaded for.
-
-    cells: of each stage's KV cache, of which `spare` are for speculative tokens.
-    chunk: rows of a prompt in one run.
-    prompt_id: the first sequence id beyond those of requests.
-    vocabulary: for grammars; None if requests may not have one.
-    """
-
-    job: Job
-    place: Place
-    port: Port
-    hosts: list[RankInfo]
-    tokenizer: Tokenizer
-    vocabulary: Vocabulary | None
-    cells: int
-    spare: int
-    chunk: int
-    prompt_id: int
-
-    @classmethod
-    def of(
-        cls, config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo], *,
-        grammars: bool
-    ) -> LoadedCluster:
-        """Compute the sizes from a config and a plan. grammars: whether requests may have one."""
-        credit = config.speculation.credit or len(job.plan.ranks) + 1
-        spare = spare_cells(job.width, credit)
-        tokenizer = open_tokenizer(job.target)
-        return cls(
-            job,
-            place,
-            port,
-            hosts,
-            tokenizer,
-            Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
-            cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
-            spare,
-            chunk_of(config),
-            ids_for(config.speculation, credit),
-        )
-
-    def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
-        """Return the assembly of this cluster; nothing has loaded yet."""
-        job, model = self.job, self.job.model
-        source = GapModel(model) if job.gaps else model
-
-        learned = bool(registry.adapter(config.speculation))
-
-        def setup_of(holding: Holding) -> Setup:
-            last = holding.stop == model.n_layers
-            return Setup(
-                PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
-                holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
-                n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
-                cores=self.hosts[holding.rank].cores_host if job.turns else 0,
-                vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
-
-        return Assembly(
-            config, self.port, job.plan, job.survey.load,
-            job.survey.members, self.hosts, setup_of,
-            partial(source_of, source), progress, survives=survivable(self.place))
-
-    def proposers(self, config: JobConfig, policy: Policy) -> Drafts | None:
-        """Load the proposers of a config. A draft on ranks of its own may not be ready yet.
-
-        Raises MismatchError for a draft with another vocabulary.
-        """
-        if policy is Policy.ITERATIVE:
-            return None
-        drafts = draft_models(config, self.job.draft, policy)
-        for path in drafts:
-            draft_tokenizer = open_tokenizer(path)
-            check_draft_vocab(self.tokenizer, draft_tokenizer)
-            draft_tokenizer.close()
-        return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
-                              self.port, self.hosts, self.vocabulary)
 
 
 class SchedulerSetup(Struct, frozen=True):
@@ -215,7 +96,7 @@ class Session:
     """
 
     config: JobConfig
-    ground: LoadedCluster
+    loaded: LoadedCluster
     assembly: Assembly
     hosts: list[RankInfo]
     head: Head
@@ -238,17 +119,17 @@ class Session:
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's tokenizer."""
-        return self.ground.tokenizer
+        return self.loaded.tokenizer
 
     @property
     def plan(self) -> Plan:
         """The assignment of layers at the start."""
-        return self.ground.job.plan
+        return self.loaded.job.plan
 
     @property
     def model_name(self) -> str:
         """The name of the target's file or folder."""
-        path = self.ground.job.target
+        path = self.loaded.job.target
         return path.resolve().name if path.is_dir() else label(path)
 
     @property
@@ -279,7 +160,7 @@ class Session:
         """A digest of everything that tokens depend on. Jobs with equal digests return the same
         tokens."""
         model, assembly = self.config.model, self.assembly
-        parts = (self.ground.job.model.fingerprint, self.ground.chunk, llama_identity(),
+        parts = (self.loaded.job.model.fingerprint, self.loaded.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
                  cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}),
@@ -296,18 +177,18 @@ class Session:
         if self.plan.whole:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
-        config = with_lookup(config, self.ground.job.draft,
-                             1 if self.ground.job.turns else self.ground.place.size)
-        policy = choose_policy(config, self.ground.job.draft)
-        worker = self.ground.proposers(config, policy)
+        config = with_lookup(config, self.loaded.job.draft,
+                             1 if self.loaded.job.turns else self.loaded.place.size)
+        policy = choose_policy(config, self.loaded.job.draft)
+        worker = self.loaded.proposers(config, policy)
         if (remote := remote_of(worker)) is not None:
             remote.await_ready(config.cluster.timeout)
-        brain = self._think(config, policy)
+        setup = self._settings(config, policy)
         self.head.replace(
-            Scheduler(brain.limits, brain.rows, drafts=worker is not None,
+            Scheduler(setup.limits, setup.rows, drafts=worker is not None,
                       validate=config.cluster.debug), worker,
-                          brain.controller)
-        self.limits, self.config, self.draft = brain.limits, config, self.head.draft
+                          setup.controller)
+        self.limits, self.config, self.draft = setup.limits, config, self.head.draft
         self.watch_draft()
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
@@ -338,9 +219,9 @@ class Session:
 
     def resume(self, reason: str = "") -> None:
         """Replay open requests over the present stages; or, with a reason, end them with it."""
-        brain = self._think(self.config, self.limits.policy)
-        self.limits = brain.limits
-        self.head.restart(self.assembly.grid, brain.limits, brain.controller, reason)
+        setup = self._settings(self.config, self.limits.policy)
+        self.limits = setup.limits
+        self.head.restart(self.assembly.grid, setup.limits, setup.controller, reason)
         self.watch_pace()
         self.notes.append(str(self.assembly.changes[-1]))
         self.on_change()
@@ -361,8 +242,8 @@ class Session:
         """Begin to compare the times of the stages with their best times."""
         self.balance.watch()
 
-    def _think(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
-        return think(self.ground, self.assembly, self.first, config, policy,
+    def _settings(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
+        return scheduler_setup(self.loaded, self.assembly, self.first, config, policy,
                      self.sharing)
 
 
@@ -375,9 +256,9 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     Raises errors of stages that the job cannot recover from.
     """
     config = job.config
-    ground = LoadedCluster.of(config, place, job, port, hosts, grammars=grammars)
-    assembly = ground.assembly(config, progress)
-    worker = ground.proposers(config, job.policy)
+    loaded = LoadedCluster.of(config, place, job, port, hosts, grammars=grammars)
+    assembly = loaded.assembly(config, progress)
+    worker = loaded.proposers(config, job.policy)
     assembly.start()
     remote = remote_of(worker)
     if remote is not None:
@@ -391,16 +272,16 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms
-    brain = think(ground, assembly, first, config, job.policy, sharing)
+    setup = scheduler_setup(loaded, assembly, first, config, job.policy, sharing)
     head: Head
     if job.plan.whole:
-        assert isinstance(brain.rows, Lookahead)
-        replicas = ReplicaScheduler(brain.limits, brain.rows, len(assembly.held))
+        assert isinstance(setup.rows, Lookahead)
+        replicas = ReplicaScheduler(setup.limits, setup.rows, len(assembly.held))
         head = ReplicaHead(
             port, replicas, trace=bool(config.cluster.trace), timeout=config.cluster.timeout
         )
     else:
-        scheduler = Scheduler(brain.limits, brain.rows, drafts=worker is not None,
+        scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None,
                               validate=config.cluster.debug)
         head = Head(
             port,
@@ -410,10 +291,10 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
             cancel_path=cancel_path(config),
             trace=bool(config.cluster.trace),
             timeout=config.cluster.timeout,
-            controller=brain.controller,
+            controller=setup.controller,
         )
     session = Session(
-        config, ground, assembly, hosts, head, brain.limits, worker,
+        config, loaded, assembly, hosts, head, setup.limits, worker,
         label(drafts[-1]) if drafts else "", notes, time.monotonic() - started, first,
         sharing, fatal(place))
     head.on_loss = session.go_on
@@ -422,8 +303,8 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     return session
 
 
-def think(
-    ground: LoadedCluster,
+def scheduler_setup(
+    loaded: LoadedCluster,
     assembly: Assembly,
     first: Terms,
     config: JobConfig,
@@ -431,21 +312,21 @@ def think(
     sharing: Sharing,
 ) -> SchedulerSetup:
     """Compute the scheduler's settings for the present stages. first: see `Session`."""
-    job = ground.job
+    job = loaded.job
     exact = 0 if config.model.exact == "off" else assembly.terms.exact
     rows = None if policy is Policy.ITERATIVE else row_proposer(
-        config.speculation, ground.tokenizer.n_vocab, ground.prompt_id, first.curve, exact)
+        config.speculation, loaded.tokenizer.n_vocab, loaded.prompt_id, first.curve, exact)
     alone = rows is None and not config.speculation.decomposer
     draft_share = sharing.draft_share if alone else 0.0
     limits, pinned = limits_for(
-        config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=ground.chunk,
+        config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=loaded.chunk,
         exact=exact or job.width,
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
-        curve=first.curve, spare=ground.spare, draft_share=draft_share)
+        curve=first.curve, spare=loaded.spare, draft_share=draft_share)
     limits = structs.replace(limits, same_cores=job.turns)
     controller = controller_for(
-        config.speculation, limits, pinned, first.curve, ground.spare,
+        config.speculation, limits, pinned, first.curve, loaded.spare,
         contended=sharing.contended, draft_share=draft_share)
     return SchedulerSetup(limits if controller is None else controller.limits, rows, controller)
 

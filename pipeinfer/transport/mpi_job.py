@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from mpi4py import MPI
 from msgspec import Struct, field
@@ -15,10 +15,6 @@ from msgspec import Struct, field
 from pipeinfer.core.control import Bell
 from pipeinfer.errors import ProtocolError
 from pipeinfer.transport.doorbell import Doorbell
-
-if TYPE_CHECKING:
-    from pipeinfer.transport.mpi import MpiPort
-
 
 ORDER_TAG = 7  #: from rank to rank, of node 0 and epoch 0
 POST_TAG = 6  #: likewise, messages from and to draft ranks
@@ -34,6 +30,21 @@ class Neighbours(Struct):
     names: dict[int, str]
 
 
+class OpenPort(Protocol):
+    """What ends with the process: a port over MPI.
+
+    gone: ranks that it has given up.
+    """
+
+    gone: set[int]
+
+    def dismiss(self) -> None:
+        """Send every rank the order to leave."""
+
+    def close(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for what is being sent."""
+
+
 class MpiJob(Struct):
     """The state of the one job that this process belongs to, `JOB`.
 
@@ -45,7 +56,7 @@ class MpiJob(Struct):
     bell: Doorbell | None = None
     bell_name: str = ""
     neighbours: Neighbours | None = None
-    ports: list[MpiPort] = field(default_factory=list)
+    ports: list[OpenPort] = field(default_factory=list)
 
 
 JOB = MpiJob()

@@ -44,7 +44,7 @@ class Bed:
             assembly=self.assembly, hosts=[RankInfo(rank, f"h{rank}") for rank in range(3)],
             draft=None, limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), notes=[],
             first=SimpleNamespace(curve=()), plan=SimpleNamespace(whole=False),
-            ground=SimpleNamespace(job=SimpleNamespace(model=MODEL)),
+            loaded=SimpleNamespace(job=SimpleNamespace(model=MODEL)),
             resume=lambda: self.balance.watch(),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),
             head=SimpleNamespace(times=times, scheduler=SimpleNamespace(

@@ -112,8 +112,8 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         out.acceptance if config.speculation.proposer else None,
         prompt.score(out.text) if prompt.score else None,
         prompt.exact(out.text) if prompt.exact else None, out.text, prompt.kind,
-        cells * cache / session.ground.cells / 2**20, len(set(out.threads) | {0}),
-        prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.ground.job.model)))
+        cells * cache / session.loaded.cells / 2**20, len(set(out.threads) | {0}),
+        prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.loaded.job.model)))
 
 
 def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:

@@ -48,7 +48,7 @@ from pipeinfer.planning.teams import EXCHANGE, SumCost
 from pipeinfer.text_table import aligned
 
 if TYPE_CHECKING:
-    from pipeinfer.cluster.session import Job
+    from pipeinfer.cluster.job import Job
 
 
 @click.command()

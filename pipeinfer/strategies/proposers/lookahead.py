@@ -214,7 +214,7 @@ class Lookahead:
             self._weigh(state, self._worth)
 
     def _weigh(self, state: _Lane, judge: worth.Worth) -> None:
-        """Compare the pool's tails with the tokens that followed, and decide about the next step."""
+        """Compare the pool's tails with the tokens that followed; decide about the next step."""
         tokens, length = state.tokens, len(state.tokens)
         for at in [at for at in state.named if at + self.ngram - 1 <= length]:
             judge.learn(state.named.pop(at), tuple(tokens[at : at + self.ngram - 1]))

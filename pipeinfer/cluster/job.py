@@ -1,0 +1,161 @@
+"""A job before and after its stages load: the plan, and the sizes that they were loaded for."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
+
+from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
+from pipeinfer.cluster.placement import Survey
+from pipeinfer.cluster.policy_choice import draft_models
+from pipeinfer.cluster.proposers import load_proposers
+from pipeinfer.cluster.shard_transfer import source_of
+from pipeinfer.cluster.shutdown import survivable
+from pipeinfer.cluster.sizing import cells_for, chunk_of, hint_cells, ids_for, spare_cells
+from pipeinfer.config import JobConfig
+from pipeinfer.core.control import PortName, Setup
+from pipeinfer.core.policy import Policy
+from pipeinfer.host import Place
+from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.nodes import RankInfo
+from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.replan import Holding
+from pipeinfer.runtime.draft_worker import Drafts
+from pipeinfer.runtime.head import Head
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies import registry
+from pipeinfer.transport.base import Port
+
+if TYPE_CHECKING:
+    from pipeinfer.models.gguf import ModelFile
+
+
+class Job(Struct, frozen=True):
+    """What is decided before any stage loads."""
+
+    config: JobConfig
+    target: Path
+    draft: Path | None
+    model: ModelFile
+    policy: Policy
+    n_ctx: int
+    width: int
+    n_batch: int
+    survey: Survey
+    gaps: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The assignment of layers at the start."""
+        return self.survey.plan
+
+    @property
+    def turns(self) -> bool:
+        """Whether ranks take turns on the cores of one host, see `takes_turns`."""
+        return self.config.cluster.turns != "off"
+
+
+class LoadedCluster(Struct, frozen=True):
+    """The sizes and files that the stages were loaded for.
+
+    cells: of each stage's KV cache, of which `spare` are for speculative tokens.
+    chunk: rows of a prompt in one run.
+    prompt_id: the first sequence id beyond those of requests.
+    vocabulary: for grammars; None if requests may not have one.
+    """
+
+    job: Job
+    place: Place
+    port: Port
+    hosts: list[RankInfo]
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary | None
+    cells: int
+    spare: int
+    chunk: int
+    prompt_id: int
+
+    @classmethod
+    def of(
+        cls, config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo], *,
+        grammars: bool
+    ) -> LoadedCluster:
+        """Compute the sizes from a config and a plan. grammars: whether requests may have one."""
+        credit = config.speculation.credit or len(job.plan.ranks) + 1
+        spare = spare_cells(job.width, credit)
+        tokenizer = open_tokenizer(job.target)
+        return cls(
+            job,
+            place,
+            port,
+            hosts,
+            tokenizer,
+            Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
+            cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
+            spare,
+            chunk_of(config),
+            ids_for(config.speculation, credit),
+        )
+
+    def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
+        """Return the assembly of this cluster; nothing has loaded yet."""
+        job, model = self.job, self.job.model
+        source = GapModel(model) if job.gaps else model
+
+        learned = bool(registry.adapter(config.speculation))
+
+        def setup_of(holding: Holding) -> Setup:
+            last = holding.stop == model.n_layers
+            return Setup(
+                PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
+                holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
+                n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
+                cores=self.hosts[holding.rank].cores_host if job.turns else 0,
+                vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
+
+        return Assembly(
+            config, self.port, job.plan, job.survey.load,
+            job.survey.members, self.hosts, setup_of,
+            partial(source_of, source), progress, survives=survivable(self.place))
+
+    def proposers(self, config: JobConfig, policy: Policy) -> Drafts | None:
+        """Load the proposers of a config. A draft on ranks of its own may not be ready yet.
+
+        Raises MismatchError for a draft with another vocabulary.
+        """
+        if policy is Policy.ITERATIVE:
+            return None
+        drafts = draft_models(config, self.job.draft, policy)
+        for path in drafts:
+            draft_tokenizer = open_tokenizer(path)
+            check_draft_vocab(self.tokenizer, draft_tokenizer)
+            draft_tokenizer.close()
+        return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
+                              self.port, self.hosts, self.vocabulary)
+
+
+class RunningJob(Protocol):
+    """The parts of a session that measure layers and move them; see `Session` for each."""
+
+    config: JobConfig
+    loaded: LoadedCluster
+    assembly: Assembly
+    hosts: list[RankInfo]
+    head: Head
+    limits: Limits
+    draft: Drafts | None
+    notes: list[str]
+    first: Terms
+
+    @property
+    def plan(self) -> Plan:
+        """The assignment of layers at the start."""
+
+    def resume(self) -> None:
+        """Replay open requests over the present stages."""
