@@ -1,4 +1,5 @@
-"""The OpenAI API over a session: an HTTP process of its own, and the engine beside rank 0's loop.
+"""The OpenAI API over a session: a separate HTTP process, and the engine in rank 0's loop.
 
-The HTTP process must not know MPI, runs or stages; the engine must not know HTTP or text.
+The HTTP process must not depend on MPI, runs or stages; the engine must not depend on HTTP or
+text.
 """

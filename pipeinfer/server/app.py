@@ -1,6 +1,6 @@
 """The HTTP application: routes, error handlers, the OpenAPI description.
 
-Each route checks, submits and answers; how that is done is elsewhere.
+Each route checks, submits and answers a request; other modules do the work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
-_GONE = 499  #: the client has left: nobody reads this
+_GONE = 499  #: the client has left and does not read the answer
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
@@ -70,7 +70,7 @@ _STREAM: _Responses = {200: {
 
 
 class Server:
-    """The application and what it works on."""
+    """The HTTP application over one hub."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -88,11 +88,11 @@ class Server:
 
     @property
     def asgi(self) -> ASGIApp:
-        """The application with its limits."""
+        """The application with its middleware."""
         public = frozenset({"/health", *self.files})
         return surround(self.app, self.settings, self.hub.metrics, public, self.hub.tracer)
 
-    # --- asking -------------------------------------------------------------------------------
+    # --- requests for answers -----------------------------------------------------------------
 
     async def completions(self, body: schema.CompletionRequest, request: Request) -> Response:
         """Continue texts, given as text or as token ids."""
@@ -199,7 +199,7 @@ class Server:
         text = await chat.render(body, tokenizer, offered, body.add_generation_prompt)
         return Reply(replies.Prompt(prompt=text))
 
-    # --- looking ------------------------------------------------------------------------------
+    # --- state of the server ------------------------------------------------------------------
 
     async def models(self) -> Response:
         """The one model that is served."""
@@ -332,7 +332,8 @@ class Server:
         get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)
 
     def _add_files(self) -> list[str]:
-        """A route per file of the page; anything else under / does not exist."""
+        """Add a route per file of the web page; return their paths. Other paths under / do not
+        exist."""
         paths = []
         for file in sorted(f for f in WEB.rglob("*") if f.is_file()):
             name = file.relative_to(WEB).as_posix()
@@ -393,7 +394,7 @@ def _readable(piece: bytes) -> str | list[int]:
 
 
 def _defaults(params: SamplingParams) -> dict[str, Any]:
-    """The sampling fields that a request may set."""
+    """Return the default values of the sampling fields that a request may set."""
     return {name: getattr(params, name) for name in (*requests.NAMES, "logit_bias")}
 
 

@@ -1,7 +1,7 @@
-"""Who asks: what the key of a request has used, and what is told of the request while it goes on.
+"""The client of a request: what its API key has used, and what its trace records.
 
-There is one for each request, in the context of the task that answers it, so that its choices find
-it when the engine gets them. Knows choices, neither HTTP nor OpenTelemetry.
+There is one object per request, in the context of the task that answers it, so that its choices
+find it when they are sent to the engine. It uses neither HTTP nor OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -19,71 +19,73 @@ if TYPE_CHECKING:
 
 
 class Trace(Protocol):
-    """What `tracing` writes down of a request. It ends when its exchange and its choices have."""
+    """The trace of a request, written by `tracing`. It ends when the HTTP exchange and all
+    choices have."""
 
     @property
     def traceparent(self) -> str:
-        """Its span, as the header of that name says it."""
+        """The request's span in the format of the header `traceparent`."""
 
     def about(self, answer_id: str) -> None:
-        """The answer's id."""
+        """Record the answer's id."""
 
     def began(self, generation: Generation, asked: Asked) -> None:
-        """The engine gets a choice."""
+        """Record that a choice is sent to the engine."""
 
     def first(self, generation: Generation) -> None:
-        """Its first token is there."""
+        """Record the first token of a choice."""
 
     def event(self, name: str, **attributes: str | int | bool) -> None:
-        """Something has happened meanwhile."""
+        """Record an event."""
 
     def ended(self, generation: Generation) -> None:
-        """The choice has ended."""
+        """Record the end of a choice."""
 
 
 class Asker:
-    """Who asks. meter: of its key, None where keys are not counted. trace: None for none."""
+    """The client of a request. meter: of its key, None if keys are not counted. trace: None for
+    none."""
 
     def __init__(self, meter: Meter | None = None, trace: Trace | None = None) -> None:
         self.meter, self.trace = meter, trace
 
     @property
     def traceparent(self) -> str:
-        """The span of the request, empty for none."""
+        """The request's span, "" if there is no trace."""
         return "" if self.trace is None else self.trace.traceparent
 
     @property
     def pool(self) -> int:
-        """Whose answers belong together: those to its key, by a number above 0; without keys,
-        all."""
+        """The number, from 1, of the group of answers from which prompt lookup may copy: those
+        to the same key; without keys, all."""
         return 1 if self.meter is None else self.meter.number
 
     def about(self, answer_id: str) -> None:
-        """The answer has this id."""
+        """Record the answer's id."""
         if self.trace is not None:
             self.trace.about(answer_id)
 
     def began(self, generation: Generation, asked: Asked) -> None:
-        """The engine gets a choice. A prompt counts once for all its choices."""
+        """Record that a choice is sent to the engine. A prompt counts once for all its choices."""
         if self.meter is not None and generation.index % asked.n == 0:
             self.meter.used(generation.counts.prompt, time.monotonic())
         if self.trace is not None:
             self.trace.began(generation, asked)
 
     def token(self, generation: Generation) -> None:
-        """A token of the answer is there."""
+        """Record a token of the answer."""
         if self.meter is not None:
             self.meter.used(1, time.monotonic())
         if self.trace is not None and generation.counts.output == 1:
             self.trace.first(generation)
 
     def event(self, name: str, **attributes: str | int | bool) -> None:
-        """Something has happened meanwhile."""
+        """Record an event in the trace."""
         if self.trace is not None:
             self.trace.event(name, **attributes)
 
     def ended(self, generation: Generation) -> None:
-        """The choice has ended."""
+        """Record the end of a choice."""
         if self.trace is not None:
             self.trace.ended(generation)
 
@@ -93,13 +95,14 @@ _ASKER: ContextVar[Asker] = ContextVar("asker", default=NOBODY)
 
 
 def current() -> Asker:
-    """Who asks in this task."""
+    """Return the client of the request in this task."""
     return _ASKER.get()
 
 
 @contextlib.contextmanager
 def asking(meter: Meter | None = None, trace: Trace | None = None) -> Iterator[Asker]:
-    """Somebody asks while the block lasts: who asks already, with this meter or trace added."""
+    """Set the client of this task while the block lasts: the present one, with this meter or
+    trace added."""
     asker = current()
     asker = Asker(meter or asker.meter, trace or asker.trace)
     token = _ASKER.set(asker)

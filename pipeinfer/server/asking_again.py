@@ -1,6 +1,6 @@
-"""Answers that clients ask for again: by the name that they gave a request, or by the answer's id.
+"""Answers that a client requests again: by its Idempotency-Key, or by the answer's id.
 
-Only where there is a journal. Knows HTTP and kept requests, no engine.
+Available only with a journal. This module uses HTTP and journaled requests, no engine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ Kind: TypeAlias = Literal["chat", "text", "items"]
 
 
 class Again:
-    """What a server does with answers of the journal."""
+    """The server's access to journaled answers."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
     async def known(self, kind: Kind, body: BaseModel, request: Request) -> Response | None:
-        """The answer to a request that came before under the same Idempotency-Key, if this one
-        did. Raises ApiError."""
+        """Return the answer to an earlier request with the same Idempotency-Key, None if there
+        is none.
+
+        Raises ApiError.
+        """
         key = check_key(request.headers.get("idempotency-key", ""))
         if self._hub.archive is None or not key:
             return None
@@ -46,7 +49,10 @@ class Again:
 
     async def keep(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
                    ) -> Response | None:
-        """Write a new request down and answer it; None where that is not wanted. Raises ApiError.
+        """Journal a new request and answer it; None if the server or the client does not want
+        that.
+
+        Raises ApiError.
         """
         archive = self._hub.archive
         if archive is None or getattr(body, "store", None) is False:
@@ -83,7 +89,13 @@ class Again:
 
     async def answer(self, kept: Kept, request: Request, stream: bool | None = None,
                      after: int = -1) -> Response:
-        """What a kept request has brought and will bring. Raises ApiError."""
+        """Return the answer to a journaled request: the tokens that it has, and those that
+        follow.
+
+        stream: as events; None: as the request wanted. after: number of the last event that the
+            client has.
+        Raises ApiError.
+        """
         asked = kept.record.begun.asked
         stream = asked.stream if stream is None else stream
         if asked.count > 1 and after >= 0:
@@ -127,7 +139,7 @@ def _digest(body: BaseModel) -> str:
 
 
 def _after(request: Request) -> int:
-    """The number of the last event that a client has. Raises ApiError (400)."""
+    """Return the number of the last event that a client has, -1 for none. Raises ApiError (400)."""
     text = request.query_params.get("starting_after", request.headers.get("last-event-id", ""))
     if not text:
         return -1

@@ -1,6 +1,6 @@
 """From a conversation to a prompt: the model's template, tools, answers in threads.
 
-Knows templates and the vocabulary, no sampling, no HTTP and no engine.
+Uses templates and the vocabulary; no sampling, no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
 T = TypeVar("T")
-MOST_CALLS = 16  #: of one answer: a weak model would go on calling for ever
+MOST_CALLS = 16  #: of one answer: a weak model would call functions forever
 
 
 def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
             offered: ToolUse | None) -> str:
-    """How the answer is decomposed, empty for not at all. Raises ApiError where a request names a
-    method that it cannot have; the server's own choice gives way instead."""
+    """Return the method that decomposes the answer, "" for none.
+
+    Raises ApiError if a request names a method that it cannot have. The server's default method is
+    dropped instead.
+    """
     asked_for = request.decomposer
     if asked_for == "none" or (asked_for is None and not settings.decomposer):
         return ""
@@ -48,7 +51,7 @@ def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingP
 
 async def open_response(method: str, request: schema.ChatRequest, settings: Settings,
                    tokenizer: Tokenizer) -> Opening:
-    """The main thread's prompt and how the answer goes on. Raises ApiError."""
+    """Return the main thread's prompt and how the answer is decomposed. Raises ApiError."""
     messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
 
     def open_it() -> Opening:
@@ -64,13 +67,16 @@ async def render(
     request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The prompt of a conversation as text. Raises ApiError when the template refuses it."""
+    """Return the prompt of a conversation as text. Raises ApiError when the template refuses it."""
     return await _templated(tokenizer.apply_chat, request, tokenizer, tools, add_generation_prompt)
 
 
 async def encode(request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None
                  ) -> list[int]:
-    """The prompt of a conversation, whose contents stay text. Raises ApiError as `render` does."""
+    """Return the prompt of a conversation as tokens; control tokens in contents stay text.
+
+    Raises ApiError as `render` does.
+    """
     return await _templated(tokenizer.encode_chat, request, tokenizer, tools, True)
 
 
@@ -97,7 +103,7 @@ async def _templated(
         except RequestError:
             if not generic or not tools or request.messages[0].role in ("system", "developer"):
                 raise
-            plain = generic_tools.without_system(messages)  # the template takes no system's words
+            plain = generic_tools.without_system(messages)  # the template has no system role
             return make(plain, add_generation_prompt, tools=None, variables=variables)
 
     try:
@@ -108,9 +114,13 @@ async def _templated(
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request. tools: as templates take them. hermes: the form of calls. most: how
-    many calls there may be. required: whether there must be one. grammar: what holds the answer to
-    calls, in lark; empty for none."""
+    """The tools of a request.
+
+    tools: in the form that templates take.
+    hermes: whether calls have the Hermes form.
+    most: most calls of one answer. required: whether there must be one.
+    grammar: the lark grammar that restricts the answer to calls; "" for none.
+    """
 
     tools: list[dict[str, Any]]
     hermes: bool
@@ -125,7 +135,8 @@ def knows_tools(template: str) -> bool:
 
 
 def offered_by(request: schema.Conversation, template: str) -> ToolUse | None:
-    """The tools that a request offers, where the model decides about calls."""
+    """Return the tools that a request offers, if the model decides about calls; None without
+    tools."""
     if not request.tools:
         return None
     most = 1 if request.parallel_tool_calls is False else MOST_CALLS
@@ -134,7 +145,8 @@ def offered_by(request: schema.Conversation, template: str) -> ToolUse | None:
 
 
 def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer) -> ToolUse | None:
-    """The tools that the model gets and what holds its answer to calls. Raises ApiError."""
+    """Return the tools for the model, with a grammar if calls are to be enforced. Raises
+    ApiError."""
     choice = request.tool_choice
     offered = offered_by(request, template)
     if offered is None and choice not in (None, "none", "auto"):
@@ -187,7 +199,7 @@ def _text(content: str | list[schema.TextPart] | None) -> str:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves: they want the object."""
+    """Return arguments as an object, because templates write them as JSON themselves."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""One choice of one request in the HTTP process: tokens become text, one end comes.
+"""One choice of a request in the HTTP process: turns tokens into text and has one end.
 
-Text is handed out as it becomes certain: not inside a character, and not while it may be the
-beginning of a stop string. What is not fetched is merged, so a reader that is slow costs no more
-memory than the text itself. Knows tokens and text, no HTTP and no engine.
+Text is released as soon as it is final: not within a character, and not while it may be the
+    beginning of a stop string. Text that is not fetched is merged, so a slow reader costs no more
+    memory than the text itself. This module uses no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Piece:
-    """An output token. text: what it added; cut where a stop string begins."""
+    """An output token. text: the text that it added, cut where a stop string begins."""
 
     token: int
     text: str
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Delta:
-    """What has become certain since the last look. `offset`: characters handed out before."""
+    """The text that has become final since the last call. offset: characters released before."""
 
     text: str
     pieces: list[Piece]
@@ -51,7 +51,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens and times of one choice (seconds of a monotonic clock)."""
+    """The tokens and times of one choice (seconds of a monotonic clock)."""
 
     prompt: int
     submitted: float = field(default_factory=time.monotonic)
@@ -61,7 +61,11 @@ class Counts:
 
 
 class Generation:
-    """One choice. `news` is set whenever there is something to fetch."""
+    """One choice. `news` is set whenever there is something to fetch.
+
+    request_id: of the choice, at the engine. index: of the choice in the request.
+    n_prompt: tokens of its prompt. stops: strings that end it.
+    """
 
     def __init__(
         self, request_id: int, index: int, n_prompt: int, tokenizer: Tokenizer,
@@ -82,21 +86,22 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether the one end has come."""
+        """Whether the choice has ended."""
         return self.reason is not None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met: further tokens are not part of the answer."""
+        """Whether a stop string was found: further tokens are not part of the answer."""
         return self._stream.stopped
 
     # --- from the engine ----------------------------------------------------------------------
 
     def push(self, token: int, speculated: bool, logprob: float | None,
              top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
-        """Take an output token; whether it completes a stop string (then the engine may stop).
+        """Add an output token; return whether it completes a stop string (then the engine may
+        stop).
 
-        seen: what the reader sees of it, of a response in threads (None: the token's own text).
+        seen: its visible text, in a response in threads; None: the token's own text.
         """
         if self.stopped or self.ended:
             return False
@@ -115,7 +120,8 @@ class Generation:
         return self.stopped
 
     def end(self, reason: str, stats: dict[str, Any]) -> None:
-        """The engine's last word. reason: stop, length, context, or that of an abort."""
+        """End the choice. reason: stop, length, context, or that of an abort. Without effect if
+        it has ended."""
         if self.ended:
             return
         if not self.stopped and reason in _MODEL_ENDS:
@@ -137,7 +143,7 @@ class Generation:
     # --- to the client ------------------------------------------------------------------------
 
     def take(self) -> Delta:
-        """Everything that has become certain since the last call."""
+        """Return everything that has become final since the last call."""
         pieces = []
         while self._waiting and (self.ended or self._next_is_certain()):
             pieces.append(self._waiting.popleft()[1])
@@ -161,13 +167,13 @@ class Generation:
 
 
 class Choices:
-    """The choices of a request, as whoever answers it sees them."""
+    """The choices of a request, for the code that answers it."""
 
     generations: list[Generation]
 
     @property
     def failure(self) -> Failure | None:
-        """Why the request cannot be answered."""
+        """The reason why the request cannot be answered, None if there is none."""
         return next((g.failure for g in self.generations if g.failure is not None), None)
 
     @property

@@ -1,11 +1,11 @@
-"""An HTTP process that outlives the job: `python -m pipeinfer.server.door PATH [LINK]`, started by
-the supervisor. LINK is a socket over which that one asks and tells (`door_control`).
+"""The HTTP process that outlives the job: `python -m pipeinfer.server.door PATH [LINK]`, started
+by the supervisor. LINK is a socket by which the supervisor controls it (`door_control`).
 
-Every job's rank 0 enters at PATH, a socket that only this user can reach, and brings its settings;
-the first one also the socket on which clients are heard. When a job has gone, requests wait, and
-the next one takes them up; where it has entered while the other one serves, at once.
-Ends after a goodbye of rank 0, at SIGTERM, which comes when no job follows any more, and with its
-parent.
+PATH is a Unix socket that only this user can use. Every job's rank 0 connects to it and sends its
+settings; the first one also passes the listening socket for clients. When a job has ended,
+requests wait for the next one; if that has connected while the other one served, it continues them
+at once. The process ends after rank 0's Bye, on SIGTERM, which means that no job follows, or with
+its parent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _log = logging.getLogger("pipeinfer.server")
 
 
 class Guest(NamedTuple):
-    """A rank 0: the link to it, its settings, the socket for clients if it was asked for one."""
+    """A rank 0 that has connected: the link to it, its settings, and the listening socket if it
+    passed one."""
 
     link: socket.socket
     settings: Settings
@@ -44,7 +45,7 @@ class Guest(NamedTuple):
 
 
 class Entrance:
-    """PATH. url: where clients are heard, empty before there is a rank 0."""
+    """The Unix socket at PATH. url: the address for clients, "" before the first rank 0."""
 
     def __init__(self, path: str) -> None:
         self.url = ""
@@ -68,14 +69,14 @@ class Entrance:
                 return guest
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the socket and its folder."""
         self._socket.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
             self._path.parent.rmdir()
 
     def _admit(self, link: socket.socket) -> Guest | None:
-        """Others than this user's are turned away, and so is nonsense."""
+        """Accept a rank 0; None for another user's process or an invalid message."""
         from pipeinfer.errors import ProtocolError
 
         try:
@@ -104,8 +105,8 @@ class Entrance:
 
 
 class _Current:
-    """The application with the settings of the job that there is. New requests wait where the hub
-    lets none in."""
+    """The application with the settings of the present job. New requests wait while the hub
+    holds them."""
 
     def __init__(self, app: ASGIApp, hub: MovingHub) -> None:
         self.app, self._hub = app, hub
@@ -117,10 +118,10 @@ class _Current:
 
 
 def main(path: str, link: int | None = None) -> int:
-    """Serve until no job comes any more."""
+    """Serve until no further job comes; return the exit status."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before anybody can see the entrance
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # before the socket exists
     _end_with_parent()
     entrance = Entrance(path)
     try:
@@ -170,7 +171,7 @@ def _serve(entrance: Entrance, guest: Guest, link: int | None) -> int:
 
 
 async def _follow(hub: MovingHub, entrance: Entrance, guest: Guest) -> None:
-    """Let in one rank 0 after the other; the hub says who serves."""
+    """Accept one rank 0 after the other; the hub decides which one serves."""
     from pipeinfer.server.engine_line import EngineLine
     from pipeinfer.server.entered import Entered
 

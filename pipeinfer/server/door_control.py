@@ -1,16 +1,16 @@
-"""What the supervisor asks and tells the HTTP process that outlives the job: one JSON object a
-line, over a socket pair, and an answer to each with the same `number`.
+"""The supervisor's commands to the HTTP process that outlives the job: one JSON object a line,
+over a socket pair, and an answer to each with the same `number`.
 
-    {"op": "look"}                             how things stand
-    {"op": "hold", "on": true}                 new requests wait, running ones go on
-    {"op": "move", "why": TEXT, "anew": BOOL}  the engine is going to be ended, and another comes;
-                                               anew: maybe with another model in the same place
-    {"op": "beside", "on": true, "anew": BOOL} the next engine that enters loads while this one
-                                               serves, and waits for `swap`; false: it goes away
-    {"op": "swap", "why": TEXT, "lost": BOOL}  it takes over, with every open request; "swapped"
-                                               says whether. lost: the one that serves has ended
+    {"op": "look"}                             return the state
+    {"op": "hold", "on": true}                 new requests wait, running ones continue
+    {"op": "move", "why": TEXT, "anew": BOOL}  the engine is about to be ended, another one comes;
+                                               anew: maybe with another model under the same path
+    {"op": "beside", "on": true, "anew": BOOL} the next engine that connects loads while this one
+                                               serves, and waits for `swap`; false: disconnect it
+    {"op": "swap", "why": TEXT, "lost": BOOL}  it takes over with every open request; "swapped"
+                                               tells whether. lost: the serving one has ended
 
-Who holds the other end has started this process.
+The supervisor holds the other end, as it has started this process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from pipeinfer.server.settings import Settings
 
 
 class MovingHub(Hub):
-    """A hub whose engines come and go, one at a time, and one more that waits. url: where clients
-    are heard; anew: the next engine may have another model though its settings are the same;
-    orders: the task that obeys the supervisor; renewed: called when the settings are other ones."""
+    """A hub whose engines change: one serves, and one more may wait.
+
+    url: the address for clients.
+    anew: whether the next engine may have another model although its settings are the same.
+    orders: the task that executes the supervisor's commands.
+    renewed: called when the settings have changed.
+    """
 
     def __init__(self, settings: Settings, metrics: Metrics, url: str) -> None:
         super().__init__(settings, metrics, outlives=True)
@@ -43,7 +47,7 @@ class MovingHub(Hub):
         self.renewed: Callable[[], None] = lambda: None
         self._serves: Entered | None = None
         self._next: Entered | None = None
-        self._beside = False  #: the next one waits for `swap`
+        self._beside = False  #: whether the next engine waits for `swap`
         self._reading: set[asyncio.Task[None]] = set()
         self._admits = asyncio.Event()
         self._admits.set()
@@ -52,11 +56,11 @@ class MovingHub(Hub):
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be let in."""
+        """The number of requests that wait for admission."""
         return self._waiting
 
     async def admission(self) -> None:
-        """Return when a new request may come in, or after --restart-timeout."""
+        """Return when a new request may enter, or after --restart-timeout."""
         if self._admits.is_set() or self._waiting >= self.settings.most_open:
             return
         self._waiting += 1
@@ -69,33 +73,35 @@ class MovingHub(Hub):
             self._waiting -= 1
 
     def check_room(self, count: int) -> None:
-        """As `Hub`; nobody overtakes those who wait to be let in."""
+        """See `Hub.check_room`. No request overtakes those that wait for admission."""
         if not self._admits.is_set():
             raise ApiError(429, "the server is being changed and enough requests wait; try again "
                                 "later", code="queue_full")
         super().check_room(count)
 
     def hold(self, on: bool) -> None:
-        """Let no new request in from now on, or all of them."""
+        """Hold new requests from now on, or admit all of them."""
         if on:
             self._admits.clear()
         else:
             self._admits.set()
 
     def move(self, why: str, anew: bool) -> None:
-        """The engine is going to be ended; what it still says counts, but for its goodbye."""
+        """Prepare for the end of the engine: its further frames count, except for Bye and
+        Draining."""
         self._moving, self.anew = True, anew
         self._lost(why)
 
     def handle(self, frame: EngineFrame) -> None:
-        """As `Hub`."""
+        """See `Hub.handle`."""
         if not (self._moving and isinstance(frame, Bye | Draining)):
             super().handle(frame)
 
     # --- engines ------------------------------------------------------------------------------
 
     def enter(self, engine: Entered) -> None:
-        """An engine has come. It takes over at once, unless there is one or it is to wait."""
+        """Handle a new engine. It takes over at once, unless another one serves or it is to
+        wait."""
         if self._next is not None:
             self._next.line.close()
         self._next = engine
@@ -121,7 +127,7 @@ class MovingHub(Hub):
             self.left.set()
 
     def _take_next(self) -> None:
-        """The next engine serves, if it may: when there is no other any more."""
+        """Let the next engine serve if there is no other any more."""
         engine, before = self._next, self._serves
         if engine is None or self._beside or (before is not None and before.state != "gone"):
             return
@@ -136,7 +142,7 @@ class MovingHub(Hub):
         engine.talk_to(self.handle)
 
     def _loaded(self, engine: Entered) -> None:
-        """An engine's vocabulary is there, or cannot be had."""
+        """Handle the end of loading an engine's vocabulary, successful or not."""
         if engine is self._serves:
             self.tokenizer = engine.tokenizer
             if engine.tokenizer is None:
@@ -144,15 +150,19 @@ class MovingHub(Hub):
                 self.left.set()
 
     def wait_for_swap(self, on: bool, anew: bool) -> None:
-        """Whether the next engine loads beside the one that serves; if not, one that does goes."""
+        """Set whether the next engine loads alongside the serving one; if not, disconnect one
+        that does."""
         self._beside, self.anew = on, anew
         if not on and self._next is not None:
             self._next.line.close()
             self._next = None
 
     def swap(self, why: str, lost: bool) -> bool:
-        """The next engine takes over. lost: the one that serves has gone, even if its link has not
-        said so yet; then also one that enters later. Whether that is so; harmless to say again."""
+        """Let the next engine take over; return whether it does. A repeated call is harmless.
+
+        lost: the serving engine has ended, even if its link is not closed yet. Then an engine that
+            connects later takes over, too.
+        """
         serves = self._serves is not None and self._serves.state != "gone"
         if self._next is not None and self._next.state == "gone":
             return False
@@ -167,7 +177,7 @@ class MovingHub(Hub):
         return True
 
     def leave(self) -> None:
-        """As `Hub`; who waits is let in to be told."""
+        """See `Hub.leave`. Waiting requests are admitted, so that they get an error."""
         super().leave()
         self._admits.set()
 
@@ -177,7 +187,7 @@ class MovingHub(Hub):
         self._admits.set()
 
     def look(self) -> dict[str, Any]:
-        """How things stand."""
+        """Return the state for the supervisor."""
         state = "loading" if self.tokenizer is None and self.state == "ready" else self.state
         engine = self._next
         return {"beside": engine.state if engine is not None else "expected" * self._beside,
@@ -190,7 +200,7 @@ class MovingHub(Hub):
 
 
 async def obey(hub: MovingHub, sock: socket.socket) -> None:
-    """Answer until the other end is closed."""
+    """Execute commands until the other end is closed."""
     reader, writer = await asyncio.open_connection(sock=sock)
     with contextlib.suppress(OSError):
         while line := await reader.readline():

@@ -1,7 +1,7 @@
-"""Rank 0's side of serving: frames in, requests to the head, tokens out.
+"""Rank 0's side of serving: receives frames, submits requests to the head, returns tokens.
 
-The loop owns the head (and with it MPI). It knows token ids and request ids, no HTTP, no text and
-no client; the HTTP process at the other end of the link knows those.
+The loop owns the head (and with it MPI). It handles token ids and request ids; HTTP, text and
+clients are in the HTTP process at the other end of the link.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ from pipeinfer.server.link import Link
 
 _BATCH = 256  #: news items of one frame
 _STATUS_BUSY, _STATUS_IDLE, _RUNS = 0.5, 5.0, 0.1  #: seconds between reports
-_PACE_SECONDS = 10.0  #: between two looks whether a stage has become slow
-WORTH = 1.25  #: times the speed that redistributing the layers must promise to be done unasked
-DRIFT = 1.5  #: times a stage's best time that count as having become slow
+_PACE_SECONDS = 10.0  #: between two checks whether a stage has become slow
+WORTH = 1.25  #: least estimated speed-up for which layers are moved automatically
+DRIFT = 1.5  #: multiple of a stage's best time from which it counts as slow
 _RETRY = 0.02  #: seconds after which an unfinished send is tried again
 
 
 class Engine:
-    """Serves one session until it is asked to leave."""
+    """Serves one session until `leave`.
+
+    link: to the HTTP process. drain_seconds: for open requests to complete at the end.
+    """
 
     def __init__(self, session: Session, link: Link, drain_seconds: float) -> None:
         self._session, self._link = session, link
@@ -68,7 +71,8 @@ class Engine:
         session.on_change = self._tell_change
 
     def leave(self) -> None:
-        """Take no more requests and end when the running ones have; from any thread or signal."""
+        """Accept no more requests and end when the open ones have. Any thread or signal handler
+        may call this."""
         self._asked_to_leave = True
         self._head.wake()
 
@@ -125,7 +129,7 @@ class Engine:
         return Rebalanced(number, True, found.why, stages, found.gain)
 
     def _stays(self, verb: str) -> str:
-        """What is said where nothing moves."""
+        """Return the message for a rebalance that moves nothing."""
         if is_cut(self._session.assembly.held):
             return (f"the slices {verb} where they are: no other places for them are faster, and "
                     "they are never cut anew while a job runs")
@@ -174,19 +178,20 @@ class Engine:
                 return Refused(request_id, kind, str(error))
 
     def _tell_change(self) -> None:
-        """Other stages have taken over, or the layers were redistributed."""
+        """Report that other stages have taken over, or that layers have moved."""
         message = str(self._session.assembly.changes[-1])
         click.echo(f"pipeinfer: {message}", err=True)
         self._link.send(Changed(self._facts(), message))
 
     def _verify(self) -> None:
-        """Say what moving layers has brought; that it was taken back is told as a change."""
+        """Print the effect of the last move of layers; if it was undone, that is reported as a
+        change."""
         said = self._session.verify()
         if said is not None and said != str(self._session.assembly.changes[-1]):
             click.echo(f"pipeinfer: {said}", err=True)
 
     def _mind_the_pace(self) -> None:
-        """Between requests: redistribute the layers if a stage has become slow for good."""
+        """Between requests: move layers if a stage has become slow for good."""
         now = time.monotonic()
         auto = self._session.config.cluster.rebalance == "auto"
         if auto and now - self._paced >= _PACE_SECONDS and self._head.times.pace.settled:
@@ -196,7 +201,7 @@ class Engine:
     # --- reports ------------------------------------------------------------------------------
 
     def _patience(self) -> float:
-        """Seconds the loop may sleep."""
+        """Return the seconds for which the loop may sleep."""
         waits = [_STATUS_BUSY if self._open or self._watched else _STATUS_IDLE]
         if self._watched:
             waits.append(_RUNS)
@@ -250,7 +255,7 @@ class Engine:
     # --- leaving ------------------------------------------------------------------------------
 
     def _drained(self) -> bool:
-        """Begin or continue to drain; whether every request has ended."""
+        """Begin or continue to drain; return whether every request has ended."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._drain_seconds

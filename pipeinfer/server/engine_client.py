@@ -1,6 +1,6 @@
-"""The HTTP process's end of the link: who is open, what state the engine is in, who watches.
+"""The HTTP process's view of the engine: open choices, the engine's state, watchers.
 
-One object per process, used from its event loop only. Knows frames and choices, no HTTP.
+One object per process, used in its event loop only. It handles frames and choices, no HTTP.
 """
 
 from __future__ import annotations
@@ -68,8 +68,12 @@ _ABORTED = {
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A choice that has not ended. frame: what the engine is asked; handed: whether one was.
-    bits: of the facts of the last one that was. before: of one that an earlier process had."""
+    """A choice that has not ended.
+
+    frame: the Submit for the engine. handed: whether it was sent to one.
+    bits: `bits` of the engine to which it was sent last.
+    before: whether an earlier HTTP process had begun it.
+    """
 
     generation: Generation
     frame: Submit
@@ -79,10 +83,10 @@ class _Open:
 
 
 class Hub:
-    """Who is open, and the engine's state; `reason` says why it failed.
+    """The open choices and the engine's state; `reason` tells why the engine failed.
 
-    outlives: another engine may come when one has failed. Until then requests wait, and the new one
-    takes them up with the tokens that they have brought.
+    outlives: whether another engine may follow a failed one. Until then requests wait, and the new
+        engine continues them after the tokens that they have.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics, *, outlives: bool = False) -> None:
@@ -96,7 +100,7 @@ class Hub:
         self.open: dict[int, _Open] = {}
         self.archive: Archive | None = None  #: of the journal, where there is one
         self.tracer = Tracer(settings.otlp, settings.name) if settings.otlp else None
-        self.left = asyncio.Event()  #: the engine has gone: said bye, failed or died
+        self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
         self._ids = itertools.count(1)
         self._line: EngineLine | None = None
         self._watchers: set[Watcher] = set()
@@ -107,7 +111,7 @@ class Hub:
     # --- requests -----------------------------------------------------------------------------
 
     def check_ready(self) -> Tokenizer:
-        """The vocabulary, when requests can be taken. Raises ApiError (503) otherwise."""
+        """Return the vocabulary if requests can be accepted. Raises ApiError (503) otherwise."""
         waits = self.state == "restarting" and not self._gave_up
         if (self.state == "ready" or waits) and self.tokenizer is not None:
             return self.tokenizer
@@ -121,7 +125,8 @@ class Hub:
         raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def check_room(self, count: int) -> None:
-        """Raises ApiError: 400 for more choices than ever fit, 429 for more than fit now."""
+        """Raise ApiError: 400 for more choices than are ever allowed, 429 for more than are
+        allowed now."""
         most = self.settings.most_open
         if count > most:
             raise ApiError(400, f"the request asks for {count} choices; this server allows at most "
@@ -134,8 +139,10 @@ class Hub:
     def submit(
         self, asked: Asked, prompt: Sequence[int], index: int, news: asyncio.Event
     ) -> Generation:
-        """Send choice number `index` of a request to the engine; its tokens arrive in what is
-        returned. Check room before.
+        """Send choice number `index` of a request to the engine; return it. Call `check_room`
+        first.
+
+        prompt: its tokens. news: set when the choice has something to fetch.
         """
         tokenizer = self.check_ready()
         generation = Generation(self.new_id(), index, len(prompt), tokenizer, asked.stops, news)
@@ -143,13 +150,17 @@ class Hub:
         return generation
 
     def new_id(self) -> int:
-        """The id of one more choice."""
+        """Return the id of a new choice."""
         return next(self._ids)
 
     def add(self, generation: Generation, asked: Asked, before: bool = False, bits: object = None
             ) -> None:
-        """Send a choice of a request to the engine. before: an earlier process's engine had it, and
-        clients may have more tokens than `generation`; bits: of that one's facts."""
+        """Send a choice of a request to the engine.
+
+        before: an earlier process's engine had begun it, and clients may have more tokens than
+            `generation`.
+        bits: of that engine's facts.
+        """
         index, request_id = generation.index, generation.request_id
         prompt = asked.prompts[index // asked.n]
         asker = generation.asker = current()
@@ -163,7 +174,7 @@ class Hub:
             self._hand_over(one)
 
     def abort(self, generation: Generation, reason: str) -> None:
-        """End a choice that nobody waits for; harmless when it has ended."""
+        """End a choice whose client has gone. Without effect if it has ended."""
         if generation.request_id not in self.open or generation.ended:
             return
         if self.state in ("restarting", "loading"):
@@ -172,8 +183,10 @@ class Hub:
             self._send(Abort(generation.request_id, reason))
 
     async def rebalance(self, timeout: float, *, preview: bool = False) -> Rebalanced:
-        """Ask the engine to redistribute the layers, or what that would change; returns the
-        outcome. Raises ApiError."""
+        """Let the engine move layers, or (preview) return what that would change.
+
+        timeout: seconds. Raises ApiError.
+        """
         self.check_ready()
         if self.state != "ready":
             raise ApiError(503, "the cluster is being started again", code="cluster_failed")
@@ -192,14 +205,14 @@ class Hub:
     # --- watchers -----------------------------------------------------------------------------
 
     def check_watchers(self) -> None:
-        """Raises ApiError (429) when enough clients look on."""
+        """Raise ApiError (429) if too many clients watch."""
         if len(self._watchers) >= _MOST_WATCHERS:
             raise ApiError(429, f"{_MOST_WATCHERS} clients are already watching the pipeline",
                            code="too_many_watchers")
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Watcher]:
-        """A Watcher that gets the engine's status and runs while the block lasts."""
+        """Yield a Watcher that receives the engine's status and runs while the block lasts."""
         watcher = Watcher()
         self._watchers.add(watcher)
         if len(self._watchers) == 1:
@@ -214,7 +227,7 @@ class Hub:
     # --- the link -----------------------------------------------------------------------------
 
     async def run(self, sock: socket.socket) -> None:
-        """Follow the link until the engine has gone."""
+        """Handle the link's frames until the engine has gone."""
         line = await EngineLine.open(sock)
         self._line, line.hear = line, self.handle
         reason = await line.run(until=self._over)
@@ -224,7 +237,7 @@ class Hub:
             self.left.set()
 
     def _over(self) -> bool:
-        """Whether no frame of the engine matters any more."""
+        """Whether further frames of the engine are to be ignored."""
         return self.state in ("failed", "stopped")
 
     def handle(self, frame: EngineFrame) -> None:
@@ -301,7 +314,7 @@ class Hub:
     # --- engines that come and go -------------------------------------------------------------
 
     def _welcome(self, facts: dict[str, Any]) -> None:
-        """An engine takes requests: those that wait, first."""
+        """Handle an engine that accepts requests: send it those that wait."""
         if self._patience is not None:
             self._patience.cancel()
         if self.state == "restarting":
@@ -315,10 +328,10 @@ class Hub:
             self._hand_over(one)
 
     def _hand_over(self, one: _Open) -> None:
-        """Have the engine work on a choice, from what it has brought on."""
+        """Let the engine continue a choice after the tokens that it has."""
         generation, bits = one.generation, self.facts.get("bits")
         if generation.stopped or len(generation.tokens) >= one.frame.max_tokens:
-            self._end(generation, "length", {})  # its end has got lost with the engine
+            self._end(generation, "length", {})  # the frame with its end was lost with the engine
             return
         if one.handed:
             generation.restarts += 1
@@ -330,7 +343,7 @@ class Hub:
         self._send(structs.replace(one.frame, output=tuple(generation.tokens)))
 
     def _lost(self, reason: str) -> None:
-        """The engine has gone, or says that it cannot go on."""
+        """Handle an engine that has gone or cannot continue."""
         if not self.outlives or self.state in ("failed", "stopped"):
             self.fail(reason)
         elif self.state != "restarting":
@@ -348,16 +361,16 @@ class Hub:
                                         "(--restart-timeout)"))
 
     def fail(self, reason: str) -> None:
-        """The engine is lost: every open choice ends with an error."""
+        """Record that the engine is lost for good: every open choice ends with an error."""
         self.state, self.reason = "failed", reason
         self._end_all(Failure("failed", f"the cluster has failed: {reason}"))
 
     def end_all(self, reason: str) -> None:
-        """Every open choice ends with an error; the engine's state stays."""
+        """End every open choice with an error; the engine's state stays."""
         self._end_all(Failure("failed", reason))
 
     def leave(self) -> None:
-        """No engine comes any more."""
+        """Record that no engine follows."""
         if self.state != "stopped":
             self.fail(self.reason or "the server was ended")
         self.left.set()
@@ -377,7 +390,7 @@ class Hub:
                     "cluster_failed" if kind == "failed" else "shutting_down")))
 
     def _tell(self, event: str, **attributes: str) -> None:
-        """Write something down in the trace of every open request."""
+        """Record an event in the trace of every open request."""
         for asker in {one.generation.asker for one in self.open.values()}:
             asker.event(event, **attributes)
 

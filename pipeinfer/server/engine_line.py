@@ -1,6 +1,6 @@
-"""The HTTP process's end of a link to one engine: its frames, to whoever hears them now.
+"""The HTTP process's end of the link to one engine: passes frames to a replaceable handler.
 
-Knows frames and a socket, not what they mean.
+It decodes frames and does not interpret them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger("pipeinfer.server")
 
 
 def nobody(frame: EngineFrame) -> None:
-    """Hears nothing."""
+    """Ignore a frame."""
     del frame
 
 
 class EngineLine:
-    """hear: gets every frame; may be another function from the next frame on."""
+    """The link to one engine. hear: called with every frame; may be replaced at any time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.hear: Callable[[EngineFrame], None] = nobody
@@ -38,16 +38,17 @@ class EngineLine:
 
     @classmethod
     async def open(cls, sock: socket.socket) -> EngineLine:
-        """The line over a connected socket."""
+        """Return the line over a connected socket."""
         return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, frame: ClientFrame) -> None:
-        """To the engine, unless it has gone."""
+        """Send a frame, unless the engine has gone."""
         if not self._writer.is_closing():
             self._writer.write(encode(frame))
 
     async def run(self, until: Callable[[], bool] = lambda: False) -> str:
-        """Read until the engine has gone, or `until` after a frame; why, then."""
+        """Read frames until the engine has gone, or `until` returns True; return why, "" for the
+        latter."""
         try:
             while not until():
                 (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
@@ -56,7 +57,7 @@ class EngineLine:
                 self.hear(decode(await self._reader.readexactly(size), FROM_ENGINE))
         except (asyncio.IncompleteReadError, OSError):
             return "rank 0 has died"
-        except Exception as error:  # whatever it is, clients must not wait for nothing
+        except Exception as error:  # of any kind: else clients would wait forever
             _log.exception("a frame of rank 0 cannot be handled")
             return f"a message of rank 0 is malformed: {error}"
         finally:
@@ -64,6 +65,6 @@ class EngineLine:
         return ""
 
     def close(self) -> None:
-        """Say and hear nothing more."""
+        """Close the link and ignore further frames."""
         self.hear = nobody
         self._writer.close()

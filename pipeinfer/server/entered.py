@@ -1,7 +1,7 @@
-"""An engine that has entered the HTTP process that outlives the job, from its first frame on: how
-far it is, and what it has said before anybody asked it for something.
+"""An engine that has connected to the HTTP process that outlives the job: its progress, and the
+frames that it sent before it serves.
 
-It loads, and the vocabulary with it where that is another one, while another engine serves.
+It loads, together with its vocabulary if that is another one, while another engine serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("pipeinfer.server")
 
 
 class Entered:
-    """An engine and its settings. reason: why it is gone."""
+    """A connected engine and its settings. reason: why it has gone."""
 
     def __init__(self, line: EngineLine, settings: Settings) -> None:
         self.line, self.settings = line, settings
@@ -36,14 +36,15 @@ class Entered:
 
     @property
     def state(self) -> Progress:
-        """How far it is."""
+        """The progress of the engine."""
         if self._gone:
             return "gone"
         waits = self._loading is not None and not self._loading.done()
         return "ready" if Ready.op in self._said and not waits else "loading"
 
     def load(self, then: Callable[[], None]) -> None:
-        """Have its vocabulary loaded. then: called when `tokenizer` is there, or it is `gone`."""
+        """Start to load its vocabulary. then: called when `tokenizer` is set, or the state is
+        `gone`."""
         async def load() -> None:
             try:
                 self.tokenizer = await asyncio.to_thread(open_tokenizer, self.settings.model)
@@ -57,12 +58,12 @@ class Entered:
         self._loading = asyncio.create_task(load())
 
     def lose(self, reason: str) -> None:
-        """It does not come, or no more."""
+        """Record that the engine has gone."""
         if not self._gone:
             self._gone, self.reason = True, self.reason or reason
 
     def talk_to(self, hear: Callable[[EngineFrame], None]) -> None:
-        """Who hears it from now on, and first what it has said already."""
+        """Pass all frames to `hear` from now on, beginning with those that were stored."""
         self.line.hear = hear
         for frame in self._said.values():
             hear(frame)
@@ -76,4 +77,4 @@ class Entered:
             case Bye():
                 self.lose("it has ended")
             case _:
-                pass  # figures of one that does nothing yet
+                pass  # figures of an engine that does not serve yet

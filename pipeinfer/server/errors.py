@@ -1,7 +1,4 @@
-"""Errors in the OpenAI API's form: an object under "error", and a status.
-
-Knows HTTP statuses and names, and nothing of who raises them.
-"""
+"""Errors in the OpenAI API's form: an object under "error", and an HTTP status."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ _TYPES = {
     429: "rate_limit_error", 431: "invalid_request_error", 500: "server_error",
     503: "unavailable_error", 504: "timeout_error",
 }
-RETRY_AFTER = 2  #: seconds that a client is asked to wait
+RETRY_AFTER = 2  #: seconds after which a client should try again
 
 
 class ApiError(Exception):
-    """A request that is answered by an error. param: the field that is wrong."""
+    """An error that is sent as the answer to a request. param: the wrong field."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -33,7 +30,7 @@ class ApiError(Exception):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER))
 
     def body(self) -> ErrorReply:
-        """The object that clients get; never text that UTF-8 cannot carry."""
+        """Return the object for clients. Characters that UTF-8 cannot encode are replaced."""
         return {"error": {
             "message": _plain(self.message), "type": _TYPES.get(self.status, "server_error"),
             "param": None if self.param is None else _plain(self.param), "code": self.code,
@@ -41,12 +38,12 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be used."""
+    """Return the error (400) for a request that cannot be used."""
     return ApiError(400, message, param=param, code=code)
 
 
 def for_failure(failure: Failure) -> ApiError:
-    """The error for a choice that ended without an answer."""
+    """Return the error for a choice that ended without an answer."""
     status, code = {
         "context": (400, "context_length_exceeded"),
         "request": (400, "request_refused"),

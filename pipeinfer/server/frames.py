@@ -1,8 +1,8 @@
-"""What rank 0 and the HTTP process say to each other: one class per frame, and their bytes.
+"""The messages between rank 0 and the HTTP process: one class per frame, and their encoding.
 
-A frame is a length (4 bytes, big-endian) and a msgpack map of its fields, with its name under "op";
-tokens, of which there are many, are arrays. A frame of another form is refused with the name of the
-field. This module has neither sockets nor the code that acts on a frame.
+A frame is a length (4 bytes, big-endian) and a msgpack map of its fields, with its name under "op".
+Tokens, of which there are many, are arrays. A malformed frame is refused with the name of the
+field.
 """
 
 from __future__ import annotations
@@ -41,27 +41,30 @@ class Frame(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_f
 
 
 class Loading(Frame, frozen=True):
-    """How far the stages are: by name, as /health shows it."""
+    """The loading progress of the stages, by name, as /health shows it."""
 
     stages: dict[str, Any]
 
 
 class Ready(Frame, frozen=True):
-    """Requests are taken. facts: what is served by whom, as /props shows it."""
+    """Requests are accepted. facts: model, stages and ranks, as /props shows them."""
 
     facts: dict[str, Any]
 
 
 class Changed(Frame, frozen=True):
-    """Other stages have taken over; facts from now on."""
+    """Other stages have taken over. facts: from now on."""
 
     facts: dict[str, Any]
     message: str
 
 
 class Token(Struct, frozen=True, array_like=True, tag="t"):
-    """An output token of request `id`. top: the likeliest tokens with their log-probabilities.
-    seen: what the reader sees of it, None for its own text."""
+    """An output token of request `id`.
+
+    top: the likeliest tokens with their log-probabilities.
+    seen: its visible text in a response in threads, None for its own text.
+    """
 
     id: int
     token: int
@@ -91,7 +94,7 @@ NewsItem: TypeAlias = Token | Ended | Refused
 
 
 class News(Frame, frozen=True):
-    """What has come out, of any requests, in order."""
+    """Output of any requests, in order."""
 
     items: tuple[NewsItem, ...]
 
@@ -104,13 +107,13 @@ class Status(Frame, frozen=True):
 
 
 class Runs(Frame, frozen=True):
-    """Runs that have gone through the pipeline, for those who watch it."""
+    """Runs that have passed the pipeline, for its watchers."""
 
     items: tuple[dict[str, Any], ...]
 
 
 class Rebalanced(Frame, frozen=True):
-    """What came of the Rebalance of this id. stages: of a preview, as in the facts of Ready."""
+    """The result of the Rebalance with this id. stages: of a preview, as in the facts of Ready."""
 
     id: int
     changed: bool
@@ -120,19 +123,19 @@ class Rebalanced(Frame, frozen=True):
 
 
 class Draining(Frame, frozen=True):
-    """No request is taken any more; those that run get so many seconds."""
+    """No request is accepted any more; open ones have so many seconds to complete."""
 
     seconds: float
 
 
 class Failed(Frame, frozen=True):
-    """The job cannot go on, and the server says why."""
+    """The job cannot continue. message: why."""
 
     message: str
 
 
 class Bye(Frame, frozen=True):
-    """The last frame of a job that ends as it should."""
+    """The last frame of a job that ends normally."""
 
 
 
@@ -140,16 +143,22 @@ class Bye(Frame, frozen=True):
 
 
 class Welcome(Frame, frozen=True):
-    """The first frame of an HTTP process that was there before rank 0. url: where it listens; empty
-    when it wants a listening socket along with its settings."""
+    """The first frame of an HTTP process that ran before rank 0.
+
+    url: its address for clients; "" if rank 0 must send a listening socket with its settings.
+    """
 
     url: str = ""
 
 
 class Submit(Frame, frozen=True):
-    """A request under an id of its own. prompt: token ids; decompose: for a response in threads;
-    output: tokens that an earlier rank 0 has brought, and that do not come again; pool: whose other
-    answers it may be guessed from, 0 for nobody's."""
+    """A request under an id of its own.
+
+    prompt: token ids.
+    decompose: for a response in threads.
+    output: tokens that an earlier rank 0 has returned; they are not returned again.
+    pool: group of answers from which prompt lookup may copy, 0 for none.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -162,20 +171,20 @@ class Submit(Frame, frozen=True):
 
 
 class Abort(Frame, frozen=True):
-    """Nobody waits for this request any more."""
+    """End a request whose client has gone, or for another reason."""
 
     id: int
     reason: str
 
 
 class Watch(Frame, frozen=True):
-    """Somebody watches the pipeline, or nobody any more."""
+    """Whether any client watches the pipeline."""
 
     on: bool
 
 
 class Rebalance(Frame, frozen=True):
-    """A client asks to redistribute the layers; or, for a preview, what that would change."""
+    """Move layers; or, for a preview, return what that would change."""
 
     id: int
     preview: bool = False
@@ -211,7 +220,7 @@ def encode(frame: Settings | EngineFrame | ClientFrame | Welcome) -> bytes:
 
 
 def decode(body: bytes, kinds: Kinds[T]) -> T:
-    """The frame in a body, one of `kinds`. Raises ProtocolError that names the damaged field."""
+    """Return the frame in a body, one of `kinds`. Raises ProtocolError with the damaged field."""
     try:
         made: T = _decoder(tuple(kinds.values())).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -239,14 +248,14 @@ def _refusal(body: bytes, kinds: Kinds[Any], error: Exception) -> ProtocolError:
 
 
 class FrameReader(Generic[T]):
-    """Cuts a stream of bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self, kinds: Kinds[T]) -> None:
         self._kinds = kinds
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """The frames that are complete with `data`. Raises ProtocolError."""
+        """Return the frames that are complete with `data`. Raises ProtocolError."""
         self._bytes += data
         out: list[T] = []
         start = 0

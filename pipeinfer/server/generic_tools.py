@@ -1,9 +1,11 @@
-"""Tools for models whose chat template knows none: a system message, and calls as plain text.
+"""Tools for models whose chat template does not support them: a system message, and calls as
+text.
 
-Calls have the Hermes form (`<tool_call>` around a JSON object), which many models have seen, and
-which a grammar can hold them to. Earlier calls and their results become turns that every template
-knows. Where the model decides whether to call, two turns show it both: small models follow what
-they see and not what they are told. Knows messages as dicts, no HTTP and no vocabulary.
+Calls have the Hermes form (`<tool_call>` around a JSON object), which many models have been
+trained on, and which a grammar can enforce. Earlier calls and their results become messages that
+every template supports. If the model decides whether to call, two example exchanges show both
+cases: small models follow examples better than instructions. Messages are dicts; no HTTP and no
+vocabulary.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ _LONGEST_QUESTION = 200  #: characters
 
 def messages_for(messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]],
                  required: bool) -> list[dict[str, Any]]:
-    """The conversation in turns of system, user and assistant, with the functions described.
+    """Return the conversation as messages of system, user and assistant, with the functions
+    described.
 
-    Results of calls that follow one another become one turn, because templates may want turns to
-    alternate.
+    required: whether the model must call a function.
+    Successive results of calls become one message, because templates may require alternating
+    roles.
     """
     out: list[dict[str, Any]] = []
     for message in messages:
@@ -61,7 +65,7 @@ def messages_for(messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapp
 
 
 def without_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same with the system's words at the beginning of the first user's turn."""
+    """Return the messages with the system text at the beginning of the first user message."""
     words = [m["content"] for m in messages if m["role"] == "system"]
     out = [dict(m) for m in messages if m["role"] != "system"]
     first = next((m for m in out if m["role"] == "user"), None)
@@ -72,7 +76,8 @@ def without_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _shown(function: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Turns that show an answer in words and then a call, which is the order that works."""
+    """Return messages that show an answer in words and then a call; small models need this
+    order."""
     question = (function.get("description") or "").strip().partition("\n")[0]
     parameters = function.get("parameters") or {}
     properties, names = parameters.get("properties"), parameters.get("required")
@@ -92,7 +97,7 @@ def _shown(function: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _example(name: str, schema: Any) -> Any:
-    """A value for an argument. The word "some" keeps small models from taking it over."""
+    """Return a value for an argument. The word "some" keeps small models from copying it."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(choices := schema.get("enum"), list) and choices:
         return choices[0]

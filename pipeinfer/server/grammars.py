@@ -1,4 +1,4 @@
-"""Which grammar a request's answer has to follow, and its compilation beside the event loop."""
+"""The grammar of a request's answer, compiled outside the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeinfer.server.errors import bad
 
 
 class Grammars:
-    """Compiles grammars against one vocabulary, beside the event loop."""
+    """Compiles grammars for one vocabulary, outside the event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
 
     async def compile(self, kind: str, text: Any, param: str) -> str:
-        """The compiled grammar. Raises ApiError naming `param` when it cannot be used."""
+        """Return the compiled grammar. Raises ApiError with `param` when it cannot be used."""
         try:
             return await asyncio.to_thread(self._compile, kind, text)
         except RequestError as error:
@@ -36,9 +36,9 @@ class Grammars:
 
 
 async def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") -> str:
-    """The compiled grammar that a request asks for, empty for none. Raises ApiError.
+    """Return the compiled grammar that a request needs, "" for none. Raises ApiError.
 
-    forced: a grammar (lark) that a tool choice asks for.
+    forced: a lark grammar that a tool choice needs.
     """
     wanted = request.response_format
     kind, param = "", ""

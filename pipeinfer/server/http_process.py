@@ -1,9 +1,9 @@
-"""Starts and ends the HTTP process, a child of rank 0 in a session of its own; or enters one that a
-launch script keeps, which outlives the job (`door`).
+"""Starts and ends the HTTP process, a child of rank 0 in a session of its own; or connects to
+the one of the supervisor, which outlives the job (`door`).
 
-It is started before MPI, because a process that talks MPI must not fork, and gets a listening
-socket, one end of a pair and its settings over that pair: keys are on no command line and in no
-environment. This module knows processes and sockets, no HTTP.
+The child is started before MPI, because a process that uses MPI must not fork. It inherits a
+listening socket and one end of a socket pair, over which it receives its settings, so that keys
+are on no command line and in no environment.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ _SEND_BUFFER = 512 << 10  #: bytes of an answer that the kernel holds for a slow
 _LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _WORDS_SECONDS = 2.0
 _ENTER_SECONDS = 20.0
-DOOR = "PIPEINFER_DOOR"  #: host:path of the launch script's HTTP process
+DOOR = "PIPEINFER_DOOR"  #: host:path of the supervisor's HTTP process
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Child:
-    """The HTTP process and the link to it. url: where it listens. process: None for one that is no
-    child of this process."""
+    """The HTTP process and the link to it.
+
+    process: None if it is no child of this process. url: its address for clients.
+    """
 
     process: subprocess.Popen[bytes] | None
     link: Link
     url: str
-    told: bool = False  #: it knows why the job cannot go on
+    told: bool = False  #: whether `fail` was called
 
     def fail(self, message: str) -> None:
-        """Tell it (once) why the job cannot go on; it ends its streams and exits by itself."""
+        """Send it (once) the reason why the job ends; it ends its streams and exits by itself."""
         if self.told:
             return
         self.told = True
@@ -58,8 +60,10 @@ class Child:
             self.link.flush(_WORDS_SECONDS)
 
     def end(self, timeout: float) -> int:
-        """Wait for its end, kill it after `timeout` seconds; its exit status. One that is no child
-        is left alone."""
+        """Wait for its end, kill it after `timeout` seconds; return its exit status.
+
+        A process that is no child is only disconnected; then the result is 0.
+        """
         self.link.flush(_WORDS_SECONDS)
         if self.process is None:
             self.link.close()
@@ -74,7 +78,10 @@ class Child:
 
 
 def listen(host: str, port: int, client_timeout: float) -> socket.socket:
-    """A listening TCP socket. Raises UsageError when the address cannot be had."""
+    """Return a listening TCP socket. Raises UsageError when the address cannot be used.
+
+    client_timeout: seconds after which a connection with unacknowledged data is closed.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -100,7 +107,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
 
 
 def start(settings: Settings, listener: socket.socket) -> Child:
-    """Start the HTTP process on `listener`, which it takes over."""
+    """Start the HTTP process with `listener`, which is closed here."""
     url = url_of(listener, settings)
     ours, theirs = socket.socketpair()
     environ = {k: v for k, v in os.environ.items()
@@ -118,14 +125,17 @@ def start(settings: Settings, listener: socket.socket) -> Child:
 
 
 def door_here() -> str | None:
-    """Where the launch script's HTTP process waits for rank 0, if it does and is on this host."""
+    """Return the path of the supervisor's HTTP process, None if there is none on this host."""
     host, _, path = os.environ.get(DOOR, "").partition(":")
     return path if path and host == socket.gethostname() else None
 
 
 def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> Child:
-    """Become the rank 0 of the HTTP process that waits at `path`. make: a listening socket, for one
-    that has none yet. Raises ClusterError when it does not answer, and what `make` does."""
+    """Connect as rank 0 to the HTTP process at `path`.
+
+    make: returns a listening socket, if the process has none yet.
+    Raises ClusterError when it does not answer, and what `make` raises.
+    """
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(_ENTER_SECONDS)
     try:
@@ -151,7 +161,7 @@ def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> C
 
 
 def _connect(sock: socket.socket, path: str) -> None:
-    """It may not be there yet."""
+    """Connect, and wait for the socket if it does not exist yet."""
     deadline = time.monotonic() + _ENTER_SECONDS
     while True:
         try:
@@ -164,8 +174,10 @@ def _connect(sock: socket.socket, path: str) -> None:
 
 
 def first_frame(sock: socket.socket, kinds: Kinds[T], begun: bytes = b"") -> T:
-    """The first frame of a socket that waits, and no byte of the next one. begun: what was read of
-    its header. Raises EOFError, OSError, ProtocolError."""
+    """Return the first frame of a blocking socket, without reading beyond it.
+
+    begun: bytes of its header that were already read. Raises EOFError, OSError, ProtocolError.
+    """
     (size,) = HEADER.unpack(_exactly(sock, HEADER.size, begun))
     return decode(_exactly(sock, size), kinds)
 
@@ -180,13 +192,13 @@ def _exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
 
 
 def url_of(listener: socket.socket, settings: Settings) -> str:
-    """Where clients find it."""
+    """Return the address for clients."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.certificate else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _for_url(settings: Settings, url: str) -> Settings:
-    """On a loopback address only the names of this host are taken."""
+    """Return the settings; on a loopback address only this host's names are accepted."""
     local = ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback
     return structs.replace(settings, check_hosts=True) if local else settings

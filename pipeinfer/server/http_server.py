@@ -1,8 +1,8 @@
-"""The HTTP process: `python -m pipeinfer.server LINK LISTENER`, started by rank 0 only; `door` is
-the one that launch scripts start.
+"""The HTTP process: `python -m pipeinfer.server LINK LISTENER`, started by rank 0 only. The
+process that the supervisor starts is `door`.
 
-LINK is one end of a socket pair to rank 0, LISTENER a listening socket. Ends when rank 0 says so
-or has gone: with 0 after a goodbye, else with 1.
+LINK is one end of a socket pair to rank 0, LISTENER a listening socket. The process ends when rank
+0 sends Bye (exit status 0) or has gone (1).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _MOST_CONNECTIONS = 4096
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Rank 0 decides when this process ends."""
+        """Leave signals alone: rank 0 decides when this process ends."""
         yield
 
 
 def main() -> int:
-    """Serve until rank 0 has gone."""
+    """Serve until rank 0 has gone; return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     prepare()
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def prepare() -> None:
-    """Limits and logs of a process that serves HTTP."""
+    """Set the limits and the log format of a process that serves HTTP."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a socket per client
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
@@ -75,8 +75,8 @@ def prepare() -> None:
 
 async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, listener: socket.socket
                 ) -> int:
-    """Answer clients until `follow`, which follows rank 0, has ended, or no rank 0 comes any more;
-    the process's exit status."""
+    """Answer clients until `follow`, which handles rank 0's link, has ended, or no rank 0
+    follows; return the exit status."""
     settings = hub.settings
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_level="warning",
@@ -114,7 +114,7 @@ async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, liste
 
 
 async def load(hub: Hub) -> None:
-    """Load the vocabulary; the stages load meanwhile."""
+    """Load the vocabulary and the journal, while the stages load."""
     chat_template.prepare()
     try:
         tokenizer = await asyncio.to_thread(open_tokenizer, hub.settings.model)

@@ -1,6 +1,6 @@
-"""Answers in the form of /v1/responses: items, and the events that build them up.
+"""Writes answers in the form of /v1/responses: items, and the events that build them.
 
-Knows choices and their text, no HTTP and no engine.
+Uses choices and their text, no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.responses import Choice, Writer
@@ -21,7 +23,7 @@ _REPEATED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_cal
 
 @dataclass(slots=True)
 class ItemWriter(Writer):
-    """Writes the one choice of a request. request: what the answer repeats of it."""
+    """Writes the one choice of a request. request: its fields that the answer repeats."""
 
     request: ResponseRequest = field(kw_only=True)
     ends_with_mark: ClassVar[bool] = False
@@ -34,14 +36,14 @@ class ItemWriter(Writer):
 
     # --- streams ------------------------------------------------------------------------------
 
+    @override
     def opening(self) -> list[Mapping[str, Any]]:
-        """Events that come before any token."""
         self._tell("response.created", response=self._response("in_progress"))
         self._tell("response.in_progress", response=self._response("in_progress"))
         return self._told()
 
+    @override
     def chunks(self, choice: Choice) -> list[Mapping[str, Any]]:
-        """Events for what has become certain, and the last ones when the choice has ended."""
         ended = choice.generation.ended and choice.generation.failure is None
         self._take(choice, ended)
         if ended:
@@ -50,27 +52,27 @@ class ItemWriter(Writer):
             self._tell(f"response.{status}", response=self._response(status))
         return self._told()
 
+    @override
     def closing(self) -> list[Mapping[str, Any]]:
-        """Nothing comes after the end of the choice."""
         return []
 
+    @override
     def failed(self, error: ApiError) -> Mapping[str, Any]:
-        """The last event of a stream that went wrong."""
         response = self._response("failed")
         response["error"] = {"code": error.code or "server_error", "message": error.message}
-        if self.kept:  # the event with this number may still come, to who asks again
+        if self.kept:  # a client that requests the answer again may get the event with this number
             self._count = max(0, self._count - 1)
         self._tell("response.failed", response=response)
         return self._told()[0]
 
     def now(self) -> dict[str, Any]:
-        """The answer while it is not complete."""
+        """Return the answer before it is complete."""
         return self._response("in_progress")
 
     # --- whole answers ------------------------------------------------------------------------
 
+    @override
     def whole(self) -> dict[str, Any]:
-        """The answer once the choice has ended well."""
         (choice,) = self.choices
         self._take(choice, ended=True)
         return self._response(self._status(choice))

@@ -1,12 +1,13 @@
 """The file in which requests and their tokens outlive the HTTP process: `serve --journal FILE`.
 
-Text, one entry a line: eight hexadecimal digits (CRC-32 of what follows the space), a space, a JSON
-object. The first entry names the format. Entries are appended; now and then the file is written
-anew with what is still wanted, beside itself, and takes its own place. A line that is damaged is
-passed over: tokens that are lost with it come again, because they follow from the request alone.
+It is text, one entry a line: eight hexadecimal digits (CRC-32 of what follows the space), a space,
+    a JSON object. The first entry names the format. Entries are appended; from time to time the
+    file is written again with the entries that are still needed, under another name, and renamed.
+    A damaged line is skipped: tokens that are lost with it are computed again, because they follow
+    from the request alone.
 
-Knows the file and what a request is, neither the engine nor HTTP. Used from one thread, but for
-`sync` and `render`, which may wait for the disk.
+This module handles the file and requests, neither the engine nor HTTP. Only one thread may use it,
+except `sync` and `render`, which may wait for the disk.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from pipeinfer.server.choice import Failure
 from pipeinfer.server.requests import Asked
 
 VERSION = 1
-_LOCK_SECONDS = 10.0  #: in which a server that is ending lets go of the file
+_LOCK_SECONDS = 10.0  #: that another server, which is ending, may take to unlock the file
 _log = logging.getLogger("pipeinfer.server")
-#: token, speculated, log-probability, the likeliest tokens, what the reader sees of it
+#: token, speculated, log-probability, the likeliest tokens, its visible text (None: its own)
 Row: TypeAlias = tuple[int, bool, float | None, tuple[tuple[int, float], ...], bytes | None]
 
 
@@ -44,9 +45,13 @@ class Head(msgspec.Struct, tag_field="op", tag="pipeinfer-journal"):
 
 
 class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
-    """A request. kind: of the API; owner: digest of the key that may ask for it; key: the client's
-    own name for it; body: digest of what was sent; model: which file answers; bits: how the engine
-    of that time computed; traceparent: its span, empty for none."""
+    """A request.
+
+    kind: of the API. owner: digest of the API key that may request the answer.
+    key: the client's Idempotency-Key. body: digest of the client's request.
+    model: identity of the model file. bits: of the engine at that time.
+    traceparent: its span, "" for none.
+    """
 
     id: str
     at: int
@@ -63,7 +68,7 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
 
 
 class Tokens(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):
-    """Output tokens of a choice from number `start` on. bits: how they were computed."""
+    """Output tokens of a choice from number `start` on. bits: of the engine that computed them."""
 
     id: str
     choice: int
@@ -73,7 +78,8 @@ class Tokens(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):
 
 
 class Ended(msgspec.Struct, tag_field="op", tag="ended", frozen=True):
-    """The end of a choice after so many tokens. seconds: until the first token, and the last."""
+    """The end of a choice after so many tokens. seconds: from submission to the first token, and
+    the last."""
 
     id: str
     choice: int
@@ -88,7 +94,7 @@ class Ended(msgspec.Struct, tag_field="op", tag="ended", frozen=True):
 
 
 class Gone(msgspec.Struct, tag_field="op", tag="gone", frozen=True):
-    """Nobody may ask for a request any more."""
+    """The request is deleted and cannot be requested any more."""
 
     id: str
 
@@ -99,7 +105,7 @@ _decode = msgspec.json.Decoder(Head | Entry).decode
 
 @dataclass(slots=True)
 class Story:
-    """What is known of a choice. written: how many of its tokens are in the file."""
+    """The tokens and the end of a choice. written: how many of its tokens are in the file."""
 
     rows: list[Row] = field(default_factory=list)
     written: int = 0
@@ -109,7 +115,7 @@ class Story:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What is known of a request. size: bytes of it in the file, about."""
+    """A request with its choices. size: its approximate bytes in the file."""
 
     begun: Begun
     stories: list[Story]
@@ -117,12 +123,12 @@ class Record:
 
     @property
     def ended(self) -> float:
-        """When its last choice ended (seconds since 1970); 0 while one has not."""
+        """The time at which its last choice ended (seconds since 1970); 0 while one has not."""
         ends = [story.end.at if story.end else 0.0 for story in self.stories]
         return max(ends) if all(ends) else 0.0
 
     def entries(self) -> Iterator[Entry]:
-        """All of it, as it is written."""
+        """Yield its entries for the file."""
         yield self.begun
         for choice, story in enumerate(self.stories):
             if story.rows:
@@ -131,13 +137,16 @@ class Record:
                 yield story.end
 
     def copy(self) -> Record:
-        """One that does not change while another thread writes it."""
+        """Return a copy that does not change while another thread writes it."""
         return Record(self.begun, [Story(list(s.rows), s.written, s.bits, s.end)
                                    for s in self.stories])
 
 
 def check(path: str) -> Path:
-    """The file's whole path. Raises UsageError when it could not be written, or is another's."""
+    """Return the file's absolute path.
+
+    Raises UsageError when it could not be written, or is not a journal.
+    """
     whole = Path(path).resolve()
     with open(_open(whole), "rb") as file:
         begin = file.read(64)
@@ -150,10 +159,10 @@ def check(path: str) -> Path:
 
 
 class Journal:
-    """The file. problem: why nothing can be written, empty while all is well."""
+    """The journal file. problem: why it cannot be written, "" if it can."""
 
     def __init__(self, path: Path) -> None:
-        """Open and lock it. Raises UsageError when that cannot be."""
+        """Open and lock the file. Raises UsageError if that fails."""
         self.path, self.problem, self.size = path, "", 0
         self._file = _lock(path)
         self._held: list[bytes] = []
@@ -162,8 +171,10 @@ class Journal:
     # --- reading ------------------------------------------------------------------------------
 
     def read(self) -> dict[str, Record]:
-        """The requests in it, by id. Raises UsageError for a file that is none of ours; a damaged
-        one is kept beside it."""
+        """Return the requests in the file, by id.
+
+        Raises UsageError if the file is not a journal. A damaged file is copied to `.damaged`.
+        """
         with open(self._file, "rb", closefd=False) as file:
             file.seek(0)
             data = file.read()
@@ -199,14 +210,14 @@ class Journal:
     # --- writing ------------------------------------------------------------------------------
 
     def hold(self, record: Record, entry: Entry) -> None:
-        """Write an entry of a request with the next `flush`."""
+        """Queue an entry of a request for the next `flush`."""
         line = _line(entry)
         record.size += len(line)
         self._held.append(line)
 
     def flush(self) -> None:
-        """Give all that is held to the system, which keeps it when this process dies. What does
-        not fit is not there at all; then `problem` says so."""
+        """Write all queued entries to the file; the system keeps them when this process dies. If
+        that fails, none of them is in the file, and `problem` gives the reason."""
         data = b"".join(self._held)
         if self._since is not None:
             self._since += self._held
@@ -222,7 +233,7 @@ class Journal:
             self.failed(error)
 
     def sync(self) -> OSError | None:
-        """Wait until the disk has it; what went wrong."""
+        """Wait until the data is on the disk; return the error, if any."""
         try:
             os.fdatasync(self._file)
         except OSError as error:
@@ -230,20 +241,21 @@ class Journal:
         return None
 
     def failed(self, error: OSError) -> None:
-        """Nothing can be written, until `replace` has worked."""
+        """Record that the file cannot be written, until `replace` has succeeded."""
         if not self.problem:
             _log.error("--journal %s cannot be written (%s): requests go on without it, and it is "
                        "tried again", self.path, error.strerror)
         self.problem = error.strerror or str(error)
 
-    # --- anew ---------------------------------------------------------------------------------
+    # --- rewriting ----------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """What is written from now on goes also behind what `render` makes."""
+        """Collect the entries from now on, for `replace` to append to the file that `render`
+        makes."""
         self._since = []
 
     def render(self, records: Iterable[Record]) -> tuple[int, int] | OSError:
-        """A new file beside it with these requests: its number and size, or what went wrong."""
+        """Write a new file with these requests; return its descriptor and size, or the error."""
         beside = self.path.with_name(self.path.name + ".new")
         made = -1
         try:
@@ -262,7 +274,7 @@ class Journal:
         return made, size
 
     def replace(self, made: tuple[int, int] | OSError) -> None:
-        """Put what `render` has made in the file's place; if it has made nothing, all stays."""
+        """Replace the file by the one that `render` has made; after an error it stays."""
         since, self._since = self._since or [], None
         if isinstance(made, OSError):
             self.failed(made)
@@ -283,7 +295,7 @@ class Journal:
         self.problem = ""
 
     def close(self) -> None:
-        """Write what is held and let go of the file."""
+        """Write the queued entries and close the file."""
         self.flush()
         self.sync()
         os.close(self._file)
@@ -328,7 +340,7 @@ def _line(entry: Head | Entry) -> bytes:
 
 
 def _parse(line: bytes) -> Head | Entry | None:
-    """The entry of a line, None for a damaged one."""
+    """Return the entry of a line, None for a damaged one."""
     body = line[9:]
     try:
         return _decode(body) if int(line[:8], 16) == zlib.crc32(body) else None
@@ -337,7 +349,7 @@ def _parse(line: bytes) -> Head | Entry | None:
 
 
 def _take(records: dict[str, Record], line: bytes) -> bool:
-    """Add a line to the requests; whether it is whole."""
+    """Apply a line to the requests; return whether it is valid."""
     entry = _parse(line)
     match entry:
         case Begun(id=name, asked=asked):
@@ -363,7 +375,7 @@ def _take(records: dict[str, Record], line: bytes) -> bool:
 
 
 def _write(file: int, data: bytes) -> int:
-    """All of it. Raises OSError."""
+    """Write all data; return its length. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view):]

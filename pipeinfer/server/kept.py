@@ -1,9 +1,9 @@
-"""Requests that outlive their connection, and the process: those in the journal.
+"""Requests that outlive their connection and the process: those in the journal.
 
-A kept request runs by itself; clients follow it, from its first token or from a later event, as
-often as they ask. What they read is written anew for each from the request and its tokens, one
-token after the other, so that every event has the same number whoever reads it, and when. Knows
-choices, the hub and the journal, no HTTP.
+A journaled request runs by itself. Clients follow it, from its first token or from a later event,
+as often as they like. For each of them the answer is written again from the request and its
+tokens, one token at a time, so that every event has the same number for every client. This module
+uses choices, the hub and the journal, no HTTP.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens
 from pipeinfer.server.settings import Settings
 
-_TURN = 64  #: tokens that a follower takes before others get their turn
+_TURN = 64  #: tokens that a follower takes before it yields to other tasks
 _LEAVING = ("failed", "stopped", "draining")
 _MOST_KEY = 255
 
 
 class Recorded(Generation):
-    """A choice whose tokens are remembered."""
+    """A choice whose tokens are journaled."""
 
     story: Story
     kept: Kept
 
     def push(self, token: int, speculated: bool, logprob: float | None,
              top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
-        """As of every choice; its readers take the text."""
+        """See `Generation.push`. The text is dropped, as followers make it themselves."""
         before = len(self.tokens)
         stopped = super().push(token, speculated, logprob, top, seen)
         if len(self.tokens) > before:
@@ -46,19 +46,20 @@ class Recorded(Generation):
         return stopped
 
     def end(self, reason: str, stats: dict[str, Any]) -> None:
-        """As of every choice; also written down."""
+        """See `Generation.end`. The end is journaled."""
         if not self.ended:
             super().end(reason, stats)
             self._over()
 
     def fail(self, failure: Failure) -> None:
-        """As of every choice; written down unless it goes on when the server is back."""
+        """See `Generation.fail`. The end is journaled unless the choice continues after a
+        restart."""
         if not self.ended:
             super().fail(failure)
             self._over()
 
     def tell_again(self) -> None:
-        """Take the tokens that are remembered."""
+        """Add the tokens that are in the journal."""
         for row in self.story.rows:
             super().push(*row)
         self._taken()
@@ -79,8 +80,10 @@ class Recorded(Generation):
 
 
 class Kept:
-    """A request in the journal. alone: nobody can ask for it but the one connection that it has,
-    as far as its client has said."""
+    """A request in the journal.
+
+    alone: whether only its own connection can read the answer, as the client has named no key.
+    """
 
     def __init__(self, archive: Archive, record: Record, alone: bool) -> None:
         self.archive, self.record, self.alone = archive, record, alone
@@ -91,16 +94,17 @@ class Kept:
 
     @property
     def bits(self) -> str:
-        """How tokens are computed now."""
+        """`bits` of the present engine."""
         return str(self.archive.hub.facts.get("bits", ""))
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes, for now at least."""
+        """Whether nothing more comes, at least for now."""
         return all(end is not None for end in self.last)
 
     def run(self, tokenizer: Tokenizer, before: bool) -> None:
-        """Have the engine work on what has not ended. before: an earlier process has begun it."""
+        """Submit the choices that have not ended. before: whether an earlier process has begun
+        them."""
         hub, begun = self.archive.hub, self.record.begun
         trace = None
         if before and hub.tracer is not None:
@@ -117,7 +121,7 @@ class Kept:
             hub.settings.request_timeout, self.abort, "timeout")
 
     def refuse(self, tokenizer: Tokenizer, reason: str) -> None:
-        """End with an error what has not ended."""
+        """End with an error the choices that have not ended."""
         for index, story in enumerate(self.record.stories):
             if story.end is None:
                 self._make(tokenizer, index).fail(Failure("failed", reason))
@@ -138,7 +142,8 @@ class Kept:
                 self.archive.hub.abort(generation, reason)
 
     def over(self, generation: Recorded, end: Ended) -> None:
-        """A choice has ended; with the server it has not, but goes on when that is back."""
+        """Handle the end of a choice. If it failed because the server ends, it continues after
+        the restart."""
         self.last[generation.index] = end
         if self.archive.hub.state not in _LEAVING or end.failure is None:
             generation.story.end = end
@@ -147,13 +152,13 @@ class Kept:
             self._limit.cancel()
 
     def ring(self) -> None:
-        """Wake the readers."""
+        """Wake the followers."""
         for reader in self.readers:
             reader.set()
 
 
 class Archive:
-    """The kept requests of a server and their journal."""
+    """The journaled requests of a server and their journal."""
 
     def __init__(self, hub: Hub, journal: Journal) -> None:
         """Read the journal. Raises UsageError."""
@@ -164,7 +169,7 @@ class Archive:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def go_on(self, tokenizer: Tokenizer) -> None:
-        """Take up what had not ended when this process began."""
+        """Continue the requests that had not ended when this process began."""
         for kept in self._kept.values():
             if kept.ended:
                 continue
@@ -176,7 +181,7 @@ class Archive:
     # --- requests -----------------------------------------------------------------------------
 
     def find(self, owner: str, name: str) -> Kept:
-        """The request of this answer. Raises ApiError (404, 409)."""
+        """Return the request of this answer. Raises ApiError (404, 409)."""
         kept = self._kept.get(name)
         if kept is None or kept.record.begun.owner != owner:
             raise ApiError(404, "no such answer is kept: it was never here, was made with another "
@@ -185,7 +190,10 @@ class Archive:
         return kept
 
     def of_key(self, owner: str, kind: str, key: str, body: str) -> Kept | None:
-        """The request that came under this name before. Raises ApiError (409, 422)."""
+        """Return the earlier request with this Idempotency-Key, None if there is none.
+
+        owner: see `owner_of`. body: digest of the request. Raises ApiError (409, 422).
+        """
         for kept in self._kept.values():
             begun = kept.record.begun
             if key and (begun.owner, begun.kind, begun.key) == (owner, kind, key):
@@ -197,7 +205,7 @@ class Archive:
         return None
 
     def begin(self, begun: Begun, tokenizer: Tokenizer) -> Kept:
-        """Keep a new request and submit it. Raises ApiError when there is no room."""
+        """Journal a new request and submit it. Raises ApiError when the queue is full."""
         self.hub.check_ready()
         self.hub.check_room(begun.asked.count)
         record = Record(begun, [Story() for _ in range(begun.asked.count)])
@@ -208,7 +216,7 @@ class Archive:
         return kept
 
     def drop(self, kept: Kept, reason: str) -> None:
-        """Forget a request, and end it where it runs."""
+        """Delete a request, and end it if it runs."""
         if self._kept.pop(kept.record.begun.id, None) is not None:
             self._journal.hold(kept.record, Gone(kept.record.begun.id))
         kept.abort(reason)
@@ -221,12 +229,12 @@ class Archive:
     # --- the file -----------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Write all that there is, and let go of the file."""
+        """Write everything and close the file."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Write, wait for the disk and forget, again and again."""
+        """Write, sync and delete old requests, repeatedly."""
         journal = self._journal
         try:
             while True:
@@ -243,7 +251,7 @@ class Archive:
             journal.close()
 
     def write(self, kept: Kept, choice: int, end: Ended | None = None) -> None:
-        """Hold what is new of a choice for the file."""
+        """Queue the new tokens of a choice, and its end, for the file."""
         story, name = kept.record.stories[choice], kept.record.begun.id
         if story.written < len(story.rows):
             self._journal.hold(kept.record, Tokens(
@@ -263,7 +271,7 @@ class Archive:
         return self.hub.settings.journal_size << 20
 
     def _forget(self) -> None:
-        """Drop what nobody is expected to ask for any more, and the oldest where it is too much."""
+        """Delete requests whose time is over, and the oldest if there are too many bytes."""
         now, settings = time.time(), self.hub.settings
         done = sorted((kept for kept in self._kept.values() if kept.record.ended),
                       key=lambda kept: kept.record.ended)
@@ -281,7 +289,7 @@ class Archive:
 
 
 class Follower(Choices):
-    """One reading of a kept request: what `streaming` takes for a request of its own."""
+    """One reading of a journaled request, in the form that `streaming` needs (`Work`)."""
 
     def __init__(self, kept: Kept, tokenizer: Tokenizer) -> None:
         asked = kept.record.begun.asked
@@ -295,7 +303,7 @@ class Follower(Choices):
                        asyncio.Event()) for index in range(asked.count)]
 
     def abort(self, reason: str) -> None:
-        """This reader has gone. A request that nobody else can ask for ends with it."""
+        """Remove this reader. A request that no other client can read ends with it."""
         kept = self._kept
         if self._news not in kept.readers:
             return
@@ -304,7 +312,8 @@ class Follower(Choices):
             kept.archive.drop(kept, reason)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for news, and take one token of each choice that has some."""
+        """Wait for news, and take one token of each choice that has some; return whether there
+        were any."""
         self._news.clear()
         if self._step():
             self._steps += 1
@@ -346,17 +355,18 @@ class Follower(Choices):
 
 
 def owner_of(key: bytes, settings: Settings) -> str:
-    """Who may ask for a request again, as the journal has it: no key stands in it."""
+    """Return a digest of the API key, which the journal stores instead of the key; "" without
+    keys."""
     return hashlib.blake2b(key, digest_size=16).hexdigest() if settings.api_keys else ""
 
 
 def digest_of(body: str) -> str:
-    """What tells one request from another."""
+    """Return a digest that identifies a request's content."""
     return hashlib.blake2b(body.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def identity(settings: Settings) -> str:
-    """Which model file answers: an answer goes on with the very same one alone."""
+    """Return the identity of the model file: an answer can only be continued by the same model."""
     try:
         return f"{settings.model} {os.stat(settings.model).st_size}"
     except OSError:
@@ -364,7 +374,7 @@ def identity(settings: Settings) -> str:
 
 
 def check_key(key: str) -> str:
-    """A client's Idempotency-Key. Raises ApiError (400)."""
+    """Return a client's Idempotency-Key. Raises ApiError (400) if it is not valid."""
     if len(key) > _MOST_KEY or not key.isascii() or (key and not key.isprintable()):
         raise bad(f"Idempotency-Key must be at most {_MOST_KEY} printable ASCII characters",
                   "Idempotency-Key")

@@ -1,4 +1,4 @@
-"""What a key may do, and how often. Knows lines of key files and times, no HTTP."""
+"""The permissions and limits of API keys. Uses lines of key files and times, no HTTP."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _NUMBERS = {"requests-per-minute": ("per_minute", _MOST), "at-once": ("at_once",
 
 
 class Allowance(Struct, frozen=True):
-    """What one key may do. scopes: "ask" for answers, "watch" the server, "change" what it does;
-    per_minute, at_once: requests for answers; tokens_per_minute: of prompts and answers;
-    connections: requests of any kind that are open at a time. 0 for any number."""
+    """The permissions of one key. 0 means no limit.
+
+    scopes: "ask" for answers, "watch" the server, "change" its state.
+    per_minute, at_once: requests for answers.
+    tokens_per_minute: of prompts and answers.
+    connections: open requests of any kind.
+    """
 
     scopes: tuple[str, ...] = SCOPES
     per_minute: int = 0
@@ -28,9 +32,12 @@ class Allowance(Struct, frozen=True):
 
 
 def parse_line(line: str, where: str) -> tuple[str, Allowance]:
-    """The key of a line of a key file, and what follows it: `KEY scopes=ask at-once=2`. A line
-    without `NAME=VALUE` after its first word is a key as it is. where: file and number of the line,
-    for messages, which never show a key. Raises UsageError."""
+    """Return the key of a line of a key file, and its permissions: `KEY scopes=ask at-once=2`.
+
+    A line without `NAME=VALUE` after its first word is a key as a whole.
+    where: file and line number, for messages, which never show a key.
+    Raises UsageError.
+    """
     key, *words = line.split()
     if not any("=" in word for word in words):
         return line, Allowance()
@@ -56,7 +63,7 @@ def parse_line(line: str, where: str) -> tuple[str, Allowance]:
 
 
 class Bucket:
-    """An amount that a minute gives: what is not used is saved up, for a minute at most. Times are
+    """A token bucket: an amount per minute, of which at most one minute's is saved. Times are
     those of the caller's clock."""
 
     def __init__(self, per_minute: int) -> None:
@@ -64,7 +71,7 @@ class Bucket:
         self._left, self._seen = float(per_minute), 0.0
 
     def left(self, now: float) -> float:
-        """What may be used now; below 0 where more was used than there was."""
+        """Return the amount that is left, negative if more was used."""
         if self._seen:
             gained = max(0.0, now - self._seen) * self.size / 60.0
             self._left = min(self._left + gained, float(self.size))
@@ -72,27 +79,29 @@ class Bucket:
         return self._left
 
     def take(self, amount: float, now: float) -> None:
-        """Use so much, be it there or not."""
+        """Use an amount, even if less is left."""
         self.left(now)
         self._left -= amount
 
     def wait(self, amount: float, now: float) -> float:
-        """Seconds until so much is there; 0: it is."""
+        """Return the seconds until the amount is available, 0 if it is."""
         if not self.size:
             return 0.0
         return max(0.0, amount - self.left(now)) * 60.0 / self.size
 
     def refill(self, now: float) -> float:
-        """Seconds until as much is there as can be."""
+        """Return the seconds until the bucket is full."""
         return self.wait(self.size, now)
 
 
 class Meter:
-    """How much of its allowance a key has used. number: of the key, from 1 on; open: its requests
-    for answers that run; connected: its requests of any kind.
+    """The usage of a key.
 
-    A key may save up a minute's requests and tokens: those may come at once. Tokens are counted
-    when they are there, so that a request may use more than were left; the next one waits.
+    number: of the key, from 1. open: its running requests for answers. connected: its open
+        requests of any kind.
+
+    A key may save up a minute's requests and tokens, and use them at once. Tokens are counted when
+    they exist, so a request may use more than were left; then the next one waits.
     """
 
     def __init__(self, allowance: Allowance, number: int = 1) -> None:
@@ -102,7 +111,7 @@ class Meter:
         self.tokens = Bucket(allowance.tokens_per_minute)
 
     def wait(self, now: float) -> float:
-        """Seconds until one more request may come; 0: it may come now, and counts."""
+        """Return the seconds until one more request may come; if 0, it is counted."""
         seconds = max(self.requests.wait(1.0, now), self.tokens.wait(1.0, now))
         if not seconds:
             self.requests.take(1.0, now)
@@ -114,16 +123,16 @@ class Meter:
 
     @property
     def full(self) -> bool:
-        """Whether as many requests for answers run as may."""
+        """Whether the most allowed requests for answers run."""
         return 0 < self.allowance.at_once <= self.open
 
     @property
     def crowded(self) -> bool:
-        """Whether as many requests are open as may."""
+        """Whether the most allowed requests are open."""
         return 0 < self.allowance.connections <= self.connected
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        """What is left, as OpenAI's API says it."""
+        """Return the headers with the remaining amounts, as in OpenAI's API."""
         return [(f"x-ratelimit-{name}-{what}".encode(), value.encode())
                 for what, bucket in (("requests", self.requests), ("tokens", self.tokens))
                 if bucket.size
@@ -134,7 +143,7 @@ class Meter:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as in `x-ratelimit-reset-requests`: 59s, 1m0s, 250ms."""
+    """Format seconds as in `x-ratelimit-reset-requests`: 59s, 1m0s, 250ms."""
     if seconds < 1.0:
         return f"{math.ceil(seconds * 1e3)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

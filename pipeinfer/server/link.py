@@ -1,8 +1,8 @@
 """Rank 0's end of the socket to the HTTP process.
 
-A thread of its own reads, so that the loop that owns MPI never blocks on the socket; sends go out
-as far as the socket takes them and the rest waits in a bounded backlog. This module knows frames,
-not what is in them.
+A thread reads, so that the loop that owns MPI never blocks on the socket. Sends go out as far as
+the socket accepts them; the rest waits in a bounded backlog. This module does not interpret
+frames.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self.on_frame: Callable[[], None] = lambda: None
-        self.closed = False  #: the other end has gone
-        self.problem = ""  #: what was wrong with a frame of it, after which nothing is read
+        self.closed = False  #: whether the other end has gone
+        self.problem = ""  #: error in a received frame, after which nothing is read
         self._sock = sock
         self._arrived: deque[ClientFrame] = deque()
         self._backlog: deque[memoryview] = deque()
@@ -41,7 +41,7 @@ class Link:
         self._reader.start()
 
     def take(self) -> ClientFrame | None:
-        """The oldest frame that has arrived."""
+        """Return the oldest frame that has arrived, or None."""
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, frame: Settings | EngineFrame) -> None:
@@ -52,7 +52,7 @@ class Link:
         self.send_bytes(encode(frame))
 
     def send_bytes(self, data: bytes) -> None:
-        """`send`, of a frame's bytes."""
+        """Send a frame's bytes, see `send`."""
         self._backlog.append(memoryview(data))
         self._unsent += len(data)
         self.pump()
@@ -61,7 +61,7 @@ class Link:
                                "unread")
 
     def pump(self) -> bool:
-        """Send on; whether something still waits."""
+        """Send more of the backlog; return whether some is left."""
         try:
             while self._backlog and not self.closed:
                 sent = self._sock.send(self._backlog[0], socket.MSG_DONTWAIT)
@@ -80,7 +80,7 @@ class Link:
         return bool(self._backlog)
 
     def flush(self, timeout: float) -> bool:
-        """Send everything within `timeout` seconds; whether that worked."""
+        """Send everything within `timeout` seconds; return whether that succeeded."""
         deadline = time.monotonic() + timeout
         while self.pump():
             if time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Link:
         return not self.closed
 
     def close(self) -> None:
-        """Shut the socket; the reading thread ends."""
+        """Close the socket; the reading thread ends."""
         self.closed = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,4 @@
-"""What Prometheus is told: counters of requests and tokens, latencies, the engine's gauges.
-
-Knows the figures' names and nothing of how they come about.
-"""
+"""The metrics for Prometheus: counters of requests and tokens, latencies, the engine's gauges."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ _MEMBERS = {
 
 
 class Metrics:
-    """The figures of one server."""
+    """The metrics of one server."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the lines, and nobody reads them
@@ -88,7 +85,7 @@ class Metrics:
         self._open = Gauge("open_choices", "Choices that clients are waiting for.", **make)
 
     def render(self, open_choices: int, ready: bool = True) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text that Prometheus reads."""
         self._open.set(open_choices)
         self._ready.set(ready)
         return generate_latest(self._registry)
@@ -98,20 +95,20 @@ class Metrics:
         self._answers.labels(str(status)).inc()
 
     def restarted(self) -> None:
-        """Another job took over."""
+        """Count that another job took over."""
         self._restarts.inc()
 
     def journal(self, size: int, failing: bool) -> None:
-        """The journal has so many bytes, and can be written or not."""
+        """Set the journal's size in bytes, and whether it cannot be written."""
         self._journal.set(size)
         self._unwritten.set(failing)
 
     def refused(self) -> None:
-        """A request was turned away before it reached the engine."""
+        """Count a request that was refused before it reached the engine."""
         self._requests.labels("refused").inc()
 
     def token(self, generation: Generation, before: float | None) -> None:
-        """A token came; `before` is when the one before it did."""
+        """Count a token. before: the time of the token before it, None for the first."""
         self._output.inc()
         counts = generation.counts
         now = time.monotonic()
@@ -121,7 +118,7 @@ class Metrics:
             self._between.observe(now - before)
 
     def ended(self, generation: Generation, reason: str) -> None:
-        """A choice ended; `reason` as the engine gave it."""
+        """Count the end of a choice. reason: from the engine."""
         outcome = {"context": "length"}.get(reason, reason)
         self._requests.labels(outcome if outcome in _OUTCOMES else "error").inc()
         stats = generation.stats
@@ -132,7 +129,7 @@ class Metrics:
         self._accepted.inc(int(stats.get("accepted_speculative", 0)))
 
     def status(self, status: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Take the gauges from the engine's report. facts: who holds the stages."""
+        """Set the gauges from the engine's report. facts: with the stages."""
         self._changed(facts)
         for name, gauge in self._stages.items():
             shown = [one for one in facts.get("stages", ())
@@ -151,7 +148,7 @@ class Metrics:
                 gauge.set(value)
 
     def _changed(self, facts: dict[str, Any]) -> None:
-        """Forget the stages of an arrangement that is over."""
+        """Remove the gauges of stages that are not there any more."""
         stages = [(stage["node"], stage["rank"]) for stage in facts.get("stages", ())]
         if stages != self._arranged:
             self._arranged = stages

@@ -1,6 +1,6 @@
-"""What surrounds every HTTP request: keys, sizes, times, origins, headers, counting.
+"""Middleware for every HTTP request: keys, sizes, timeouts, origins, headers, counting.
 
-Plain ASGI, so that streams pass through untouched. Knows headers and bytes, no fields.
+Plain ASGI, so that streams pass unchanged. It handles headers and bytes, no fields of requests.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ _HEADERS = [
 MAX_HEADERS = 64 << 10  #: bytes; what comes in pieces is cut off there by the parser, too
 _log = logging.getLogger("pipeinfer.requests")
 _http_log = logging.getLogger("pipeinfer.http")
-_http_log.setLevel(logging.ERROR)  # what is no HTTP is the client's affair, and could fill the log
+_http_log.setLevel(logging.ERROR)  # a client that sends no HTTP must not fill the log
 
 
 class Connection(H11Protocol):
-    """Lets a handler end its connection, and ends those on which no request arrives in time."""
+    """Lets a handler abort its connection, and closes connections on which no request arrives in
+    time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Remember the transport for handlers, and wait for a request."""
+        """Store the transport for handlers, and start to wait for a request."""
         super().connection_made(transport)
         self.logger = _http_log
         self.app_state = {**self.app_state, "transport": transport}
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; a request that stays incomplete is not waited for for ever."""
+        """Handle bytes; a request that stays incomplete has a deadline."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._expect_request()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP. Where it comes in the middle of a request, the request's handler
-        is told that its client has left: it could not answer any more."""
+        """Answer data that is not HTTP. If it comes during a request, its handler sees a
+        disconnected client, since it could not answer any more."""
         cycle = self.cycle
         started = False
         if cycle is not None and not cycle.response_complete:
@@ -83,7 +84,8 @@ class Connection(H11Protocol):
 
 
 class Guard:
-    """Turns away pages of other sites, requests without a key and what is too long or too slow."""
+    """Refuses pages of other sites, requests without a key, and requests that are too long or
+    too slow."""
 
     def __init__(self, app: ASGIApp, settings: Settings, public: frozenset[str]) -> None:
         self._app, self._public = app, public
@@ -96,7 +98,7 @@ class Guard:
         self._max_body, self._seconds = settings.max_body, settings.client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass."""
+        """Pass on a request that is allowed."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -124,12 +126,13 @@ class Guard:
             meter.open -= counted
 
     def _check_key(self, path: str, headers: MutableMapping[bytes, bytes]) -> Meter | None:
-        """What the request's key has used; None where none is needed."""
+        """Return the meter of the request's key; None if no key is needed. Raises ApiError
+        (401)."""
         if not self._keys or path in self._public:
             return None
         given = key_of(headers)
-        # Digests have one length, so that time tells neither a key nor how long it is; what is not
-        # given is compared, too.
+        # Digests have one length, so the time reveals neither a key nor its length; a missing key
+        # is compared, too.
         digest = self._digest(given)
         known = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(known):
@@ -154,7 +157,7 @@ class Guard:
 
         async def bounded() -> Message:
             nonlocal size, complete
-            if complete:  # from now on only the client's leaving can come
+            if complete:  # only a disconnect can follow
                 return await receive()
             try:
                 async with asyncio.timeout(self._seconds):
@@ -171,13 +174,13 @@ class Guard:
 
 
 def key_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """The key that a request brings, empty for none."""
+    """Return the key of a request, b"" for none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def scopes_of(method: str, path: str) -> tuple[str, ...]:
-    """Any of these opens a path."""
+    """Return the scopes of which a key needs one for a path."""
     if path == "/rebalance":
         return ("change",)
     if path in ("/metrics", "/slots", "/pipeline", "/rebalance/plan"):
@@ -188,8 +191,10 @@ def scopes_of(method: str, path: str) -> tuple[str, ...]:
 
 
 def _counted(meter: Meter, method: str, path: str) -> bool:
-    """Whether a request counts among those of its key. Raises ApiError where that may not do it, or
-    not now."""
+    """Whether a request counts as one for an answer.
+
+    Raises ApiError if the key does not allow it, or not now.
+    """
     needed, allowance = scopes_of(method, path), meter.allowance
     if not set(needed) & set(allowance.scopes):
         raise ApiError(403, f"this key has the scope {','.join(allowance.scopes)}; {path} needs "
@@ -216,7 +221,7 @@ def _beyond(meter: Meter, message: str, seconds: float | None = None) -> ApiErro
 
 
 def _telling(meter: Meter, send: Send) -> Send:
-    """Answers say what is left to their key."""
+    """Wrap `send` to add headers with the remaining amounts of the key."""
     async def told(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), *meter.headers(time.monotonic())]
@@ -232,13 +237,13 @@ def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 class Tracing:
-    """Begins the trace of a request that asks for an answer, and tells it the answer's status."""
+    """Begins the trace of a request for an answer, and records the answer's status."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on and look at the answer's start."""
+        """Pass on the request and record the status."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in OPERATIONS:
             await self._app(scope, receive, send)
             return
@@ -257,13 +262,13 @@ class Tracing:
 
 
 class Accounting:
-    """Counts answers, adds headers that harden a browser, and logs when asked to."""
+    """Counts answers, adds security headers for browsers, and logs requests if enabled."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log: bool) -> None:
         self._app, self._metrics, self._logs = app, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on and look at the answer's start."""
+        """Pass on the request and count the answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -289,7 +294,7 @@ class Accounting:
 
 def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str],
              tracer: Tracer | None = None) -> ASGIApp:
-    """The application with everything around it. public: paths that need no key."""
+    """Return the application with all middleware. public: paths that need no key."""
     inner: ASGIApp = Guard(app, settings, public)
     if tracer is not None:
         inner = Tracing(inner, tracer)

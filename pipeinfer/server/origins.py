@@ -1,8 +1,8 @@
-"""Which web pages may reach the server: the names it goes by, and where a request comes from.
+"""Decides which web pages may use the server, by its host names and the origin of a request.
 
-A browser sends requests of any page to any address. A page of another site is known by what the
-browser says (`Origin`, `Sec-Fetch-Site`), or by the host name, where its own name was made to point
-to this machine. Programs that are no browsers send none of it. Knows headers, no sockets.
+A browser sends requests of any page to any address. A page of another site is recognised by the
+browser's headers (`Origin`, `Sec-Fetch-Site`), or by the host name, if that name was made to point
+to this machine. Programs other than browsers send none of these headers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ _OWN_SITES = (b"same-origin", b"none")
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """names: hosts that the server goes by, beside localhost and addresses; strict: no others do.
-    allowed: origins of other sites that may use it, "*" for all."""
+    """The allowed names and origins.
+
+    names: host names of the server, besides localhost and addresses. strict: refuse other names.
+    allowed: origins of other sites that may use it, "*" for all.
+    """
 
     names: tuple[str, ...]
     strict: bool
     allowed: tuple[str, ...] = ()
 
     def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raises ApiError (403) for a request that a page of another site may have made."""
+        """Raise ApiError (403) for a request that a page of another site may have made."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self.strict and host and not self._goes_by(_name(f"//{host}")):
             raise ApiError(403, f"this server does not go by the host name {host[:300]!r}: use its "
@@ -44,7 +47,7 @@ class Origins:
     def _goes_by(self, name: str) -> bool:
         if name in ("localhost", *self.names):
             return True
-        try:  # an address belongs to nobody else: only names can be made to point here
+        try:  # an address is safe: only names can be made to point here
             ipaddress.ip_address(name)
         except ValueError:
             return False
@@ -66,7 +69,7 @@ class Origins:
 
 
 def _name(url: str) -> str:
-    """The host's name in an address, in small letters; empty for what is none."""
+    """Return the host name of an address in lower case; "" if it has none."""
     try:
         return (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:

@@ -1,4 +1,4 @@
-"""From texts to token ids, and whether they fit the context. Knows the vocabulary only."""
+"""Converts texts to token ids and checks that they fit the context. Uses the vocabulary only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from pipeinfer.server.errors import bad
 
 _log = logging.getLogger("pipeinfer.server")
 _noted: set[str] = set()  # a client must not fill the log
-_LONG = 4096  #: characters above which a text is tokenised beside the event loop
+_LONG = 4096  #: characters above which a text is tokenised outside the event loop
 
 
 async def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
-    """Token ids of a text; a long one does not hold up the event loop. Raises ApiError."""
+    """Return the token ids of a text; a long text is tokenised outside the event loop.
+
+    Raises ApiError.
+    """
     try:
         if len(text) > _LONG:
             return await asyncio.to_thread(tokenizer.encode, text, **how)
@@ -26,16 +29,17 @@ async def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
 
 
 def check_tokens(tokens: list[int], tokenizer: Tokenizer, param: str = "prompt") -> list[int]:
-    """The same tokens. Raises ApiError for one outside the vocabulary."""
+    """Return the same tokens. Raises ApiError for one outside the vocabulary."""
     if tokens and max(tokens) >= tokenizer.n_vocab:
         raise bad(f"token {max(tokens)} is outside the vocabulary of {tokenizer.n_vocab}", param)
     return tokens
 
 
 def check_lengths(prompts: list[list[int]], n_ctx: int, param: str = "prompt") -> None:
-    """Raises ApiError (context_length_exceeded) when a prompt leaves no room for a token.
+    """Raise ApiError if a prompt is empty or leaves no space for a token
+    (context_length_exceeded).
 
-    param: the field that the prompts were made of.
+    n_ctx: context in tokens. param: the field that the prompts were made of.
     """
     for prompt in prompts:
         if not prompt:
@@ -47,10 +51,9 @@ def check_lengths(prompts: list[list[int]], n_ctx: int, param: str = "prompt") -
 
 async def prompts_of(prompt: Any, tokenizer: Tokenizer, special: bool
                      ) -> tuple[list[str], list[list[int]]]:
-    """Texts (empty where token ids were given) and token ids of each prompt.
+    """Return texts ("" if token ids were given) and token ids of each prompt.
 
-    special: whether control tokens written out in a text become those. Where they do not, the log
-    has a word on it, once.
+    special: whether control tokens in a text are recognised. If not, the log notes that once.
     """
     if isinstance(prompt, str):
         prompt = [prompt]

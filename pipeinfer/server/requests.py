@@ -1,8 +1,7 @@
-"""From a request to what the engine gets: sampling fields, stop strings, prompts as tokens.
+"""Converts a request to the engine's form: sampling fields, stop strings, prompts as tokens.
 
-Checks what shapes alone cannot say (the vocabulary, the context, fields that exclude each
-other), with the help of `prompts`, `chat` and `grammars`. Knows the vocabulary and the defaults, no
-HTTP and no engine.
+It checks what the schema cannot express (the vocabulary, the context, fields that exclude each
+other), with `prompts`, `chat` and `grammars`. It uses no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -30,8 +29,12 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_p
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checked request. params: of every choice, without its key. n: choices per prompt.
-    decompose: for a response in threads."""
+    """A checked request.
+
+    prompts: token ids of each. texts: of each, "" if it was given as tokens.
+    n: choices per prompt. params: of every choice, without its key. seed: of the noise.
+    usage, detail: whether the answer includes these. decompose: for a response in threads.
+    """
 
     prompts: list[list[int]]
     texts: list[str]
@@ -50,11 +53,12 @@ class Asked:
 
     @property
     def count(self) -> int:
-        """How many choices the request asks for: prompts times n."""
+        """The number of choices of the request: prompts times n."""
         return len(self.prompts) * self.n
 
     def params_of(self, index: int, n_prompt: int) -> SamplingParams:
-        """The params of choice number `index`, with its noise and where its grammar begins."""
+        """Return the params of choice number `index`, with its noise key and the start of its
+        grammar."""
         start = n_prompt if self.params.grammar else 0
         return structs.replace(
             self.params, key=noise_key(self.seed, index % self.n), grammar_start=start)
@@ -62,7 +66,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A checked chat request. tools: whose calls to look for."""
+    """A checked chat request. tools: whose calls are to be parsed, None for no tools."""
 
     asked: Asked
     tools: chat.ToolUse | None
@@ -116,9 +120,9 @@ async def conversation(
 def _sampling(
     request: schema.Sampling, settings: Settings, tokenizer: Tokenizer, n_logprobs: int,
 ) -> SamplingParams:
-    """The sampling side of a request; defaults of the server where it says nothing.
+    """Return the sampling params of a request, with the server's defaults for missing fields.
 
-    Raises ApiError for biases of tokens that are none.
+    Raises ApiError for a bias of a token outside the vocabulary.
     """
     values: dict[str, Any] = {name: given for name in NAMES
                               if (given := getattr(request, name)) is not None}
@@ -128,7 +132,7 @@ def _sampling(
 
 
 def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
-    """Fields of Asked that both kinds of request share. Raises ApiError."""
+    """Return the fields of Asked that both kinds of request share. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad("best_of other than n is not supported", "best_of")
     if request.stream_options is not None and not request.stream:
@@ -147,7 +151,7 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
 
 
 def _chat_limits(request: schema.ChatRequest, n_ctx: int) -> tuple[int, int]:
-    """max_tokens and n_logprobs of a chat request. Raises ApiError."""
+    """Return max_tokens and n_logprobs of a chat request. Raises ApiError."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad("top_logprobs needs logprobs: true", "top_logprobs")
     n_logprobs = (request.top_logprobs or 0) if request.logprobs else -1

@@ -1,6 +1,6 @@
-"""Answers in the OpenAI API's form: chunks of a stream, whole answers, usage, timings.
+"""Writes answers in the OpenAI API's form: chunks of a stream, whole answers, usage, timings.
 
-Knows choices and their text, no HTTP and no engine.
+Uses choices and their text, no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -45,19 +45,24 @@ _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"
 
 @dataclass(slots=True)
 class Choice:
-    """What has been told to the client of one choice. text: the prompt, when it is echoed."""
+    """The part of a choice that was written already. text: the prompt, when it is echoed."""
 
     generation: Generation
     parser: CallParser | None = None
     text: str = ""
-    told: int = 0  #: calls told so far
+    told: int = 0  #: calls written so far
     called: int = 0  #: calls found so far
     done: bool = False
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes one request's answer. tools: whose calls to look for, None for no tools."""
+    """Writes one request's answer.
+
+    asked: the request. model: name in the answer. tools: whose calls are to be parsed, None for
+        none.
+    answer_id: "" for a new one.
+    """
 
     asked: Asked
     model: str
@@ -66,7 +71,7 @@ class Writer:
     tools: ToolUse | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    kept: bool = False  #: whether it can be asked for again
+    kept: bool = False  #: whether it is journaled, so that it can be requested again
     ends_with_mark: ClassVar[bool] = True  #: whether [DONE] ends a stream
     choices: list[Choice] = field(default_factory=list)
 
@@ -75,7 +80,7 @@ class Writer:
         self.answer_id = self.answer_id or f"{kind}-{secrets.token_hex(14)}"
 
     def start(self, generations: Sequence[Generation]) -> None:
-        """Begin to write the choices, which come in the order of their indices."""
+        """Set the choices, in the order of their indices."""
         for generation in generations:
             parser = None
             if self.tools is not None:
@@ -86,14 +91,15 @@ class Writer:
     # --- streams ------------------------------------------------------------------------------
 
     def opening(self) -> Sequence[Mapping[str, Any]]:
-        """Chunks that come before any token."""
+        """Return the chunks that come before any token."""
         if self.is_chat:
             return [self._delta(choice, {"role": "assistant", "content": ""})
                     for choice in self.choices]
         return [self._text(choice, choice.text) for choice in self.choices if choice.text]
 
     def chunks(self, choice: Choice) -> Sequence[Mapping[str, Any]]:
-        """Chunks for what has become certain, and the last one when the choice has ended."""
+        """Return the chunks for text that has become final, and the last one when the choice has
+        ended."""
         generation = choice.generation
         ended = generation.ended and generation.failure is None
         delta = generation.take()
@@ -113,7 +119,7 @@ class Writer:
         return out
 
     def closing(self) -> Sequence[Mapping[str, Any]]:
-        """What comes after every choice has ended."""
+        """Return the chunks after the end of every choice."""
         if not self.asked.usage:
             return []
         chunk = self._chunk([])
@@ -121,7 +127,7 @@ class Writer:
         return [chunk]
 
     def failed(self, error: ApiError) -> Mapping[str, Any]:
-        """The last chunk of a stream that went wrong."""
+        """Return the last chunk of a stream that failed."""
         return error.body()
 
     def _delta(self, choice: Choice, delta: MessageDelta, reason: Finish | None = None) -> Chunk:
@@ -158,7 +164,7 @@ class Writer:
     # --- whole answers ------------------------------------------------------------------------
 
     def whole(self) -> Mapping[str, Any]:
-        """The answer once every choice has ended well."""
+        """Return the answer once every choice has ended without failure."""
         deltas = [choice.generation.take() for choice in self.choices]
         each = list(zip(self.choices, deltas, strict=True))
         spent = timings([choice.generation for choice in self.choices])
@@ -197,7 +203,7 @@ class Writer:
                 "finish_reason": _end(choice), "text": choice.text + delta.text}
 
     def usage(self) -> Usage:
-        """Token counts; a prompt counts once for all its choices."""
+        """Return the token counts. A prompt counts once for all its choices."""
         generations = [choice.generation for choice in self.choices]
         firsts = generations[:: self.asked.n]
         prompt = sum(g.counts.prompt for g in firsts)
@@ -227,7 +233,8 @@ class Writer:
         return dataclasses.replace(call, call_id=name)
 
     def name_of(self, choice: Choice, kind: str, number: int) -> str:
-        """A name for a part of the answer, the same whenever that is written again."""
+        """Return a name for a part of the answer that is the same whenever the answer is written
+        again."""
         text = f"{self.answer_id} {choice.generation.index} {kind} {number}"
         return hashlib.blake2b(text.encode(), digest_size=14).hexdigest()
 
@@ -266,7 +273,7 @@ class Writer:
         piece = self.tokenizer.piece(token, special=True)
         try:
             return piece.decode("utf-8")
-        except UnicodeDecodeError:  # a part of a character, told apart from other such parts
+        except UnicodeDecodeError:  # a part of a character; its bytes make the name unique
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
@@ -275,11 +282,12 @@ def _end(choice: Choice) -> End:
 
 
 def timings(generations: Sequence[Generation]) -> Timings:
-    """Counts and speeds, named as llama.cpp's server names them; of several choices together.
+    """Return counts and speeds, named as in llama.cpp's server, of several choices together.
 
-    Times in milliseconds. prompt: until the first token, the wait in the queue included.
-    predicted: from the first token to the last. Where a new job has taken over: how often, and
-    whether it computes as the one before, so that tokens are those of an undisturbed answer.
+    Times are in milliseconds. prompt: until the first token, including the wait in the queue.
+        predicted: from the first token to the last. If a new job has taken over, the result also
+        has the number of times, and whether it computes the same bits, so that tokens are those of
+        an undisturbed answer.
     """
     counts = [g.counts for g in generations]
     reused = sum(_reused(g) for g in generations)

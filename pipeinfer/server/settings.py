@@ -1,4 +1,4 @@
-"""What the HTTP process is told when it starts: plain data."""
+"""The settings that the HTTP process receives when it starts: plain data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A request while it runs: its choices, the stream to its client, the client leaving.
+"""Runs a request: its choices, the stream to its client, the client's disconnection.
 
-Knows ASGI and choices; what is written is the business of `responses`. Waits are bounded by
-`asyncio.timeout`: before Python 3.12 `wait_for` can swallow a cancellation.
+Uses ASGI and choices; `responses` writes the content. Waits are limited by `asyncio.timeout`:
+before Python 3.12 `wait_for` can swallow a cancellation.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Left(Exception):
 
 
 class Work(Protocol):
-    """The choices of a request, as its answer's writers see them."""
+    """The choices of a request, as the functions below use them."""
 
     @property
     def failure(self) -> Failure | None:
-        """Why the request cannot be answered."""
+        """The reason why the request cannot be answered, None if there is none."""
 
     @property
     def ended(self) -> bool:
         """Whether every choice has ended."""
 
     def abort(self, reason: str) -> None:
-        """Nobody waits any more; harmless after the end."""
+        """End the choices, because the client has gone; without effect after the end."""
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for news, whether some came. Raises ApiError."""
+        """Wait for news; return whether there are any. Raises ApiError."""
 
 
 class Job(Choices):
@@ -69,12 +69,13 @@ class Job(Choices):
         ]
 
     def abort(self, reason: str) -> None:
-        """Nobody waits any more; harmless after the end."""
+        """End the choices, because the client has gone; without effect after the end."""
         for generation in self.generations:
             self._hub.abort(generation, reason)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for news, whether some came. Raises ApiError (504) at the request's deadline."""
+        """Wait for news; return whether there are any. Raises ApiError (504) at the request's
+        deadline."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             self.abort("timeout")
@@ -91,7 +92,10 @@ class Job(Choices):
 
 
 async def whole(job: Work, writer: Writer, request: Request) -> Mapping[str, Any]:
-    """Wait for the end of every choice. Raises ApiError, or Left when the client goes."""
+    """Wait for the end of every choice; return the answer.
+
+    Raises ApiError, or Left when the client disconnects.
+    """
     try:
         await unless_left(_until_ended(job), request)
     finally:
@@ -107,7 +111,7 @@ async def _until_ended(job: Work) -> None:
 
 
 async def unless_left(work: Awaitable[T], request: Request) -> T:
-    """What `work` gives; it is cancelled, and Left raised, when the client goes first."""
+    """Return the result of `work`. If the client disconnects first, cancel it and raise Left."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -128,10 +132,10 @@ async def _disconnected(receive: Receive) -> None:
 
 async def events(job: Work, writer: Writer, after: int | None = None
                  ) -> AsyncGenerator[bytes, None]:
-    """The stream of a request. An error is the last event on its own stream, and on no other.
+    """Yield the stream of a request. A failure becomes the last event of this stream only.
 
-    after: number of the last event that its client has (-1: of none), which is where the stream
-    begins; events bear their numbers then.
+    after: number of the last event that the client has (-1: none). The stream begins after it, and
+        events have numbers. None: no numbers.
     """
     numbers = itertools.count() if after is not None else None
     # An empty line ends an event. The official openai client takes one that has nothing but the
@@ -175,7 +179,8 @@ async def events(job: Work, writer: Writer, after: int | None = None
 
 
 def event(data: Mapping[str, Any], number: int | None = None) -> bytes:
-    """`data` as one server-sent event, with its empty line; named where it has a type."""
+    """Return `data` as one server-sent event with its empty line; its type becomes the event's
+    name."""
     kind = data.get("type")
     name = f"event: {kind}\n".encode() if kind else b""
     if number is not None:
@@ -187,10 +192,11 @@ def event(data: Mapping[str, Any], number: int | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as the client takes them; closes the source as soon as the client has gone.
+    """Sends events as fast as the client takes them; closes the source as soon as the client has
+    gone.
 
-    A client that takes nothing for `timeout` seconds is dropped. on_end is called in every case,
-    also when the source has never been started.
+    timeout: seconds without progress after which the client is disconnected.
+    on_end: called in every case, also if the source was never started.
     """
 
     media_type = "text/event-stream"
@@ -202,7 +208,7 @@ class EventStream(Response):
         self._source, self._timeout, self._on_end = source, timeout, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request."""
+        """Send the answer."""
         pump = asyncio.ensure_future(self._pump(scope, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -236,7 +242,7 @@ class EventStream(Response):
 
 
 async def pipeline(hub: Hub) -> AsyncGenerator[bytes, None]:
-    """What the page shows: the facts, then status and runs as they come."""
+    """Yield the events for the web page: the facts, then status and runs as they come."""
     with hub.watch() as watcher:
         yield event({"op": "facts", "state": hub.state, "facts": hub.facts})
         if hub.status:

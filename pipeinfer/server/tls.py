@@ -1,4 +1,4 @@
-"""HTTPS by files: a certificate and its key, and new ones when they are renewed."""
+"""HTTPS with a certificate and a key from files, which are reloaded when they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("pipeinfer.server")
 
 
 class Files(NamedTuple):
-    """Where the certificate and its key lie."""
+    """The paths of the certificate and its key."""
 
     certificate: str
     key: str
@@ -27,7 +27,7 @@ class _Encrypted(Exception):
 
 
 def check(certificate: str, key: str) -> Files:
-    """Whole paths of files that can be used, or two empty ones. Raises UsageError."""
+    """Return absolute paths of files that can be used, or two empty texts. Raises UsageError."""
     if not certificate and not key:
         return Files("", "")
     if not certificate or not key:
@@ -59,7 +59,10 @@ def _load(context: ssl.SSLContext, files: Files) -> None:
 
 
 async def renew(context: ssl.SSLContext, files: Files, seconds: float = _LOOK_SECONDS) -> None:
-    """Load the files again whenever they have changed, for connections from then on."""
+    """Reload the files whenever they have changed, for connections from then on.
+
+    seconds: between two checks.
+    """
     seen = _state(files)
     while True:
         await asyncio.sleep(seconds)
@@ -67,7 +70,7 @@ async def renew(context: ssl.SSLContext, files: Files, seconds: float = _LOOK_SE
             continue
         seen = now
         try:
-            await asyncio.to_thread(check, *files)  # first by itself: a context is used meanwhile
+            await asyncio.to_thread(check, *files)  # before the context, which is in use
             _load(context, files)
         except UsageError as error:
             _log.warning("%s; the certificate of before stays", error)

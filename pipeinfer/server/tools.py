@@ -1,8 +1,8 @@
-"""Functions that a model may call: how calls look in its text, and a grammar that forces one.
+"""Function calls: how they look in a model's text, and a grammar that enforces them.
 
-Two styles are known, told apart by the model's chat template: Hermes (`<tool_call>` around a JSON
-object with "name" and "arguments"), and Llama 3 (the whole answer is an object with "name" and
-"parameters"). Knows text and JSON, no HTTP and no engine.
+Two styles are supported, recognised by the model's chat template: Hermes (`<tool_call>` around a
+JSON object with "name" and "arguments"), and Llama 3 (the whole answer is an object with "name"
+and "parameters"). Uses text and JSON, no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call:
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     def to_json(self, index: int | None = None) -> ReplyCall:
-        """The call in the form of the OpenAI API. index: its number, in streams."""
+        """Return the call in the form of the OpenAI API. index: its number, in streams."""
         call: ReplyCall = {"id": self.call_id, "type": "function",
                            "function": {"name": self.name, "arguments": self.arguments}}
         return call if index is None else {"index": index, **call}
@@ -39,22 +39,22 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """More of the arguments of the call before it, in a stream."""
+    """A further piece of the arguments of the last call, in a stream."""
 
     arguments: str
 
     def to_json(self, index: int) -> ReplyMore:
-        """The piece of call number `index` in the form of the OpenAI API."""
+        """Return the piece of call number `index` in the form of the OpenAI API."""
         return {"index": index, "function": {"arguments": self.arguments}}
 
 
 def is_hermes(template: str) -> bool:
-    """Whether a chat template teaches the Hermes style."""
+    """Whether a chat template uses the Hermes style."""
     return OPEN in template
 
 
 def parse_call(text: str) -> Call | None:
-    """The call in a JSON text, if it is one."""
+    """Return the call in a JSON text, None if it is none."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -70,14 +70,15 @@ def parse_call(text: str) -> Call | None:
 
 
 class _Arguments:
-    """Finds the end of a JSON object that comes in pieces. is_kept: whether it is given."""
+    """Finds the end of a JSON object that arrives in pieces. is_kept: whether the call is
+    returned."""
 
     def __init__(self, is_kept: bool) -> None:
         self.is_kept, self.over = is_kept, False
         self._depth, self._in_text, self._escaped = 0, False, False
 
     def end_in(self, text: str) -> int:
-        """How many of the next characters belong to it."""
+        """Return how many of the next characters belong to the object."""
         if self.over:
             return 0
         for at, char in enumerate(text):
@@ -94,27 +95,28 @@ class _Arguments:
 
 
 class CallParser:
-    """Tells calls from content in a text that comes in pieces.
+    """Separates calls from content in a text that arrives in pieces.
 
-    Text that may be the beginning of a call is held back; text that turns out to be none is
-    given as content. Calls beyond `most` are left out. pieces: the arguments of a call in the
-    Hermes form are given as they come, after a call without any.
+    Text that may be the beginning of a call is held back; if it turns out not to be one, it is
+    returned as content.
+    hermes: whether calls have the Hermes form. most: further calls are dropped.
+    pieces: return a Hermes call first without arguments, and these as they arrive.
     """
 
     def __init__(self, hermes: bool, most: int = 1 << 30, pieces: bool = False) -> None:
         self._hermes, self._most, self._pieces = hermes, most, pieces
         self._arguments: _Arguments | None = None  # of the call that is being given in pieces
         self._held = ""
-        self._is_text = False  # Llama 3: the answer has begun with something else than a call
+        self._is_text = False  # Llama 3: the answer does not begin with a call
         self.calls = 0  #: how many have been found
 
     def push(self, text: str) -> tuple[str, list[Call | More]]:
-        """Content that is certain, and the calls that are complete, or pieces of them."""
+        """Return the content that is certain, and the complete calls or pieces of them."""
         self._held += text
         return self._push_hermes() if self._hermes else self._push_llama()
 
     def finish(self) -> tuple[str, list[Call | More]]:
-        """What was held back when no more text comes."""
+        """Return the text that was held back, when no more text comes."""
         held, self._held = self._held, ""
         if self._arguments is not None:
             return "", []
@@ -167,7 +169,7 @@ class CallParser:
         return content, calls
 
     def _push_arguments(self, calls: list[Call | More]) -> bool:
-        """Give what came of a call's arguments; whether the call is over."""
+        """Append the arguments that have arrived; return whether the call is complete."""
         reading = self._arguments
         assert reading is not None
         end = reading.end_in(self._held)
@@ -191,11 +193,11 @@ class CallParser:
 
 def call_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token: bool, *,
                  most: int = 1, words: bool = False) -> str:
-    """A grammar (lark) of one to `most` calls of the functions.
+    """Return a lark grammar of one to `most` calls of the functions.
 
-    open_is_token: the vocabulary has the Hermes marks as tokens of their own. words: words may come
-    before the calls, or instead of them (Hermes only). Raises RequestError for parameters that are
-    nested too deeply.
+    open_is_token: whether the vocabulary has the Hermes marks as tokens.
+    words: whether words may come before the calls, or instead of them (Hermes only).
+    Raises RequestError for parameters that are nested too deeply.
     """
     key = "arguments" if hermes else "parameters"
     # A rule for each function: references within its parameters count from their own root.
@@ -220,6 +222,6 @@ def call_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token: b
 
 
 def _partial(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
+    """Return the length of the longest end of `text` that begins `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1)
                  if mark.startswith(text[-n:])), 0)

@@ -1,8 +1,8 @@
 """Requests as spans of OpenTelemetry: `serve --otlp-endpoint URL`.
 
-One span for each request, named and described as OpenTelemetry's conventions for generative AI say,
-a child of the span whose `traceparent` the client has sent. It holds figures and names, no text of
-prompts or answers. The SDK is the extra `otel`; without --otlp-endpoint nothing of it is loaded.
+There is one span per request, with names by OpenTelemetry's conventions for generative AI. It is a
+child of the span in the client's `traceparent`. It contains figures and names, no text of prompts
+or answers. The SDK is in the extra `otel`; without --otlp-endpoint it is not loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeinfer.server.choice import Generation
     from pipeinfer.server.requests import Asked
 
-#: what a path does, in the words of the conventions
+#: the operation of each path, by the conventions
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat",
               "/v1/completions": "text_completion"}
 KINDS = {"chat": "/v1/chat/completions", "items": "/v1/responses", "text": "/v1/completions"}
@@ -36,7 +36,7 @@ _log = logging.getLogger("pipeinfer.server")
 
 
 def check(endpoint: str) -> str:
-    """The address of a collector, as it was given. Raises UsageError."""
+    """Return the address of a collector as it was given. Raises UsageError."""
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -59,7 +59,7 @@ def _is_there(name: str) -> bool:
 
 
 class Tracer:
-    """Makes traces and sends them. processor: takes spans in place of the exporter."""
+    """Makes traces and sends them. processor: receives spans instead of the exporter."""
 
     def __init__(self, endpoint: str, model: str, processor: SpanProcessor | None = None) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -74,14 +74,14 @@ class Tracer:
         self._tracer = self._provider.get_tracer("pipeinfer", __version__)
 
     def request(self, path: str, headers: Mapping[bytes, bytes]) -> RequestTrace:
-        """The trace of a request to one of OPERATIONS."""
+        """Return the trace of a request to one of OPERATIONS."""
         parent = {name: headers[name.encode()].decode("latin-1")
                   for name in ("traceparent", "tracestate") if name.encode() in headers}
         return self._start(path, parent)
 
     def replay(self, kind: str, traceparent: str, answer_id: str) -> RequestTrace:
-        """The trace of a request of the journal, which an earlier process had begun: a child of
-        that one's."""
+        """Return the trace of a journaled request that an earlier process had begun, as a child
+        of that process's span."""
         trace = self._start(KINDS[kind], {"traceparent": traceparent} if traceparent else {})
         trace.about(answer_id)
         return trace
@@ -100,14 +100,14 @@ class Tracer:
         return RequestTrace(span)
 
     def close(self) -> None:
-        """Send what there is, within some seconds."""
+        """Send the remaining spans, within some seconds."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_LAST_SECONDS)
 
 
 class RequestTrace:
-    """The span of a request. It ends with the last of what holds it: the exchange with the client
+    """The span of a request. It ends with the last of its holders: the exchange with the client,
     and the choices that the engine works on."""
 
     def __init__(self, span: Span) -> None:
@@ -118,7 +118,7 @@ class RequestTrace:
 
     @property
     def traceparent(self) -> str:
-        """The span, as the header of that name says it."""
+        """The span in the format of the header `traceparent`."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -127,11 +127,11 @@ class RequestTrace:
         return carrier.get("traceparent", "")
 
     def about(self, answer_id: str) -> None:
-        """The answer's id."""
+        """Record the answer's id."""
         self._span.set_attribute("gen_ai.response.id", answer_id)
 
     def began(self, generation: Generation, asked: Asked) -> None:
-        """The engine gets a choice."""
+        """Record that a choice is sent to the engine."""
         self._holders += 1
         if generation.index % asked.n == 0:
             self._input += generation.counts.prompt
@@ -143,7 +143,7 @@ class RequestTrace:
                 **{f"gen_ai.request.{name}": getattr(asked.params, name) for name in _PARAMS}})
 
     def first(self, generation: Generation) -> None:
-        """A choice's first token is there; that of the first one counts."""
+        """Record a choice's first token; only that of choice 0 counts."""
         counts = generation.counts
         if generation.index == 0 and counts.first is not None:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk",
@@ -151,11 +151,11 @@ class RequestTrace:
             self._span.add_event("first token")
 
     def event(self, name: str, **attributes: str | int | bool) -> None:
-        """Something has happened meanwhile."""
+        """Record an event."""
         self._span.add_event(name, {f"pipeinfer.{key}": value for key, value in attributes.items()})
 
     def ended(self, generation: Generation) -> None:
-        """A choice has ended."""
+        """Record the end of a choice."""
         from opentelemetry.trace import Status, StatusCode
 
         stats = generation.stats
@@ -173,7 +173,7 @@ class RequestTrace:
         self.release()
 
     def status(self, code: int) -> None:
-        """The answer's HTTP status."""
+        """Record the answer's HTTP status."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.set_attribute("http.response.status_code", code)
@@ -183,7 +183,7 @@ class RequestTrace:
             self._span.set_status(Status(StatusCode.ERROR))
 
     def release(self) -> None:
-        """One of what holds the span has ended."""
+        """Remove one holder of the span; end the span with the last."""
         self._holders -= 1
         if not self._holders:
             self._span.end()
@@ -198,7 +198,7 @@ def _exporting(endpoint: str) -> SpanProcessor:
     )
 
     class Telling(SpanExporter):
-        """Says once that a collector takes nothing, and once that it does again."""
+        """Logs once that a collector fails, and once that it works again."""
 
         def __init__(self) -> None:
             whole = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
@@ -209,7 +209,7 @@ def _exporting(endpoint: str) -> SpanProcessor:
             found: Any
             try:
                 found = self._inner.export(spans)
-            except Exception:  # such as an answer that is no HTTP: a trace is not worth a thread
+            except Exception:  # such as an answer that is no HTTP: must not end the export thread
                 found = SpanExportResult.FAILURE
             failing = found is not SpanExportResult.SUCCESS
             if failing and not self._failing:

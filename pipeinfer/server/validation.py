@@ -1,4 +1,4 @@
-"""What is wrong with a request's shape, in words for its client."""
+"""Explains to a client what is wrong with the form of its request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeinfer.server.errors import ApiError, bad
 
 
 def explain(error: RequestValidationError) -> ApiError:
-    """A validation error as one message that names the first field that is wrong."""
+    """Return a validation error as one message with the first wrong field."""
     found = error.errors()
-    # Of a union every alternative complains; the one of the right type knows more.
+    # Every alternative of a union reports an error; that of the right type is the most specific.
     first = max((e for e in found if e["loc"][:2] == found[0]["loc"][:2]),
                 key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
     path = [part for part in first["loc"] if part not in ("body", "path", "query")]

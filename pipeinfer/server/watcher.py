@@ -1,4 +1,4 @@
-"""A client that looks at the pipeline, and the frames that wait for it."""
+"""A client that watches the pipeline, and the frames that wait for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-_FRAMES = 64  #: kept for a page that is slow to read
+_FRAMES = 64  #: most frames that wait for a slow client
 
 
 @dataclass(slots=True, eq=False)
 class Watcher:
-    """A client of the pipeline page. The oldest frames go when it does not keep up."""
+    """A client of the pipeline page. The oldest frames are dropped if it is too slow."""
 
     frames: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_FRAMES))
     news: asyncio.Event = field(default_factory=asyncio.Event)
