@@ -1,4 +1,4 @@
-"""The commands: options to settings, errors to exit codes, what a person reads in the terminal.
+"""The commands: options to settings, errors to exit codes, and output in the terminal.
 
-Must not decide anything that another front end would have to decide again.
+Must not make decisions that another front end would have to make as well.
 """

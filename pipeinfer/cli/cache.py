@@ -1,4 +1,4 @@
-"""`pipeinfer cache`: what lies in the shard cache of this host, and making room there."""
+"""`pipeinfer cache`: lists the shard cache of this host, and deletes shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cache_command(remove: bool, size: str | None, days: float | None) -> None:
 
 
 def _table(files: Sequence[Kept], held: Collection[tuple[str, int]]) -> list[str]:
-    """A line for each model, the one used last first."""
+    """Return a line per model, the most recently used first."""
     by_model: dict[str, list[Kept]] = {}
     for one in reversed(files):
         by_model.setdefault(one.model, []).append(one)
@@ -63,7 +63,7 @@ def _table(files: Sequence[Kept], held: Collection[tuple[str, int]]) -> list[str
 
 
 def _name(path: Path) -> str:
-    """What the model calls itself, and what its shards' names begin with."""
+    """Return the model's own name, with the beginning of its shards' file names."""
     start = path.name[:8]
     try:
         name = ModelFile(path).get("general.name")

@@ -1,7 +1,6 @@
 """`pipeinfer chat`: a conversation in the terminal, with a server or with ranks of its own.
 
-Who answers is a `Partner`; the conversation itself is in `chat_loop`, the terminal in
-`chat_terminal`.
+A `Partner` answers; the conversation is in `chat_loop`, the terminal in `chat_terminal`.
 """
 
 from __future__ import annotations
@@ -93,10 +92,10 @@ def chat_command(
 
 
 class Server:
-    """A `Partner` behind a URL. fields: of every request."""
+    """A `Partner` behind a URL. fields: added to every request."""
 
     def __init__(self, remote: Remote, fields: dict[str, Any]) -> None:
-        """Waits until it is ready. Raises RequestError."""
+        """Wait until the server is ready. Raises RequestError."""
         self._remote, self._fields = remote, fields
         remote.wait_until_ready(lambda text: click.echo(text, err=True))
         self.name = f"{remote.model()} at {remote.url}"
@@ -126,9 +125,10 @@ class Server:
 
 
 def request_fields(config: SamplingConfig, origin: Mapping[str, str]) -> dict[str, Any]:
-    """The sampling options that were given, as a server wants them; it knows the others.
+    """Return the sampling options that were given, in the server's form; others keep its
+    defaults.
 
-    Raises UsageError for options that make no sense here.
+    origin: where each option's value came from. Raises UsageError for invalid options.
     """
     from pipeinfer.cluster.generate import grammar_text, sampling_params
 
@@ -182,7 +182,7 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
 
 
 class Own:
-    """A `Partner` on this job's ranks."""
+    """A `Partner` that uses this job's ranks."""
 
     def __init__(self, session: Any, params: Any, n_predict: int, sampling: SamplingConfig
                  ) -> None:

@@ -1,5 +1,4 @@
-"""The conversation of `pipeinfer chat`: messages, commands, interrupts. Who answers is a `Partner`.
-"""
+"""The conversation of `pipeinfer chat`: messages, commands, interrupts. A `Partner` answers."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ _HOTTEST = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What an answer is to be drawn with; None: as at the start."""
+    """Sampling values that commands have set; None: as at the start."""
 
     seed: int | None = None
     temperature: float | None = None
 
 
 class Partner(Protocol):
-    """What the loop talks to: a server, or this job's own ranks."""
+    """The source of answers: a server, or this job's own ranks."""
 
     name: str
 
@@ -52,18 +51,20 @@ class Partner(Protocol):
         self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
-        """Write the answer as it comes; returns what is to be said of it (speed and the like).
+        """Write the answer as it arrives; return a summary of it, such as its speed.
 
-        An interrupt ends it early. Raises RequestError when there is no answer.
+        messages: the conversation. wishes: sampling values. interrupts: an interrupt ends the
+            answer early.
+        write: called with each piece. Raises RequestError when there is no answer.
         """
 
 
 class Interrupts:
-    """Ctrl-C: the first stops what goes on, the next one leaves.
+    """Handles Ctrl-C: the first one stops the present action, the second one leaves.
 
-    count: since `expect` was last called. What the first one raises is what was expected: Stopped
-    while things start, KeyboardInterrupt while a line or a server is waited for; None: it is
-    looked for in `count`.
+    count: number of interrupts since `expect` was called. The first one raises what `expect` was
+        given: Stopped during the start, KeyboardInterrupt while waiting for a line or a server;
+        with None it only increases `count`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Interrupts:
             signal.signal(number, self._on_signal)
 
     def expect(self, first: type[BaseException] | None) -> None:
-        """A new phase begins: count from 0, and let the first Ctrl-C raise `first`."""
+        """Begin a new phase: count from 0, and let the first Ctrl-C raise `first`."""
         self.count, self._first = 0, first
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -86,7 +87,7 @@ class Interrupts:
 
 
 class Chat:
-    """Reads messages, shows answers. formatted: as Markdown on a terminal."""
+    """Reads messages and shows answers. formatted: whether to show Markdown on a terminal."""
 
     def __init__(
         self, partner: Partner, lines: Source, out: TextIO, interrupts: Interrupts, system: str,
@@ -102,7 +103,8 @@ class Chat:
         self._failed = False
 
     def run(self) -> bool:
-        """Until the input ends; whether an answer failed that nobody saw fail."""
+        """Run until the input ends; return whether an answer has failed without a user at the
+        terminal."""
         if self._by_hand:
             self._note(f"{self._partner.name}. /help lists the commands.")
         self._interrupts.expect(KeyboardInterrupt)
@@ -116,7 +118,7 @@ class Chat:
                 elif text.strip():
                     self._ask(self._said, text)
             except KeyboardInterrupt:  # one that no answer took
-                if warned:  # an editor takes the key itself, so nothing has counted it
+                if warned:  # the editor handles the key itself, so `count` has missed it
                     raise Stopped from None
                 warned = True
                 self._write("\n")
@@ -124,7 +126,7 @@ class Chat:
         return self._failed and not self._by_hand
 
     def _read(self, text: str = "") -> str | None:
-        """The next message, None at the end of the input."""
+        """Return the next message, None at the end of the input."""
         parts: list[str] = []
         while True:
             line = self._lines.next("> " if not parts else ". ", self._write, text)
@@ -141,7 +143,8 @@ class Chat:
         self._out.flush()
 
     def _note(self, text: str) -> None:
-        """Something that is no answer: beside it on a terminal, else to standard error."""
+        """Show a text that is not an answer: on a terminal with the answers, else on standard
+        error."""
         if self._by_hand:
             self._write(click.style(text, dim=True) + "\n")
         else:
@@ -150,7 +153,7 @@ class Chat:
     # --- commands -----------------------------------------------------------------------------
 
     def _command(self, text: str) -> bool:
-        """Whether the conversation goes on."""
+        """Execute a command; return whether the conversation continues."""
         name, _, rest = text.partition(" ")
         rest = rest.strip()
         if name in ("/quit", "/exit"):
@@ -213,7 +216,7 @@ class Chat:
             self._note("the message stays as it was")
 
     def _last(self) -> int | None:
-        """Where the last message stands; says so where there is none."""
+        """Return the index of the last message; if there is none, show a note and return None."""
         found = [i for i, one in enumerate(self._said) if one["role"] == "user"]
         if not found:
             self._note("there is no message yet")
@@ -248,7 +251,8 @@ class Chat:
     # --- answers ------------------------------------------------------------------------------
 
     def _ask(self, before: list[dict[str, str]], text: str) -> None:
-        """Ask and show; what was said becomes `before`, the message and its answer."""
+        """Request an answer and show it. Then the conversation is `before`, the message and its
+        answer."""
         said = [*before, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self._system}] if self._system else []
         parts: list[str] = []
@@ -279,7 +283,7 @@ class Chat:
 
 
 def _read_conversation(path: Path) -> tuple[str, list[dict[str, str]]]:
-    """System prompt and messages of a file that /save wrote. Raises OSError, ValueError."""
+    """Return system prompt and messages of a file that /save wrote. Raises OSError, ValueError."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

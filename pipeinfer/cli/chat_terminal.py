@@ -1,7 +1,7 @@
-"""The terminal of `pipeinfer chat`: where messages come from and how answers are shown.
+"""The terminal of `pipeinfer chat`: reads messages and shows answers.
 
-At a terminal of its own lines are edited (prompt_toolkit) and answers shown as Markdown (rich);
-through pipes everything passes as it is. Knows no conversation and no model.
+On a terminal of its own, lines are edited (prompt_toolkit) and answers shown as Markdown (rich);
+through pipes, text passes unchanged. This module uses no conversation and no model.
 """
 
 from __future__ import annotations
@@ -26,25 +26,29 @@ if TYPE_CHECKING:
 
 _FRAMES_PER_SECOND = 12.0
 _NARROWEST = 20  #: columns
-#: what a terminal would act on instead of showing it, but for line ends and tabs
+#: control characters except line ends and tabs
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 
 
 class Source(Protocol):
-    """Where messages come from. by_hand: somebody types them."""
+    """The source of messages. by_hand: whether a user types them."""
 
     by_hand: bool
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
-        """The next line without its end, None at the end of the input. text: to begin with, where
-        it can be edited. Raises KeyboardInterrupt."""
+        """Return the next line without its end, None at the end of the input.
+
+        prompt: shown before the line. write: shows text.
+        text: initial content of the line, if it can be edited.
+        Raises KeyboardInterrupt.
+        """
 
 
 @contextlib.contextmanager
 def own_terminal() -> Iterator[tuple[Source, TextIO]]:
-    """Where lines come from and answers go: standard input and output, or under launch/run the
-    terminal that it names (mpirun passes on whole lines only)."""
+    """Yield the source of lines and the output for answers: standard input and output, or under
+    launch/run the terminal that it names (mpirun forwards only whole lines)."""
     where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
     descriptor = -1
     if host.launched_size() > 1 and where == socket.gethostname() and path.startswith("/dev/"):
@@ -60,7 +64,8 @@ def own_terminal() -> Iterator[tuple[Source, TextIO]]:
 
 
 class Lines:
-    """Lines of a file descriptor; a signal ends the wait for one even just before it begins."""
+    """Reads lines from a file descriptor. A signal ends the wait for one, even just before it
+    begins."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._rest, self._ended = descriptor, b"", False
@@ -89,7 +94,8 @@ class Lines:
 
 
 class Editor:
-    """Messages typed at a terminal: Enter sends, Alt-Enter begins a line, a paste stays whole."""
+    """Reads messages at a terminal: Enter sends, Alt-Enter begins a line, pasted lines stay
+    together."""
 
     by_hand = True
 
@@ -108,7 +114,7 @@ class Editor:
 
 
 def history_path() -> Path:
-    """What was typed before: $XDG_STATE_HOME/pipeinfer/chat, by default under ~/.local/state."""
+    """Return the history file: $XDG_STATE_HOME/pipeinfer/chat, by default under ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "pipeinfer" / "chat"
 
@@ -142,7 +148,7 @@ def _session() -> PromptSession[str]:
 
 
 class Plain:
-    """An answer as it comes, for pipes."""
+    """Writes an answer unchanged, for pipes."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -153,13 +159,13 @@ class Plain:
         self._out.flush()
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the answer."""
         self.write("\n")
 
 
 class Formatted:
-    """An answer as Markdown, wrapped at words. What is complete is printed for good; the paragraph
-    that still grows is drawn anew. Control characters never reach the terminal."""
+    """Shows an answer as Markdown, wrapped at words. Complete paragraphs are printed once; the
+    last paragraph is redrawn as it grows. Control characters never reach the terminal."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -189,7 +195,7 @@ class Formatted:
             self._live.update(self._tail(), refresh=True)
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the answer."""
         self._live.update("")
         self._live.stop()
         self._print(self._text)
@@ -200,7 +206,7 @@ class Formatted:
             self._console.print()
 
     def _tail(self) -> Any:
-        """The end of what still grows, as much as the screen holds."""
+        """Return the end of the growing paragraph, as much as the screen has space for."""
         from rich.segment import Segment, Segments
 
         lines = self._console.render_lines(_markdown(self._text), pad=False)
@@ -210,8 +216,8 @@ class Formatted:
 
 
 def settled(text: str) -> int:
-    """How many characters from the start are complete paragraphs or code blocks: what comes later
-    changes nothing in them."""
+    """Return how many characters from the start are complete paragraphs or code blocks, which
+    later text cannot change."""
     fence, size, at = "", 0, 0
     for line in text.splitlines(keepends=True):
         at += len(line)

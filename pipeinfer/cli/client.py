@@ -1,6 +1,6 @@
 """A client of `pipeinfer serve`, or of any server with the OpenAI API.
 
-Streams one answer at a time. Knows that API, no terminal and no model.
+It streams one answer at a time, and uses no terminal and no model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 
-_POLL_SECONDS = 0.5  #: between two looks whether a server has loaded its model
+_POLL_SECONDS = 0.5  #: between two checks whether a server has loaded its model
 
 
 class Remote:
-    """A server at `url`, like http://host:8080; a path in it is put before every request's.
+    """A server at `url`, such as http://host:8080; a path in it is put before every request's
+    path.
 
-    A path may end in /v1, as in the addresses that other clients take.
+    The path may end in /v1, as in the addresses for other clients.
     """
 
     def __init__(self, url: str, api_key: str = "", timeout: float = 300.0) -> None:
@@ -42,10 +43,10 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
-        """Return once requests are taken; `tell` hears once why it takes time.
+        """Return once requests are accepted. tell: called once with the reason of a delay.
 
-        Raises RequestError when nobody listens, the cluster has failed, or nothing changes before
-        the timeout.
+        Raises RequestError when there is no server, the cluster has failed, or nothing changes
+        before the timeout.
         """
         deadline, told = time.monotonic() + self._timeout, False
         while True:
@@ -65,7 +66,7 @@ class Remote:
                                f"{health.get('reason') or 'see its log'}; restart it")
 
     def rebalance(self) -> dict[str, Any]:
-        """Ask the server to redistribute its layers. Raises RequestError."""
+        """Let the server move its layers; return its answer. Raises RequestError."""
         try:
             answer = http_client.ask("POST", f"{self._base}/rebalance", {}, timeout=self._timeout,
                                      headers=self._headers)
@@ -76,7 +77,7 @@ class Remote:
         return _object(answer.body)
 
     def model(self) -> str:
-        """The name of the model. Raises RequestError."""
+        """Return the name of the model. Raises RequestError."""
         status, answer = self._get("/v1/models")
         if status != 200:
             raise _refusal(status, answer, None)
@@ -89,9 +90,9 @@ class Remote:
 
     def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]
              ) -> Generator[dict[str, Any], None, None]:
-        """The chunks of the answer as they come. Closing the iterator ends the request.
+        """Yield the chunks of the answer as they arrive. Closing the iterator ends the request.
 
-        Raises RequestError when it is refused, fails, or breaks off.
+        fields: added to the request. Raises RequestError when it is refused, fails, or breaks off.
         """
         body = {**fields, "messages": list(messages), "stream": True}
         try:

@@ -1,12 +1,12 @@
-"""`pipeinfer doctor`: does this cluster work, and if not, what to do.
+"""`pipeinfer doctor`: checks whether this cluster works, and suggests remedies.
 
     pipeinfer doctor                       this host
     pipeinfer doctor --hostfile H          whether its hosts answer, before any mpirun
     mpirun -np 8 --hostfile H pipeinfer doctor -m model.gguf
 
-Looks at the launch, the ranks and hosts, versions, processor features, memory against the plan,
-links between neighbours, and whether llama.cpp computes here (in a subprocess: a broken build
-crashes). It changes nothing and knows no policy.
+It checks the launch, the ranks and hosts, versions, CPU features, memory against the plan, links
+between neighbours, and whether llama.cpp computes here (in a subprocess, since a broken build
+crashes). It changes nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def doctor_command(hostfile: str, ranks: int, as_json: bool, **given: Any) -> No
 
 
 def examine(config: JobConfig) -> list[Finding] | None:
-    """Every finding on rank 0, None on other ranks."""
+    """Return every finding on rank 0, None on other ranks."""
     place = launch.find_place(config.cluster)
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
@@ -158,7 +158,7 @@ def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _unused() -> list[str]:
-    """Features of this processor that llama.cpp was not compiled for."""
+    """Return the features of this CPU that llama.cpp was not compiled for."""
     from pipeinfer.llama import binding
 
     try:
@@ -168,14 +168,15 @@ def _unused() -> list[str]:
 
 
 def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
-    """What each build of llama.cpp was compiled for, and what compiling it here would add."""
+    """Report what each build of llama.cpp was compiled for, and what compiling it here would
+    add."""
     builds: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for rank in everyone:
         builds.setdefault((rank["kernels"], " ".join(rank["unused"])), []).append(rank)
     found = []
     for (kernels, unused), ranks in builds.items():
         if not kernels:
-            continue  # it has failed above, or ggml chooses its kernels while running
+            continue  # loading has failed, or ggml chooses its kernels at run time
         numbers = ", ".join(str(rank["rank"]) for rank in ranks)
         detail = f"compiled for {kernels.removesuffix(' short-runs')} (ranks {numbers})"
         found.append(Finding(
@@ -203,7 +204,7 @@ def _check_library(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _short_runs(everyone: list[dict[str, Any]]) -> list[Finding]:
-    """Which products are made by `short_runs`, and on which ranks."""
+    """Report which types of weights `short_runs` multiplies, and on which ranks."""
     kinds: dict[str, list[str]] = {}
     for rank in everyone:
         kinds.setdefault(" ".join(rank["short_runs"]), []).append(str(rank["rank"]))
@@ -254,7 +255,7 @@ def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
 
 
 def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Finding]:
-    """Whether the model fits, with all ranks taken as equally fast."""
+    """Check whether the model fits, assuming that all ranks are equally fast."""
     try:
         path, _ = locate.model_paths(config)
         model = locate.open_model(path)
@@ -313,7 +314,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
 
 def _draw_grid(config: JobConfig, model: Any, path: Path, plan: Plan,
                everyone: list[dict[str, Any]]) -> list[Finding]:
-    """The stages of a grid with their members, and what a sum would take over the links."""
+    """Describe the stages of a grid with their members, and estimate the time of a sum."""
     links = [link for rank in everyone for link in rank["links"]]
     cost = SumCost(4 if config.cluster.sum_type == "f32" else 2)
 
@@ -345,7 +346,7 @@ def _draw_grid(config: JobConfig, model: Any, path: Path, plan: Plan,
 
 
 def probe_in_subprocess() -> dict[str, Any]:
-    """Decode with llama.cpp in a process that may crash; what happened."""
+    """Decode with llama.cpp in a process that may crash; return the outcome."""
     env = {k: v for k, v in os.environ.items()
            if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_"))}
     remedy = "install it again: remove .venv and call launch/demo, or launch/demo --native"
@@ -369,7 +370,7 @@ def probe_in_subprocess() -> dict[str, Any]:
 
 
 def _probe() -> None:
-    """In the subprocess: one row against two on the embedded draft."""
+    """In the subprocess: compare one row with two on the embedded draft."""
     import numpy as np
 
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend

@@ -1,7 +1,8 @@
-"""Do the hosts of a hostfile answer, and with the same pipeinfer? One ssh each, all at once.
+"""Checks over ssh, concurrently, whether the hosts of a hostfile answer and have the same
+pipeinfer.
 
-`doctor --hostfile` and `launch/ssh` ask before mpirun does, because mpirun names neither the host
-nor the cure. Knows ssh and no MPI; a host is asked for facts and nothing on it is changed.
+`doctor --hostfile` and `launch/ssh` do this before mpirun, because mpirun reports neither the host
+nor a remedy. It uses no MPI and changes nothing on a host.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _QUESTION = (
     "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version(),"
     "free=getattr(host,'free_memory',int)())))"
 )
-#: what ssh says, what that means, what to do; {0} is the host
+#: text in ssh's output, its meaning, the remedy; {0} is the host
 _SSH_TROUBLE = (
     ("Permission denied", "refuses the ssh key", "ssh-copy-id {0}, then try `ssh {0} hostname`"),
     ("Host key verification failed", "has an unknown or changed host key",
@@ -58,7 +59,7 @@ _SSH_TROUBLE = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a host said about itself, or what went wrong and what helps."""
+    """The facts of a host; or the problem and its remedy."""
 
     entry: HostEntry
     facts: dict[str, Any]
@@ -67,9 +68,10 @@ class Answer:
 
 
 def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
-    """Findings about every host of `hostfile`; n_ranks 0 does not compare slots with ranks.
+    """Return findings about every host of `hostfile`.
 
-    Raises UsageError when the hostfile or the nodes file beside it cannot be used.
+    n_ranks: number of ranks to place; 0 does not compare slots with ranks.
+    Raises UsageError when the hostfile or the nodes file next to it cannot be used.
     """
     entries = read_hostfile(hostfile)
     beside = nodes_file_beside(hostfile)
@@ -94,8 +96,10 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
 
 
 def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
-    """The hosts that can run ranks now, and what is wrong with the others. Raises UsageError when a
-    file cannot be used, or rank 0's host is not among them."""
+    """Return the hosts that can run ranks now, and the problems of the others.
+
+    Raises UsageError when a file cannot be used, or rank 0's host is not among them.
+    """
     entries = read_hostfile(hostfile)
     beside = nodes_file_beside(hostfile)
     judged = _ask_all(entries, {entry.host: entry.slots for entry in entries},
@@ -108,14 +112,14 @@ def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
 
 
 def troubles(entries: Sequence[HostEntry]) -> dict[str, str]:
-    """What is wrong with each of these hosts, empty where ranks can run."""
+    """Return the problem of each of these hosts, "" if it can run ranks."""
     judged = _ask_all(entries, {entry.host: entry.slots for entry in entries}, None)
     return {entry.host: finding.detail if finding.level == "fail" else ""
             for entry, finding in judged}
 
 
 def free_memory(entries: Sequence[HostEntry]) -> dict[str, int]:
-    """Bytes that more ranks may take on each of these hosts, 0 where that is not known."""
+    """Return the bytes that more ranks may take on each of these hosts, 0 if unknown."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(ask, entries))
     return {answer.entry.host: int(answer.facts.get("free", 0)) for answer in answers}
@@ -131,7 +135,7 @@ def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes |
 
 
 def ask(entry: HostEntry) -> Answer:
-    """A host's facts, over ssh unless it is this one."""
+    """Return a host's facts, over ssh unless it is this one."""
     if is_here(entry.host):
         return Answer(entry, _own_facts())
     name = f"{entry.user}@{entry.host}" if entry.user else entry.host
@@ -156,7 +160,7 @@ def ask(entry: HostEntry) -> Answer:
 
 
 def _explain(host: str, code: int, said: str) -> tuple[str, str]:
-    """What is wrong, and the cure, from ssh's exit status and its last words."""
+    """Return the problem and its remedy, from ssh's exit status and error output."""
     for sign, trouble, remedy in _SSH_TROUBLE:
         if code == 255 and sign in said:
             return trouble, remedy.format(host)
@@ -172,7 +176,8 @@ def _explain(host: str, code: int, said: str) -> tuple[str, str]:
 
 def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str],
            nodes: Nodes | None) -> Finding:
-    """One host's finding. ranks: how many it shall run; `seen` collects who answered as whom."""
+    """Return one host's finding. ranks: that it is to run. seen: collects host names by their
+    own name."""
     entry, facts = answer.entry, answer.facts
     what = f"host {entry.host}"
     if answer.trouble:
@@ -224,10 +229,11 @@ def is_here(name: str) -> bool:
 
 
 def common_network(entries: Sequence[HostEntry]) -> str:
-    """The one network of this host that holds every other host's address, such as 10.0.0.0/24.
+    """Return the network of this host that contains every other host's address, such as
+    10.0.0.0/24.
 
-    Empty when there is none or the choice is open. MPI would try all interfaces that a host has,
-    also those of container bridges that lead nowhere.
+    It is "" if there is none or more than one. MPI would try all interfaces of a host, also those
+    of container bridges that lead nowhere.
     """
     try:
         addresses = {ipaddress.IPv4Address(socket.gethostbyname(entry.host))
@@ -244,13 +250,13 @@ def common_network(entries: Sequence[HostEntry]) -> str:
 
 
 def hydra_hostfile(entries: Sequence[HostEntry]) -> str:
-    """The same hosts as MPICH's launcher reads them."""
+    """Return the hostfile of these hosts for MPICH's launcher."""
     return "".join(f"{entry.host}:{entry.slots}" + (f" user={entry.user}" if entry.user else "")
                    + "\n" for entry in entries)
 
 
 def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
-    """The same hosts in Open MPI's format, every number of slots written out."""
+    """Return the hostfile of these hosts in Open MPI's format, with all numbers of slots."""
     return "".join(f"{entry.user + '@' if entry.user else ''}{entry.host} slots={entry.slots}\n"
                    for entry in entries)
 

@@ -1,4 +1,4 @@
-"""`pipeinfer env`: what a plain mpirun should have in its environment."""
+"""`pipeinfer env`: prints the environment variables for a plain mpirun."""
 
 from __future__ import annotations
 

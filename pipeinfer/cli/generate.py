@@ -51,7 +51,7 @@ def generate(resolved: Resolved) -> None:
     fetch_models(job)
     interrupts = watch_signals()
     text, params, seed = "", SamplingParams(), gen.draw_seed(sampling)
-    if host.launched_rank() == 0:  # what can be wrong is found before anything loads
+    if host.launched_rank() == 0:  # errors in options are to be found before anything loads
         check_decomposer(job.speculation, sampling)
         text, params = _prompt_text(request), gen.sampling_params(sampling, seed)
         params = structs.replace(
@@ -107,7 +107,7 @@ def generate(resolved: Resolved) -> None:
 
 
 def _note_marks(text: str, config: RequestConfig, tokenizer: Tokenizer) -> None:
-    """Say that a prompt which looks like a rendered conversation is taken as text."""
+    """Print a note if the prompt looks like a rendered conversation but is taken as text."""
     if not config.special and (mark := tokenizer.marks.first(text)):
         click.echo(f"pipeinfer: note: the prompt holds {mark}, which is a control token of this "
                    "model but is taken as text here: --special makes it the token, --chat puts a "

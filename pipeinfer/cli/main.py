@@ -1,7 +1,6 @@
-"""The command line. Turns declarations of `config` into options and errors into exit codes.
+"""The command line: converts declarations of `config` to options and errors to exit codes.
 
-It knows what to print and nothing of how it is computed; heavy modules are imported by the
-command that needs them.
+It prints and does not compute; heavy modules are imported by the command that needs them.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from pipeinfer.loading import uncollected
 from pipeinfer.transport.base import Dismissed
 
 _LAB = "pipeinfer.lab"
-_AFTER_RANK_0 = 2.0  #: seconds in which rank 0 says what every rank would say
+_AFTER_RANK_0 = 2.0  #: seconds for rank 0 to print the error that every rank has
 
 
 class _Main(click.Group):
-    """Prints pipeinfer's errors as one line and exits with their code; loads commands late."""
+    """Prints pipeinfer's errors as one line and exits with their code; imports commands when
+    needed."""
 
     elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
         "ablate": ("pipeinfer.lab.commands.ablate", "ablate_command"),
@@ -108,7 +108,7 @@ class _Main(click.Group):
             raise SystemExit(error.exit_code) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except Exception as error:  # a bug: its traceback is wanted, and no rank may stay behind
+        except Exception as error:  # a bug: print the traceback, and end every rank
             import traceback
 
             click.echo(traceback.format_exc(), err=True, nl=False)
@@ -118,7 +118,8 @@ class _Main(click.Group):
 
 
 def _without_lab(name: str) -> click.Command:
-    """What stands for a command of the lab where that was left out. Raises UsageError when run."""
+    """Return a replacement for a command of the lab in installations without it. It raises
+    UsageError when run."""
     def refuse(**_given: Any) -> None:
         raise UsageError(f"{name} is one of pipeinfer's development tools ({_LAB}), which this "
                          "installation was stripped of: install pipeinfer again")
@@ -129,7 +130,7 @@ def _without_lab(name: str) -> click.Command:
 
 
 def _leave_it_to_rank_0(error: PipeinferError) -> None:
-    """Returns where rank 0 neither has the same error nor can be told of it."""
+    """Return only if rank 0 neither has the same error nor can receive this one."""
     from pipeinfer.cluster import handshake
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,7 @@
-"""`pipeinfer models` and `pipeinfer pull`: the models that are here, and getting more.
+"""`pipeinfer models` and `pipeinfer pull`: list the models on this host, and fetch models.
 
-What can be done with a model is asked of those who do it: `shard`, `slices`, the decomposers.
+What can be done with a model is determined by the modules that do it: `shard`, `slices`, the
+decomposers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ _COME_ALONG = "pipeinfer"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model. size: bytes of all its parts; cut, sliced: why it cannot be, empty
-    where it can; slices: of a layer, at most; decomposers: that llama.cpp runs on it; damage: why
-    it cannot be used at all."""
+    """The facts about a model.
+
+    size: bytes of all its parts.
+    cut, sliced: why it cannot be split into shards or slices, "" if it can.
+    slices: most slices of a layer. decomposers: those that llama.cpp runs on it.
+    damage: why it cannot be used at all, "" if it can.
+    """
 
     name: str
     path: str
@@ -98,14 +103,14 @@ def models_command(name: str, as_json: bool) -> None:
 
 
 def come_along() -> list[Stored]:
-    """The models of this package, and SmolLM2 where it is installed."""
+    """Return the models of this package, and SmolLM2 if it is installed."""
     names = [name for name in bundled.names()
              if name != bundled.SMOLLM2 or bundled.smollm2() is not None]
     return [Stored(name, bundled.file_of(name), _COME_ALONG) for name in names]
 
 
 def _named(name: str) -> Stored:
-    """The model that -m would take, without fetching it. Raises ModelError."""
+    """Return the model that -m would use, without fetching it. Raises ModelError."""
     from pipeinfer.models.locate import find
 
     for one in (*come_along(), *local_stores.stored()):
@@ -119,7 +124,7 @@ def _named(name: str) -> Stored:
 
 
 def facts_of(one: Stored) -> Facts:
-    """Read a model's header and ask what can be done with it."""
+    """Read a model's header and determine what can be done with it."""
     from pipeinfer.models.shard import check_splittable
     from pipeinfer.models.slices import widths_of
 
@@ -149,7 +154,8 @@ def facts_of(one: Stored) -> Facts:
 
 
 def quantisation_of(model: ModelFile) -> str:
-    """As llama.cpp calls it, such as Q4_K_M; the type of most weights where the file says none."""
+    """Return llama.cpp's name of the quantisation, such as Q4_K_M; or the type of most weights,
+    if the file does not name one."""
     from gguf.constants import LlamaFileType
 
     try:
@@ -163,7 +169,7 @@ def quantisation_of(model: ModelFile) -> str:
 
 
 def decomposers_of(model: ModelFile) -> tuple[str, ...]:
-    """The methods that answer in threads on this model by llama.cpp."""
+    """Return the decomposers that work with this model on llama.cpp."""
     from pipeinfer.models.gaps import GapModel
     from pipeinfer.models.locate import open_tokenizer
     from pipeinfer.strategies import registry
@@ -201,7 +207,7 @@ def _number(value: Any, otherwise: int = 0) -> int:
 
 
 def table(found: list[Facts]) -> str:
-    """A line for each model, and how to get more."""
+    """Return a line per model, and how to get more."""
     rows = [("name", "where", "size", "architecture", "type", "layers", "cut", "slices",
              "decomposers")]
     for one in found:
@@ -220,7 +226,7 @@ def table(found: list[Facts]) -> str:
 
 
 def as_text(one: Facts) -> str:
-    """All that is known of a model."""
+    """Return all facts about a model as text."""
     if one.damage:
         return f"{one.name} ({one.place}): {one.damage}"
     return "\n".join([

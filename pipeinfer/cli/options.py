@@ -1,7 +1,7 @@
-"""Options of the command line from the declarations of `config`.
+"""Command-line options from the declarations of `config`.
 
-The command line wins over the environment (`PIPEINFER_<NAME>`), the environment over a TOML file
-(`--config`), the file over defaults; click keeps where each value came from.
+The command line has precedence over the environment (`PIPEINFER_<NAME>`), the environment over a
+TOML file (`--config`), the file over defaults; click records the origin of each value.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
 
 def config_options(*sections: str, **defaults: Any
                    ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command with all options of these sections; it takes them as `resolved: Resolved`.
+    """Make a command with all options of these sections; it receives them as `resolved:
+    Resolved`.
 
-    defaults: values that this command has where nothing is given. Replaces `click.command`.
+    defaults: this command's own defaults. Replaces `click.command`.
     """
 
     def wrap(function: Callable[..., Any]) -> click.Command:
@@ -47,7 +48,7 @@ def config_options(*sections: str, **defaults: Any
             if not show_config:
                 return function(resolved=resolved, **values)
             if host.launched_rank() == 0:
-                if "cluster" in sections:  # every rank takes its settings when it starts
+                if "cluster" in sections:  # as each rank does at its start
                     resolved = nodes.apply(resolved, socket.gethostname())
                 click.echo(resolved.show())
             return None
@@ -63,7 +64,7 @@ def config_options(*sections: str, **defaults: Any
 
 
 def parse(arguments: Sequence[str], *sections: str, **defaults: Any) -> Resolved:
-    """What a command with these sections (all, if none are named) would make of its arguments.
+    """Parse arguments as a command with these sections would (with all, if none are named).
 
     Raises click.UsageError, and UsageError for a config file that cannot be read.
     """
@@ -75,9 +76,9 @@ def parse(arguments: Sequence[str], *sections: str, **defaults: Any) -> Resolved
 
 
 def resolve(context: click.Context, sections: Sequence[str], values: dict[str, Any]) -> Resolved:
-    """Take the options of `sections` out of `values`.
+    """Move the options of `sections` out of `values` into a config, with their origins.
 
-    Raises UsageError for what cannot go together.
+    Raises UsageError for options that exclude each other.
     """
     names = list(declared(*sections))
     origin = {name: _origin(context, name) for name in names}
@@ -93,19 +94,19 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
 
 
 class _Command(click.Command):
-    """Shows few options under --help and all, by section, under --help-all."""
+    """Shows the basic options under --help and all, by section, under --help-all."""
 
     def __init__(self, *args: Any, sections: Sequence[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sections = sections
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Notes whether -np was written that way."""
+        """Record whether -np was written that way."""
         ctx.meta[_NP] = any(part.split("=")[0] == "-np" for part in args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options: everything of the command's own, and of the sections few or all."""
+        """Write the command's own options, and the basic ones or all of the sections."""
         known = declared(*self._sections)
         everything = ctx.meta.get("pipeinfer.help_all", False)
         records = {p.name: r for p in self.get_params(ctx) if (r := p.get_help_record(ctx))}
@@ -124,7 +125,7 @@ class _Command(click.Command):
 
 
 class _Option(click.Option):
-    """Says where a bad value came from, and never shows a secret one."""
+    """Reports where a bad value came from, and never shows a secret one."""
 
     secret = False
 
@@ -141,7 +142,8 @@ class _Option(click.Option):
 
 
 def declared(*sections: str) -> Mapping[str, Option]:
-    """Names to declarations of these sections, or of all, with the strategies' own options."""
+    """Return the declarations of these sections, or of all, by name, with the strategies' own
+    options."""
     found = dict(options(*sections))
     if not sections or "speculation" in sections:
         found |= {name: own.option for name, own in registry.own_options().items()}
@@ -263,7 +265,7 @@ class _Text(click.ParamType[str]):
 
 
 class _Choice(click.Choice[str]):
-    """One of some words; the empty one, where it is allowed, means "not given"."""
+    """One of several words; the empty one, if allowed, means "not given"."""
 
     def __init__(self, choices: Sequence[str], *, empty: bool) -> None:
         super().__init__([choice for choice in choices if choice])

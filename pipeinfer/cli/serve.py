@@ -1,7 +1,6 @@
-"""`pipeinfer serve`: the HTTP process, the cluster, and how both end.
+"""`pipeinfer serve`: starts and ends the HTTP process and the cluster.
 
-Knows the order of start and end; what is served is the business of `engine` (rank 0) and `app`
-(the HTTP process).
+It determines the order of start and end; `engine` (rank 0) and `app` (the HTTP process) serve.
 """
 
 from __future__ import annotations
@@ -59,9 +58,10 @@ def serve_command(resolved: Resolved) -> None:
 
 def serve(job: JobConfig, config: ServeConfig, settings: Settings,
           show: ProgressHook | None) -> None:
-    """Rank 0's part. settings: of the HTTP process; show: told how far stages are.
+    """Run rank 0's part.
 
-    Raises whatever ends the job; the HTTP process has been told by then.
+    settings: of the HTTP process. show: called with the stages' loading progress.
+    Raises whatever ends the job, after sending it to the HTTP process.
     """
     signals = _Signals()
     if job.cluster.trace:
@@ -96,14 +96,14 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
         if not settings.api_keys and config.host not in _LOCAL:
             click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
                        "require keys with --api-key-file", err=True)
-        with _telling(child):  # at once: ending the session takes longer than a launcher waits
+        with _telling(child):  # before the session ends, which takes longer than a launcher waits
             engine.run()
     child.end(_CHILD_SECONDS)
 
 
 @contextlib.contextmanager
 def _telling(child: http_process.Child) -> Iterator[None]:
-    """The HTTP process hears why the job ends."""
+    """Send an error that ends the job to the HTTP process."""
     try:
         yield
     except Stopped:
@@ -116,11 +116,12 @@ def _telling(child: http_process.Child) -> Iterator[None]:
 
 
 class _Signals:
-    """The first asks to drain, the second leaves at once.
+    """Handles signals: the first lets open requests complete, the second ends the process at
+    once.
 
-    Under mpirun SIGTERM comes a quarter of a second before SIGKILL, because somebody ended the
-    job or another rank has died: too short for anything but a word to the HTTP process. There
-    SIGUSR1, which mpirun passes on, asks to drain; launch/run sends it.
+    Under mpirun, SIGTERM precedes SIGKILL by a quarter of a second, because the user has ended the
+    job or another rank has died: enough only for a message to the HTTP process. There SIGUSR1,
+    which mpirun forwards and launch/run sends, lets open requests complete.
     """
 
     def __init__(self) -> None:
@@ -139,9 +140,9 @@ class _Signals:
 
 
 def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig) -> Settings:
-    """What the HTTP process has to know. Raises UsageError, ModelError."""
+    """Return the settings of the HTTP process. Raises UsageError, ModelError."""
     target = targeted(job)
-    open_model(target.path)  # what is wrong with the file is said before anything starts
+    open_model(target.path)  # raises for a bad file before anything starts
     keys, files = api_keys(config), tls.check(config.ssl_cert_file, config.ssl_key_file)
     return Settings(
         model=str(target.path), name=config.alias or target.name,
@@ -164,7 +165,7 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
 
 
 def host_names(config: ServeConfig) -> tuple[str, ...]:
-    """The names that the server goes by. Raises UsageError for one that is none."""
+    """Return the host names of the server. Raises UsageError for an invalid one."""
     for name in config.allow_host:
         if not name or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
             raise UsageError(f"--allow-host {name!r} is not the name of a host: leave out the "
@@ -173,8 +174,10 @@ def host_names(config: ServeConfig) -> tuple[str, ...]:
 
 
 def api_keys(config: ServeConfig) -> dict[str, Allowance]:
-    """Every key that opens the server, and what it may do. Raises UsageError for a file that cannot
-    be used."""
+    """Return every valid API key and its permissions.
+
+    Raises UsageError for a file that cannot be used.
+    """
     keys = dict.fromkeys(config.api_key, Allowance())
     if config.api_key_file:
         try:

@@ -10,7 +10,7 @@ from pipeinfer.scheduler.events import LaneStats
 
 def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
             notes: list[str]) -> str:
-    """What `generate` prints to standard error after the text: speed, runs and stages."""
+    """Return the text that `generate` prints to standard error: speed, runs and stages."""
     ttft, itl = figures["time_to_first_token"], figures["inter_token_latency_mean"]
     after = figures["time_to_first_after_prompt"]
     lines = [
@@ -49,16 +49,19 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
 
 
 def flops_of(stats: LaneStats, row: tuple[float, float]) -> float:
-    """About how many products and sums a request's rows took, without its prompt's; of rows that
-    were issued, cancelled or not. row: see `row_flops`."""
+    """Return the approximate number of arithmetic operations of a request's issued rows,
+    cancelled or not, without its prompt's. row: see `row_flops`."""
     return stats.rows * row[0] + stats.attended * row[1]
 
 
 def memory_figures(tokens_per_second: float, stages: Mapping[int, Mapping[str, Any]], own: int,
                    others: int = 0) -> dict[str, float]:
-    """Measured memory of all ranks, draft and head included, and speed relative to it; nothing
-    where a stage did not report. own: resident bytes of rank 0, which may have a stage, too;
-    others: of ranks that only draft."""
+    """Return the memory of all ranks, including draft and head, and the speed relative to it; {}
+    if a stage did not report.
+
+    own: resident bytes of rank 0, which may have a stage, too.
+    others: resident bytes of the draft ranks.
+    """
     if not stages or not all("rss" in stage for stage in stages.values()):
         return {}
     ranks = {0: own}
@@ -71,7 +74,7 @@ def memory_figures(tokens_per_second: float, stages: Mapping[int, Mapping[str, A
 
 
 def name_of(node: int, stage: Mapping[str, Any]) -> str:
-    """What a node is called: its stage, and its member where the stage is cut into slices."""
+    """Return a node's name: its stage, and its member if the stage is cut into slices."""
     number = stage.get("stage", node)
     if not stage.get("slices"):
         return f"stage {number}"

@@ -1,4 +1,4 @@
-"""The terminal: progress, errors and the way out."""
+"""Terminal output: progress and errors; and the exit of a command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stopped(BaseException):
 
 
 def fail(error: PipeinferError) -> NoReturn:
-    """Say what is wrong and end every rank."""
+    """Print an error and end every rank."""
     if isinstance(error, WorkerFailed) and error.remote_traceback:
         click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
     click.echo(f"pipeinfer: error: {error}", err=True)
@@ -41,9 +41,11 @@ def leave(code: int) -> NoReturn:
 
 
 def watch_signals() -> list[int]:
-    """Count interrupts: the first asks to finish the token, the second leaves at once.
+    """Record interrupts: the first one lets the current token complete, the second raises
+    Stopped.
 
-    mpirun turns Ctrl-C into SIGTERM and kills 0.25 s later: then print what there is at once.
+    mpirun turns Ctrl-C into SIGTERM and kills 0.25 s later; so SIGTERM raises Stopped at once, and
+    the caller prints what it has.
     """
     seen: list[int] = []
 
@@ -59,9 +61,9 @@ def watch_signals() -> list[int]:
 
 
 def fetch_models(job: JobConfig) -> None:
-    """Rank 0: have the job's models here before the ranks meet; a signal stops that at once.
+    """Rank 0: fetch the job's models before the ranks meet; a signal stops that at once.
 
-    Raises what `locate.find` does.
+    Raises Stopped, and what `locate.find` does.
     """
     if host.launched_rank() > 0 or not may_fetch(job):
         return
@@ -83,14 +85,18 @@ def fetch_models(job: JobConfig) -> None:
 
 
 def talk_past_the_launcher() -> None:
-    """After an interrupt mpirun drops what its ranks write: use the terminal if there is one."""
+    """Write to the terminal directly, if there is one: after an interrupt mpirun drops the
+    output of its ranks."""
     if host.launched_size() > 1 and (terminal := own_terminal()) is not None:
         os.dup2(terminal, 2)
 
 
 def own_terminal() -> int | None:
-    """The user's terminal past mpirun's pipes: the controlling one, or the one that launch/run
-    names (its mpirun has a session of its own) when rank 0 is on the same host."""
+    """Open the user's terminal without mpirun's pipes; None if there is none.
+
+    It is the controlling terminal, or the one that launch/run names (its mpirun has a session of
+    its own) when rank 0 is on the same host.
+    """
     where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
     for candidate in ("/dev/tty", path if where == socket.gethostname() else ""):
         if candidate.startswith("/dev/"):
@@ -100,17 +106,18 @@ def own_terminal() -> int | None:
 
 
 def show_over(text: str) -> None:
-    """A line on standard error in the place of the one before; empty at the end. A file gets none;
-    under mpirun a rank cannot tell a file, so there they are written."""
+    """Replace the last line on standard error; "" at the end. Without a terminal nothing is
+    written, except under mpirun, where a rank cannot detect a terminal."""
     if not sys.stderr.isatty() and host.launched_size() == 1:
         return
     click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def progress_hook(config: RequestConfig) -> Callable[[Mapping[int, Any]], None] | None:
-    """One line on the terminal that shows how far each stage is; none without a terminal.
+    """Return a function that shows the loading progress of all stages in one line; None without
+    a terminal.
 
-    mpirun hands its ranks pipes, so there the terminal itself is opened.
+    mpirun gives its ranks pipes, so there the terminal itself is opened.
     """
     out: TextIO = sys.stderr
     if config.json or host.launched_rank() > 0:

@@ -1,7 +1,4 @@
-"""What a job did: the summary, and traces that Perfetto opens.
-
-Works on plain reports; knows no MPI, scheduler or model.
-"""
+"""Traces of a job for Perfetto, and pictures of them. Uses plain reports only."""
 
 from __future__ import annotations
 
@@ -25,10 +22,12 @@ def chrome_trace(
     results: list[tuple[int, float]], reports: Mapping[int, Mapping[str, Any]],
     fates: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Chrome-trace JSON: one track per stage, one slice per run, marks for the head's doings.
+    """Return Chrome-trace JSON: one track per stage, one slice per run, marks for the head's
+    actions.
 
-    fates: run id to what became of its tokens, by the head's knowledge at the end. Times of
-    different hosts are each host's own clock.
+    issues, cancels, results: see `RunTrace`. reports: of the stages, by node.
+    fates: what became of each run's tokens, by run id. Times of different hosts are by their own
+        clocks.
     """
     events: list[dict[str, Any]] = [_name(0, "head")]
     starts = [t for _, t, _, _ in issues] or [0.0]
@@ -65,13 +64,14 @@ def _mark(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_drawing(otherwise: str = "") -> None:
-    """Raises UsageError where matplotlib is not installed. otherwise: what can be done instead."""
+    """Raise UsageError if matplotlib is not installed. otherwise: alternative, for the message."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"drawing needs matplotlib: pip install 'pipeinfer[plot]'{otherwise}")
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot for pictures in files. Raises UsageError where it is not installed."""
+    """Return matplotlib's pyplot for pictures in files. Raises UsageError if it is not
+    installed."""
     check_drawing()
     import matplotlib as mpl
 
@@ -82,7 +82,8 @@ def pyplot() -> Any:
 
 
 def read_trace(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """The runs of a trace that --trace wrote, and the names of its tracks. Raises UsageError."""
+    """Return the runs of a trace that --trace wrote, and the names of its tracks. Raises
+    UsageError."""
     names: dict[int, str] = {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -107,8 +108,11 @@ def read_trace(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
 
 
 def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: float) -> None:
-    """Draw stages against time, runs coloured by fate, paler where they waited for other members
-    of a wide stage. Raises UsageError."""
+    """Draw stages against time, with runs coloured by fate, and paler where they waited for
+    other members of a wide stage.
+
+    start_ms: of the first run shown. span_ms: width of the picture. Raises UsageError.
+    """
     events, names = read_trace(trace_file)
     plt = pyplot()
     from matplotlib.patches import Patch
