@@ -20,8 +20,8 @@
 
 Some parts derive their own from these (`HttpFailure`, `EndpointError`, `sandbox.HelperLate`);
 `server.errors.ApiError` and the signals between modules (`transport.base.Dismissed`) stand apart.
-This module knows nothing about how errors are shown: the command line prints the message as one
-line and exits with `exit_code`, a server turns it into an event or an answer.
+This module does not show errors: the command line prints the message as one line and exits with
+`exit_code`, a server turns it into an event or an answer.
 """
 
 from typing import TypeAlias

@@ -5,7 +5,7 @@
                            threads = 16
 
 This module only reads the files: it contacts no host and uses no MPI. Names of profiles and links
-    are checked where they are used.
+are checked where they are used.
 """
 
 from __future__ import annotations

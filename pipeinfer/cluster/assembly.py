@@ -171,8 +171,8 @@ class Assembly:
     def start(self) -> None:
         """Load the first assignment, and supply or prepare the spares.
 
-        A loss is recovered from, except a stage's own error such as a missing file or another
-        version: it is raised, so that the user sees it.
+        Recovers from losses. A stage's own error, such as a missing file or another version, is
+        raised, so that the user sees it.
         """
         try:
             self._assemble()

@@ -62,7 +62,7 @@ class Job(Struct, frozen=True):
 
 
 class LoadedCluster(Struct, frozen=True):
-    """The sizes and files that the stages were loaded for.
+    """The sizes and files for which the stages were loaded.
 
     cells: of each stage's KV cache, of which `spare` are for speculative tokens.
     chunk: rows of a prompt in one run.

@@ -50,8 +50,8 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     nothing.
 
     It is added only if the user has not chosen proposers: over several stages without a draft,
-        with a draft, and on one rank, where every speculative token has to pay for its row. The
-        paper's policy uses the draft alone. ranks: 1 for ranks that take turns.
+    with a draft, and on one rank, where every speculative token has to pay for its row. The
+    paper's policy uses the draft alone. ranks: 1 for ranks that take turns.
     """
     own, grid = config.speculation, config.cluster.grid
     if own.proposer or own.speculation == "off" or own.layout == "replicate" \

@@ -1,7 +1,7 @@
 """Computes the scheduler's limits from a config and measurements of the stages.
 
 Values that the user sets are pinned: the controller does not change them. This module measures
-    nothing, and loads nothing but the few vectors of a BiTA adapter.
+nothing, and loads nothing but the few vectors of a BiTA adapter.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class StageProcess:
     def _report(self, when: str, phase: str, done: int, total: int) -> None:
         """Report the loading to the watchdog and, if this rank has a node, to the head."""
         self._pulse.beat(f"is {phase}{when}")
-        self._port.take(Tag.ERROR)  # nobody sends a stage any: has the head called meanwhile?
+        self._port.take(Tag.ERROR)  # never sent to stages; raises if an epoch has begun meanwhile
         if self._port.node > 0:
             self._port.send(0, Tag.RESULT, Progress(self._name, phase, done, total))
 

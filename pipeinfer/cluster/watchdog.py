@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeinfer.runtime.pulse import Pulse
 
 _BEATS = 8  #: in the time after which silence counts as a hang
-_PATIENT, _PATIENCE = 5.0, b"p"  #: times the time allowed, and the byte that asks for it
+_PATIENT, _PATIENCE = 5.0, b"p"  #: multiple of the allowed time, and the byte that requests it
 START_SECONDS = 60.0  #: for MPI_Init on every rank
 _LATE = 2.0  #: longest sleeps that passed in one: then the watchdog itself was not running
 
@@ -36,7 +36,7 @@ class Watchdog:
     """Starts and feeds the watchdog process.
 
     Make it before MPI starts: a process that uses MPI should not fork. Hangs are not detected
-        before `arm`, because MPI_Init blocks every thread until all ranks are there.
+    before `arm`, because MPI_Init blocks every thread until all ranks are there.
 
     name: of the rank, for messages. seconds: allowed time without a byte.
     pulse: sign of life of the main thread. start: seconds that MPI_Init may take.

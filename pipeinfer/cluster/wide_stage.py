@@ -41,7 +41,7 @@ def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse:
     """Return this member's side of the stage's sums.
 
     All members call it together: the leader sends the others the path of the sums. Raises
-        TransportTimeout, BackendError, UsageError.
+    TransportTimeout, BackendError, UsageError.
     """
     shape = shape_of(setup, n_embd, config.sum_type)
     grid = Grid(setup.widths)

@@ -132,7 +132,8 @@ def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:
 
 
 def even_grid(cluster: Cluster, widths: Sequence[int]) -> GridPlan:
-    """Return the hosts in their order as stages of these widths, with layers according to speed.
+    """Return the hosts in their order as stages of these widths, with layers distributed by
+    speed.
 
     Raises PlanError if the cut, the groups or the memory do not allow it.
     """

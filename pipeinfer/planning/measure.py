@@ -1,10 +1,10 @@
 """Measures the speed of this rank's machine, once per host, and stores the result.
 
 There are three figures: bytes per second of a plain copy by all the rank's threads; the time of
-    runs of 1, 2 and 4 rows through one layer of the target on the rank's own backend; and the time
-    of one row through its output matrix, which processes more bytes per second than layers do.
-    Windows are long enough to include a CPU quota of the control group (its period is a tenth of a
-    second). No figure can change a token: only the planner reads them.
+runs of 1, 2 and 4 rows through one layer of the target on the rank's own backend; and the time
+of one row through its output matrix, which processes more bytes per second than layers do.
+Windows are long enough to include a CPU quota of the control group (its period is a tenth of a
+second). No figure can change a token: only the planner reads them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Separates a stage's computing time from its waiting for cores that other stages use.
 
-Stages of one host with fewer cores than threads delay each other, so the duration of a run says
-little about the stage. While such stages work at the same time, each progresses at the rate of
-cores over threads; each instant counts at that rate. All times of one pool come from one host's
-clock. Pure.
+Stages of one host with fewer cores than threads delay each other, so the duration of a run does
+not show the speed of the stage. While such stages work at the same time, each progresses at the
+rate of cores over threads; each instant counts at that rate. All times of one pool come from one
+host's clock. Pure.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def shares_of(slices: str, widths: Sequence[int]) -> tuple[tuple[float, ...], ..
             if not word.isdigit() or int(word) > 1024:
                 raise UsageError(f"--slices {slices}: a stage has from 1 to 1024 slices")
             shares = [1.0] * int(word)
-        deal(len(shares), width)  # says what is wrong where they do not suffice
+        deal(len(shares), width)  # raises if there are too few slices
         found.append(tuple(shares))
     return tuple(found)
 

@@ -1,8 +1,8 @@
 """The head's interface to a draft that has ranks of its own; `draft_rank` is the other end.
 
 Accepted tokens of a lane are sent once: each job carries only the new ones. If a draft rank is
-    lost, every job is answered with no proposals, so that the target goes on alone. This module
-    loads no model.
+lost, every job is answered with no proposals, so that the target goes on alone. This module
+loads no model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One choice of a request in the HTTP process: turns tokens into text and has one end.
 
 Text is released as soon as it is final: not within a character, and not while it may be the
-    beginning of a stop string. Text that is not fetched is merged, so a slow reader costs no more
-    memory than the text itself. This module uses no HTTP and no engine.
+beginning of a stop string. Text that is not fetched is merged, so a slow reader costs no more
+memory than the text itself. This module uses no HTTP and no engine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The file in which requests and their tokens outlive the HTTP process: `serve --journal FILE`.
 
 It is text, one entry a line: eight hexadecimal digits (CRC-32 of what follows the space), a space,
-    a JSON object. The first entry names the format. Entries are appended; from time to time the
-    file is written again with the entries that are still needed, under another name, and renamed.
-    A damaged line is skipped: tokens that are lost with it are computed again, because they follow
-    from the request alone.
+a JSON object. The first entry names the format. Entries are appended; from time to time the
+file is written again with the entries that are still needed, under another name, and renamed.
+A damaged line is skipped: tokens that are lost with it are computed again, because they follow
+from the request alone.
 
 This module handles the file and requests, neither the engine nor HTTP. Only one thread may use it,
 except `sync` and `render`, which may wait for the disk.

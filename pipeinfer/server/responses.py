@@ -285,9 +285,9 @@ def timings(generations: Sequence[Generation]) -> Timings:
     """Return counts and speeds, named as in llama.cpp's server, of several choices together.
 
     Times are in milliseconds. prompt: until the first token, including the wait in the queue.
-        predicted: from the first token to the last. If a new job has taken over, the result also
-        has the number of times, and whether it computes the same bits, so that tokens are those of
-        an undisturbed answer.
+    predicted: from the first token to the last. If a new job has taken over, the result also
+    has the number of times, and whether it computes the same bits, so that tokens are those of
+    an undisturbed answer.
     """
     counts = [g.counts for g in generations]
     reused = sum(_reused(g) for g in generations)

@@ -25,19 +25,19 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     client_timeout: seconds that a client may leave its answer unread
     restart_timeout: seconds that requests wait for a job that is started again
     cors_origins: web page origins that may use the server
-    hosts: names that the server goes by, beside localhost and addresses
+    hosts: accepted host names, besides localhost and addresses
     check_hosts: whether requests under other names are refused
     log_requests: whether every request is logged
     seed: for requests without one; -1 draws one
     defaults: for sampling fields that a request leaves out
     decomposer: method of chat requests that name none; "" for none
     decomposers: methods that a request may name
-    remember_answers: whether answers are guessed from others to the same key
+    remember_answers: whether prompt lookup copies from other answers to the same key
     journal: file in which requests outlive the process; "" for none
-    journal_sync: seconds between two times that the disk has it
+    journal_sync: seconds between two syncs of it to the disk
     journal_keep: seconds for which ended requests stay in it
-    journal_size: MiB of it beyond which the oldest of them go
-    otlp: address of the collector that gets traces; "" for none
+    journal_size: MiB of it beyond which the oldest of them are deleted
+    otlp: address of the collector that receives traces; "" for none
     certificate, private_key: files of TLS; "" for plain HTTP
     """
 

@@ -178,7 +178,7 @@ class Keeper(Mover):
                 said = await self._move(tell, Change(
                     f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
                     wait=wait))
-                for host in self._back:  # a further loss counts anew and lengthens the next wait
+                for host in self._back:  # so that a further loss lengthens the next wait
                     self._comeback.present(host)
                 self._back.clear()
                 return said

@@ -290,7 +290,7 @@ class Mover(Supervisor):
                     time.monotonic() - running.began, 1)}
                 raise UsageError(f"the next job does not start (exit code {running.row['exit']}; "
                                  f"{why or f'see {logs}'}): nothing was changed")
-            if state == "gone":  # it ends by itself, and its exit code says more
+            if state == "gone":  # it ends by itself; then its exit code gives the reason
                 deadline = min(deadline, time.monotonic() + 10 * _END)
             if time.monotonic() > deadline:
                 raise UsageError(f"the next job is not ready after {_BEGIN:g} s (see {logs}): "

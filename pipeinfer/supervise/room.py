@@ -59,7 +59,7 @@ def needs(config: JobConfig, names: Sequence[str]) -> dict[str, float]:
         config, context_size(config.model, model), EXACT_LIMIT, len(stages))
 
     def bytes_of(path: Path) -> tuple[float, float]:
-        """Of all layers, and beside them on each rank that has some."""
+        """Return the bytes of all layers, and the scratch bytes on each rank that has some."""
         one = open_model(path)
         torch = config.model.backend == "torch" or path.is_dir()
         load = load_of(one, cells, n_batch, _TORCH_BYTES if torch else 0)

@@ -78,8 +78,9 @@ def outcome(launcher: int, said: str, *, asked: bool) -> int:
 class Comeback:
     """Decides when missing hosts are checked again.
 
-    The interval is `every` seconds. It doubles with each loss of the same host, up to an hour,
-    since each move costs a pause. Times are those of the caller's clock.
+    Checks are `every` seconds apart. With each loss of the same host its first check comes later,
+    up to an hour after the loss, since each move costs a pause. Times are those of the caller's
+    clock.
     """
 
     def __init__(self, every: float) -> None:

@@ -44,7 +44,7 @@ class Layout(Struct, frozen=True):
 
 
 class Envelope(Struct, frozen=True):
-    """A received message and the node that sent it (-1 where the transport cannot tell)."""
+    """A received message and the node that sent it (-1 if the transport does not provide it)."""
 
     source: int
     message: Message

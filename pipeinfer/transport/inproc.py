@@ -1,8 +1,8 @@
 """Nodes as threads of one process, connected by mailboxes.
 
 They pass each other message objects: encoding and decoding took a third of the time between two
-    tokens of a small model. This module uses no MPI; `transport.mpi` uses `LocalPort` for a stage
-    in rank 0's process.
+tokens of a small model. This module uses no MPI; `transport.mpi` uses `LocalPort` for a stage
+in rank 0's process.
 """
 
 from __future__ import annotations

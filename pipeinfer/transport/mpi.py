@@ -404,7 +404,7 @@ class MpiPort:
         """Stop all communication with these ranks.
 
         Their buffers are kept: MPI may still use those of a rank that hangs. Raises ClusterError
-            if rank 0 is among them.
+        if rank 0 is among them.
         """
         self.gone |= set(ranks)
         if 0 in self.gone and self.rank != 0:

@@ -66,7 +66,7 @@ def world() -> MPI.Comm:
     """Return the communicator of all ranks. Raises ProtocolError without thread support.
 
     It is not a duplicate: making one is collective, and a rank that dies meanwhile would block the
-        others forever. Nothing else in this process uses MPI.
+    others forever. Nothing else in this process uses MPI.
     """
     if MPI.Query_thread() < MPI.THREAD_FUNNELED:
         raise ProtocolError(
