@@ -12,21 +12,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.asker import NOBODY
+from pipeinfer.server.errors import Failure
 
 _MODEL_ENDS = frozenset({"stop", "length", "context"})
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a choice ended without an answer. kind: one of those in `errors.for_failure`."""
-
-    kind: str
-    message: str
 
 
 @dataclass(slots=True)
@@ -60,6 +52,32 @@ class Counts:
     last: float | None = None
 
 
+class Observer(Protocol):
+    """What is notified of a choice: the key that pays for it, and the request's trace."""
+
+    def token(self, generation: Generation) -> None:
+        """A token of the answer has arrived."""
+
+    def event(self, name: str, **attributes: str | int | bool) -> None:
+        """Something has happened meanwhile."""
+
+    def ended(self, generation: Generation) -> None:
+        """The choice has ended."""
+
+
+class _Unobserved:
+    """The observer of a choice that nothing counts or traces."""
+
+    def token(self, generation: Generation) -> None:
+        """Ignored."""
+
+    def event(self, name: str, **attributes: str | int | bool) -> None:
+        """Ignored."""
+
+    def ended(self, generation: Generation) -> None:
+        """Ignored."""
+
+
 class Generation:
     """One choice. `news` is set whenever there is something to fetch.
 
@@ -79,7 +97,7 @@ class Generation:
         self.tokens: list[int] = []
         self.restarts = 0  #: how often a new job has taken it up
         self.same_bits = True  #: whether all of these computed as the first one did
-        self.asker = NOBODY
+        self.asker: Observer = _Unobserved()
         self._news = news
         self._stream = TextStream(tokenizer, stops)
         self._waiting: deque[tuple[int, Piece]] = deque()  # where each begins

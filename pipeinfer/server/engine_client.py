@@ -19,9 +19,9 @@ from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
-from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.choice import Generation
 from pipeinfer.server.engine_line import EngineLine
-from pipeinfer.server.errors import ApiError
+from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
     Abort,
     Bye,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeinfer.server.choice import Failure
+from dataclasses import dataclass
+
 from pipeinfer.server.schema_replies import ErrorReply
 
 _TYPES = {
@@ -14,6 +15,14 @@ _TYPES = {
     503: "unavailable_error", 504: "timeout_error",
 }
 RETRY_AFTER = 2  #: seconds after which a client should try again
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a choice ended without an answer. kind: one of those in `for_failure`."""
+
+    kind: str
+    message: str
 
 
 class ApiError(Exception):

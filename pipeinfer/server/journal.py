@@ -28,7 +28,7 @@ import msgspec
 
 from pipeinfer.errors import UsageError
 from pipeinfer.server.chat import ToolUse
-from pipeinfer.server.choice import Failure
+from pipeinfer.server.errors import Failure
 from pipeinfer.server.requests import Asked
 
 VERSION = 1

@@ -13,15 +13,47 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import asking
-from pipeinfer.server.choice import Choices, Failure, Generation
-from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.errors import ApiError, bad
+from pipeinfer.server.choice import Choices, Generation
+from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens
+from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tracing import Tracer
+
+
+class JournaledHub(Protocol):
+    """What journaled requests need of the hub; see `engine_client.Hub` for each."""
+
+    settings: Settings
+    metrics: Metrics
+    facts: dict[str, Any]
+    tracer: Tracer | None
+
+    @property
+    def state(self) -> str:
+        """The state of the cluster, as /health shows it."""
+
+    def new_id(self) -> int:
+        """Return the id of a new choice."""
+
+    def add(self, generation: Generation, asked: Asked, before: bool = False, bits: object = None
+            ) -> None:
+        """Send a choice of a request to the engine."""
+
+    def abort(self, generation: Generation, reason: str) -> None:
+        """End a choice whose client has gone."""
+
+    def check_ready(self) -> Tokenizer:
+        """Return the vocabulary if requests can be accepted. Raises ApiError (503)."""
+
+    def check_room(self, count: int) -> None:
+        """Raise ApiError where `count` choices are too many."""
+
 
 _TURN = 64  #: tokens that a follower takes before it yields to other tasks
 _LEAVING = ("failed", "stopped", "draining")
@@ -160,7 +192,7 @@ class Kept:
 class Archive:
     """The journaled requests of a server and their journal."""
 
-    def __init__(self, hub: Hub, journal: Journal) -> None:
+    def __init__(self, hub: JournaledHub, journal: Journal) -> None:
         """Read the journal. Raises UsageError."""
         self.hub, self._journal = hub, journal
         self._kept = {name: Kept(self, record, alone=False)

@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeinfer.server.choice import Choices, Failure
+from pipeinfer.server.choice import Choices
 from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.errors import ApiError, for_failure
+from pipeinfer.server.errors import ApiError, Failure, for_failure
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import Writer
 

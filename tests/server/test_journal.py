@@ -15,7 +15,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.server import journal as module
 from pipeinfer.server.chat import ToolUse
-from pipeinfer.server.choice import Failure
+from pipeinfer.server.errors import Failure
 from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens, check
 from pipeinfer.server.requests import Asked
 from pipeinfer.strategies.decomposers.base import Specification

@@ -20,9 +20,9 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
 from pipeinfer.server.app import Server
 from pipeinfer.server.chat import ToolUse
-from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.choice import Generation
 from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.errors import ApiError, bad, for_failure
+from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
 from pipeinfer.server.frames import Rebalanced
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.server.choice import Failure, Generation
+from pipeinfer.server.choice import Generation
+from pipeinfer.server.errors import Failure
 from pipeinfer.server.tools import Call, CallParser, call_grammar, parse_call
 
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
