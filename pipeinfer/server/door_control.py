@@ -1,16 +1,7 @@
-"""The supervisor's commands to the HTTP process that outlives the job: one JSON object a line,
-over a socket pair, and an answer to each with the same `number`.
+"""The HTTP process that outlives the job: its hub, and the execution of the supervisor's orders.
 
-    {"op": "look"}                             return the state
-    {"op": "hold", "on": true}                 new requests wait, running ones continue
-    {"op": "move", "why": TEXT, "anew": BOOL}  the engine is about to be ended, another one comes;
-                                               anew: maybe with another model under the same path
-    {"op": "beside", "on": true, "anew": BOOL} the next engine that connects loads while this one
-                                               serves, and waits for `swap`; false: disconnect it
-    {"op": "swap", "why": TEXT, "lost": BOOL}  it takes over with every open request; "swapped"
-                                               tells whether. lost: the serving one has ended
-
-The supervisor holds the other end, as it has started this process.
+Orders come over a socket pair (`orders`), whose other end the supervisor has since it started this
+process.
 """
 
 from __future__ import annotations
@@ -20,14 +11,16 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
+from pipeinfer.errors import ProtocolError
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.engine_line import nobody
 from pipeinfer.server.entered import Entered
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, EngineFrame
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.orders import Beside, Hold, Look, Move, Swap, decode, number_of
 from pipeinfer.server.settings import Settings
 
 
@@ -211,22 +204,21 @@ async def obey(hub: MovingHub, sock: socket.socket) -> None:
 
 def _answer(hub: MovingHub, line: bytes) -> dict[str, Any]:
     try:
-        match order := json.loads(line):
-            case {"op": "look"}:
-                found = hub.look()
-            case {"op": "hold", "on": bool(on)}:
-                hub.hold(on)
-                found = {"open": len(hub.open)}
-            case {"op": "move", "why": str(why), "anew": bool(anew)}:
-                hub.move(why, anew)
-                found = {"open": len(hub.open)}
-            case {"op": "beside", "on": bool(on), "anew": bool(anew)}:
-                hub.wait_for_swap(on, anew)
-                found = {"open": len(hub.open)}
-            case {"op": "swap", "why": str(why), "lost": bool(lost)}:
-                found = {"swapped": hub.swap(why, lost), "open": len(hub.open)}
-            case _:
-                found = {"error": "no such order"}
-        return {**found, "number": order.get("number")}
-    except (ValueError, AttributeError) as error:
-        return {"error": str(error)}
+        order = decode(line)
+    except ProtocolError as error:
+        return {"error": str(error), "number": number_of(line)}
+    found: dict[str, Any] = {}
+    match order:
+        case Look():
+            found = hub.look()
+        case Hold(on):
+            hub.hold(on)
+        case Move(why, anew):
+            hub.move(why, anew)
+        case Beside(on, anew):
+            hub.wait_for_swap(on, anew)
+        case Swap(why, lost):
+            found = {"swapped": hub.swap(why, lost)}
+        case _:
+            assert_never(order)
+    return {"open": len(hub.open), **found, "number": order.number}

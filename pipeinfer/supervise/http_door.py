@@ -1,6 +1,6 @@
 """The supervisor's handle on the HTTP process that outlives the job: start, requests, end.
 
-Requests are JSON objects, one a line, over a socket pair: see `server.door_control`.
+Orders go over a socket pair, one a line: see `server.orders`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pipeinfer.server.orders import Look, Order, encode
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two checks whether it answers
@@ -74,22 +76,22 @@ class HttpDoor:
             await asyncio.sleep(_EVERY)
             if process.poll() is not None:
                 return
-            if await self.ask(op="look"):
+            if await self.ask(Look()):
                 missed = 0
             elif self._answered:
                 missed += 1
         self._say("the HTTP process does not answer any more: killed")
         process.kill()
 
-    async def ask(self, **question: Any) -> dict[str, Any]:
-        """Send a request and return the answer, {} if there is none (in time)."""
+    async def ask(self, order: Order) -> dict[str, Any]:
+        """Send an order and return the answer, {} if there is none (in time)."""
         async with self._asking:
             if self._link is None or not self.pid:
                 return {}
             reader, writer = self._link
             self._number += 1
             try:
-                writer.write(json.dumps({**question, "number": self._number}).encode() + b"\n")
+                writer.write(encode(order, self._number))
                 async with asyncio.timeout(_ANSWER):
                     while line := await reader.readline():
                         found: dict[str, Any] = json.loads(line)

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
+from pipeinfer.server.orders import Look
 from pipeinfer.supervise.changes import is_wide
 from pipeinfer.supervise.commands_socket import Commands
 from pipeinfer.supervise.moves import Change, Mover, Tell, identity
@@ -103,7 +104,7 @@ class Keeper(Mover):
             self._write()
 
     async def _look(self) -> None:
-        seen = await self._http.ask(op="look")
+        seen = await self._http.ask(Look())
         if self.current is None:
             return
         self._seen = seen

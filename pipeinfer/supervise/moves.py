@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from typing_extensions import override
 
 from pipeinfer.errors import UsageError
+from pipeinfer.server.orders import Beside, Hold, Look, Move, Swap
 from pipeinfer.supervise import room
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.overlap import Choice, Overlap, choose, inherits
@@ -120,7 +121,7 @@ class Mover(Supervisor):
                          "back to what there was before")
         self._failed_move = self._refused
         self.say(self._refused)
-        await self._http.ask(op="move", why="back to what there was before", anew=True)
+        await self._http.ask(Move(why="back to what there was before", anew=True))
         return True
 
     def _row(self) -> dict[str, Any]:
@@ -179,10 +180,10 @@ class Mover(Supervisor):
             await self._until_none_is_open(tell, change)
         running = self.current
         if running is None or self.asked:
-            await self._http.ask(op="hold", on=False)
+            await self._http.ask(Hold(on=False))
             raise UsageError("the job has ended meanwhile")
         self._meant, self._refused = True, ""
-        count = (await self._http.ask(op="move", why=change.why, anew=change.anew)).get("open", 0)
+        count = (await self._http.ask(Move(why=change.why, anew=change.anew))).get("open", 0)
         self.say(f"{change.why}; {count} open requests wait")
         self._ready.clear()
         self._phase, began = "moving", time.monotonic()
@@ -226,7 +227,7 @@ class Mover(Supervisor):
         """
         wait, told = change.wait, False
         deadline = time.monotonic() + wait
-        found = await self._http.ask(op="hold", on=True)
+        found = await self._http.ask(Hold(on=True))
         while found.get("open", 0) and not self.asked and self._next is following:
             if not told:
                 told = True
@@ -236,12 +237,12 @@ class Mover(Supervisor):
                 if change.force:
                     tell(f"{found['open']} requests have not ended")
                     return
-                await self._http.ask(op="hold", on=False)
+                await self._http.ask(Hold(on=False))
                 raise UsageError(f"{found['open']} requests still run after {wait:g} s, so nothing "
                                  "was changed: --wait S waits for longer, --force does not wait "
                                  "for them")
             await asyncio.sleep(0.25)
-            found = await self._http.ask(op="hold", on=True)  # a job that came meanwhile let all in
+            found = await self._http.ask(Hold(on=True))  # a job that came meanwhile let all in
 
     # --- both at a time -----------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ class Mover(Supervisor):
         began, self._refused = time.monotonic(), ""
         following: _Next | None = None
         try:
-            await self._http.ask(op="beside", on=True, anew=change.anew)
+            await self._http.ask(Beside(on=True, anew=change.anew))
             following = self._next = _Next(
                 self.start(self._row()), change, asyncio.get_running_loop().create_future())
             self.say(f"{change.why}: the next job loads while this one serves")
@@ -263,7 +264,7 @@ class Mover(Supervisor):
             if following is None or self._next is following:
                 self._next = None
                 change.undo()
-                await self._http.ask(op="hold", on=False)
+                await self._http.ask(Hold(on=False))
                 await self._discard(following)
             if isinstance(error, UsageError):
                 self.say(f"{change.why}: not done, the job that serves goes on ({error})")
@@ -278,7 +279,7 @@ class Mover(Supervisor):
         deadline, running = time.monotonic() + _BEGIN, following.running
         logs = self._folder.path / "logs"
         while self._next is following:
-            found = await self._http.ask(op="look")
+            found = await self._http.ask(Look())
             state = found.get("beside")
             if state == "ready":
                 return
@@ -300,15 +301,15 @@ class Mover(Supervisor):
     async def _swap(self, following: _Next, began: float) -> str:
         """Let the next job serve from now on, and end the old one."""
         change, old = following.change, self.current
-        found = await self._http.ask(op="swap", why=change.why, lost=False)
+        found = await self._http.ask(Swap(why=change.why, lost=False))
         if not found:  # it has been too busy to answer in time
-            found = await self._http.ask(op="swap", why=change.why, lost=False)
+            found = await self._http.ask(Swap(why=change.why, lost=False))
         if not found.get("swapped") or old is None:
             raise UsageError("the next job has failed just before it took over: nothing was "
                              "changed")
         self._next, self.heir, self._meant = None, following.running, True
         self._take_note()
-        seen = await self._http.ask(op="look")
+        seen = await self._http.ask(Look())
         self._model = identity(str(seen.get("model", "")))
         self._end(old)
         while self.current is not following.running and not following.running.ends.done():
@@ -327,11 +328,11 @@ class Mover(Supervisor):
     async def _follows(self, following: _Next) -> bool:
         change = following.change
         self._ready.clear()
-        seen = await self._http.ask(op="look")
+        seen = await self._http.ask(Look())
         takes = inherits(reachable=bool(seen), same=not change.waits,
                          open_requests=int(seen.get("open", 0)), force=change.force)
         if takes and not following.running.ends.done() and (
-                await self._http.ask(op="swap", why="the job has ended", lost=True)
+                await self._http.ask(Swap(why="the job has ended", lost=True))
                 ).get("swapped"):
             self.say("the job has ended while the next one loads, which follows it")
             self.heir, self._undo, self._phase = following.running, change.undo, "starting"
@@ -344,7 +345,7 @@ class Mover(Supervisor):
 
     async def _discard(self, following: _Next | None) -> None:
         """End a job that never served."""
-        await self._http.ask(op="beside", on=False, anew=False)
+        await self._http.ask(Beside(on=False, anew=False))
         if following is None:
             return
         running = following.running

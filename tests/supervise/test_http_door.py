@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from pipeinfer.server import http_process
+from pipeinfer.server.orders import Look
 from pipeinfer.server.settings import Settings
 from pipeinfer.supervise import http_door
 from tests.rig.server_peer import SECONDS
@@ -31,7 +32,7 @@ def test_one_that_hangs_is_killed(monkeypatch):
             http_process.enter, path, Settings(str(MODEL), "m"),
             lambda: http_process.listen("127.0.0.1", 0, SECONDS))
         async with asyncio.timeout(SECONDS):
-            while not await door.ask(op="look"):
+            while not await door.ask(Look()):
                 await asyncio.sleep(0.05)
             assert not said
             os.kill(door.pid, signal.SIGSTOP)

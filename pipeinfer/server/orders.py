@@ -1,0 +1,96 @@
+"""The supervisor's orders to the HTTP process that outlives the job: one JSON object a line, and
+one with the same `number` in answer.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from pipeinfer.errors import ProtocolError
+
+
+class _Order(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_fields=True,
+             kw_only=True):
+    """number: of the order; its answer has the same one."""
+
+    number: int = 0
+
+
+class Look(_Order, frozen=True):
+    """Return the state."""
+
+
+class Hold(_Order, frozen=True):
+    """Let new requests wait while running ones continue; or admit them again."""
+
+    on: bool
+
+
+class Move(_Order, frozen=True):
+    """Prepare for the end of the engine: another one will connect.
+
+    why: for clients.
+    anew: whether it may have another model under the same name.
+    """
+
+    why: str
+    anew: bool
+
+
+class Beside(_Order, frozen=True):
+    """Let the next engine load while the present one serves, until `Swap`; or disconnect it.
+
+    anew: as for Move.
+    """
+
+    on: bool
+    anew: bool
+
+
+class Swap(_Order, frozen=True):
+    """Give every open request to the next engine; the answer has "swapped".
+
+    why: for clients.
+    lost: whether the serving engine has ended.
+    """
+
+    why: str
+    lost: bool
+
+
+Order: TypeAlias = Look | Hold | Move | Beside | Swap
+_decoder = msgspec.json.Decoder(Order)
+_encoder = msgspec.json.Encoder()
+
+
+class _Number(Struct, frozen=True):
+    number: int = 0
+
+
+_numbers = msgspec.json.Decoder(_Number)
+
+
+def encode(order: Order, number: int) -> bytes:
+    """Return the line of an order under this number."""
+    return _encoder.encode(msgspec.structs.replace(order, number=number)) + b"\n"
+
+
+def decode(line: bytes) -> Order:
+    """Return the order in a line. Raises ProtocolError."""
+    try:
+        order: Order = _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"no such order: {error}") from error
+    return order
+
+
+def number_of(line: bytes) -> int:
+    """Return the number of a malformed order, 0 if that cannot be read either."""
+    try:
+        number: int = _numbers.decode(line).number
+    except msgspec.DecodeError:
+        return 0
+    return number
