@@ -1,5 +1,5 @@
-"""What multiplies matrices: layers of a model on llama.cpp, on torch, or a toy, behind one
-protocol; which widths of a run give the same bits, and what rows cost.
+"""Backends, which compute layers of a model: on llama.cpp, on torch, or as a toy, behind one
+protocol. Also the measurements of exact widths and of the cost of rows.
 
-Must not know requests, policies or transports.
+Modules here may not depend on requests, policies or transports.
 """

@@ -1,8 +1,8 @@
-"""The seam between stages (or the draft) and whatever multiplies the matrices.
+"""The interface between a stage (or the draft) and the library that computes layers.
 
-A backend evaluates rows over a cache of cells and edits the cells' sequence sets. It knows
-nothing about runs, requests, ranks or policies. Contracts are stated per call, in particular what
-remains in the cache when a call fails or is stopped, because cancellation depends on it.
+A backend evaluates rows over a cache of cells and edits the cells' sequence ids. It is independent
+of runs, requests, ranks and policies. The contract of each method includes the state of the cache
+after a failure or a stop, because cancellation depends on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_VIEWS = "this proposer's rows need the torch backend: add --backend torch"
 
 
 class ShardInfo(Struct, frozen=True):
-    """What a loaded shard is.
+    """The properties of a loaded shard.
 
     architecture: of the model, as its file names it
     layers: `[start, stop)` of the whole model's layers
@@ -51,12 +51,13 @@ class ShardInfo(Struct, frozen=True):
 
 
 class Capabilities(Struct, frozen=True):
-    """What a backend can do beyond rows that continue their sequence without a gap.
+    """What a backend supports beyond rows that continue their sequence without a gap.
 
-    free_positions: gaps and overlaps of positions within a sequence. separate_views: a row may
-    look through ids it is not stored under (`Rows.views`), and sequences can be joined
-    (`seq_join`). embedding_rows: a row given as a vector, on the first
-    shard. stops_inside: a decode can be stopped at a layer boundary.
+    free_positions: gaps and overlaps of positions within a sequence
+    separate_views: a row may attend to ids that it is not stored under (`Rows.views`), and
+        sequences can be joined (`seq_join`)
+    embedding_rows: a row given as a vector, on the first shard
+    stops_inside: a decode can be stopped at a layer boundary
     """
 
     free_positions: bool
@@ -66,7 +67,7 @@ class Capabilities(Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """One shard of the target, or a whole draft model."""
+    """One shard of the target, or a whole draft model, with its cache."""
 
     info: ShardInfo
     capabilities: Capabilities
@@ -77,37 +78,41 @@ class Backend(Protocol):
         hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """Evaluate `rows`, making one cell per row.
+        """Evaluate `rows`; each makes one cell.
 
-        hidden: float32[n, n_embd], the previous shard's result, for every shard but the first
-        (None there). Returns float32[n, n_embd] (the residual stream after the shard's last
-        layer) or, on the last shard, float32[k, n_vocab] logits of the k rows with
-        `rows.outputs`, in row order (an empty k gives shape (0, n_vocab)). The array is the
-        caller's own, but for logits of a backend that was asked to lend them (`LlamaOptions.lend`):
-        the next decode overwrites those. `should_stop` is asked after every layer that more work of
-        this shard follows (so not before the first: ask yourself); once it answers True the result
-        is None and *no* cell of these rows remains. Positions of each id must continue that id
-        without a gap; an empty id may start anywhere. The ids of a row are a subset of those of
-        every earlier row of the batch that shares one of them.
+        rows: positions of each id must continue that id without a gap; an empty id may start
+            anywhere. The ids of a row are a subset of those of every earlier row of the batch that
+            shares one of them
+        hidden: float32[n, n_embd], the result of the previous shard; None on the first shard
+        should_stop: is called after every layer that more work of this shard follows (not before
+            the first: the caller can do that). Once it returns True, the result is None and *no*
+            cell of these rows remains
 
-        A row's logits do not depend on the other rows up to the backend's exact width, see
-        `exact.exact_width`.
+        Returns float32[n, n_embd] (the residual stream after the shard's last layer) or, on the
+        last shard, float32[k, n_vocab] logits of the k rows with `rows.outputs`, in row order (an
+        empty k gives shape (0, n_vocab)). The array belongs to the caller, except logits of a
+        backend with `LlamaOptions.lend`: the next decode overwrites those. A row's logits do not
+        depend on the other rows up to the backend's exact width, see `exact_width.exact_width`.
 
-        Raises BackendError when the rows cannot be evaluated (no free cells, a broken
-        sequence); no cell of these rows remains then. An exception of `should_stop` is re-raised
-        after the same clean-up.
+        Raises BackendError when the rows cannot be evaluated (no free cells, a broken sequence); no
+        cell of these rows remains then. An exception of `should_stop` is re-raised after the same
+        clean-up.
         """
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """Take `seq_id` (ALL_SEQS: every id) off cells in `[p0, p1)`. Never fails on an id or
-        range without cells."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`.
+
+        Ids and ranges without cells are no error.
+        """
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Add `dst` to the cells of `src` in `[p0, p1)`. Metadata only; values do not move.
-        `dst` must hold no cell there yet, or its readers would count positions twice."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`. Edits metadata only; values do not move.
+
+        `dst` must hold no cell there yet, or its rows would attend to positions twice.
+        """
 
     def seq_keep(self, seq_id: int) -> None:
-        """Drop every other id from every cell and free the cells without `seq_id`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
 
     def close(self) -> None:
         """Release the model and its cache. May be called twice."""

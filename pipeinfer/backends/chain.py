@@ -1,5 +1,8 @@
-"""Several shards of consecutive layers as one: a stage that took over a neighbour's layers loads
-only those, beside what it has. Knows no transport and no plan."""
+"""Several shards of consecutive layers as one backend.
+
+A stage that took over a neighbour's layers loads only those, in addition to its own shard.
+Independent of transports and plans.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from pipeinfer.core.types import FloatArray, Rows, SeqJoin
 
 
 class ChainBackend:
-    """`parts` in the order of their layers, each beginning where the one before it ends.
+    """A backend made of `parts` in the order of their layers.
 
-    Raises ValueError for parts that do not fit together.
+    Each part has to begin where the one before it ends; ValueError otherwise.
     """
 
     def __init__(self, parts: Sequence[Backend]) -> None:
@@ -83,7 +86,7 @@ class ChainBackend:
             part.close()
 
     def _drop(self, rows: Rows, count: int) -> None:
-        """Take the rows' cells off the first `count` parts, which had computed them."""
+        """Remove the rows' cells from the first `count` parts, which had computed them."""
         end = int(rows.positions.max(initial=-1)) + 1
         for part in self._parts[:count]:
             for seq_id, first in rows.first_positions().items():

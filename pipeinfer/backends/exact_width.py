@@ -1,10 +1,10 @@
-"""Finds how many rows a backend may decode together and still give single rows' bits.
+"""Measures how many rows a backend may decode together with the bits of single rows.
 
 Matrix kernels differ by the number of rows, and a logit that moves by a rounding error can flip a
-near-tie. The pipeline keeps to the smallest R of its stages, so that its tokens do not depend on
-what was decoded beside what. Measured, not assumed: it depends on processor, file and threads.
+near-tie. The pipeline uses the smallest R of its stages, so that its tokens do not depend on which
+rows were decoded together. R is measured, not assumed: it depends on processor, file and threads.
 
-Where a cell lies in memory matters, too: `backends.llamacpp.cell_order` sees to that.
+The place of a cell in memory matters, too: see `backends.llamacpp.cell_order`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _CONTEXT = 40  #: tokens before the rows that are compared
 #: further contexts that the width must hold in: quantised activations hide a rounding error of a
 #: kernel more often than not, so rows of one context can agree where others do not
 _FURTHER = (0, 7, 23, 40, 11)
-#: cells and rows of a batch beyond which the answer is the same: a search and a curve need fewer
+#: cells and rows of a batch beyond which the result is the same: search and curve need fewer
 _MOST_CELLS, _MOST_ROWS = 512, 64
-_UNKNOWN = 1e6  #: more than threads can wait: of a curve that was not measured here
+_UNKNOWN = 1e6  #: more than threads can wait: marks a curve that was not measured here
 
 
 Progress = Callable[[int, int], None]
 
 
 class Widths(Struct, frozen=True):
-    """What rows decoded together are like: R, and the time of CURVE_ROWS rows relative to one."""
+    """The measured width R, and the times of runs of CURVE_ROWS rows relative to one row."""
 
     exact: int
     curve: tuple[float, ...]
 
     @property
     def row_cost(self) -> float:
-        """Time of a second, third, fourth row relative to the first, on average.
+        """The time of a second, third, fourth row relative to the first, on average.
 
         Near 0 where memory bounds a decode (GPUs), near 1 or above where arithmetic does.
         """
@@ -56,13 +56,20 @@ def known_widths(
     backend: Backend, identity: Sequence[object], limit: int = 16,
     progress: Progress | None = None, known_curve: Sequence[float] | None = None,
 ) -> Widths:
-    """`exact_width` and `row_cost`, remembered beside the shards: they can cost minutes. A curve
-    that was measured while other programs took the cores is measured again the next time, until
-    it was once measured in quiet; of two the one that waited less is kept.
+    """Return `exact_width` and the curve of a backend, stored in the shard cache after the first
+    time.
 
-    identity: everything beside the backend's own sizes and options that the answer depends on
-    (model, llama.cpp, threads, processor). Caches of 512 and more cells share an answer, and so do
-    batches of 64 and more rows. known_curve: taken for the rest instead of measuring it.
+    The measurements can take minutes. A curve that was measured while other programs used the cores
+    is measured again at the next load, until a measurement was undisturbed; of two, the one with
+    less waiting is stored.
+
+    backend: to measure; its cache must be empty
+    identity: what the result depends on besides the backend's own sizes and options (model,
+        llama.cpp, threads, processor). Caches of 512 and more cells share a result, and so do
+        batches of 64 and more rows
+    limit: largest width to try
+    progress: called with (widths tried, limit)
+    known_curve: used instead of measuring the curve
     """
     info = backend.info
     limit = min(limit, int(getattr(backend, "exact_limit", limit)))
@@ -87,8 +94,9 @@ def known_widths(
 
 
 def _widths_from(note: object, limit: int) -> tuple[Widths, float] | None:
-    """What `known_widths` remembered, if that is what it is, and for how long threads waited for
-    cores meanwhile, in seconds per second."""
+    """The stored result of `known_widths` with the seconds per second that threads waited for cores
+    while it was measured; None if `note` is no such result.
+    """
     if not isinstance(note, list) or len(note) != 2 + len(CURVE_ROWS):
         return None
     width, *curve, lost = note
@@ -102,11 +110,11 @@ def _widths_from(note: object, limit: int) -> tuple[Widths, float] | None:
 
 
 def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
-    """Time of a decode of CURVE_ROWS rows relative to one of a single row (medians).
+    """Return the times of decodes of CURVE_ROWS rows relative to one row (medians of `rounds`).
 
-    More rows may take less: kernels that take rows in fours do three one by one. Where the backend
-    cannot decode so many, every row counts like the first. The cache must be empty, and is empty
-    afterwards.
+    Four rows may take less than three: some kernels process rows in fours, and the rest one by one.
+    For widths that the backend cannot decode, every row counts like the first. The cache must be
+    empty, and is empty afterwards.
     """
     info = backend.info
     rng = np.random.default_rng(0)  # different rows: those of a mixture draw different experts
@@ -181,7 +189,9 @@ class _Probe:
             self.hidden = (rng.standard_normal((n, info.n_embd)) * scale).astype(np.float32)
 
     def holds(self, width: int) -> int:
-        """The largest R <= `width` that agrees here, by `width` and some smaller ones."""
+        """The largest R <= `width` at which rows agree here, tried with `width` and some smaller
+        ones.
+        """
         self._begin()
         first = np.arange(self.context, self.context + width)
         singles = self._singles(first)
@@ -263,8 +273,8 @@ class _Probe:
         )
         hidden = None if self.hidden is None else self.hidden[source]
         result = self.backend.decode(rows, hidden)
-        assert result is not None  # only a stop gives None, and none was asked for
-        return result.copy()  # the backend may only have lent it
+        assert result is not None  # None results from a stop only, and there is no `should_stop`
+        return result.copy()  # the next decode may overwrite the backend's array
 
 
 def _alone(count: int) -> list[tuple[int, ...]]:

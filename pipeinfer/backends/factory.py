@@ -1,6 +1,6 @@
-"""Loading models into this process: parts of the target, or the draft.
+"""The factory of backends: loads parts of the target, or the draft, into this process.
 
-Knows backends and options, no transport, no requests and no policies.
+Uses backends and options; independent of transports, requests and policies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ EXACT_LIMIT = 16  #: widest decode that is tried for exactness
 
 def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int,
           embedding: Callable[[], Embedding]) -> Backend:
-    """A stage with its part of a BiTA adapter. embedding: opens the vocabulary's, where rows have
-    to be looked up outside the backend. Raises UsageError where the backend cannot."""
+    """Add the stage's part of a BiTA adapter to a backend; return the backend to use.
+
+    backend: of the stage
+    adapter: learned masks and prompts
+    prompt_id: sequence id of the learned prompts
+    embedding: opens the vocabulary's embedding, where rows have to be looked up outside the backend
+    Raises UsageError where the backend does not support the adapter.
+    """
     adapter.check(backend.info.n_layers_total, backend.info.n_embd)
     if adapter.n_prompts:
         preload = getattr(backend, "preload", None)
@@ -50,8 +56,12 @@ def load_torch(
     threads: int,
     piece: str = "",
 ) -> Backend:
-    """Layers of a model on the torch backend, or the slice of them that is named `piece`. Raises
-    UsageError where torch is not installed."""
+    """Load layers `[start, stop)` of a model, or the slice of them named `piece`, with torch.
+
+    sizes: n_ctx, n_seq_max and n_batch
+    threads: that torch computes with
+    Raises UsageError where torch is not installed, and what `TorchBackend.load` raises.
+    """
     require_torch()
     with uncollected():
         from pipeinfer.backends.pytorch.backend import TorchBackend
@@ -64,7 +74,7 @@ def load_torch(
 
 
 def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
-    """What slices of a first stage on torch are given their rows by."""
+    """Open the embedding from which a first torch stage made of slices gets its rows."""
     require_torch()
     import torch
 
@@ -76,7 +86,12 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,
                   gaps: bool = False) -> Any:
-    """The llama.cpp side of a config."""
+    """Return the options of llama.cpp for a config.
+
+    draft: whether they are for the draft
+    callbacks: whether a decode can be stopped inside
+    gaps: whether positions may leave gaps
+    """
     from pipeinfer.backends.llamacpp.context import LlamaOptions
 
     values: dict[str, Any] = {
@@ -89,8 +104,8 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
     elif config.like_llama_cpp:
         values |= {"type_k": "f16", "type_v": "f16"}
     if draft or config.exact == "off":
-        # What keeps decodes exact costs speed in long contexts, and guesses need not be exact.
-        # On GPUs flash attention is the fast one.
+        # Exact decodes are slower in long contexts, and a draft need not be exact.
+        # On GPUs flash attention is the faster choice.
         fast = {"type_k": "f16", "type_v": "f16"}
         # quantised values need it
         if not gpu_layers and values["type_v"] in ("auto", *UNQUANTISED):
@@ -106,7 +121,10 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
 
 
 def backend_for(asked: str, path: Path) -> str:
-    """llamacpp or torch. asked: that or auto. Raises UsageError when it cannot take the model."""
+    """Return the name of the backend for a model: llamacpp or torch.
+
+    asked: one of these, or auto. Raises UsageError when that backend cannot load the model.
+    """
     if not path.is_dir():
         return "llamacpp" if asked == "auto" else asked
     if asked == "llamacpp":
@@ -117,9 +135,10 @@ def backend_for(asked: str, path: Path) -> str:
 
 def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
                 ) -> tuple[str, ...]:
-    """The backend of each rank that may hold a stage; hosts: what the ranks told of themselves.
+    """Return the backend of each rank that may hold a stage of `model`.
 
-    Raises UsageError and UnsupportedArchitecture for what is known to fail before anything loads.
+    hosts: what the ranks reported about themselves
+    Raises UsageError and UnsupportedArchitecture for what would certainly fail at loading.
     """
     from pipeinfer.backends.pytorch.options import check_device, check_family, require_torch
 
@@ -139,8 +158,11 @@ def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
 
 
 def check_teams(path: Path, teams: Sequence[Sequence[int]], hosts: Sequence[RankInfo]) -> None:
-    """Raise UsageError where ranks of one stage have different backends: their residual rows would
-    not be the same bits."""
+    """Raise UsageError where ranks of one stage have different backends.
+
+    Their residual rows would not have the same bits. teams: ranks of each stage; hosts: of all
+    ranks.
+    """
     for number, ranks in enumerate(teams, 1):
         kinds = [backend_for(hosts[rank].asked_backend, path) for rank in ranks]
         if len(set(kinds)) > 1:

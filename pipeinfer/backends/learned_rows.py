@@ -1,8 +1,8 @@
-"""A first stage that also takes token ids beyond the vocabulary: rows given as vectors.
+"""A first stage that also takes token ids beyond the vocabulary, whose rows are vectors.
 
-A batch of llama.cpp has either tokens or embeddings, so in a run with such a row all others are
+A batch of llama.cpp has either tokens or embeddings. So in a run with such a row, all others are
 looked up here, by ggml's own function, which leaves their bits as they are
-(`benchmarks.kernels.embedding_rows`). Knows no adapter, no strategy.
+(`benchmarks.kernels.embedding_rows`). Independent of adapters and strategies.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from pipeinfer.errors import BackendError
 
 
 class LearnedRows(WrappedBackend):
-    """See `backends.base.Backend`. vectors: float32[k, n_embd], as they enter the first layer, for
-    the ids from `n_vocab` on. embedding: of the vocabulary. Raises BackendError for vectors of
-    another size, or a stage that is not the first."""
+    """A backend around a first stage, with vectors for further token ids.
+
+    inner: the stage
+    embedding: of the vocabulary
+    vectors: float32[k, n_embd], as they enter the first layer, for the ids from `n_vocab` on
+    Raises BackendError for vectors of another size, and for a stage that is not the first.
+    """
 
     def __init__(self, inner: Backend, embedding: Embedding, vectors: FloatArray) -> None:
         super().__init__(inner)

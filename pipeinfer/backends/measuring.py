@@ -1,8 +1,8 @@
-"""When what is measured can be believed.
+"""Conditions for valid time measurements.
 
-What loads side by side in one process is measured one at a time: a draft and a stage on the same
-cores would make each other look slow, and what is found is kept for the job, of widths for all
-later ones. Whether other processes took the cores meanwhile, the kernel says.
+What loads at the same time in one process is measured one at a time: a draft and a stage on the
+same cores would slow each other down, and the results are used for the whole job, those of widths
+also for later jobs. The kernel's statistics show whether other processes used the cores meanwhile.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DISTURBED = 0.1  #: seconds that threads wait for a core, per second, beyond which it shows
-_PATIENCE = 10.0  #: seconds after which measuring beside another is better than waiting
+DISTURBED = 0.1  #: seconds of waiting for a core, per second, that spoil a measurement
+_PATIENCE = 10.0  #: seconds after which two measurements at once are better than waiting
 _turn = threading.Lock()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Nothing else of this process is measured meanwhile, unless it takes very long."""
+    """Exclude other measurements of this process; after _PATIENCE seconds, proceed anyway."""
     mine = _turn.acquire(timeout=_PATIENCE)
     try:
         yield
@@ -30,9 +30,12 @@ def alone() -> Iterator[None]:
 
 
 def waited() -> float:
-    """Seconds for which threads of this process were ready to run and had no core, so far. How
-    often they lost one would not tell a neighbour from what looks for messages now and then. 0
-    where the system does not say."""
+    """Return the seconds for which threads of this process were ready to run and had no core, so
+    far.
+
+    The number of preemptions would not distinguish a competing process from one that polls for
+    messages now and then. 0 where the system does not report the times.
+    """
     found = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, ValueError, IndexError):  # threads end meanwhile
@@ -41,7 +44,10 @@ def waited() -> float:
 
 
 def watch() -> Callable[[], float]:
-    """Begin to watch: what is returned says for how long threads have waited for cores since then,
-    in seconds per second."""
+    """Start a measurement of waiting times.
+
+    Returns a function that returns the time that threads have waited for cores since then, in
+    seconds per second.
+    """
     before, began = waited(), time.perf_counter()
     return lambda: (waited() - before) / max(time.perf_counter() - began, 1e-9)

@@ -1,7 +1,8 @@
 """A team whose members share memory: ranks of one host, or slices within one process.
 
-sums.c does the work, from within llama.cpp's callback and without Python's lock; here the memory
-is made, and what C cannot know is asked: whether to stop, whether to wait any longer.
+sums.c adds up the partial results, from within llama.cpp's callback and without Python's lock. This
+module allocates the memory, and provides the callbacks that decide whether to stop and whether to
+wait any longer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CALL = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
 class Sums(ctypes.Structure):
-    """What sums.c knows of one slice: struct sums."""
+    """The state of one slice in sums.c: struct sums."""
 
     _fields_ = (
         ("region", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("capacity", ctypes.c_size_t),
@@ -54,7 +55,10 @@ class Sums(ctypes.Structure):
 
 
 class Region:
-    """Memory for all slices of a stage; name: empty where only this process has it."""
+    """Memory for all slices of a stage.
+
+    name: of the shared memory; empty where only this process has it
+    """
 
     def __init__(self, memory: mmap.mmap, name: str = "") -> None:
         self._memory, self.name = memory, name
@@ -63,17 +67,17 @@ class Region:
 
     @staticmethod
     def size(shape: TeamShape) -> int:
-        """Bytes that a team needs."""
+        """Return the bytes that a team needs."""
         return slice_bytes(shape) * shape.n_slices
 
     @classmethod
     def private(cls, shape: TeamShape) -> Region:
-        """For slices of one process."""
+        """Allocate memory for slices of one process."""
         return cls(mmap.mmap(-1, cls.size(shape)))
 
     @classmethod
     def create(cls, shape: TeamShape) -> Region | None:
-        """For processes of one host; None where there is no room for it."""
+        """Create memory for processes of one host; None where there is not enough shared memory."""
         clear_leftovers()
         name = f"{_PREFIX}{secrets.token_hex(8)}"
         path = _FOLDER / name
@@ -83,7 +87,7 @@ class Region:
             return None
         try:
             fcntl.flock(handle, fcntl.LOCK_SH)  # until the last process has unmapped it
-            os.posix_fallocate(handle, 0, cls.size(shape))  # a hole would kill who touches it
+            os.posix_fallocate(handle, 0, cls.size(shape))  # access to a hole may raise SIGBUS
             return cls(mmap.mmap(handle, cls.size(shape)), name)
         except OSError:
             path.unlink(missing_ok=True)
@@ -93,7 +97,11 @@ class Region:
 
     @classmethod
     def open(cls, name: str, shape: TeamShape) -> Region:
-        """What another process has created. Raises BackendError."""
+        """Open memory that another process has created.
+
+        Raises ProtocolError for a name that cannot be one of such memory, and BackendError where it
+        cannot be opened.
+        """
         if not name.startswith(_PREFIX) or "/" in name:
             raise ProtocolError(f"{name!r} is no name of shared memory")
         try:
@@ -107,7 +115,9 @@ class Region:
                                f"({error}): use --sum-path messages") from error
 
     def forget_name(self) -> None:
-        """Everybody has it: nothing is left behind when the processes end."""
+        """Remove the name, once all members have opened the memory: it then vanishes with the
+        processes.
+        """
         if self.name:
             with contextlib.suppress(OSError):
                 (_FOLDER / self.name).unlink()
@@ -123,8 +133,10 @@ class Region:
 
 
 def clear_leftovers() -> None:
-    """Remove what leaders have left who were killed before they could forget the name: nobody
-    holds its lock. A young one may not be locked yet."""
+    """Remove shared memory of leaders that were killed before they could remove its name.
+
+    No process holds a lock on it any more. Recent ones may not be locked yet, and stay.
+    """
     with contextlib.suppress(OSError):
         for path in _FOLDER.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError), path.open("rb") as file:
@@ -134,18 +146,23 @@ def clear_leftovers() -> None:
 
 
 def slice_bytes(shape: TeamShape) -> int:
-    """Bytes of one slice's place in the region."""
+    """Return the bytes of one slice's place in the region."""
     return int(_library().pipeinfer_sums_bytes(ctypes.c_size_t(shape.capacity)))
 
 
 def available() -> bool:
-    """Whether the C part is there."""
+    """Return whether the C part is compiled and can be loaded."""
     return compiled() is not None
 
 
 class SharedTeam:
-    """See `team.Team`. watch: called every few milliseconds while waiting, with the slice that is
-    awaited; raises what ends the waiting."""
+    """A `team.Team` in shared memory.
+
+    shape: of the team
+    region: the memory
+    watch: called every few milliseconds while waiting, with the slice that is awaited; an exception
+        that it raises ends the waiting
+    """
 
     shares_memory = True
 
@@ -202,8 +219,10 @@ class SharedTeam:
         return True
 
     def forget_name(self) -> None:
-        """After a first sum, when everybody has the region: who is killed from now on leaves
-        nothing behind."""
+        """Remove the region's name after the first sum, when all members have opened the region.
+
+        Processes that are killed from then on leave nothing behind.
+        """
         if self.count:
             self._region.forget_name()
 
@@ -258,13 +277,15 @@ class SharedTeam:
     def _idle(self) -> int:
         try:
             self._watch(int(self._first.awaited))
-        except BaseException as error:  # it cannot cross C: raised by `check`
+        except BaseException as error:  # it must not propagate into C: `check` raises it
             self._error = error
             return 1
         return 0
 
     def _wait_too(self) -> int:
-        """For further slices of this process, in threads of their own: the first one watches."""
+        """Whether to stop waiting, for further slices of this process; only the first one calls
+        `watch`.
+        """
         return int(self._error is not None)
 
     def _look(self) -> int:
@@ -276,7 +297,7 @@ class SharedTeam:
 
 
 class _SharedPart:
-    """See `layer_probe.PartSum`: C adds up."""
+    """A `layer_probe.PartSum` that sums.c computes."""
 
     def __init__(self, sums: Sums) -> None:
         self.address = ctypes.addressof(sums)

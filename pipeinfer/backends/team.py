@@ -1,11 +1,11 @@
-"""The members of a wide stage at work on its sums.
+"""The all-reduce between the members of a wide stage.
 
-Every slice of a stage's layers computes a part of what attention and the feed forward give; the
-parts are added up, in the order of the slices, twice a layer. So all members go through the same
-sums in the same order, and one of them, the leader, says whether they go on: before a run (skip)
-and at any sum (stop). Sums are counted; that number is the only clock that members share.
+Every slice of a stage's layers computes partial results of attention and of the feed forward. They
+are summed in the order of the slices, twice per layer. So all members go through the same sums in
+the same order. Member 0, the leader, decides whether a run goes on: before the run (skip) and at
+any sum (stop). The number of sums so far serves as the members' common clock.
 
-Knows numbers and slices; no messages, no matrices. Runs are numbers here, to tell them apart.
+Uses numbers and slices; independent of messages and matrices. Runs are numbers here.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from pipeinfer.core.grid import owner_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError, ClusterError, TransportTimeout
 
-#: how a number of a part travels, and its number in sums.h
+#: float formats of partial results on their way, with their numbers in sums.h
 SUM_TYPES = {"f32": 0, "f16": 1, "bf16": 2}
-GATHER = (1 << 24) - 1  #: the place of what is gathered rather than summed up
+GATHER = (1 << 24) - 1  #: the place of logits, which are gathered rather than summed
 
 
 class PeerFailed(ClusterError):
-    """Another member of this stage cannot go on, and has told the head so: await its verdict."""
+    """Another member of this stage cannot go on. It has notified the head, which decides."""
 
 
 class PeerSilent(TransportTimeout):
-    """Another member of this stage has sent no part for too long; it, or the way to it, is broken.
+    """Another member of this stage has sent no partial result for too long; it or its link is
+    broken.
     """
 
 
 class TeamShape(Struct, frozen=True):
-    """Who holds what of a stage.
+    """The distribution of a stage's slices over its members.
 
-    holders: slices of each member, all of them together in order. member: this one. kind: how
-    numbers travel (SUM_TYPES). capacity: numbers of the largest part of a sum. vocabulary:
-    [start, stop) of the output head's rows by slice, empty where the stage has none.
-    layers_between_looks: of the leader, for a reason to stop.
+    holders: slices of each member, all of them together in order
+    member: number of this member
+    kind: float format in which partial results are sent (SUM_TYPES)
+    capacity: numbers in the largest partial result of a sum
+    vocabulary: `[start, stop)` of the output head's rows by slice; empty where the stage has none
+    layers_between_looks: after how many layers the leader checks whether to stop
     """
 
     holders: tuple[tuple[int, ...], ...]
@@ -60,23 +63,25 @@ class TeamShape(Struct, frozen=True):
 
     @property
     def n_slices(self) -> int:
-        """Slices of the stage."""
+        """The number of slices of the stage."""
         return sum(map(len, self.holders))
 
     @property
     def leads(self) -> bool:
-        """Whether this member leads."""
+        """Whether this member is the leader."""
         return self.member == 0
 
     def holder_of(self, index: int) -> int:
-        """The member that holds a slice."""
+        """Return the member that holds slice `index`. Raises ProtocolError where none does."""
         return owner_of(self.holders, index)
 
 
 class Team(Protocol):
-    """One member's side. The methods but for those of `part` are called by one thread.
+    """One member's side of the all-reduce.
 
-    waited: seconds spent waiting for others' parts; count: sums so far.
+    One thread calls all methods, except those of the objects that `part` returns.
+    shape: of the team
+    shares_memory: whether the members share memory
     """
 
     shape: TeamShape
@@ -84,46 +89,63 @@ class Team(Protocol):
 
     @property
     def waited(self) -> float:
-        """Seconds that this member has waited for others' parts."""
+        """The seconds that this member has waited for others' partial results."""
 
     @property
     def count(self) -> int:
-        """Sums of this member so far."""
+        """The number of sums of this member so far."""
 
     @property
     def run_id(self) -> int:
-        """The run that was begun last, -1 before any."""
+        """The run that was begun last; -1 before any."""
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
-        """All members come to this run; whether it is to be skipped. cancelled: what the leader
-        knows, others ask it; where it has not said anything yet they begin, and may be stopped at
-        the first sum."""
+        """Begin a run; return whether to skip it.
+
+        run_id: number of the run; all members call this for the same runs
+        cancelled: at the leader, whether to skip the run. The other members get the leader's
+            decision; where it has not arrived yet they begin, and may be stopped at the first sum
+        """
 
     def part(self, index: int) -> PartSum:
-        """What adds up the parts of one of the slices held here."""
+        """Return the object that sums the partial results of slice `index`, which this member
+        holds.
+        """
 
     def arm(self, should_stop: Callable[[], bool] | None) -> None:
-        """The decode that follows may be stopped by the leader."""
+        """Set the function by which the leader may stop the decode that follows; None: no stop."""
 
     def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
-        """Put slices' logits beside each other, after a decode: float32[k, rows of the slice] in;
-        at the leader's first slice float32[k, n_vocab] out, None for others."""
+        """Concatenate the slices' logits after a decode.
+
+        index: slice of this member
+        logits: float32[k, rows of the slice]
+        Returns float32[k, n_vocab] at the leader's first slice, None at the others.
+        """
 
     def fail(self, index: int) -> None:
-        """A slice held here cannot go on: tell the others where they look next. From the thread
-        of that slice."""
+        """Notify the other members that slice `index` cannot go on; called by the thread of that
+        slice.
+        """
 
     def check(self) -> None:
-        """Raise what has ended the last decode early, unless the leader did: PeerFailed, what the
-        watch over waiting raised, ProtocolError."""
+        """Raise the reason for which the last decode ended early, unless the leader stopped it.
+
+        PeerFailed, ProtocolError, or what the function raised that watches over waiting.
+        """
 
     def close(self) -> None:
-        """Let go of shared memory."""
+        """Release shared memory."""
 
 
 def shorten(values: npt.NDArray[np.float32], kind: str) -> npt.NDArray[Any]:
-    """Numbers as they travel: float32 as they are, shorter floats as the bits of uint16. Rounded to
-    the nearest, ties to even."""
+    """Convert float32 values to the format in which they are sent.
+
+    values: float32[n]
+    kind: a key of SUM_TYPES
+    Returns float32 as they are, or shorter floats as the bits of uint16, rounded to nearest, ties
+    to even.
+    """
     if kind == "f32":
         return values
     library = compiled()
@@ -141,7 +163,7 @@ def shorten(values: npt.NDArray[np.float32], kind: str) -> npt.NDArray[Any]:
 
 
 def lengthen(values: npt.NDArray[Any], kind: str) -> npt.NDArray[np.float32]:
-    """What `shorten` made, as float32."""
+    """Convert values that `shorten` returned to float32; kind: as there."""
     if kind == "f32":
         return np.asarray(values, np.float32)
     library = compiled()
@@ -156,13 +178,17 @@ def lengthen(values: npt.NDArray[Any], kind: str) -> npt.NDArray[np.float32]:
 
 
 def _at(values: npt.NDArray[Any]) -> ctypes.c_void_p:
-    """The address of an array whose numbers lie side by side."""
+    """The address of a contiguous array."""
     assert values.flags.c_contiguous
     return ctypes.c_void_p(values.__array_interface__["data"][0])
 
 
 def add_up(parts: Sequence[npt.NDArray[Any]], kind: str) -> npt.NDArray[np.float32]:
-    """The sum of parts as they travelled, in their order, rounded as they were."""
+    """Return the sum of partial results in their order, float32[n].
+
+    parts: as `shorten` returned them
+    kind: as there
+    """
     if len(parts) == 1:
         total = lengthen(parts[0], kind).copy()
     else:

@@ -1,9 +1,10 @@
-"""Finds how many threads a backend should decode single rows with.
+"""Measures how many threads a backend should decode single rows with.
 
 Memory often cannot feed all cores, and on small models threads wait for one another longer than
-they compute. Then fewer are as fast, and a neighbour on one of the cores does no harm. Measured
-whenever a model is loaded, not remembered: it may have been a bad moment. While other programs
-take the cores away it is measured on: two threads that share a core look slower than one.
+they compute. Then fewer threads are as fast, and other programs on one of the cores do no harm. The
+number is measured at every load and not stored, because the measurement may have been disturbed.
+While other programs use the cores, measuring goes on: two threads that share a core look slower
+than one.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 
-_ENOUGH = 1.03  #: times the best time that is still taken for as fast
+_ENOUGH = 1.03  #: times the best time: up to this a number of threads counts as equally fast
 _HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
 _ROUNDS = 2  #: further measurements of each number of threads
-_MOST_ROUNDS = 12  #: of them, while other programs keep taking the cores away
-_WINDOW = 0.02  #: seconds that one takes, at least: several turns of a scheduler
-_MANY = 24  #: decodes that will do in less
-_LONG = 1.0  #: seconds after which one time has to do
+_MOST_ROUNDS = 12  #: of them, while other programs use the cores
+_WINDOW = 0.02  #: least seconds of a measurement: several time slices of the kernel's scheduler
+_MANY = 24  #: decodes that suffice in less time
+_LONG = 1.0  #: seconds after which a single decode suffices
 
 
 class ThreadedBackend(Backend, Protocol):
@@ -36,10 +37,14 @@ class ThreadedBackend(Backend, Protocol):
 
 def settle_threads(backend: ThreadedBackend, most: int,
                    progress: Callable[[], object] = lambda: None) -> int:
-    """Let the backend use the fewest of `most`, `most` / 2, ... 1 threads that decode a row about
-    as fast as any other of these numbers; how many. progress: called now and then.
+    """Set and return the number of threads for decodes of single rows.
 
-    The cache must be empty, and is empty afterwards.
+    It is the fewest of `most`, `most` / 2, ... 1 threads that are about as fast as any other of
+    these numbers.
+
+    backend: to measure; its cache must be empty, and is empty afterwards
+    most: largest number of threads
+    progress: called now and then
     """
     if most == 1:
         backend.use_threads(1)
@@ -65,7 +70,7 @@ def settle_threads(backend: ThreadedBackend, most: int,
 
 
 def _seconds(backend: ThreadedBackend, count: int) -> float:
-    """Median time of a decode of one row with so many threads."""
+    """The median time of a decode of one row with `count` threads, in seconds."""
     backend.use_threads(count)
     info = backend.info
     hidden = None if info.first else np.ones((1, info.n_embd), np.float32)

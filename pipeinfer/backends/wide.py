@@ -1,7 +1,7 @@
 """The slices that one member of a wide stage holds, as one backend.
 
-Each slice is a file and a context of its own, and computes in a thread of its own: they meet in
-every sum. The residual rows are the same on all of them after each sum.
+Each slice is a file and a context of its own and computes in a thread of its own; the threads meet
+in every sum. After each sum all slices have the same residual rows.
 """
 
 from __future__ import annotations
@@ -22,20 +22,30 @@ class SliceBackend(Backend, Protocol):
     """A backend that holds a slice of its layers."""
 
     def sum_with(self, sums: PartSum | None) -> None:
-        """Have parts summed up by `sums` from now on; None: parts are taken for sums."""
+        """Sum partial results with `sums` from now on; None: use each partial result as if it were
+        the sum.
+        """
 
 
 class Embedding(Protocol):
-    """What a first stage turns tokens into rows with."""
+    """The embedding of a first stage made of slices."""
 
     def rows(self, tokens: IntArray) -> FloatArray:
-        """float32[n, n_embd]. Raises BackendError for what is no token."""
+        """Return the rows of tokens, float32[n, n_embd]. Raises BackendError for an id outside its
+        range.
+        """
 
 
 class WideBackend:
-    """See `backends.base.Backend`. slices: those held here, each a chain of shards of consecutive
-    layers, in the order of `team.shape.own`. layers: `[start, stop)` of the stage, of so many in
-    all. embedding: on the first stage."""
+    """A backend made of the slices of one member.
+
+    slices: those held here, in the order of `team.shape.own`, each a chain of shards of consecutive
+        layers
+    team: the member's side of the all-reduce
+    layers: `[start, stop)` of the stage
+    n_layers_total: layers of the whole model
+    embedding: on the first stage; None on others
+    """
 
     def __init__(self, slices: Sequence[Sequence[SliceBackend]], team: Team,
                  layers: tuple[int, int], n_layers_total: int, embedding: Embedding | None) -> None:
@@ -92,8 +102,10 @@ class WideBackend:
         return None if left else results[0]
 
     def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
-        """What one slice makes of the rows; None where it was stopped. Its cells are gone then, but
-        for those of shards before the one at which that was."""
+        """The result of one slice; None where it was stopped.
+
+        Its cells are gone then, except those of shards before the one at which it was stopped.
+        """
         team, index = self._team, self._team.shape.own[turn]
         try:
             result = hidden
@@ -114,7 +126,7 @@ class WideBackend:
         return result[:0] if whole is None else whole
 
     def _drop(self, rows: Rows) -> None:
-        """Take the rows' cells off all shards; those that have none do not mind."""
+        """Remove the rows' cells from all shards; some may have none."""
         end = int(rows.positions.max(initial=-1)) + 1
         for shard in self._all():
             for seq_id, first in rows.first_positions().items():
@@ -141,7 +153,7 @@ class WideBackend:
             apply(shard, SeqJoin(src, dst, order))
 
     def close(self) -> None:
-        """End the threads; the slices belong to whoever loaded them."""
+        """End the threads. The slices stay open: the code that loaded them has to close them."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
             self._threads = None

@@ -1,6 +1,7 @@
-"""A backend around another one: all but `decode` is the inner one's.
+"""A backend around another one: all methods except `decode` call the inner one.
 
-What computes otherwise (at a pace, with rows of its own) derives from it and knows no sequences.
+Backends that compute otherwise (at a set pace, with additional rows) derive from it and need no
+code for sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pipeinfer.core.types import SeqJoin
 
 
 class WrappedBackend:
-    """See `backends.base.Backend`; `decode` is the derived class's."""
+    """A backend whose derived classes define `decode`."""
 
     def __init__(self, inner: Backend) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities

@@ -1,4 +1,4 @@
-"""Layers of GGUF files on stock llama.cpp. The only room that reads its structs.
+"""Layers of GGUF files on stock llama.cpp. No other package reads its structs.
 
-Must not know requests, policies or transports.
+Modules here may not depend on requests, policies or transports.
 """

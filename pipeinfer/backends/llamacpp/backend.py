@@ -1,11 +1,11 @@
 """Runs a GGUF shard with a released llama.cpp library, through its C interface.
 
-llama.cpp has no call for "layers a to b": a shard is a model of its own (`models.shard`), takes the
-previous shard's residual stream as embedding rows, and gives its own back through the scheduler's
-callback, which also is where a decode is stopped at a layer boundary.
+llama.cpp has no call for "layers a to b". So a shard is a model of its own (`models.shard`). It
+takes the previous shard's residual stream as embedding rows, and its own is read in the evaluation
+callback of llama.cpp's graph scheduler, where a decode is also stopped at a layer boundary.
 
-Knows nothing about runs, ranks or which layers belong where, and does not cut shards. Several
-backends may live in one process, each used by one thread at a time.
+Independent of runs, ranks and the distribution of layers; shards are cut elsewhere. Several
+backends may exist in one process, each used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensu
 _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied")
-_WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows takes
+_WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
 class LlamaCppBackend:
-    """One shard, or a whole model, on llama.cpp. See `backends.base.Backend` for the contract."""
+    """One shard, or a whole model, on llama.cpp; `backends.base.Backend` has the contract."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class LlamaCppBackend:
         self._place, self._seen = (0, 0), np.empty((0, 0), np.float32)  # logits where they lie
         self._most_threads = self._few_threads = binding.llama_n_threads(context)
         self._all_at_work = True
-        #: rows that attention surely treats as it treats one; see `exact.exact_width`
+        #: rows that attention certainly processes as it does one; see `exact_width.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
-        self.any_threads = self.exact_limit > 1  #: whether their number leaves bits as they are
-        #: ids that hold dead cells: one for what `cell_order` says. Layers with a sliding window
-        #: have a cache of their own, in which llama.cpp takes cells for free that only one id holds
-        #: and does not see any more; those of two ids stay
+        self.any_threads = self.exact_limit > 1  #: whether the number of threads changes no bits
+        #: ids that hold dead cells: one for `cell_order`. Layers with a sliding window have a cache
+        #: of their own. There llama.cpp treats a cell as free if it is behind the window and only
+        #: one id holds it; so a second id holds them
         windows = binding.llama_model_n_swa(model) > 0
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
         self._keeps_state = keeps_state(model)
@@ -103,7 +103,7 @@ class LlamaCppBackend:
             np.uintp
         )
         self._flags = np.zeros(n, np.int8)
-        # for single numbers, for which numpy is slow
+        # memoryviews, because numpy is slow for single numbers
         self._token_memory, self._position_memory = self._tokens.data, self._positions.data
         self._id_memory, self._n_id_memory = self._ids.data, self._n_ids.data
         self._flag_memory = self._flags.data
@@ -202,8 +202,8 @@ class LlamaCppBackend:
         if keeps_state(model):
             backend.exact_limit = 1  # rows of a trial could not be taken back
         elif mixture:
-            # A short trial hardly sees that a router's product depends on the number of rows: what
-            # differs is quantised away mostly
+            # A short trial seldom detects that a router's product depends on the number of rows:
+            # quantisation hides most differences
             most = routers.MOST_ROWS if experts_alone else 1
             backend.exact_limit = min(backend.exact_limit, most)
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
@@ -316,9 +316,11 @@ class LlamaCppBackend:
             self._order.copy(src, dst, p0, p1)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """Add `dst` to all cells of `src`. Rows of `dst` must stand behind all of them from then
-        on: llama.cpp refuses others. Cells stay in order of arrival, whatever `order` says.
-        Raises BackendError without `gaps`."""
+        """Add `dst` to all cells of `src`. From then on llama.cpp refuses rows of `dst` before any
+        of them.
+
+        Cells stay in order of arrival, whatever `order` is. Raises BackendError without `gaps`.
+        """
         del order
         if not self.options.gaps:
             raise BackendError("this shard was not loaded for joins; use the torch backend")
@@ -338,14 +340,14 @@ class LlamaCppBackend:
 
     @property
     def in_order(self) -> bool:
-        """Whether each sequence's cells lie in order of position, as equal bits need.
+        """Whether each sequence's cells lie in order of position, which equal bits require.
 
         False without `keep_order`, or after positions far apart in one sequence.
         """
         return self._order is not None and self._order.in_order
 
     def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
-        """Lowest and highest position of the id's cells, None without cells."""
+        """Return the lowest and highest position of the id's cells; None without cells."""
         if self._closed():
             return None
         low = binding.llama_memory_seq_pos_min(self._memory, seq_id)
@@ -353,9 +355,11 @@ class LlamaCppBackend:
         return None if low < 0 else (low, high)
 
     def use_threads(self, count: int) -> None:
-        """Decode single rows with so many threads from now on, others, and rows that see a long
-        text, with as many as `load` was given: attention has work for all. Bits stay the same
-        with `any_threads`."""
+        """Decode single rows with `count` threads from now on.
+
+        Decodes of several rows, and of rows in a long text, use as many as `load` was given,
+        because attention has work for all. Bits stay the same with `any_threads`.
+        """
         self._few_threads = count
         self._set_threads(all_of_them=False)
 
@@ -377,7 +381,7 @@ class LlamaCppBackend:
         return self._ctx is None
 
     def _fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
-        """Put the rows into the batch; returns the array that must outlive the decode."""
+        """Write the rows to the batch; returns the array that must outlive the decode."""
         n, info, batch = len(rows), self.info, self._batch
         tokens, positions, outputs = rows.lists
         for i, ids in enumerate(rows.seq_ids):
@@ -410,9 +414,12 @@ class LlamaCppBackend:
         return keep
 
     def _evaluate(self) -> int:
-        """llama.cpp's status. It looks for free cells behind those that it took last, but after a
-        restored state from the first one on: with sliding windows living cells must have two ids
-        then, see `_graves`."""
+        """Decode the batch; return llama.cpp's status.
+
+        llama.cpp searches for free cells after the last ones it took, but from the first one on
+        after a restored state. With sliding windows living cells must have two ids then, see
+        `_graves`.
+        """
         if not self._rewound or self._order is None or self._guard is None:
             return int(binding.llama_decode(self._ctx, self._batch))
         for one in self._order.used_ids():
@@ -482,7 +489,7 @@ class LlamaCppBackend:
 
 
 def keeps_state(model: Any) -> bool:
-    """Whether its layers keep a state of the text so far."""
+    """Return whether the model's layers have a state of the text so far."""
     return bool(binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
 
 
@@ -499,8 +506,9 @@ def _pointer(batch: Any, field: str, address: int) -> Any:
 def check_rows(rows: Rows, n_seq_max: int) -> None:
     """Raise BackendError when rows break a rule that llama.cpp does not check.
 
-    An id holds one row per position; and the ids of a row are a subset of those of every earlier
-    row that shares one of them, or the row reads through its first id what the others never held.
+    An id holds one row per position. The ids of a row are a subset of those of every earlier row
+    that shares one of them; otherwise the row would attend through its first id to cells that its
+    other ids never held.
     """
     seen: set[tuple[int, int]] = set()
     earlier: list[set[int]] = []

@@ -1,14 +1,14 @@
 """Keeps the cells of every sequence in order of position inside llama.cpp's cache.
 
-Attention adds up a sequence's cells in the order in which they lie in memory, and floating-point
+Attention sums over a sequence's cells in the order in which they lie in memory, and floating-point
 sums depend on their order: the same tokens in permuted cells give other bits. llama.cpp puts new
 rows into the lowest free cells, so a hole that a dropped branch leaves below living cells would
-later be filled with newer positions. The cure: cells that die *below* a living cell are not freed
-but handed to one more sequence id, the grave, which nobody reads. Cells that die above all living
-ones - the only case without side branches - are freed at once. When the cache is full the grave is
-emptied and the living cells are moved together, in their order.
+later be filled with newer positions. To prevent this, cells that die *below* a living cell are not
+freed but copied to one more sequence id, the grave, which no row attends to. Cells that die above
+all living ones (the only case without side branches) are freed at once. When the cache is full, the
+grave is emptied and the living cells are moved together, in their order.
 
-This is a model of llama.cpp's allocation, checked against it by tests. It calls nothing.
+This is a model of llama.cpp's allocation, checked against it by tests. It calls no library.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Cells = npt.NDArray[np.int32]
 class CellOrder:
     """Which cell holds which position of which id.
 
-    `remove` and `copy` must be told every operation on the real cache, `place` every decode that
-    succeeded. in_order: whether every sequence still lies in order of position.
+    The caller must pass every operation on the real cache to `remove` and `copy`, and every decode
+    that succeeded to `place`.
+    in_order: whether the cells of every sequence still lie in order of position
     """
 
     def __init__(self, n_cells: int, n_seqs: int) -> None:
@@ -44,7 +45,7 @@ class CellOrder:
 
     @property
     def n_buried(self) -> int:
-        """Cells that only the grave holds."""
+        """The number of cells that only the grave holds."""
         return int(np.count_nonzero(self._held)) - int(np.count_nonzero(self._references))
 
     def used_ids(self) -> list[int]:
@@ -67,7 +68,7 @@ class CellOrder:
                 self._put(seq_id, pos, cell)
 
     def copy(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """`dst` now holds the cells of `src` in `[p0, p1)`, too."""
+        """Record that `dst` got the cells of `src` in `[p0, p1)`."""
         start, stop = self._span(src, p0, p1)
         if start >= stop:
             return
@@ -87,9 +88,10 @@ class CellOrder:
                 self._references[cell] += 1
 
     def remove(self, seq_id: int, p0: int, p1: int) -> list[tuple[int, int]]:
-        """Take `seq_id` off `[p0, p1)`; returns the position ranges to bury *before* that.
+        """Record that `seq_id` leaves `[p0, p1)`; return position ranges to copy to the grave
+        *before* that.
 
-        A range that is returned must be copied to the grave; nothing returned: just remove.
+        Without such ranges the id can be removed at once.
         """
         start, stop = self._span(seq_id, p0, p1)
         if start >= stop:
@@ -146,7 +148,7 @@ class CellOrder:
             self._cell_memory[seq_id, index] = cell
             self._length[seq_id] = length + 1
             return
-        if max(length - index, index) >= self.n_cells:  # far apart: give up the promise
+        if max(length - index, index) >= self.n_cells:  # too far apart to be recorded
             self.in_order = False
             return
         if index < 0:  # below what the id holds: shift its row

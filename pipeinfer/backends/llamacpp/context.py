@@ -1,7 +1,7 @@
 """What pipeinfer uses of the llama.cpp library besides decoding: start, log, options, loading.
 
-Module state is llama.cpp's own one-time initialisation and its log callback. Knows no rows, no
-cache operations, no shards.
+Module state is llama.cpp's own one-time initialisation and its log callback. Independent of rows,
+cache operations and shards.
 """
 
 from __future__ import annotations
@@ -33,23 +33,28 @@ CACHE_TYPES = {
     "iq4_nl": (20, 18, 32),
 }
 FLASH = {"auto": -1, "off": 0, "on": 1}
-MAX_SEQS = 255  #: llama.cpp's 256, less one that `cellorder` needs
+MAX_SEQS = 255  #: llama.cpp's 256, less one that `cell_order` needs
 
 
 class LlamaOptions(Struct, frozen=True):
     """How llama.cpp runs a shard; names follow its own flags.
 
-    n_gpu_layers (-ngl): layers of this shard to offload, -1 all. flash_attn, type_k, type_v (-ctk,
-    -ctv): see CACHE_TYPES; "auto" takes what keeps logits independent of neighbours, see
-    `resolved`. n_ubatch: 0 takes n_batch, which stopping inside a decode needs. layer_callbacks:
-    whether `decode` may be stopped inside; a whole model without it pays no callback at all (a
-    shard that is not the last always pays). keep_order: see `cellorder`. repack: lay weights out
-    anew for faster kernels; "auto": wherever that is safe. validate: check the rules about
-    sequence ids that llama.cpp does not check (slower; tests). gaps: the file is one that
-    `models.gaps` made, whose positions may leave gaps. lend: logits that `decode` returns are
-    llama.cpp's own memory, which the next decode overwrites; for who is done with them by then.
-    huge_pages: see `huge_pages.into_huge_pages`; of weights that use_mmap maps, where nothing else
-    is asked for them (use_mlock, numa, layers on a GPU).
+    n_gpu_layers (-ngl): layers of this shard to offload, -1 all
+    type_k, type_v (-ctk, -ctv): see CACHE_TYPES; with "auto", and so flash_attn: what makes logits
+    independent of other rows, see `resolved`
+    n_ubatch: 0: n_batch, which stopping inside a decode needs
+    numa: llama.cpp's --numa
+    layer_callbacks: whether `decode` may be stopped inside; a whole model without it has no cost of
+        callbacks (a shard that is not the last always has)
+    keep_order: whether cells stay in order, see `cell_order`
+    repack: whether weights are rearranged for faster kernels; "auto": wherever that is safe
+    validate: whether to check the rules about sequence ids that llama.cpp does not check (slower;
+        for tests)
+    gaps: whether the file is one that `models.gaps` made, whose positions may leave gaps
+    lend: whether logits that `decode` returns are llama.cpp's own memory, which the next decode
+        overwrites
+    huge_pages: whether to copy mapped weights, see `huge_pages.into_huge_pages`; only with
+        use_mmap, and without use_mlock, numa and layers on a GPU
     """
 
     n_gpu_layers: int = 0
@@ -75,17 +80,19 @@ class LlamaOptions(Struct, frozen=True):
 
     def resolved(self, head_size: int, key_size: int = 0, *, one_type: bool = False
                  ) -> LlamaOptions:
-        """These options with every "auto" of the cache decided, for values of `head_size` elements
-        per head, and keys of `key_size` (0: as many). one_type: llama.cpp wants values of the keys'
-        type (`latent`).
+        """Return these options with every "auto" of the cache decided.
+
+        head_size: elements of a head's values
+        key_size: elements of a head's keys; 0: as many
+        one_type: whether llama.cpp needs keys and values of one type (`latent`)
 
         On a CPU the choice is flash attention over q8_0 keys and values, which `short_attention.c`
-        computes; float16 keys and bfloat16 values where q8_0 does not fit the heads. llama.cpp's
-        kernel, and that one, treat every row alone, cell by cell, and skip cells that the row does
-        not see; so a row's logits do not depend on its neighbours, on holes, or on where in the
-        cache its sequence begins. Without flash attention two rows take another kernel than one;
-        where keys and values are both float16, or both float32, one row beyond 512 cells is split
-        over threads, and chunks of 64 rows are tiled.
+        computes; float16 keys and bfloat16 values where q8_0 does not fit the heads. Both that
+        kernel and llama.cpp's process every row by itself, cell by cell, and skip cells that the
+        row does not attend to; so a row's logits do not depend on other rows, on holes, or on the
+        place of its sequence in the cache. Without flash attention two rows use another kernel than
+        one. Where keys and values are both float16, or both float32, one row beyond 512 cells is
+        split over threads, and chunks of 64 rows are tiled.
         """
         on_cpu = self.on_cpu
         flash, kind_k, kind_v = self.flash_attn, self.type_k, self.type_v
@@ -105,9 +112,10 @@ class LlamaOptions(Struct, frozen=True):
         return structs.replace(self, flash_attn=flash, type_k=kind_k, type_v=kind_v)
 
     def exact_limit(self, n_ctx: int, n_threads: int) -> int:
-        """Most rows that attention (not the matrices) treats as it treats one; needs `resolved`.
+        """Return the most rows that attention (not the matrices) processes as it does one; see
+        `resolved`.
 
-        Offloaded layers give no bound here: there only measuring tells.
+        For offloaded layers there is no bound here: it has to be measured.
         """
         many = 1 << 16
         if not self.on_cpu:
@@ -122,7 +130,7 @@ class LlamaOptions(Struct, frozen=True):
 def check_sizes(
     n_ctx: int, n_seq_max: int, n_batch: int, n_threads: int, options: LlamaOptions
 ) -> None:
-    """Raise BackendError for sizes or cache types that cannot be meant."""
+    """Raise BackendError for impossible sizes or cache types."""
     for what, value, top in (
         ("context", n_ctx, 2**30),
         ("number of sequences", n_seq_max, MAX_SEQS),
@@ -137,7 +145,7 @@ def check_sizes(
 
 
 def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
-    """The model at `path`; ModelError with llama.cpp's reason when it cannot be loaded."""
+    """Load the model at `path`. Raises ModelError with llama.cpp's reason where that fails."""
     clear_log()
     params = binding.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
@@ -160,7 +168,14 @@ def make_context(
     sizes: tuple[int, int, int, int],
     options: LlamaOptions,
 ) -> Any:
-    """A context with a cache for `model`; `sizes` as in `check_sizes`. probe: its callback."""
+    """Make a context with a cache for `model`.
+
+    name: for error messages
+    probe: whose callback it gets
+    sizes: n_ctx, n_seq_max, n_batch and n_threads
+    options: resolved ones
+    Raises BackendError where the cache does not fit, or llama.cpp refuses it.
+    """
     clear_log()
     n_ctx, n_seq_max, n_batch, n_threads = sizes
     n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
@@ -175,7 +190,7 @@ def make_context(
     params.no_perf = True
     if probe is not None:
         params.cb_eval, params.cb_eval_user_data = probe.callback, probe.data
-    # llama.cpp clears the cache, so one that only just can be reserved gets the process killed.
+    # llama.cpp clears the cache, so the OOM killer would end the process at one that is too large.
     wanted, memory = cache_bytes(model, n_ctx, options), physical_memory()
     if options.n_gpu_layers == 0 and wanted > memory:
         raise BackendError(
@@ -192,27 +207,29 @@ def make_context(
 
 
 def head_size(model: Any, part: Literal["key", "value"] = "value") -> int:
-    """Elements of one attention head's key or value."""
+    """Return the elements of one attention head's key or value."""
     architecture = metadata(model, "general.architecture")
     default = binding.llama_model_n_embd(model) // max(1, binding.llama_model_n_head(model))
     return int(metadata(model, f"{architecture}.attention.{part}_length") or default)
 
 
 def latent(model: Any) -> bool:
-    """Whether the cache holds one latent vector per token, of which keys and values are views."""
+    """Return whether the cache holds one latent vector per token, with keys and values as views of
+    it.
+    """
     architecture = metadata(model, "general.architecture")
     return bool(metadata(model, f"{architecture}.attention.value_length_mla"))
 
 
 def metadata(model: Any, key: str) -> str:
-    """A metadata value as text, empty without one."""
+    """Return a metadata value as text; empty if there is none."""
     buffer = ctypes.create_string_buffer(256)
     length = binding.llama_model_meta_val_str(model, key.encode(), buffer, 256)
     return buffer.value.decode() if length >= 0 else ""
 
 
 def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
-    """Bytes of a cache of `n_ctx` cells with these (resolved) options."""
+    """Return the bytes of a cache of `n_ctx` cells with these (resolved) options."""
     heads = binding.llama_model_n_head_kv(model)
     total = 0
     parts: tuple[tuple[Literal["key", "value"], str], ...] = (

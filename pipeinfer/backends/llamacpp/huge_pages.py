@@ -1,8 +1,9 @@
-"""Weights that are mapped from a file, copied into huge pages at the addresses where they are.
+"""Copies weights that are mapped from a file into huge pages at the same addresses.
 
-Every token reads all weights once. Mapped from most file systems they lie in pages of 4 KiB, each
-of which the processor has to find anew. Nobody need know of the copy: addresses and bytes stay, and
-llama.cpp unmaps it with the rest. Linux only; elsewhere nothing happens. Knows no model.
+Every token reads all weights once. Mapped from most file systems they lie in pages of 4 KiB, and
+the processor has to translate the address of each page again. The copy is invisible to other code:
+addresses and bytes stay the same, and llama.cpp unmaps it with the rest. Linux only; elsewhere
+nothing happens. Independent of models.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def mappings(path: str | os.PathLike[str]) -> list[Mapping]:
-    """Where this process has parts of a file mapped, in order; none where that is not told."""
+    """Return the parts of a file that this process has mapped, in order; none without
+    /proc/self/maps.
+    """
     name, found = os.path.realpath(path), []
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -47,8 +50,10 @@ def mappings(path: str | os.PathLike[str]) -> list[Mapping]:
 
 
 def huge_already(facts: Path = _FACTS) -> dict[int, int]:
-    """Bytes of files that lie in huge pages without anybody's doing, by the first address of their
-    mapping. Some file systems of newer kernels read files into such."""
+    """Return the bytes of files in huge pages, by the first address of their mapping.
+
+    Some file systems of newer kernels read files into such pages.
+    """
     begin, found = 0, {}
     try:
         lines = facts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -64,8 +69,7 @@ def huge_already(facts: Path = _FACTS) -> dict[int, int]:
 
 
 def setting(file: Path = GIVEN) -> str:
-    """To whom this system gives huge pages: always, madvise (who asks) or never; empty where that
-    is not told."""
+    """Return the system's setting for huge pages: always, madvise or never; "" without one."""
     try:
         words = file.read_text(encoding="ascii").split()
     except OSError:
@@ -75,12 +79,14 @@ def setting(file: Path = GIVEN) -> str:
 
 def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = (),
                     reserve: int | None = None) -> int:
-    """Copy what this process maps of a file; how many bytes were. The file must not be written to.
+    """Copy the parts of a file that this process has mapped; return the number of bytes copied.
 
-    beside: mappings to leave alone; those of which the system keeps more than half in huge pages
-    are left alone, too. Nobody may unmap the others meanwhile. reserve: bytes of memory to leave
-    free, by default a tenth of all; what does not fit stays as it is. Raises BackendError if a part
-    can neither be moved nor mapped again, which leaves a hole.
+    The file must not be written to, and its mappings must stay during the call.
+    beside: mappings to leave alone. Those of which the system has more than half in huge pages are
+        left alone, too
+    reserve: bytes of memory to leave free, by default a tenth of all; what does not fit stays as it
+        is
+    Raises BackendError if a part can neither be moved nor mapped again, which leaves a hole.
     """
     if setting() not in _ASKED:
         return 0
@@ -93,7 +99,7 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
     with open(path, "rb") as file:
         for begin, end, offset in wanted:
             if 2 * huge.get(begin, 0) > end - begin:
-                continue  # a copy would cost time and memory, and bring little
+                continue  # a copy would cost time and memory, and gain little
             for at in range(-(-begin // HUGE) * HUGE, end // HUGE * HUGE, _CHUNK):
                 size = min(_CHUNK, end // HUGE * HUGE - at)
                 if free_memory() < size + reserve \
@@ -104,7 +110,7 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
 
 
 def _replaced(file: int, at: int, size: int, offset: int) -> bool:
-    """Whether `size` bytes of a file, mapped at an address, are now a copy in huge pages."""
+    """Replace mapped bytes of a file by a copy in huge pages; return whether that succeeded."""
     libc = _libc()
     area = libc.mmap(None, size + HUGE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)
     if area == _FAILED:
@@ -113,7 +119,7 @@ def _replaced(file: int, at: int, size: int, offset: int) -> bool:
     libc.madvise(copy, size, mmap.MADV_HUGEPAGE)
     into = memoryview((ctypes.c_char * size).from_address(copy))
     done = 0
-    with contextlib.suppress(OSError):  # what cannot be read now may be when it is needed
+    with contextlib.suppress(OSError):  # the mapping stays; a later access may succeed
         while done < size and (count := os.preadv(file, [into[done:]], offset + done)):
             done += count
     into.release()

@@ -1,11 +1,13 @@
-"""llama.cpp's evaluation callback: takes a shard's hidden rows out, stops a decode inside, has the
-parts of a wide stage's sums added up, lets rows draw their experts alone, and puts hidden rows in
-where a graph takes tokens only.
+"""llama.cpp's evaluation callback for a shard.
+
+It copies the shard's hidden rows out, stops a decode at a layer boundary, passes the partial
+results of a wide stage to the all-reduce, computes the routers of mixtures row by row, and puts
+hidden rows in where a graph takes tokens only.
 
 llama.cpp calls it for every node of a graph, thousands of times per token on a deep model. Where
-`layer_filter.c` was compiled, it answers those that are not a layer's output; else Python does, at
-1 to 2 us each. Knows tensors by their names in llama.cpp's graphs (`l_out-<layer>`); no rows, no
-cache.
+`layer_filter.c` was compiled, it handles the calls for tensors that are not a layer's output;
+otherwise Python does, at 1 to 2 us each. Identifies tensors by their names in llama.cpp's graphs
+(`l_out-<layer>`); independent of rows and caches.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from pipeinfer.llama.short_runs import KERNELS
 from pipeinfer.loading import c_part
 
 _NOTHING, _LAST, _SOME, _ENDED = range(4)
-#: how often a decode is cut to ask whether to stop: threads start anew after each cut, which takes
-#: about a tenth of a millisecond
+#: how often a decode is cut to check whether to stop: after each cut the threads have to start
+#: again, which takes about a tenth of a millisecond
 _CUTS = 8
 
 
@@ -35,18 +37,21 @@ _SUMMED = (b".attn_output.weight", b".ffn_down.weight")
 
 
 class PartSum(Protocol):
-    """What adds up one slice's parts with those of the others of its stage."""
+    """The all-reduce of one slice's partial results with those of the other slices of its stage."""
 
     @property
     def address(self) -> int | None:
-        """Of struct sums, where sums.c does it; None: `add` does."""
+        """The address of struct sums, where sums.c computes the sums; None: `add` does."""
 
     def add(self, part: FloatArray, place: int) -> bool:
-        """Put the sum into `part`, float32[n]. place: which one of the model. False: leave."""
+        """Replace `part`, float32[n], by the sum; return False where the decode has to be left.
+
+        place: number of the sum in the model (`place_of`)
+        """
 
 
 class Filter(ctypes.Structure):
-    """What `layer_filter.c` knows: struct filter."""
+    """The state of `layer_filter.c`: struct filter."""
 
     _fields_ = (("name_of", ctypes.c_void_p), ("reached", ctypes.c_void_p),
                 ("last", ctypes.c_char_p), ("wants", ctypes.c_int),
@@ -61,12 +66,17 @@ class Filter(ctypes.Structure):
 class LayerProbe:
     """One context's callback; `arm` it before a decode and read the outcome afterwards.
 
-    first_layer: which of the model's the file's first one is. entry: name of the tensor that the
-    first layer reads, for rows that are put in there. callback, data: for llama.cpp.
-    hidden_done: the rows were copied. entered: those given were put in. stopped: `should_stop` said
-    True, or the sums did. error: what it raised.
-    llama.cpp calls it twice per tensor: `ask` - do you want it (the graph is cut there) - and,
-    when wanted, once the tensor is computed; answering False then ends the graph.
+    last_layer: number of the file's last layer, from 0
+    first_layer: number of the file's first layer in the model
+    entry: name of the tensor that the first layer reads, for rows that are put in there
+    callback, data: for llama.cpp
+    hidden_done: whether the rows were copied
+    entered: whether the given rows were put in
+    stopped: whether `should_stop` returned True, or a sum returned False
+    error: the exception raised meanwhile
+
+    llama.cpp calls it twice per tensor: with `ask`, whether the tensor is wanted (the graph is cut
+    there), and, when wanted, once it is computed; the result False then ends the graph.
     """
 
     def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "") -> None:
@@ -90,8 +100,10 @@ class LayerProbe:
             self.callback, self.data = kind(_address(function)), ctypes.addressof(self._filter)
 
     def sum_with(self, sums: PartSum | None) -> None:
-        """The file is a slice: have its parts summed up from now on; None: the parts are taken
-        for the sums. Raises BackendError where tensors' sources cannot be found."""
+        """Sum the partial results of a slice from now on; None: use each partial result as the sum.
+
+        Raises BackendError where tensors' sources cannot be found.
+        """
         self._sums, own = sums, self._filter
         own.sliced = sums is not None
         if sums is not None:
@@ -99,8 +111,11 @@ class LayerProbe:
             own.sums = None if compiled_filter() is None else sums.address
 
     def choose_experts_row_by_row(self) -> None:
-        """Have the routers' products of few rows be those of single rows from now on: see
-        `routers`. Raises BackendError where tensors' sources cannot be found."""
+        """Compute the routers' products of few rows as those of single rows from now on: see
+        `routers`.
+
+        Raises BackendError where tensors' sources cannot be found.
+        """
         self._look_inside()
         own = self._filter
         own.elements_of = _address(binding.ggml_nelements)
@@ -115,13 +130,17 @@ class LayerProbe:
 
     @property
     def ended(self) -> bool:
-        """Whether the decode was left before its end."""
+        """Whether the decode ended early."""
         return bool(self._filter.wants == _ENDED)
 
     def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None,
             given: FloatArray | None = None, rows: int = 0) -> None:
-        """Prepare for one decode of `rows` rows. hidden: float32[n, n_embd] to fill; None: norm and
-        head run. given: float32[n, n_embd] to put in at the entry."""
+        """Prepare for one decode of `rows` rows.
+
+        should_stop: is called at some layer boundaries; None: no stop
+        hidden: float32[n, n_embd] to fill; None: norm and head run
+        given: float32[n, n_embd] to put in at the entry
+        """
         self.should_stop, self.hidden, self._given = should_stop, hidden, given
         self._filter.enters = given is not None
         self._filter.row_by_row = self._routers and 1 < rows <= routers.MOST_ROWS
@@ -131,7 +150,9 @@ class LayerProbe:
             _NOTHING if hidden is None else _LAST
 
     def _call(self, tensor: int, ask: bool, _data: int | None) -> bool:
-        """With the compiled filter: never asked, only told of tensors that were wanted."""
+        """The callback. With the compiled filter it is called only for computed tensors that are
+        wanted.
+        """
         try:
             if self._filter.wants == _ENDED:
                 # With offloaded layers the graph has several splits, and False ends only one:
@@ -172,7 +193,7 @@ class LayerProbe:
         return True
 
     def _put_in(self, tensor: int, given: FloatArray) -> bool:
-        """Overwrite what the graph made of the tokens that stand in for these rows."""
+        """Overwrite the graph's embedding of placeholder tokens with these rows."""
         if binding.ggml_nbytes(tensor) != given.nbytes:
             raise BackendError(f"the graph's input has {binding.ggml_nbytes(tensor)} bytes, "
                                f"{given.nbytes} expected")
@@ -181,7 +202,7 @@ class LayerProbe:
         return True
 
     def _place_of(self, tensor: int) -> int:
-        """Which sum a tensor is a part of, -1 for none."""
+        """The number of the sum that a tensor is a partial result of; -1 for none."""
         name = weight_of(tensor, self._filter.source)
         if not name.endswith(_SUMMED):
             return -1
@@ -202,19 +223,19 @@ class LayerProbe:
 
 
 def place_of(layer: int, *, feed_forward: bool) -> int:
-    """The number of one of the model's sums: two a layer, attention's and the feed forward's."""
+    """Return the number of a sum in the model: attention's and the feed forward's of each layer."""
     return 2 * layer + feed_forward
 
 
 def compiled_filter() -> Any | None:
-    """The function of `layer_filter.c`, None where it was not compiled or cannot be loaded."""
+    """Return the function of `layer_filter.c`; None where it is not compiled or not loadable."""
     library = compiled()
     return None if library is None else library.pipeinfer_layer_filter
 
 
 @cache
 def compiled() -> Any | None:
-    """The library of the C part, None where it was not compiled or cannot be loaded."""
+    """Return the library of the C part; None where it was not compiled or cannot be loaded."""
     path = c_part("_layer_filter", KERNELS)
     if path is None:
         return None

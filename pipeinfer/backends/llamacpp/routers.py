@@ -1,10 +1,10 @@
-"""Which experts a row draws must not depend on the rows beside it.
+"""Routers of mixtures, computed so that a row's experts do not depend on other rows of the batch.
 
-A mixture's router is a product of float32 matrices. For one row llama.cpp takes another kernel than
-for several, and adds up in another order. So where few rows are decoded together, each row's
-product is computed once more, by the function that single rows take.
+A mixture's router is a product of float32 matrices. For one row llama.cpp uses another kernel than
+for several, which sums in another order. So where few rows are decoded together, each row's product
+is computed once more, by the function for single rows.
 
-Knows tensors by their names; `layer_filter.c` does the same in C.
+Identifies tensors by their names; `layer_filter.c` does the same in C.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
 from pipeinfer.models.gguf import ModelFile
 
-#: decodes of so many rows and fewer have their routers' products row by row; longer ones are parts
-#: of prompts, which are cut alike wherever they are decoded
+#: decodes of at most so many rows have their routers' products row by row; longer ones are chunks
+#: of prompts, whose cuts do not depend on other requests
 MOST_ROWS = 16
 _FLOAT32 = 0  #: ggml's number of the type
 _NAMES = (b".ffn_gate_inp.weight", b".ffn_gate_inp_shexp.weight")
@@ -27,9 +27,9 @@ _NAMES = (b".ffn_gate_inp.weight", b".ffn_gate_inp_shexp.weight")
 
 @cache
 def single_row_dot() -> Any | None:
-    """ggml's product of two float32 vectors as single rows take it: (n, to, 0, x, 0, y, 0, 1).
+    """Return ggml's product of float32 vectors for single rows: (n, to, 0, x, 0, y, 0, 1).
 
-    None where the library's kernels are plug-ins, which do not tell.
+    None where the library's kernels are plug-ins, which do not export it.
     """
     binding.loaded()
     traits = getattr(binding, "ggml_get_type_traits_cpu", None)
@@ -37,13 +37,16 @@ def single_row_dot() -> Any | None:
 
 
 def is_router(tensor: int, source: int) -> bool:
-    """Whether a tensor is a router's product. source: see `tensors.source_offset`."""
+    """Return whether a tensor is a router's product; source: as from `tensors.source_offset`."""
     return weight_of(tensor, source).endswith(_NAMES)
 
 
 def by_rows(tensor: int, source: int) -> None:
-    """Overwrite a router's product with those of single rows. Raises BackendError for rows that do
-    not lie one behind the other."""
+    """Overwrite a router's product with the products of single rows.
+
+    tensor, source: as for `is_router`
+    Raises BackendError for rows that are not contiguous.
+    """
     weights, inputs = (source_of(tensor, source, which) for which in (0, 1))
     if binding.ggml_nbytes(inputs) != 4 * binding.ggml_nelements(inputs):
         raise BackendError("this llama.cpp hands rows to routers in an unknown way: install the "
@@ -60,7 +63,7 @@ def by_rows(tensor: int, source: int) -> None:
 
 
 def of_floats(path: str | os.PathLike[str]) -> bool:
-    """Whether all routers of the file at `path` are float32. Raises ModelError."""
+    """Return whether all routers of the file at `path` are float32. Raises ModelError."""
     tensors = ModelFile(path).tensors
     return all(tensor.type == _FLOAT32 for name, tensor in tensors.items()
                if name.encode().endswith(_NAMES))

@@ -1,4 +1,4 @@
-"""What tensors of llama.cpp's graphs are made of, which no function of its tells."""
+"""Access to the sources of tensors in llama.cpp's graphs, for which it has no function."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pipeinfer.llama import binding
 
 @cache
 def source_offset() -> int:
-    """Where a tensor of llama.cpp's has the address of its first source, in bytes.
+    """Return the offset of the first source's address in a tensor, in bytes.
 
-    Found by looking at a product of two tensors, as no function tells it. Raises BackendError.
+    Found by searching the memory of a product of two tensors, as no function returns it. Raises
+    BackendError for an unknown layout.
     """
     room = 4 * binding.ggml_tensor_overhead() + 4096
     context = binding.ggml_init(binding.ggml_init_params(room, None, True))
@@ -32,13 +33,14 @@ def source_offset() -> int:
 
 
 def source_of(tensor: int, source: int, which: int) -> int:
-    """A tensor's first or second source, 0 for none. source: see `source_offset`."""
+    """Return a tensor's source number `which` (0 or 1), 0 for none; source: as from
+    `source_offset`.
+    """
     return ctypes.c_void_p.from_address(tensor + source + 8 * which).value or 0
 
 
 def weight_of(tensor: int, source: int) -> bytes:
-    """The name of the layer's tensor that a tensor is made of first; empty where it is made of
-    another."""
+    """Return the name of the layer's weight that is a tensor's first source; empty for none."""
     first = source_of(tensor, source, 0)
     name: bytes = binding.ggml_get_name(first) if first else b""
     return name if name.startswith(b"blk.") else b""

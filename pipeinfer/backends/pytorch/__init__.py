@@ -1,4 +1,4 @@
-"""Layers of GGUF files and Hugging Face folders on torch, through the code of transformers.
+"""Layers of GGUF files and Hugging Face folders on torch, with the layer code of transformers.
 
-Must not know requests, policies or transports.
+Modules here may not depend on requests, policies or transports.
 """

@@ -1,9 +1,9 @@
-"""Attention of Hugging Face layers over cells: keys and values, and what each row reads of them.
+"""Attention of Hugging Face layers over cells: keys and values, and the cells each row attends to.
 
-transformers hands every layer's rotated queries, keys and values to one registered function. It
+transformers passes every layer's rotated queries, keys and values to one registered function. It
 puts the keys and values of the decode's rows into their cells and lets each row attend over the
-list of cells that `torch_cells` made for it. Knows no model family beyond the arguments that
-layers pass (scaling, soft cap, window), and no weights.
+list of cells that `cells` made for it. Independent of model families beyond the arguments that
+layers pass (scaling, soft cap, window), and of weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeinfer.backends.pytorch.cells import BLOCK, CellTable, Group, Indices
 from pipeinfer.core.types import Rows
 
-IMPLEMENTATION = "pipeinfer_cells"  #: the name under which transformers knows `attend`
-_GATHERED = 1 << 14  #: cells copied at most to serve rows with different lists in one call
+IMPLEMENTATION = "pipeinfer_cells"  #: the name under which `attend` is registered
+_GATHERED = 1 << 14  #: most cells that are copied to serve rows with different lists in one call
 
 
 class CellStore:
@@ -46,9 +46,12 @@ class CellStore:
 
 
 class Call(Struct, frozen=True):
-    """One attention call. rows: which of the decode's rows (None: all, in order). cells: a slice,
-    indices [L] that all rows share, or [n, L]. mask: added to the scores, [n, 1, 1, L], or
-    [1, 1, n, L] when `wide`."""
+    """One attention call.
+
+    rows: which of the decode's rows; None: all, in order
+    cells: a slice, indices [L] that all rows share, or indices [n, L]
+    mask: added to the scores, [n, 1, 1, L], or [1, 1, n, L] when `wide`
+    """
 
     rows: Any
     cells: Any
@@ -57,10 +60,10 @@ class Call(Struct, frozen=True):
 
 
 class Reading(Struct):
-    """What attention needs to know about one decode of `n` rows.
+    """The data of one decode of `n` rows that attention needs.
 
-    taken: the rows' own cells, a slice where they lie together. calls are made per window when the
-    first layer with that window asks.
+    taken: the rows' own cells, a slice where they lie together
+    calls: by window, made at the first layer with that window
     """
 
     table: CellTable
@@ -73,7 +76,7 @@ class Reading(Struct):
     calls: dict[int | None, list[Call]] = field(default_factory=dict)
 
     def of(self, window: int | None) -> list[Call]:
-        """The calls for layers with this window."""
+        """Return the calls for layers with this window."""
         found = self.calls.get(window)
         if found is None:
             found = self._wide(window) if self.wide else self._narrow(window)
@@ -136,7 +139,7 @@ def reading(
     table: CellTable, store: CellStore, rows: Rows, cells: Indices, *, wide: bool, dtype: Any,
     device: Any,
 ) -> Reading:
-    """The reading of a decode whose rows have claimed `cells`."""
+    """Return the reading of a decode whose rows have claimed `cells`."""
     start = int(cells[0])
     together = (np.diff(cells) == 1).all()
     taken = (slice(start, start + len(cells)) if together
@@ -149,9 +152,10 @@ def attend(
     dropout: float = 0.0, *, reading: Reading, softcap: float | None = None,
     sliding_window: int | None = None, **_: Any,
 ) -> tuple[Any, None]:
-    """What transformers calls in place of its own attention.
+    """Compute attention in place of transformers' own function.
 
-    query [1, heads, m, d], key and value [1, kv heads, m, d], of which the first n rows are real.
+    query: [1, heads, m, d]
+    key, value: [1, kv heads, m, d], of which the first n rows are real
     Returns [1, m, heads, d].
     """
     del attention_mask, dropout

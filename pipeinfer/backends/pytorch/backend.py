@@ -1,10 +1,11 @@
 """Runs decoder layers with torch: transformers' own layer code over a cache of cells.
 
 A shard holds its own layers, the embedding on the first stage, the final norm and the output head
-on the last. Positions are free, views and stores may differ, a row may be given as a vector, a
-decode stops between any two layers, and learned prefixes can be put before all cells.
+on the last. Positions are free, rows may attend to other ids than they are stored under, a row may
+be given as a vector, a decode stops between any two layers, and learned prefixes can be put before
+all cells.
 
-Knows nothing about runs, ranks or which layers belong where. Several backends may live in one
+Independent of runs, ranks and the distribution of layers. Several backends may exist in one
 process, each used by one thread at a time; they share torch's number of threads.
 """
 
@@ -30,11 +31,11 @@ from pipeinfer.models.slices import Slice
 
 __all__ = ["TorchBackend", "TorchOptions"]
 
-NARROW = 16  #: decodes of at most so many rows are computed row by row where that decides bits
+NARROW = 16  #: decodes of at most so many rows are computed row by row where bits depend on it
 
 
 class TorchBackend:
-    """One shard, or a whole model, on torch. See `backends.base.Backend` for the contract."""
+    """One shard, or a whole model, on torch; `backends.base.Backend` has the contract."""
 
     def __init__(
         self, shard: Shard, info: ShardInfo, options: TorchOptions, store: CellStore
@@ -44,7 +45,7 @@ class TorchBackend:
             free_positions=not options.validate, separate_views=not options.validate,
             embedding_rows=True, stops_inside=True,
         )
-        #: rows that are computed as single ones are; see `exact.exact_width`
+        #: rows that are computed as single ones are; see `exact_width.exact_width`
         self.exact_limit = NARROW
         self._shard: Shard | None = shard
         self._store = store
@@ -66,13 +67,20 @@ class TorchBackend:
         n_seq_max: int, n_batch: int, n_threads: int, options: TorchOptions | None = None,
         piece: Slice | None = None,
     ) -> TorchBackend:
-        """Load layers `[start, stop)` (None: all) of a GGUF file or a Hugging Face folder, or a
-        slice of them, which has no embedding: it is given rows (`embedding.open_embedding`).
+        """Load layers of a GGUF file or a Hugging Face folder.
 
+        path: of the model
+        layers: `[start, stop)`; None: all
+        n_ctx: cells of the cache
+        n_seq_max: sequence ids
+        n_batch: maximum rows of a decode
+        n_threads: torch's threads in the whole process; 0: unchanged
+        options: of torch
+        piece: the slice of the layers to load, which has no embedding (`embedding.open_embedding`);
+            None: the whole layers
         Only the bytes of these layers are read, and of the embedding or head where they belong.
-        n_threads sets torch's threads for the whole process (0 leaves them). Raises ModelError
-        for files that cannot be used, UnsupportedArchitecture, PlanError for an impossible range,
-        and BackendError when memory does not suffice.
+        Raises ModelError for files that cannot be used, UnsupportedArchitecture, PlanError for an
+        impossible range, and BackendError when memory does not suffice.
         """
         options = (options or TorchOptions()).resolved(torch.cuda.is_available())
         if min(n_ctx, n_seq_max, n_batch) < 1:
@@ -164,9 +172,11 @@ class TorchBackend:
             self._table.keep(seq_id)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """Add `dst` to all cells of `src`. Those that did not have it are from now on seen by
-        every row that looks through one of their ids, also from lower positions, and stand
-        among those at the same position by `order`."""
+        """Add `dst` to all cells of `src`.
+
+        Cells that did not have it are from now on seen by every row that attends to one of their
+        ids, also from lower positions. Those at the same position are sorted by `order`.
+        """
         if self._shard is not None:
             self._table.join(src, dst, order)
 
@@ -175,11 +185,11 @@ class TorchBackend:
     ) -> None:
         """Put learned keys and values before all cells of `seq_ids`.
 
-        prefix: for each layer of this shard (others are ignored) its keys and values, both
-        [count, kv heads, head size]; keys are used as they are, without rotation. Rows that look
-        through one of the ids see them from every position. They take `count` cells, and stay
-        until `drop_prefixes`. Raises BackendError for missing layers, wrong shapes or too few
-        cells.
+        prefix: for each layer of this shard (others are ignored) its keys and values, both [count,
+            kv heads, head size]; keys are used as they are, without rotation
+        seq_ids: rows that attend to one of these see the prefix from every position
+        The prefix takes `count` cells, and stays until `drop_prefixes`. Raises BackendError for
+        missing layers, wrong shapes or too few cells.
         """
         if self._shard is None:
             raise BackendError("preload on a closed backend")
@@ -205,8 +215,12 @@ class TorchBackend:
         self._table.unpin()
 
     def add_embeddings(self, vectors: FloatArray) -> int:
-        """Give the token ids from `n_vocab` (or after those added before) on these vectors,
-        float32[k, n_embd], as they enter the first layer. Returns the first of the ids."""
+        """Add token ids with these vectors, after `n_vocab` and those added before; return the
+        first id.
+
+        vectors: float32[k, n_embd], as they enter the first layer
+        Raises BackendError for another shape, and on a shard that is not the first.
+        """
         if not self.info.first or vectors.ndim != 2 or vectors.shape[1] != self.info.n_embd:
             raise BackendError(f"embeddings of shape {vectors.shape} for a shard that "
                                + ("takes " if self.info.first else "has no embedding of ")
@@ -223,15 +237,15 @@ class TorchBackend:
         self._store.values.clear()
 
     def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
-        """Lowest and highest position of the id's cells, None without cells."""
+        """Return the lowest and highest position of the id's cells; None without cells."""
         return self._table.bounds(seq_id)
 
     def used_cells(self) -> int:
-        """How many cells of the cache are taken."""
+        """Return the number of cells in use."""
         return self._table.used()
 
     def cells(self) -> list[tuple[int, frozenset[int]]]:
-        """Every taken cell as (position, ids), sorted."""
+        """Return every cell in use as (position, ids), sorted."""
         return self._table.listing()
 
     # --- computing ----------------------------------------------------------------------------
@@ -295,7 +309,7 @@ class TorchBackend:
 
     @staticmethod
     def _guard(compute: Callable[..., Any], *args: Any) -> Any:
-        """`compute(*args)`, with what torch raises (memory, devices) as a BackendError."""
+        """Return `compute(*args)`; raise torch's errors (memory, devices) as BackendError."""
         try:
             return compute(*args)
         except RuntimeError as error:

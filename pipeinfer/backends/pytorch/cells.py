@@ -1,10 +1,11 @@
-"""Which cells of a cache exist, who may read them, and in which order a row reads what it sees.
+"""The cells of a cache: their sequence ids, and the order in which rows attend to them.
 
-Cells carry a position and a set of sequence ids; every sequence operation edits these, never keys
-or values. What a row sees is listed by position, not by place in memory, so that the order of all
-sums depends on the path alone: cells may lie anywhere, and dead cells are free at once.
+Cells have a position and a set of sequence ids; every sequence operation edits these, never keys or
+values. The cells that a row attends to are listed by position, not by place in memory, so that the
+order of all sums depends on the path alone. So cells may lie anywhere, and dead cells are free at
+once.
 
-numpy only: knows no model, no tensor of keys and no run.
+Uses numpy only; independent of models, tensors of keys, and runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BLOCK = 64  #: lists of cells are padded to a multiple, so that equal paths give
 
 
 class Group(Struct, frozen=True):
-    """Rows that read one list: row `rows[i]` sees the first `lengths[i]` of `cells`."""
+    """Rows that share one list: row `rows[i]` attends to the first `lengths[i]` of `cells`."""
 
     rows: list[int]
     cells: Indices
@@ -46,9 +47,9 @@ class _Sorted(Struct, frozen=True):
 class CellTable:
     """Positions and id sets of `n_cells` cells, for ids `0..n_seqs-1`.
 
-    A *joined* cell is exempt from the position test: whoever looks through one of its ids sees
+    A *joined* cell is exempt from the position test: every row that attends to one of its ids sees
     it. A *pinned* one holds a learned prefix: it comes before all others, no sequence operation
-    touches it, and windows do not hide it.
+    changes it, and windows do not hide it.
     """
 
     def __init__(self, n_cells: int, n_seqs: int) -> None:
@@ -63,8 +64,11 @@ class CellTable:
     # --- claiming and freeing -----------------------------------------------------------------
 
     def claim(self, rows: Rows) -> Indices:
-        """A cell for each row. Raises BackendError, and claims nothing, for ids outside the table
-        and when too few cells are free."""
+        """Take a cell for each row.
+
+        Raises BackendError, and claims nothing, for ids outside the table and when too few cells
+        are free.
+        """
         stores = [self._bits(ids, i) for i, ids in enumerate(rows.seq_ids)]
         cells = self._take(len(rows), f"no free cells for {len(rows)} rows")
         self._pos[cells] = rows.positions
@@ -72,7 +76,10 @@ class CellTable:
         return cells
 
     def pin(self, count: int, seq_ids: Sequence[int]) -> Indices:
-        """Cells for a learned prefix of `count` vectors, seen through `seq_ids`."""
+        """Take cells for a learned prefix of `count` vectors under `seq_ids`.
+
+        Raises BackendError as `claim` does.
+        """
         store = self._bits(seq_ids, 0)
         cells = self._take(count, f"no free cells for a prefix of {count} vectors")
         self._pos[cells], self._sets[cells], self._pinned[cells] = 0, store, True
@@ -106,9 +113,9 @@ class CellTable:
     # --- sequence operations ------------------------------------------------------------------
 
     def remove(self, seq_id: int, p0: int, p1: int) -> None:
-        """Take the id (ALL_SEQS: every id) off cells in `[p0, p1)`; free those without one.
+        """Remove the id (ALL_SEQS: every id) from cells in `[p0, p1)`; free those without one.
 
-        Joined cells belong to the start of a sequence: only a range that begins at 0 has them.
+        Joined cells belong to the start of a sequence: only a range that begins at 0 includes them.
         """
         inside = self._within(p0, p1)
         if seq_id == ALL_SEQS:
@@ -128,13 +135,14 @@ class CellTable:
         return added
 
     def join(self, src: int, dst: int, order: int) -> None:
-        """Give `dst` all cells of `src`, visible to it at whatever position it is. order: see
-        `core.SeqJoin`."""
+        """Add `dst` to all cells of `src`, visible whatever the positions; order: as in
+        `core.SeqJoin`.
+        """
         added = self.copy(src, dst, 0, np.iinfo(np.int64).max)
         self._joined[added[self._joined[added] == 0]] = order
 
     def keep(self, seq_id: int) -> None:
-        """Drop every other id and free the cells without this one."""
+        """Remove every other id and free the cells without this one."""
         bits = self._bits((seq_id,), 0)
         loose = ~self._pinned
         self._sets[loose] &= bits
@@ -157,16 +165,16 @@ class CellTable:
     # --- questions ----------------------------------------------------------------------------
 
     def bounds(self, seq_id: int) -> tuple[int, int] | None:
-        """Lowest and highest position of the id's cells, None without cells."""
+        """Return the lowest and highest position of the id's cells; None without cells."""
         found = self._pos[self._has(seq_id) & ~self._pinned]
         return (int(found.min()), int(found.max())) if len(found) else None
 
     def used(self) -> int:
-        """How many cells of the table are taken."""
+        """Return the number of cells in use."""
         return int(np.count_nonzero(self._pos >= 0))
 
     def listing(self) -> list[tuple[int, frozenset[int]]]:
-        """Every taken cell as (position, ids), sorted."""
+        """Return every cell in use as (position, ids), sorted."""
         pairs = [
             (int(self._pos[cell]),
              frozenset(i for i in range(self.n_seqs)
@@ -178,12 +186,12 @@ class CellTable:
     # --- what rows see ------------------------------------------------------------------------
 
     def groups(self, rows: Rows, window: int | None) -> list[Group]:
-        """The lists that the rows (whose cells are claimed) read, in order of position.
+        """Return the lists of cells that the rows (whose cells are claimed) attend to, by position.
 
         Rows of a view share a list when each sees a beginning of it that is padded to the same
-        multiple of BLOCK; so the shape of what a row computes does not depend on its neighbours.
-        window: a row sees cells less than so many positions back. Raises BackendError when a row
-        sees nothing.
+        multiple of BLOCK; so the shape of what a row computes does not depend on other rows.
+        window: a row sees cells less than so many positions back; None: all
+        Raises BackendError when a row sees no cell.
         """
         orders = self._orders(rows)
         shared: dict[tuple[tuple[int, ...], int], Group] = {}
@@ -215,7 +223,12 @@ class CellTable:
         return [*shared.values(), *groups]
 
     def union(self, rows: Rows, window: int | None) -> tuple[Indices, Mask]:
-        """All cells that any of the rows sees, by position, and bool[n, cells]: who sees which."""
+        """Return all cells that any of the rows sees, by position, and bool[n, cells]: which row
+        sees which.
+
+        window: as for `groups`
+        Raises BackendError when a row sees no cell.
+        """
         orders = self._orders(rows)
         seen = np.zeros((len(rows), self.n_cells), np.bool_)
         views = views_of(rows)
@@ -256,15 +269,16 @@ class CellTable:
 
 
 def views_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """The ids that each row looks through."""
+    """Return the ids that each row attends to."""
     return rows.seq_ids if rows.views is None else rows.views
 
 
 def check_rows(rows: Rows, tips: Iterable[tuple[int, tuple[int, int] | None]]) -> None:
     """Raise BackendError for rows that llama.cpp would refuse or compute wrongly.
 
-    Each id must go on without a gap from its last cell; the ids of a row are a subset of those of
-    every earlier row that shares one. tips: (id, bounds of its cells) for all ids of the rows.
+    rows: each id must continue without a gap from its last cell; the ids of a row are a subset of
+        those of every earlier row that shares one
+    tips: (id, bounds of its cells) for all ids of the rows
     """
     ends = {seq_id: None if bounds is None else bounds[1] for seq_id, bounds in tips}
     earlier: list[set[int]] = []

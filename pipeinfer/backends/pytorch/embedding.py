@@ -1,6 +1,7 @@
-"""The embedding's rows for slices of a first stage, which have none: looked up in the model's file.
+"""The embedding for slices of a first stage, which have none: rows are read from the model's file.
 
-They are the bits with which a whole shard of the same type begins. Knows no layers and no ranks.
+They have the bits with which a whole shard of the same type begins. Independent of layers and
+ranks.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ _TYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bf
 
 
 class TorchEmbedding:
-    """See `backends.wide.Embedding`. raw: uint8[n_vocab, bytes of a row]. kind: of its numbers, a
-    torch type or one of GGUF. embed: the family's module, without its weights. dtype: in which the
-    model computes."""
+    """A `backends.wide.Embedding` from a file.
+
+    raw: uint8[n_vocab, bytes of a row]
+    kind: of its numbers, a torch type or one of GGUF
+    embed: the family's module, without its weights
+    dtype: in which the model computes
+    """
 
     def __init__(self, raw: Any, kind: Any, embed: Any, dtype: Any) -> None:
         self._raw, self._kind, self._embed, self._dtype = raw, kind, embed, dtype
 
     def rows(self, tokens: IntArray) -> FloatArray:
-        """float32[n, n_embd], as they enter the first layer. Raises BackendError for a token that
-        is not in the vocabulary."""
+        """Return the rows as they enter the first layer, float32[n, n_embd].
+
+        Raises BackendError for a token that is not in the vocabulary.
+        """
         top = len(self._raw)
         if not len(tokens):
             return np.zeros((0, self._embed.embedding_dim), np.float32)
@@ -52,7 +59,7 @@ class TorchEmbedding:
 
 
 def open_embedding(path: str | os.PathLike[str], dtype: str) -> TorchEmbedding:
-    """Of a GGUF file or a folder. Raises ModelError and UnsupportedArchitecture."""
+    """Open the embedding of a GGUF file or folder. Raises ModelError, UnsupportedArchitecture."""
     model, config = config_at(path)
     kind: Any
     if isinstance(model, ModelDir):

@@ -1,7 +1,7 @@
-"""Takes a GGUF model back to the Hugging Face layout: config values, and tensors in float32.
+"""Conversion of a GGUF model to the Hugging Face layout: config values, and tensors in float32.
 
-The converter that made the file renamed the tensors, turned pairs of the rotary embedding in
-"llama" models and added one to Gemma's norm weights; here that is undone. Knows no torch modules.
+The converter that made the file renamed the tensors, reordered pairs of the rotary embedding in
+"llama" models and added one to Gemma's norm weights; here that is undone. Uses no torch modules.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class GgufTensors:
         self._model = model
 
     def has(self, name: str) -> bool:
-        """Whether the file has the tensor."""
+        """Return whether the file has the tensor."""
         return self.stored(name) in self._model.tensors
 
     def read(self, name: str) -> Any:
-        """The tensor in the Hugging Face layout. Raises ModelError when it is missing."""
+        """Return the tensor in the Hugging Face layout. Raises ModelError when it is missing."""
         model, stored = self._model, self.stored(name)
         info = model.tensors.get(stored)
         if info is None:
@@ -83,7 +83,7 @@ class GgufTensors:
         return np.asarray(array, np.float32).reshape(shape)
 
     def stored(self, name: str) -> str:
-        """What the file calls a tensor of the Hugging Face layout."""
+        """Return the file's name of a tensor of the Hugging Face layout."""
         if name in _GLOBAL:
             return _GLOBAL[name]
         match = _LAYER.match(name)
@@ -94,9 +94,10 @@ class GgufTensors:
 
 
 def config_of(model: ModelFile) -> dict[str, Any]:
-    """Keyword arguments for transformers' config of the model.
+    """Return the keyword arguments for transformers' config of the model.
 
-    Raises UnsupportedArchitecture for what the torch backend would compute differently.
+    Raises UnsupportedArchitecture for what the torch backend would compute differently, and
+    ModelError for values that are no numbers.
     """
     for key in _REFUSED:
         if model.arch_get(key) not in (None, 0, 0.0, 1.0, False):
@@ -163,7 +164,7 @@ def _rope(model: ModelFile, base: float) -> dict[str, Any]:
 
 
 def _paired_halves(array: Any, heads: int) -> Any:
-    """Undo the converter's turn from (half, half) to neighbouring pairs in each head."""
+    """Undo the converter's change from (half, half) to neighbouring pairs in each head."""
     if array.shape[0] % (2 * heads):
         raise ModelError(f"a projection has {array.shape[0]} rows, which {heads} heads cannot "
                          "share evenly; the file is damaged, fetch it again")

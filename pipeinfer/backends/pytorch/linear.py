@@ -1,7 +1,7 @@
-"""Products of a shard's layers: in tiles of a fixed number of rows, and in parts of a sum.
+"""Linear layers of a shard: products in tiles of a fixed number of rows, and partial results.
 
 Both are torch's own linear layers under another class, so that transformers' code calls them
-unchanged. Knows no layers beyond their number, no cells and no ranks.
+unchanged. Independent of cells and ranks; a layer is only a number here.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ from pipeinfer.backends.llamacpp.layer_probe import PartSum, place_of
 
 
 class Left(Exception):
-    """A sum said to leave the decode. Not an error: whoever decodes catches it."""
+    """A sum returned False, so the decode is left. Not an error: `TorchBackend` handles it."""
 
 
 class Tiling(Struct):
-    """Rows of one product (0: all together), and whether it holds for the decode at hand."""
+    """The tiling of products.
+
+    rows: of one product; 0: all together
+    active: whether it applies to the present decode
+    """
 
     rows: int
     active: bool = False
 
     def padded(self, n: int) -> int:
-        """Rows that a decode of `n` really computes."""
+        """Return the number of rows that a decode of `n` rows computes."""
         return -(-n // self.rows) * self.rows if self.active else n
 
 
 class Summing(Struct):
-    """Who adds up parts (None: parts are taken for sums), and the real rows of the decode at hand.
+    """The all-reduce of partial results.
+
+    sums: computes the sums; None: each partial result is used as the sum
+    rows: of the present decode, without padding
     """
 
     sums: PartSum | None = None
@@ -56,15 +63,19 @@ class TiledLinear(torch.nn.Linear):  # type: ignore[misc]
 
 
 class SummedLinear(TiledLinear):
-    """A linear layer with some columns of the whole one: gives a part of a sum over slices, and the
-    bias is added after it."""
+    """A linear layer with some columns of the whole one.
+
+    Its product is a partial result of a sum over slices; the bias is added after the sum.
+    """
 
     summing: Summing
     place: int
 
     def forward(self, x: Any) -> Any:
-        """[1, n, in] -> [1, n, out]. Raises Left. Rows of padding are not summed up: the slices of
-        a stage may have different tiles."""
+        """[1, n, in] -> [1, n, out]. Raises Left where the decode has to be left.
+
+        Padding is not summed: the slices of a stage may have different tiles.
+        """
         out, summing = self._product(x, None), self.summing
         if summing.sums is not None:
             mine = out[0, :summing.rows]
@@ -77,7 +88,7 @@ class SummedLinear(TiledLinear):
 
 
 def tile(module: Any, tiling: Tiling) -> None:
-    """Have all products within a module made in tiles."""
+    """Let all linear layers in a module compute in tiles."""
     for part in module.modules():
         if type(part) is torch.nn.Linear:
             part.__class__ = TiledLinear
@@ -85,8 +96,10 @@ def tile(module: Any, tiling: Tiling) -> None:
 
 
 def sum_up(layer: Any, index: int, summing: Summing) -> None:
-    """A tiled decoder layer, number `index` of the model, is a slice: its two sums are made by
-    `summing`."""
+    """Make a tiled decoder layer a slice, whose two sums `summing` computes.
+
+    index: of the layer in the model
+    """
     for part, feed_forward in ((layer.self_attn.o_proj, False), (layer.mlp.down_proj, True)):
         part.__class__ = SummedLinear
         part.summing, part.place = summing, place_of(index, feed_forward=feed_forward)

@@ -1,6 +1,6 @@
-"""How a torch shard is to be run, and whether it can be: nothing here imports torch.
+"""Options of a torch shard, and checks whether it can run; nothing here imports torch.
 
-Everybody who only chooses a backend (options, plans, the head) stays free of the heavy packages.
+Code that only chooses a backend (options, plans, the head) does not load the heavy packages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeinfer.errors import UnsupportedArchitecture, UsageError
 
 #: model types that tests compare with transformers' own forward pass
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
-#: of these, what is taken back from GGUF; Mistral calls itself "llama" there
+#: of these, what can be read from GGUF; Mistral is named "llama" there
 GGUF_FAMILIES = ("gemma", "gemma2", "llama", "phi3", "qwen2", "qwen3")
 _PACKAGES = ("torch", "transformers", "safetensors")
 #: rows of one matrix product. Fixed, or a row's bits would depend on how many come with it; these
@@ -25,9 +25,12 @@ _TILES = {("cpu", "float32"): 3, ("cpu", "bfloat16"): 0, ("cuda", "float32"): 16
 
 
 class TorchOptions(Struct, frozen=True):
-    """device: auto, cpu, cuda or cuda:N. dtype: of weights, cache and arithmetic. tile: rows of
-    one matrix product; None takes what keeps decodes exact, 0 lets them vary. validate: check that
-    rows continue their sequences, as llama.cpp would.
+    """How torch runs a shard.
+
+    device: auto, cpu, cuda or cuda:N
+    dtype: of weights, cache and arithmetic
+    tile: rows of one matrix product; None: what makes decodes exact; 0: any number
+    validate: whether to check that rows continue their sequences, as llama.cpp would
     """
 
     device: str = "auto"
@@ -36,7 +39,9 @@ class TorchOptions(Struct, frozen=True):
     validate: bool = False
 
     def resolved(self, has_cuda: bool) -> TorchOptions:
-        """With every auto replaced. Raises UsageError for a GPU that is not there."""
+        """Return the options with every auto replaced. Raises UsageError for a GPU that is not
+        there.
+        """
         check_device(self.device)
         device = self.device
         if device == "auto":
@@ -53,18 +58,22 @@ class TorchOptions(Struct, frozen=True):
 
 
 def itemsize(dtype: str, device: str) -> int:
-    """Bytes of one weight; what auto will be is taken at its worst."""
+    """Return the bytes of one weight; for auto, those of the largest type that it may become."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith(("cuda", "gpu"))) \
         else 4
 
 
 def missing_packages() -> list[str]:
-    """Which of the packages that the torch backend needs are not installed here."""
+    """Return which of the packages that the torch backend needs are not installed here."""
     return [name for name in _PACKAGES if find_spec(name) is None]
 
 
 def require_torch(missing: list[str] | None = None, who: str = "") -> None:
-    """Raise UsageError when packages are missing (None: look here). who: begins the message."""
+    """Raise UsageError when packages are missing.
+
+    missing: the packages; None: those missing here
+    who: begins the message
+    """
     missing = missing_packages() if missing is None else missing
     if missing:
         raise UsageError(f"{who}the torch backend needs {', '.join(missing)}: "
@@ -72,7 +81,7 @@ def require_torch(missing: list[str] | None = None, who: str = "") -> None:
 
 
 def check_family(architecture: str, path: str, *, gguf: bool) -> None:
-    """Raise UnsupportedArchitecture for a model type that the torch backend does not know."""
+    """Raise UnsupportedArchitecture for a model type that the torch backend does not support."""
     known = GGUF_FAMILIES if gguf else FAMILIES
     if architecture not in known:
         what = "GGUF files of architecture" if gguf else "models of type"
@@ -87,7 +96,7 @@ def check_device(device: str) -> None:
 
 
 def torch_version() -> str:
-    """Versions of torch and transformers, which a shard's bits may depend on."""
+    """Return the versions of torch and transformers, on which a shard's bits may depend."""
     found = []
     for name in _PACKAGES[:2]:
         try:
@@ -98,5 +107,5 @@ def torch_version() -> str:
 
 
 def torch_options(device: str, dtype: str, *, exact: bool) -> TorchOptions:
-    """Options of a job's config. exact: single rows' bits are worth a fixed tile."""
+    """Return the options for a job's config; exact: whether to use a fixed tile."""
     return TorchOptions(device=device, dtype=dtype, tile=None if exact else 0)

@@ -1,8 +1,8 @@
-"""Builds the torch modules of a shard and fills them with their own tensors, nothing else.
+"""Builds the torch modules of a shard and reads their own tensors, nothing else.
 
-The model is made of transformers' own classes without memory ("meta"), its other layers are
-thrown away, and the tensors of the rest are read one by one: from safetensors, or from GGUF, which
-is taken back to the Hugging Face layout. Knows no cells, rows or ranks.
+The model is made of transformers' own classes without memory ("meta"), the layers of other shards
+are dropped, and the tensors of the rest are read one by one: from safetensors, or from GGUF,
+converted to the Hugging Face layout. Independent of cells, rows and ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 
 
 class TensorSource(Protocol):
-    """Where tensors come from, by their Hugging Face names."""
+    """A source of tensors by their Hugging Face names."""
 
     def read(self, name: str) -> Any:
-        """The tensor on the CPU. Raises ModelError when it is missing or no float tensor."""
+        """Return the tensor on the CPU. Raises ModelError when it is missing or no float tensor."""
 
     def has(self, name: str) -> bool:
-        """Whether the file has a tensor of this name."""
+        """Return whether the file has a tensor of this name."""
 
 
 class Shard(Struct):
@@ -87,23 +87,26 @@ class Shard(Struct):
         yield from (module for module in (self.embed, self.norm, self.head) if module is not None)
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """Key-value heads and head size of a layer (by its number in the whole model)."""
+        """Return the number of key-value heads and the head size of a layer.
+
+        layer: its number in the whole model
+        """
         low, high = (0, self.config.num_key_value_heads) if self.piece is None else self.piece.heads
         return high - low, int(self.decoder[layer - self.layers[0]].self_attn.head_dim)
 
     def embedding(self, tokens: Any) -> Any:
-        """[1, n] -> [1, n, n_embd], as it enters the first layer."""
+        """Return the rows of tokens as they enter the first layer: [1, n] -> [1, n, n_embd]."""
         return self.embed(tokens)
 
     def angles(self, stream: Any, positions: Any) -> list[Any]:
-        """The rotary embedding for each of the shard's layers."""
+        """Return the rotary embedding for each of the shard's layers."""
         if not self.types:
             return [self.rotary(stream, positions)] * len(self.decoder)
         by_type = {kind: self.rotary(stream, positions, kind) for kind in set(self.types)}
         return [by_type[kind] for kind in self.types]
 
     def logits(self, stream: Any) -> Any:
-        """[1, k, n_embd] after the last layer -> [1, k, n_vocab]."""
+        """Return the logits after the last layer: [1, k, n_embd] -> [1, k, n_vocab]."""
         logits = self.head(self.norm(stream))
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
@@ -114,9 +117,12 @@ def load_shard(
     path: str | os.PathLike[str], layers: tuple[int, int] | None, dtype: Any, device: Any,
     piece: Slice | None = None,
 ) -> Shard:
-    """The shard with `layers` (None: all) of a folder or a GGUF file, or a slice of them, on
-    `device` in `dtype`.
+    """Load a shard of a folder or a GGUF file.
 
+    layers: `[start, stop)`; None: all
+    dtype: of the weights
+    device: to load to
+    piece: the slice of the layers to load; None: the whole layers
     Raises ModelError, UnsupportedArchitecture and PlanError.
     """
     with ExitStack() as stack:
@@ -146,8 +152,10 @@ def load_shard(
 
 
 def config_at(path: str | os.PathLike[str]) -> tuple[ModelFile | ModelDir, Any]:
-    """The model at a path and transformers' config of it. Raises ModelError and
-    UnsupportedArchitecture."""
+    """Return the model at a path and transformers' config of it.
+
+    Raises ModelError and UnsupportedArchitecture.
+    """
     if Path(path).is_dir():
         folder = ModelDir(path)
         return folder, folder_config(folder)
@@ -157,7 +165,7 @@ def config_at(path: str | os.PathLike[str]) -> tuple[ModelFile | ModelDir, Any]:
 
 
 def _checked(make: Callable[..., Any], path: str | os.PathLike[str], *args: Any) -> Any:
-    """What `make` makes of a config; whatever goes wrong in it is the file's fault."""
+    """Return what `make` makes of a config; its errors become a ModelError that names the file."""
     try:
         return make(*args)
     except (PipeinferError, RuntimeError):  # memory is a RuntimeError, and not the file's
@@ -217,13 +225,13 @@ def _assemble(config: Any, start: int, stop: int, device: Any, piece: Slice | No
 
 
 def give_scale(embed: Any, device: Any) -> None:
-    """Make the factor that some families' embeddings have: no file has it."""
+    """Set the factor that some families' embeddings have, as no file contains it."""
     if hasattr(embed, "embed_scale"):
         embed.embed_scale = torch.tensor(embed.scalar_embed_scale, device=device)
 
 
 def cuts_of(sizes: Sizes, piece: Slice) -> Cuts:
-    """What a slice takes of tensors, by the ends of their names; all of what is not named."""
+    """Return a slice's parts of tensors, by the ends of their names; others are taken whole."""
     low, high = sizes.queries(piece)
     own = {"self_attn.q_proj": (low * sizes.key, high * sizes.key),
            "self_attn.k_proj": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
@@ -271,7 +279,7 @@ def _fill(shard: Shard, source: TensorSource, cuts: Cuts, dtype: Any, device: An
 
 
 class FolderTensors:
-    """Tensors of a folder, each read when asked for from files that are mapped."""
+    """The tensors of a folder, each read from mapped files when it is needed."""
 
     def __init__(self, folder: ModelDir, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -294,7 +302,7 @@ class FolderTensors:
             if info.file not in self._open:
                 self._open[info.file] = self._stack.enter_context(
                     safe_open(info.file, framework="pt"))
-            # a copy: what is mapped would keep the whole file in memory's sight
+            # a copy, because a view would keep the whole file mapped
             return self._open[info.file].get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{info.file}: cannot be read: {error}") from None
