@@ -1,4 +1,5 @@
-"""llama.cpp: finding its library, binding its C functions, and the C parts that stand in for some.
+"""llama.cpp: search for its library, bindings of its C functions, and the C parts that replace
+some.
 
 Nothing here imports backends, models, ranks or requests.
 """

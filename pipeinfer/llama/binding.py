@@ -3,12 +3,12 @@
     from pipeinfer.llama import binding
     binding.llama_decode(context, batch)
 
-The first use of any of them loads the library that `loader` finds. All functions come from
-that one handle, so that no process holds two copies of ggml. Structs are laid out by hand, so
-their defaults are read back before anything else is called: a library whose structs are others is
-refused. Raises BackendError, in one line, whenever there is no library that can be used.
+The first use of any of them loads the library that `loader` finds. All functions come from that one
+handle, so that no process holds two copies of ggml. Structs are laid out by hand, so their defaults
+are checked before anything else is called: a library with other layouts is refused. Raises
+BackendError, in one line, whenever there is no library that can be used.
 
-Contracts of the functions are llama.h's. `llama_model_quantize` is missing in prebuilt libraries.
+The contracts of the functions are in llama.h. Prebuilt libraries lack `llama_model_quantize`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LLAMA_TOKEN_ATTR_LSTRIP = 1 << 7
 LLAMA_TOKEN_ATTR_RSTRIP = 1 << 8
 LLAMA_FLASH_ATTN_TYPE_DISABLED = 0
 
-#: A newer library may have fields at the end of its structs. These bytes take them in and carry
-#: them back unchanged, instead of memory that belongs to somebody else.
+#: A newer library may have further fields at the end of its structs. It reads and writes them in
+#: these bytes, and not in memory after the struct.
 _ROOM = ("reserved", ctypes.c_char * 128)
 
 _MODEL_FIELDS = (
@@ -83,7 +83,7 @@ _MORE_CONTEXT_FIELDS: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {
 
 
 class llama_batch(ctypes.Structure):
-    """Rows to decode, column by column; the columns belong to whoever sets them."""
+    """Rows to decode, column by column; the caller owns the columns."""
 
     _fields_ = (
         ("n_tokens", c_int32), ("token", POINTER(llama_token)), ("embd", POINTER(c_float)),
@@ -99,8 +99,11 @@ class ggml_init_params(ctypes.Structure):
 
 
 class ggml_type_traits(ctypes.Structure):
-    """What ggml knows of a type of tensor: elements and bytes of a block, and how a row of blocks
-    becomes float32[elements] (null for float32 itself)."""
+    """ggml's description of a type of tensor.
+
+    Elements and bytes of a block, and the function that converts a row of blocks to
+    float32[elements] (null for float32 itself).
+    """
 
     _fields_ = (
         ("type_name", c_char_p), ("blck_size", c_int64), ("blck_size_interleave", c_int64),
@@ -140,7 +143,7 @@ class llama_model_quantize_params(ctypes.Structure):
     )
 
 
-#: What a library must answer, or its structs are laid out otherwise.
+#: The defaults that a library must return; other values mean another layout of its structs.
 _MODEL_DEFAULTS = {
     "n_gpu_layers": -1, "split_mode": 1, "load_mode": -1, "lazy_mode": 1, "main_gpu": 0,
     "tensor_split": None, "progress_callback": None, "kv_overrides": None, "vocab_only": False,
@@ -251,14 +254,14 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_type": (c_int, (_P,)),
     "llamafile_sgemm": (c_bool, ()),
 }
-#: what ggml tells whether it was compiled for -> Linux's name of that feature of a processor
+#: a feature that ggml reports as compiled in -> Linux's name of that feature of a processor
 _KERNELS = {
     "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi2": "bmi2",
     "avx_vnni": "avx_vnni", "avx512": "avx512f", "avx512_vbmi": "avx512vbmi",
     "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16", "dotprod": "asimddp",
     "fp16_va": "asimdhp", "matmul_int8": "i8mm", "sve": "sve",
 }
-_OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: which nobody else calls
+_OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: called by the C parts only
 _FUNCTIONS |= {name: (_P, ()) for name in _OF_SHORT_RUNS}
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
@@ -270,7 +273,7 @@ _OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES)
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 
-#: llama.cpp's own variable: a plug-in with a further backend, loaded beside the library's
+#: llama.cpp's own variable: a plug-in with a backend in addition to the library's
 PLUGIN_VARIABLE = "GGML_BACKEND_PATH"
 _CPU_DEVICE = 0  #: ggml's number for that type of device
 _no_log = llama_log_callback(lambda _level, _text, _data: None)
@@ -280,7 +283,7 @@ _loaded: list[Library] = []
 
 
 def __getattr__(name: str) -> Any:
-    """Called for names that are not there yet: load the library, which puts them there."""
+    """Load the library at the first use of a function, which defines all of them here."""
     if name not in _FUNCTIONS and name != _CONTEXT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library = loaded()
@@ -290,7 +293,7 @@ def __getattr__(name: str) -> Any:
 
 
 def loaded() -> Library:
-    """The library of this process, loaded and checked. Raises BackendError."""
+    """Return the library of this process, loaded and checked. Raises BackendError."""
     with _lock:
         if not _loaded:
             library = find_library()
@@ -304,7 +307,7 @@ def loaded() -> Library:
 
 
 def kernels() -> tuple[str, ...]:
-    """The processor's features that the library was compiled for. Raises BackendError."""
+    """Return the processor's features that the library was compiled for. Raises BackendError."""
     loaded()
     own = globals()
     return tuple(feature for name, feature in _KERNELS.items()
@@ -312,13 +315,16 @@ def kernels() -> tuple[str, ...]:
 
 
 def unused_features() -> tuple[str, ...]:
-    """What this processor has and the library was not compiled for. Raises BackendError."""
+    """Return this processor's features that the library does not use. Raises BackendError."""
     here, used = cpu_flags(), kernels()
     return tuple(name for name in _KERNELS.values() if name in here and name not in used)
 
 
 def bind(library: Library) -> dict[str, Any]:
-    """Its functions by name, and llama_context_params. Raises BackendError: see `loaded`."""
+    """Return the library's functions by name, and llama_context_params.
+
+    Raises BackendError where it cannot be loaded, lacks a function, or has another layout.
+    """
     try:
         handle = ctypes.CDLL(str(library.path))
     except OSError as error:
@@ -352,8 +358,11 @@ def _functions(library: Library, handle: ctypes.CDLL, layout: str) -> dict[str, 
 
 
 def _load_plugins(library: Library, functions: dict[str, Any]) -> None:
-    """Load backends that are files of their own: those beside a library that has none built in,
-    and the one that PLUGIN_VARIABLE names. Raises BackendError, in one line."""
+    """Load backends that are files of their own.
+
+    These are the ones in the folder of a library without a built-in backend, and the one that
+    PLUGIN_VARIABLE names. Raises BackendError, in one line.
+    """
     named = os.environ.get(PLUGIN_VARIABLE, "")
     lacks = [name for name in _OF_PLUGINS if name not in functions]
     if lacks:
@@ -363,7 +372,7 @@ def _load_plugins(library: Library, functions: dict[str, Any]) -> None:
     functions["llama_log_set"](_no_log, None)
     if not functions["ggml_backend_dev_by_type"](_CPU_DEVICE):
         functions["ggml_backend_load_all_from_path"](os.fsencode(library.path.parent))
-        # of files whose names were changed when a wheel was made it finds the processor's alone
+        # in wheels, whose files are renamed, llama.cpp finds the processor's backend only
         for path in sorted(library.path.parent.glob("libggml-*.so")):
             kind = path.name.removeprefix("libggml-").partition(".")[0].partition("-")[0]
             if kind not in ("base", "cpu") and not functions["ggml_backend_reg_by_name"](
@@ -384,7 +393,7 @@ def _context_params(layout: str) -> type[ctypes.Structure]:
 
 
 def _layout_errors(functions: dict[str, Any]) -> str:
-    """The first default that is not found where it is looked for; empty if all are."""
+    """Describe the first default that differs from the expected one; empty if none does."""
     for struct, expected in ((functions["llama_context_default_params"](), _CONTEXT_DEFAULTS),
                              (functions["llama_model_default_params"](), _MODEL_DEFAULTS)):
         for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""The llama.cpp library: starting it once, which one it is, and what it logged last."""
+"""The llama.cpp library: initialisation, version, identity, last log messages and GPUs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding, short_runs
 from pipeinfer.llama.loader import find_library
 
-NO_LIBRARY = "none: "  #: begins what `llama_version` says where no library can run
+NO_LIBRARY = "none: "  #: begins the result of `llama_version` where no library can run
 _GPUS = (1, 2)  #: ggml's numbers of devices with memory of their own, and of those without
 _NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
 
 def _log(level: int, text: bytes, _data: int | None) -> None:
-    """Keep the last warnings and errors of this thread, for messages; print nothing."""
+    """Store the last warnings and errors of this thread, for messages; print nothing."""
     if level in (3, 4):  # warn, error
         if not hasattr(_log_lines, "kept"):
             _log_lines.kept = deque(maxlen=6)
@@ -30,8 +30,9 @@ _initialised: list[str] = []
 
 
 def ensure_llama(numa: str = "") -> None:
-    """Initialise llama.cpp once per process and silence its log. `numa`: the first caller's.
+    """Initialise llama.cpp once per process and silence its log.
 
+    numa: llama.cpp's --numa; only the first call's counts
     Raises BackendError, in one line, without a library that can run here.
     """
     with _init_lock:
@@ -45,12 +46,12 @@ def ensure_llama(numa: str = "") -> None:
 
 
 def clear_log() -> None:
-    """Forget what llama.cpp logged in this thread."""
+    """Delete the stored log messages of this thread."""
     _log_lines.kept = deque(maxlen=6)
 
 
 def last_log() -> str:
-    """The last thing that llama.cpp complained about in this thread, in one line."""
+    """Return the first stored error of this thread, else the first warning, in one line."""
     kept = list(getattr(_log_lines, "kept", ()))
     errors = [text for level, text in kept if level == 4] or [text for _, text in kept]
     # The last line often only says that loading failed; the first error says why.
@@ -58,7 +59,10 @@ def last_log() -> str:
 
 
 def llama_version() -> str:
-    """Which library runs here, as "llama-cpp-python 0.3.36"; or NO_LIBRARY and why. Loads none."""
+    """Return the name of the library, as "llama-cpp-python 0.3.36"; or NO_LIBRARY and the reason.
+
+    Does not load the library.
+    """
     try:
         return find_library().name
     except BackendError as error:
@@ -66,10 +70,10 @@ def llama_version() -> str:
 
 
 def llama_kernels() -> str:
-    """The processor's features that the library was compiled for, and "short-runs" where few rows
-    are multiplied by `short_runs.c`; empty without a library.
+    """Return the processor's features that the library was compiled for.
 
-    Looks for no GPU: at the start of a job the rank has not been given its own yet.
+    Includes "short-runs" where few rows are multiplied by `short_runs.c`; empty without a library.
+    Does not search for GPUs: at the start of a job a rank has none assigned yet.
     """
     try:
         return " ".join((*binding.kernels(), *(["short-runs"] if short_runs.used() else [])))
@@ -78,8 +82,11 @@ def llama_kernels() -> str:
 
 
 def llama_identity() -> str:
-    """Everything about the library that bits and times depend on: part of remembered figures'
-    names. Two builds of one version differ in their kernels, those for GPUs among them."""
+    """Return everything about the library that bits and times depend on.
+
+    It is part of the names of stored measurements. Two builds of one version differ in their
+    kernels, those for GPUs among them.
+    """
     try:
         library = binding.loaded()
         name = f"{library.name}, built {library.stamp}" if library.stamp else library.name
@@ -90,7 +97,7 @@ def llama_identity() -> str:
 
 
 class Gpu(Struct, frozen=True):
-    """A device beside the processor that llama.cpp can put layers on. free, total: bytes."""
+    """A device besides the processor that llama.cpp can put layers on. free, total: in bytes."""
 
     name: str
     description: str
@@ -99,8 +106,10 @@ class Gpu(Struct, frozen=True):
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The devices that this process sees; empty with a library for processors alone, or without
-    one. Opens a context on each."""
+    """Return the devices that this process can use; opens a context on each.
+
+    Empty without a library, or with one for processors alone.
+    """
     try:
         if not binding.llama_supports_gpu_offload():
             return ()

@@ -1,12 +1,12 @@
 """Finds the llama.cpp library to run: a compiled llama-cpp-python, else the prebuilt xllamacpp.
 
-Of either package only the shared library is taken, never its Python code; `binding` binds the
-functions. Each version that is known here has been tried, and its structs are known: another one
-is refused rather than guessed at. PIPEINFER_LLAMA=prebuilt passes over a compiled library, and
-PIPEINFER_LLAMA_LIBRARY=/path/libllama.so over both: that file is taken for a build of the compiled
-package's version.
+Of either package only the shared library is used, never its Python code; `binding` binds the
+functions. Only versions that were tested are accepted, because the layouts of their structs are
+stored here; others are refused. PIPEINFER_LLAMA=prebuilt ignores a compiled library.
+PIPEINFER_LLAMA_LIBRARY=/path/libllama.so ignores both packages: the file counts as a build of the
+compiled package's version.
 
-Knows packages and files; loads nothing.
+Uses packages and files; loads nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from msgspec import Struct
 from pipeinfer.errors import BackendError
 from pipeinfer.llama.platform_check import COMPILE, why_no_wheel, why_not_here
 
-#: what PIPEINFER_LLAMA may say
+#: values of PIPEINFER_LLAMA
 CHOICES = ("", "native", "prebuilt")
-#: names a library by its path
+#: the variable with the path of a library
 LIBRARY_VARIABLE = "PIPEINFER_LLAMA_LIBRARY"
 
 
 class Package(Struct, frozen=True):
-    """A package that brings the library. module: its name for Python; file: the library in it;
-    layouts: version -> how its structs are laid out (see `binding`)."""
+    """A package that contains the library.
+
+    module: its name for Python
+    file: the library in it
+    layouts: (version, layout of its structs), see `binding`
+    """
 
     name: str
     module: str
@@ -48,8 +52,12 @@ PREBUILT = Package("xllamacpp", "xllamacpp", "xllamacpp.abi3.so",
 
 
 class Library(Struct, frozen=True):
-    """A library that can be loaded. layouts: of its structs, of which the first that fits its
-    defaults is taken; compiled: for this host, by a user; stamp: tells builds of one name apart."""
+    """A library that can be loaded.
+
+    layouts: possible layouts of its structs; the first that matches its defaults is used
+    compiled: whether a user compiled it for this host
+    stamp: distinguishes builds of the same name
+    """
 
     package: str
     version: str
@@ -60,12 +68,12 @@ class Library(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Package and version: stands for one state of llama.cpp's source and one layout."""
+        """Package and version, which identify llama.cpp's source and layout."""
         return f"{self.package} {self.version}"
 
 
 def find_library() -> Library:
-    """The library that this process runs. Raises BackendError, in one line, without one."""
+    """Return the library that this process runs. Raises BackendError, in one line, without one."""
     if named := os.environ.get(LIBRARY_VARIABLE):
         return _named(Path(named))
     choice = os.environ.get("PIPEINFER_LLAMA", "")
@@ -87,12 +95,12 @@ def find_library() -> Library:
 
 
 def _named(path: Path) -> Library:
-    """The library at this path; nothing tells its version but its answers (see `binding`)."""
+    """The library at this path; its version is only checked by its defaults (see `binding`)."""
     if not path.is_absolute() or not path.is_file():
         raise BackendError(f"{LIBRARY_VARIABLE}={path}: not the absolute path of a file")
     like = NATIVE.newest
     known = tuple(layout for package in (NATIVE, PREBUILT) for _, layout in package.layouts)
-    # a part of the build may be in a library beside it
+    # other libraries in the same folder may be parts of the build
     built = max(one.stat().st_mtime_ns for one in (path, *path.parent.glob("*.so*")))
     return Library(str(path), f"as {NATIVE.name} {like}", path, known, compiled=True,
                    stamp=str(built))

@@ -1,9 +1,10 @@
-"""Whether the prebuilt llama.cpp library can run here: platform, processor, system libraries.
+"""Checks whether the prebuilt llama.cpp library can run here: platform, processor, system
+libraries.
 
     python -I pipeinfer/llama/platform_check.py     prints why it cannot, and exits with 1
 
-The launch scripts ask this before anything is installed, so it takes the standard library alone.
-The prebuilt library is that of the wheels of xllamacpp for Linux: x86-64 with AVX2, and aarch64.
+The launch scripts run this before anything is installed, so it uses the standard library alone. The
+prebuilt library is that of the wheels of xllamacpp for Linux: x86-64 with AVX2, and aarch64.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from pathlib import Path
 
 COMPILE = ("`./launch/demo --native`, or without a checkout `pip install 'pipeinfer[native]'`, "
            "compiles llama.cpp (this needs a C++ compiler)")
-#: for tests: stands in for the processor's own features
+#: for tests: replaces the processor's own features
 FEATURES_VARIABLE = "PIPEINFER_TEST_CPU_FEATURES"
-#: what the compiler of the wheel took for granted, by processor
+#: the features that the wheel was compiled for, by processor
 _NEEDED = {"x86_64": ("avx", "avx2", "fma", "f16c", "bmi2"), "aarch64": ()}
 #: the wheel takes these from the system
 _LIBRARIES = {"libgomp.so.1": "libgomp1", "libstdc++.so.6": "libstdc++6"}
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Everything that the first processor is said to have; empty where Linux does not say."""
+    """Return the features of the first processor; empty where Linux does not list them."""
     if (told := os.environ.get(FEATURES_VARIABLE)) is not None:
         return frozenset(told.split())
     try:
@@ -39,7 +40,7 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def why_no_wheel() -> str:
-    """Why there is no prebuilt library for this Python on this platform; empty where there is."""
+    """Return why there is no prebuilt library for this Python here; empty if there is one."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _NEEDED:
         return f"there is no prebuilt llama.cpp for {sys.platform} on {machine}"
@@ -51,7 +52,7 @@ def why_no_wheel() -> str:
 
 
 def why_not_here() -> str:
-    """Why the prebuilt library cannot run here and what to do, in one line; empty if it can."""
+    """Return why the prebuilt library cannot run here and what to do, in one line; or ""."""
     if reason := why_no_wheel():
         return f"{reason}: {COMPILE}"
     flags = cpu_flags()

@@ -1,15 +1,15 @@
-"""What is computed in llama.cpp's place, bit for bit the same: few rows, and long texts.
+"""Kernels that replace some of llama.cpp's, with the same bits: for few rows, and for long texts.
 
-A guess is worth a row of a run if that row is cheap and gets the bits that it gets alone. llama.cpp
-has one or the other: `short_runs.c` has both, for processors with AVX2, by sharing what unpacking
-weights costs, and so has `repacked_runs.c` for Q4_0 that llama.cpp has laid out anew.
-`short_attention.c` shares what unpacking the cache's values costs, `huge_pages.c` is about memory.
-The dynamic linker hands llama.cpp the functions there in place of its own, so that library has to
-be loaded before, for everybody. What it does not take goes on to llama.cpp's. Single rows keep
-their bits, whether it is there or not.
+A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
+have one or the other. `short_runs.c` has both, for processors with AVX2, by unpacking weights once
+for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked.
+`short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
+memory. The dynamic linker binds llama.cpp to these functions in place of its own, so this library
+has to be loaded first, with global symbols. Calls that it does not handle are passed on to
+llama.cpp's functions. Single rows have the same bits with and without it.
 
-PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp; with `one-by-one` it is as on processors
-without AVX2: the rows of a run are handed to llama.cpp one after the other. Knows no models.
+PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp. With `one-by-one` it is as on processors
+without AVX2: the rows of a run are passed to llama.cpp one by one. Independent of models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeinfer.loading import c_part
 
 KERNELS = Path(__file__).with_name("kernels")  #: the folder of the C parts
 SWITCH = "PIPEINFER_SHORT_RUNS"
-MOST_ROWS = 16  #: as many as are tried for exactness; more are parts of prompts
+MOST_ROWS = 16  #: as many as are tried for exactness; longer runs are chunks of prompts
 #: llama.cpp's functions, all but the last needed: without it threads get fixed parts of a product
 FUNCTIONS = ("llamafile_sgemm", "ggml_compute_forward_mul_mat_tiled", "ggml_get_type_traits_cpu",
              "ggml_nrows", "ggml_threadpool_chunk_add")
@@ -33,7 +33,7 @@ FUNCTIONS = ("llamafile_sgemm", "ggml_compute_forward_mul_mat_tiled", "ggml_get_
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q4_K", 13: "q5_K",
           14: "q6_K", 30: "bf16"}
 
-#: what ggml calls Q4_0 laid out anew with eight rows side by side
+#: ggml's name of Q4_0 that is repacked with eight rows side by side
 _REPACKED = "q4_0_8x8"
 _METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE"
            "15compute_forwardEP19ggml_compute_paramsP11ggml_tensor")
@@ -41,7 +41,7 @@ _METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8E
 REPACKED_FUNCTIONS = (
     "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu", _METHOD,
     "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc")
-#: functions for attention over a cache of q8_0, all needed, most of them for a trial
+#: functions for attention over a cache of q8_0, all needed, most of them for a self-test
 ATTENTION_FUNCTIONS = (
     "ggml_compute_forward_flash_attn_ext", "ggml_get_type_traits_cpu", "ggml_init", "ggml_free",
     "ggml_new_tensor_4d", "ggml_flash_attn_ext", "ggml_new_graph", "ggml_build_forward_expand",
@@ -56,15 +56,15 @@ _begin: list[Callable[[int], list[str]]] = []
 
 
 def preload(library: Path) -> None:
-    """Come before llama.cpp's library at this path, which is loaded next."""
+    """Load the C part before llama.cpp's library at this path, which has to be loaded next."""
     if os.environ.get(SWITCH, "") != "off" and not _plug_ins(library):
         _compiled()
 
 
 def begin(functions: Mapping[str, Any]) -> None:
-    """Take products from now on, of all types whose kernels give the bits of llama.cpp's own.
+    """Compute products from now on, of all types whose kernels give the bits of llama.cpp's own.
 
-    functions: llama.cpp's by name, as far as it has them.
+    functions: llama.cpp's by name, as far as it has them
     """
     if _compiled.cache_info().currsize == 0 or (own := _compiled()) is None:
         return
@@ -81,7 +81,7 @@ def begin(functions: Mapping[str, Any]) -> None:
         return lambda most: function(*pointers, most if complete else 0, *more)
 
     avx512 = functions.get("ggml_cpu_has_avx512")
-    prompts = avx512 is None or not avx512()  # with it llama.cpp makes more of them than these do
+    prompts = avx512 is None or not avx512()  # with AVX-512 llama.cpp is faster on prompts
     own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every, prompts)
@@ -103,21 +103,26 @@ def begin(functions: Mapping[str, Any]) -> None:
 
 
 def limit(most: int) -> None:
-    """Take products of at most so many rows from now on; 0: none. Nothing may be computed
-    meanwhile. Without effect where `begin` had nothing to begin with."""
+    """Compute products of at most `most` rows from now on; 0: none.
+
+    Nothing may be computed during the call. No effect where `begin` found nothing to replace.
+    """
     for begin_with in _begin:
         _used[:] = begin_with(most)
 
 
 def used() -> tuple[str, ...]:
-    """Types of weights whose products are made here, "q4_0_8x8" for Q4_0 laid out anew, and
-    "attention". Empty before llama.cpp is loaded."""
+    """Return the types of weights whose products are computed here.
+
+    "q4_0_8x8" is repacked Q4_0; "attention" is attention over q8_0. Empty before llama.cpp is
+    loaded.
+    """
     return tuple(_used)
 
 
 @cache
 def _compiled() -> Any | None:
-    """The C part, None where it was not compiled or cannot be loaded."""
+    """The C part; None where it was not compiled or cannot be loaded."""
     path = c_part("_short_runs", KERNELS)
     if path is None:
         return None
@@ -141,6 +146,8 @@ def _compiled() -> Any | None:
 
 
 def _plug_ins(library: Path) -> bool:
-    """Whether llama.cpp picks one of several libraries with kernels, whose functions nobody could
-    call from here."""
+    """Whether llama.cpp has its kernels in several libraries of which it loads one.
+
+    Their functions cannot be called from here.
+    """
     return any(library.parent.glob("libggml-cpu-*.so*"))

@@ -1,1 +1,1 @@
-"""The C parts, both optional; docs/kernels.md says what each replaces."""
+"""The C parts, both optional; docs/kernels.md describes what each replaces."""
