@@ -1,5 +1,5 @@
-"""What is read from model files: GGUF and Hugging Face folders, shards cut from them and their
-cache, tokenizers, chat templates and grammars, and the models that the package ships.
+"""Model files: GGUF and Hugging Face folders, shards cut from them and their cache, tokenizers,
+chat templates and grammars, and the models that the package ships.
 
-Must not know backends, ranks or requests.
+Modules here may not depend on backends, ranks or requests.
 """

@@ -1,14 +1,14 @@
-"""What a range of layers must say of itself, by architecture, so that llama.cpp computes as it does
-in the whole model.
+"""Metadata for ranges of layers, by architecture, with which llama.cpp computes as in the whole
+model.
 
-llama.cpp takes layers to be numbered from 0 and works some things out from a layer's number, or
-from how many there are. Where metadata can say the same outright, it is written: patterns of
-sliding windows and of rotations become one value per layer, leading dense layers are counted from
-the stage's first, a factor on embeddings is taken out of all stages but the first. What cannot be
-said is refused. An entry here rests on tests/backends/test_split_parity.py, which cuts such models
-at every layer, bit-equal.
+llama.cpp numbers layers from 0 and derives some things from a layer's number, or from the number of
+layers. Where metadata can state the same explicitly, it is written: patterns of sliding windows and
+of rotations become one value per layer, leading dense layers are counted from the stage's first,
+and a factor on embeddings is removed from all stages but the first. Models for which no metadata
+can do this are refused. An entry here rests on tests/backends/test_split_parity.py, which cuts such
+models at every layer, bit-equal.
 
-Knows metadata; writes no file, and no planning.
+Uses metadata; writes no file and does not plan.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ _WAY_OUT = "run it whole in one process (-np 1)"
 
 
 class Cut(Struct, frozen=True):
-    """How an architecture is cut. traps: beginnings of metadata keys that would make a layer depend
-    on its place and are dealt with here, or do not matter. period: every so-manyth layer has no
-    sliding window, where the file does not say which; 0: layers have none. plain: without a size
-    of windows there are none; else llama.cpp has one of its own. arrays: metadata with
-    one value per layer. step: a stage begins at a multiple of that many layers. head: the file
-    always has an output matrix of its own. always: a matrix or norm that every layer has."""
+    """How an architecture is cut.
+
+    traps: prefixes of metadata keys that would make a layer depend on its place, and that are
+        handled here or do not matter
+    period: every so-manyth layer has no sliding window, where the file does not list them; 0:
+        layers have none
+    plain: whether there are no windows if the file has no size for them; otherwise llama.cpp has a
+        default size
+    arrays: metadata with one value per layer
+    step: a stage begins at a multiple of this many layers
+    head: whether the file always has an output matrix of its own
+    always: a matrix or norm that every layer has
+    """
 
     traps: tuple[str, ...] = ()
     period: int = 0
@@ -74,17 +81,19 @@ ARCHITECTURES = {
     "qwen3moe": Cut(),
     "smollm3": Cut(step=4),  # every fourth layer does not rotate
 }
-#: layers of whole models by which llama.cpp tells that queries are scaled in another way
+#: numbers of layers at which llama.cpp scales queries in another way
 _SCALED_OTHERWISE = {"gemma2": 46, "gemma3": 62}
 #: architectures whose graphs have inputs that only layers of one kind read: llama.cpp ends the
 #: process where a graph reads them nowhere. With their period
 _BOTH_KINDS = {"cohere2": 4, "llama4": 4}
-_LITE = (26, 27)  #: layers of a deepseek2 by which llama.cpp tells that queries are not compressed
+_LITE = (26, 27)  #: numbers of layers at which llama.cpp assumes uncompressed queries in deepseek2
 
 
 def keeps_state(model: ModelFile) -> bool:
-    """Whether layers keep a state of the text so far, of which nothing can be taken back: those of
-    recurrent models and of hybrids."""
+    """Return whether layers have a state of the text so far, which cannot be taken back.
+
+    Those of recurrent models and of hybrids have.
+    """
     if not isinstance(model, ModelFile):
         return False
     arch = model.architecture
@@ -94,7 +103,7 @@ def keeps_state(model: ModelFile) -> bool:
 
 
 def step_of(model: ModelFile) -> int:
-    """Stages of the model begin at multiples of so many layers."""
+    """Return the number of layers at whose multiples stages of the model begin."""
     cut = ARCHITECTURES.get(model.architecture)
     if cut is None or cut.step == 1:
         return 1
@@ -102,7 +111,7 @@ def step_of(model: ModelFile) -> int:
 
 
 def refusal(model: ModelFile) -> str:
-    """Why this model of an architecture that can be cut cannot be; empty if it can."""
+    """Return why this model cannot be cut although its architecture can; empty if it can."""
     arch, n = model.architecture, model.n_layers
     if n == _SCALED_OTHERWISE.get(arch):
         return (f"llama.cpp tells by its {n} layers how to scale queries, and a part of it has "
@@ -121,7 +130,7 @@ def refusal(model: ModelFile) -> str:
 
 
 def check_range(model: ModelFile, start: int, stop: int) -> None:
-    """Raise PlanError or UnsupportedArchitecture for a range of layers that cannot be a stage."""
+    """Raise PlanError or UnsupportedArchitecture if layers `[start, stop)` cannot be a stage."""
     step = step_of(model)
     if start % step:
         raise PlanError(
@@ -144,7 +153,7 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
 
 
 def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
-    """The ranges of layers that cannot be a stage, and why the first of them cannot."""
+    """Return the ranges of layers that cannot be a stage, and the reason for the first of them."""
     found: dict[tuple[int, int], str] = {}
     if isinstance(model, ModelFile) and model.architecture in ARCHITECTURES:
         for start in range(model.n_layers):
@@ -159,8 +168,10 @@ def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
 
 
 def smallest_stage(model: ModelFile, last: int) -> tuple[int, int]:
-    """The fewest layers that can be a stage and end with layer `last`, or hold it where no such
-    stage ends there; what measures a model by a part of it takes these."""
+    """Return the fewest layers that can be a stage and end with layer `last`.
+
+    Where no such stage ends there, it contains that layer. Used to measure a model by a part of it.
+    """
     n, (bars, _) = model.n_layers, barred(model)
     for stop in range(last + 1, n + 1):
         for start in range(last, -1, -1):
@@ -171,12 +182,14 @@ def smallest_stage(model: ModelFile, last: int) -> tuple[int, int]:
 
 def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | None = None
             ) -> dict[str, bytes]:
-    """What the header of these layers says instead of the model's: by key, empty for nothing.
+    """Return the metadata in which a shard's header differs from the model's.
 
-    The number of layers among it: where none of them has a sliding window, though llama.cpp wants
-    one, or there are too few for it, a layer more is announced as one for guesses, for which no
-    weights are needed and no cache is made. takes_tokens: whether it looks tokens up itself; as a
-    rule the first layers do.
+    start, stop: the layers `[start, stop)` of the shard
+    takes_tokens: whether the shard looks tokens up itself; None: if it has the first layer
+    Returns entries by key; an empty entry removes the key. The number of layers is among them.
+    Where no layer has a sliding window although llama.cpp requires one, or there are too few layers
+    for it, one more layer is announced as one for multi-token prediction, which needs no weights
+    and no cache.
     """
     arch, cut = model.architecture, ARCHITECTURES.get(model.architecture, Cut())
     own, windows = _Header(arch), None
@@ -208,8 +221,9 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
 
 
 def embedding_factor(model: ModelFile) -> float:
-    """What llama.cpp multiplies a token's row of the embedding by before the first layer, as a
-    float32."""
+    """Return the float32 by which llama.cpp multiplies a token's embedding row before the first
+    layer.
+    """
     if model.architecture in ("gemma2", "gemma3", "gemma4"):
         return float(np.sqrt(np.float32(model.n_embd)))
     if _EMBEDDING_SCALE in ARCHITECTURES.get(model.architecture, Cut()).traps:
@@ -219,7 +233,7 @@ def embedding_factor(model: ModelFile) -> float:
 
 
 def windows_of(model: ModelFile, period: int) -> list[bool]:
-    """Of each layer, whether it has a sliding window."""
+    """Return for each layer whether it has a sliding window; period: as in `Cut`."""
     key = f"{model.architecture}.{_PATTERN}"
     if model.is_array(key):
         return [bool(value) for value in _values(model, _PATTERN)][:model.n_layers]
@@ -228,14 +242,14 @@ def windows_of(model: ModelFile, period: int) -> list[bool]:
 
 
 def unused(model: ModelFile, start: int, stop: int) -> tuple[str, ...]:
-    """Tensors outside layers that these layers do not read; llama.cpp refuses such."""
+    """Return tensors outside layers that these layers do not read; llama.cpp refuses such."""
     if model.architecture == "gemma4" and all(windows_of(model, 0)[start:stop]):
         return ("rope_freqs.weight",)
     return ()
 
 
 class _Header:
-    """Entries of a new header under the architecture's prefix. A dropped one is empty."""
+    """Entries of a new header under the architecture's prefix. A removed one is empty."""
 
     def __init__(self, arch: str) -> None:
         self._prefix = arch + "."
@@ -258,7 +272,7 @@ class _Header:
 
 
 def _deepseek2(model: ModelFile, own: _Header) -> None:
-    """What llama.cpp takes from the number of layers or of tokens where the file is silent."""
+    """Write what llama.cpp would otherwise derive from the number of layers or tokens."""
     if _lite(model):
         own.uint("attention.q_lora_rank", 0)
     if not _number(model, "expert_gating_func"):

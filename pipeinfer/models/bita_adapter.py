@@ -1,8 +1,8 @@
-"""The file of a BiTA adapter: vectors of mask tokens, and what prompt tokens put before all layers.
+"""The file of a BiTA adapter: vectors of mask tokens, and keys and values of prompt tokens.
 
 One safetensors file: `masks` [M, n_embd]; `keys` and `values` [n_layers, P, kv heads, head size],
-of which P may be 0; the metadata say for which model it was tuned and how. Stored in float16.
-Knows no torch and no training.
+of which P may be 0; the metadata describe the model and the training. Stored in float16.
+Independent of torch and training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from pipeinfer.errors import ModelError
 
 
 class BitaAdapter(Struct, frozen=True):
-    """masks: float32[M, n_embd]. keys, values: float32[n_layers, P, kv heads, head size]."""
+    """An adapter.
+
+    masks: float32[M, n_embd]
+    keys, values: float32[n_layers, P, kv heads, head size]
+    about: metadata of the model and the training
+    Raises ModelError for shapes that do not match.
+    """
 
     masks: FloatArray
     keys: FloatArray
@@ -34,20 +40,20 @@ class BitaAdapter(Struct, frozen=True):
 
     @property
     def n_masks(self) -> int:
-        """How many tokens ahead it proposes, the next one not counted."""
+        """The number of tokens ahead that it proposes, the next one not counted."""
         return len(self.masks)
 
     @property
     def n_prompts(self) -> int:
-        """Prompt tokens, which take a cell each."""
+        """The number of prompt tokens, which take a cell each."""
         return int(self.keys.shape[1])
 
     def prefix(self, start: int, stop: int) -> dict[int, tuple[FloatArray, FloatArray]]:
-        """Keys and values of these layers, as a backend preloads them."""
+        """Return the keys and values of layers `[start, stop)`, for `preload` of a backend."""
         return {layer: (self.keys[layer], self.values[layer]) for layer in range(start, stop)}
 
     def check(self, n_layers: int, n_embd: int) -> None:
-        """Raise ModelError where it belongs to another model."""
+        """Raise ModelError if the adapter belongs to a model of other sizes."""
         if self.keys.shape[0] != n_layers or self.masks.shape[1] != n_embd:
             raise ModelError(
                 f"the BiTA adapter is for {self.keys.shape[0]} layers of {self.masks.shape[1]} "
@@ -82,7 +88,7 @@ def load_bita(path: str | os.PathLike[str]) -> BitaAdapter:
 
 
 def save_bita(path: str | os.PathLike[str], adapter: BitaAdapter) -> None:
-    """Write an adapter, whole or not at all."""
+    """Write an adapter atomically."""
     from safetensors.numpy import save_file
 
     partial = f"{os.fspath(path)}.partial"

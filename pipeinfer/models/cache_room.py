@@ -1,10 +1,10 @@
-"""How much the shard cache may hold: what lies there, and what goes first.
+"""The size limit of the shard cache, and what is removed first.
 
-Every plan makes shards of its own, so a directory that nobody cleans only grows. After each shard
-what was made of its model is cut to MOST_COPIES times the model's size, and everything to
-$PIPEINFER_CACHE_SIZE where that is set: what was used longest ago goes first, and nothing that a
-process has mapped or that was used in the last minutes. A shard that is missed later is made again.
-Knows files, no layers.
+Every plan makes shards of its own, so a directory without a limit only grows. After each new shard,
+the shards of its model are cut to MOST_COPIES times the model's size, and all shards to
+$PIPEINFER_CACHE_SIZE where that is set. The least recently used go first; files that a process has
+mapped, or that were used in the last minutes, stay. A removed shard is made again when it is
+needed. Independent of layers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.files import parse_bytes
 from pipeinfer.models.shard_cache import alone, sum_of
 
-FRESH_SECONDS = 600.0  #: in which a shard that was used may be about to be mapped
-MOST_COPIES = 3.0  #: times a model's size that shards of it may take
+FRESH_SECONDS = 600.0  #: time after its use in which a shard may be about to be mapped
+MOST_COPIES = 3.0  #: the space for shards of one model, in times the model's size
 LIMIT = "PIPEINFER_CACHE_SIZE"
 
 
 class Kept(Struct, frozen=True):
-    """A shard in the cache. model: what the names of one model's shards begin with; size: bytes,
-    its checksum's included; used: seconds since the epoch."""
+    """A shard in the cache.
+
+    model: beginning of the names of this model's shards
+    size: bytes, its checksum's included
+    used: time of the last use, in seconds since the epoch
+    """
 
     path: Path
     model: str
@@ -36,7 +40,7 @@ class Kept(Struct, frozen=True):
     used: float
 
     def remove(self) -> bool:
-        """Delete it and its checksum; whether it was this call that did."""
+        """Delete it and its checksum; return whether this call did, and no other process."""
         try:
             self.path.unlink()
         except OSError:
@@ -47,7 +51,7 @@ class Kept(Struct, frozen=True):
 
 
 def kept(directory: Path) -> list[Kept]:
-    """The shards in the cache, those used longest ago first."""
+    """Return the shards in the cache, the least recently used first."""
     found = []
     for path in directory.glob("*.gguf"):
         with contextlib.suppress(OSError):  # another process has removed it
@@ -59,7 +63,7 @@ def kept(directory: Path) -> list[Kept]:
 
 
 def used(path: Path) -> float:
-    """When a shard was used last. Raises OSError where it is gone."""
+    """Return the time of a shard's last use. Raises OSError if it does not exist."""
     when = path.stat().st_mtime
     with contextlib.suppress(OSError):
         when = max(when, sum_of(path).stat().st_mtime)
@@ -67,15 +71,15 @@ def used(path: Path) -> float:
 
 
 def model_of(name: str) -> str:
-    """What the names of one model's shards begin with."""
+    """Return the part of a shard's name that all shards of its model share."""
     return name.partition("-")[0]
 
 
 def make_room(path: Path, model_bytes: int) -> list[Path]:
-    """Bring the cache below its bounds once the shard `path` is there; what was removed.
+    """Bring the cache below its limits after the shard `path` was added; return what was removed.
 
-    model_bytes: size of the whole model; 0: unknown, then only $PIPEINFER_CACHE_SIZE counts.
-    Raises ModelError for a bound that cannot be read.
+    model_bytes: size of the whole model; 0: unknown, then only $PIPEINFER_CACHE_SIZE counts
+    Raises ModelError for a limit that cannot be parsed.
     """
     everything = kept(path.parent)
     own = [one for one in everything if one.model == model_of(path.name)]
@@ -91,9 +95,12 @@ def make_room(path: Path, model_bytes: int) -> list[Path]:
 
 def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = (), fresh: float = 0.0
            ) -> list[Kept]:
-    """Remove files, the first ones first, until they take at most `bound` bytes; what was removed.
-    Those in `keep`, those that a process has mapped, and those used less than `fresh` seconds ago
-    stay."""
+    """Remove files, the first ones first, until they take at most `bound` bytes.
+
+    keep: files that stay
+    fresh: files used less than so many seconds ago stay, too
+    Files that a process has mapped stay. Returns what was removed.
+    """
     files = list(files)
     size = sum(one.size for one in files)
     if size <= bound:
@@ -104,7 +111,7 @@ def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = (), fresh
             break
         if one.path in keep or in_use(one.path, held):
             continue
-        with alone(one.path.parent):  # nobody begins to use it meanwhile
+        with alone(one.path.parent):  # so that no process starts to use it meanwhile
             gone = _unused(one.path, fresh) and one.remove()
         if gone:
             size -= one.size
@@ -120,7 +127,7 @@ def _unused(path: Path, seconds: float) -> bool:
 
 
 def limit() -> int | None:
-    """$PIPEINFER_CACHE_SIZE in bytes, None without. Raises ModelError."""
+    """Return $PIPEINFER_CACHE_SIZE in bytes; None without it. Raises ModelError."""
     text = os.environ.get(LIMIT, "")
     if not text:
         return None
@@ -131,7 +138,7 @@ def limit() -> int | None:
 
 
 def mapped() -> set[tuple[str, int]]:
-    """Name and inode of every file that a process of this user has mapped."""
+    """Return name and inode of every GGUF file that a process of this user has mapped."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError), maps.open(encoding="utf-8", errors="replace") as file:
@@ -143,7 +150,7 @@ def mapped() -> set[tuple[str, int]]:
 
 
 def in_use(path: Path, held: Collection[tuple[str, int]]) -> bool:
-    """Whether the file is among those `held`, see `mapped`."""
+    """Return whether the file is among those `held`, which `mapped` returned."""
     with contextlib.suppress(OSError):
         return (path.name, path.stat().st_ino) in held
     return False

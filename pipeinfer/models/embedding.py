@@ -1,8 +1,8 @@
 """The embedding's rows, for stages that are cut into slices: their files have no embedding.
 
-Rows are turned into floats by ggml's own function for the type, the one that llama.cpp calls when
-it looks a token up, so they are its bits. Only the rows asked for are read. A host without the
-model gets a companion file with the embedding alone. Knows no layers and no ranks.
+Rows are converted to floats by ggml's own function for the type, the one that llama.cpp calls when
+it looks a token up, so they have its bits. Only the requested rows are read. A host without the
+model gets a companion file with the embedding alone. Independent of layers and ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
 
-PIECE = "embedding"  #: what the companion is called where a slice's name would stand
+PIECE = "embedding"  #: the companion's name in place of a slice's
 _NAME = "token_embd.weight"
 _FACTOR = "pipeinfer.embedding_factor"
 _F32 = 0
 
 
 class EmbeddingTable:
-    """The embedding of one file. n_vocab: rows; n_embd: elements of each."""
+    """The embedding of one file. n_vocab: number of rows; n_embd: elements of each."""
 
     def __init__(self, raw: Any, tensor: TensorInfo, factor: float = 1.0) -> None:
         self._raw, self._type, self._factor = raw, tensor.type, np.float32(factor)
@@ -48,8 +48,11 @@ class EmbeddingTable:
 
     @classmethod
     def open(cls, model: ModelFile) -> EmbeddingTable:
-        """Of a model or of a companion file. Raises ModelError without an embedding, BackendError
-        for a type that the library does not know."""
+        """Open the embedding of a model or of a companion file.
+
+        Raises ModelError without an embedding, BackendError for a type that the library cannot
+        convert.
+        """
         tensor = _tensor(model)
         try:
             raw = np.memmap(model.paths[tensor.part], np.uint8, "r", tensor.offset,
@@ -60,8 +63,11 @@ class EmbeddingTable:
         return cls(raw, tensor, noted if isinstance(noted, float) else embedding_factor(model))
 
     def rows(self, tokens: IntArray) -> FloatArray:
-        """float32[n, n_embd] for `tokens` (int[n]). Raises BackendError for a token that is not in
-        the vocabulary."""
+        """Return the rows of tokens, float32[n, n_embd].
+
+        tokens: int[n]
+        Raises BackendError for a token that is not in the vocabulary.
+        """
         if len(tokens) and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < self.n_vocab:
             raise BackendError(f"a token outside the vocabulary of {self.n_vocab}")
         raw = np.ascontiguousarray(self._raw[np.asarray(tokens, np.int64)])
@@ -74,8 +80,10 @@ class EmbeddingTable:
 
 
 class EmbeddingSource:
-    """The companion's bytes: a GGUF file with a model's embedding and nothing else; fields as in
-    `shard_cache.Source`."""
+    """The companion's bytes: a GGUF file with a model's embedding and nothing else.
+
+    Fields as in `shard_cache.Source`.
+    """
 
     def __init__(self, model: ModelFile) -> None:
         self._model, self._parts = model, [all_of(_tensor(model), _NAME)]
@@ -94,7 +102,7 @@ class EmbeddingSource:
         self.name = shard_name(model.fingerprint, 0, 0, PIECE)
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes in order. Raises ModelError when the model file cannot be read."""
+        """Yield the bytes in order. Raises ModelError when the model file cannot be read."""
         return blocks_of(self._model, self.header, self._parts)
 
 
@@ -104,7 +112,7 @@ def extract_embedding(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """The companion of `model`, from the cache or written now; see `shard_cache.store`."""
+    """Return the companion of `model`, from the cache or written now; see `shard_cache.store`."""
     return store(EmbeddingSource(model), cache_directory(cache_dir), progress)
 
 
@@ -122,7 +130,7 @@ def _converter(tensor: TensorInfo) -> Any:
         return None
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
     traits = binding.ggml_get_type_traits(tensor.type).contents
-    # the struct is laid out by hand: what it says must be what is known
+    # the struct is laid out by hand, so compare its values with known ones
     if (traits.blck_size, traits.type_size) != (block, size) or not traits.to_float:
         raise BackendError(f"the llama.cpp library cannot turn {tensor.type_name} into floats as "
                            "expected: install the version that constraints.txt names")

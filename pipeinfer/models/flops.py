@@ -1,8 +1,8 @@
-"""How much arithmetic a row takes, estimated from a model's shapes.
+"""Estimates the arithmetic of a row from a model's shapes.
 
-Twice the elements of every matrix that a row is multiplied with (of a mixture's experts, those that
-it draws), and for each cell that it attends to, its products with a key and a value in every layer.
-Norms, rotations, activations and the choice of a token are left out. Reads no weights.
+It is twice the elements of every matrix that a row is multiplied with (of a mixture's experts, the
+ones used), and for each cell that it attends to, its products with a key and a value in every
+layer. Norms, rotations, activations and sampling are left out. Reads no weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _HEADS = ("output.weight", "lm_head.weight")
 
 
 def row_flops(model: Any) -> tuple[float, float]:
-    """Of a row in all layers and the head, and of each cell that it attends to.
+    """Return the operations of a row in all layers and the head, and those per cell it attends to.
 
-    model: a `ModelFile` or a `ModelDir`.
+    model: a `ModelFile` or a `ModelDir`
     """
     experts, drawn = model.arch_get("expert_count"), model.arch_get("expert_used_count")
     mixture = isinstance(experts, int) and isinstance(drawn, int) and 0 < drawn < experts

@@ -1,12 +1,11 @@
-"""A model as llama.cpp runs it when positions have gaps: the same weights under M-RoPE.
+"""A model rewritten for llama.cpp so that positions may have gaps: the same weights under M-RoPE.
 
 llama.cpp refuses gaps between a sequence's positions for ordinary architectures and allows them for
-those with M-RoPE, which with one section, or the same positions in all, is plain NeoX RoPE. So
-layers of `llama` and `qwen2` models are written as `qwen2vl` layers, those of `qwen3` as `qwen3vl`:
-rows of the query and key matrices that llama keeps
-interleaved go back to half-split order (whole rows, so quantised ones stay as they are), biases of
-zero are added.
-The result is the same up to the error of the kernels. Knows nothing about ranks or threads.
+those with M-RoPE. With one section, or the same positions in all, M-RoPE is plain NeoX RoPE. So
+layers of `llama` and `qwen2` models are written as `qwen2vl` layers, those of `qwen3` as `qwen3vl`.
+Rows of the query and key matrices that llama stores interleaved return to half-split order (whole
+rows, so quantised ones stay as they are), and biases of zero are added. The result is the same up
+to the error of the kernels. Independent of ranks and threads.
 """
 
 from __future__ import annotations
@@ -19,25 +18,28 @@ from typing import NoReturn
 
 import numpy as np
 from msgspec import structs
+from typing_extensions import override
 
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
 
-#: what an architecture's layers are written as; qwen3vl has norms of heads
+#: the architecture that an architecture's layers are written as; qwen3vl has norms of heads
 _WRITTEN_AS = {"llama": "qwen2vl", "qwen2": "qwen2vl", "qwen3": "qwen3vl"}
 _ARRAY, _INT32, _STRING, _F32 = 9, 5, 8, 0
 _ZEROS = -1  #: `TensorInfo.part` of a bias that the file does not have
 
 
 class GapModel(ModelFile):
-    """`ModelFile` of the rewritten model; reads from the original. Raises UnsupportedArchitecture
-    for a model whose graph would change."""
+    """The `ModelFile` of the rewritten model, which reads from the original.
+
+    Raises UnsupportedArchitecture for a model that would be computed differently.
+    """
 
     def __init__(self, model: ModelFile) -> None:
         self._source, self._from = model, model.architecture
         self._to = _WRITTEN_AS.get(model.architecture, "")
         self._sections = f"{self._to}.rope.dimension_sections"
-        if not self._to:  # says what else it cannot be
+        if not self._to:
             self._refuse(f"layers of architecture {self._from!r} are not known to work with gaps")
         super().__init__(model.path)
         self.check()
@@ -46,7 +48,7 @@ class GapModel(ModelFile):
         self.tensors = {t.name: t for t in self._rewritten(model)}
 
     def check(self) -> None:
-        """See the class."""
+        """Raise UnsupportedArchitecture for a model that would be computed differently."""
         model = self._source
         head, problem = self._head(), ""
         if "rope_freqs.weight" in model.tensors:
@@ -64,37 +66,37 @@ class GapModel(ModelFile):
             f"{problem}; use --backend torch")
 
     def _head(self) -> int:
-        """Elements of a head's key."""
+        """The elements of a head's key."""
         whole = self._count("embedding_length") // self._count("attention.head_count")
         size = self.arch_get("attention.key_length", whole)
         return size if self._from == "qwen3" and isinstance(size, int) else whole
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Another one than that of the original."""
+        """A fingerprint that differs from the original's."""
         return hashlib.sha256(b"gaps1" + self._source.fingerprint.encode()).hexdigest()
 
+    @override
     def meta_keys(self) -> tuple[str, ...]:
-        """See `ModelFile.meta_keys`."""
         keys = (self._renamed(key) for key in super().meta_keys())
         return (*keys, self._sections)
 
+    @override
     def get(self, key: str, default: Value | None = None) -> Value | None:
-        """See `ModelFile.get`."""
         if key == "general.architecture":
             return self._to
         return super().get(self._original(key), default)
 
+    @override
     def is_array(self, key: str) -> bool:
-        """See `ModelFile.is_array`."""
         return key == self._sections or super().is_array(self._original(key))
 
+    @override
     def raw_entry(self, key: str) -> bytes:
-        """See `ModelFile.raw_entry`."""
         if key == self._sections:
             half = self._head() // 2
             sections = (half, 0, 0, 0)
-            if self._to == "qwen3vl":  # dealt out in turn; all three are given the same positions
+            if self._to == "qwen3vl":  # interleaved; all three sections get the same positions
                 sections = (-(-half // 3),) * 3 + (0,)
             return _name(key) + struct.pack("<IIQ4i", _ARRAY, _INT32, 4, *sections)
         if key == "general.architecture":
@@ -102,8 +104,8 @@ class GapModel(ModelFile):
         old = self._original(key)
         return _name(key) + super().raw_entry(old)[len(_name(old)):]
 
+    @override
     def read_tensor(self, tensor: TensorInfo, chunk: int = 1 << 22) -> Iterator[bytes]:
-        """See `ModelFile.read_tensor`."""
         if tensor.part == _ZEROS:
             yield bytes(tensor.nbytes)
             return
@@ -147,7 +149,7 @@ class GapModel(ModelFile):
 
 
 def half_split(rows: int, heads: int) -> np.ndarray:
-    """int64[rows]: for each row in half-split order, the row of the interleaved matrix."""
+    """Return the row of the interleaved matrix for each row in half-split order, int64[rows]."""
     size = rows // heads
     within = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
     order: np.ndarray = (np.arange(heads)[:, None] * size + within).ravel()

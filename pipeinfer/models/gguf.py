@@ -1,11 +1,11 @@
 """Reads GGUF model files: metadata, tensor table, content fingerprint. Nothing is loaded.
 
-Every length, count and offset in a file is a claim that is checked against the file's size before
-it is used, so a damaged or hostile file gives a `ModelError` of one line, never a traceback, a
-read outside the file or a huge allocation. Only the header is read; array values (a vocabulary
-has 100,000 strings) are stepped over and decoded when someone asks for them.
+Every length, count and offset in a file is checked against the file's size before it is used. So a
+damaged or hostile file gives a `ModelError` of one line, never a traceback, a read outside the file
+or a huge allocation. Only the header is read; array values (a vocabulary has 100,000 strings) are
+skipped and decoded at their first use.
 
-Knows nothing about shards, backends or what the tensors mean beyond `blk.<i>.` names.
+Independent of shards, backends, and the meaning of tensors beyond `blk.<i>.` names.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf
 _BLOCK = re.compile(r"^blk\.(\d{1,9})\.")
 _NAME = re.compile(r"^[a-zA-Z0-9_.-]{1,64}$")
 _PLAIN = re.compile(r"^[^\x00-\x1f\x7f]+$")
-MOST_LAYERS = 4096  #: more than any model has; lists of this length are made
+MOST_LAYERS = 4096  #: more than any model has; bounds the length of lists
 
 
 class TensorInfo(Struct, frozen=True):
-    """One tensor: `shape` in ggml's order (row length first), `offset` in bytes from the start of
-    part number `part`, `type` a ggml type number."""
+    """One tensor.
+
+    shape: in ggml's order (row length first)
+    offset: in bytes from the start of part number `part`
+    type: a ggml type number
+    """
 
     name: str
     type: int
@@ -67,7 +71,7 @@ class TensorInfo(Struct, frozen=True):
 
 
 class MetaSpan(Struct, frozen=True):
-    """Where one metadata entry lies in the header: the whole entry, and its value."""
+    """The place of one metadata entry in the header: the whole entry, and its value."""
 
     start: int
     value: int
@@ -76,7 +80,7 @@ class MetaSpan(Struct, frozen=True):
 
 
 class _Cursor:
-    """Reads little-endian fields out of a buffer and refuses to leave it."""
+    """Reads little-endian fields from a buffer, never outside it."""
 
     def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
         self.data, self.path, self.pos, self.size = data, path, 0, len(data)
@@ -110,7 +114,7 @@ class _Cursor:
             raise self.fail(f"{what} that is not UTF-8") from None
 
     def skip_value(self, kind: int, what: str) -> None:
-        """Step over one metadata value."""
+        """Skip one metadata value."""
         if kind == STRING:
             length = self.scalar("Q", what)
             self.need(length, what)
@@ -134,7 +138,9 @@ class _Cursor:
             raise self.fail(f"{what} has the unknown type {kind}")
 
     def _skip_strings(self, count: int, what: str) -> None:
-        """The one hot loop: a vocabulary with its merges is some 400,000 strings."""
+        """Skip strings. This is the one hot loop: a vocabulary with its merges is some 400,000
+        strings.
+        """
         self.need(count * 8, what)
         unpack, data, pos, last = struct.Struct("<Q").unpack_from, self.data, self.pos, self.size
         for _ in range(count):
@@ -293,7 +299,10 @@ class _Part:
 class ModelFile:
     """One model on disk, in one file or several parts. Immutable; holds no open file.
 
-    paths: the parts in order. tensors: name -> TensorInfo, over all parts. Sizes in bytes.
+    paths: the parts in order
+    tensors: TensorInfo by name, over all parts
+    n_layers: layers, without those for multi-token prediction (`n_layers_all`: with them)
+    Sizes are in bytes. Raises ModelError for what is no GGUF file of a language model.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -321,19 +330,19 @@ class ModelFile:
         if not isinstance(architecture, str) or not _NAME.match(architecture):
             raise ModelError(f"{first}: has no general.architecture; it is not a language model")
         self.architecture: str = architecture
-        #: with those that only guess further tokens, which stand behind the others
+        #: with those for multi-token prediction, which come after the others
         self.n_layers_all: int = self._count("block_count", MOST_LAYERS)
         self.n_layers: int = self.n_layers_all - self._guessing()
         self.n_embd: int = self._count("embedding_length")
 
     @property
     def path(self) -> Path:
-        """The file that names the model: the first part."""
+        """The first part, whose name stands for the model."""
         return self.paths[0]
 
     @property
     def n_vocab(self) -> int:
-        """Rows of the embedding matrix, or the declared vocabulary size without one."""
+        """The rows of the embedding matrix, or the declared vocabulary size without one."""
         embedding = self.tensors.get("token_embd.weight")
         if embedding is not None and len(embedding.shape) > 1:
             return embedding.shape[1]
@@ -341,7 +350,7 @@ class ModelFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts on disk."""
+        """The bytes of all parts on disk."""
         return sum(part.size for part in self._parts)
 
     @property
@@ -351,44 +360,44 @@ class ModelFile:
         return name if isinstance(name, str) and name else self.path.stem
 
     def get(self, key: str, default: Value | None = None) -> Value | None:
-        """The metadata value under `key`; strings that are not UTF-8 are mended."""
+        """Return the metadata value under `key`; bytes that are not UTF-8 are replaced."""
         return self._parts[0].value(key, default)
 
     def arch_get(self, key: str, default: Value | None = None) -> Value | None:
-        """The metadata value under `<architecture>.key`."""
+        """Return the metadata value under `<architecture>.key`."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def meta_keys(self) -> tuple[str, ...]:
-        """All metadata keys in file order."""
+        """Return all metadata keys in file order."""
         return tuple(self._parts[0].meta)
 
     def is_array(self, key: str) -> bool:
-        """Whether the metadata value under `key` is an array."""
+        """Return whether the metadata value under `key` is an array."""
         span = self._parts[0].meta.get(key)
         return span is not None and span.type == ARRAY
 
     def array_type(self, key: str) -> int | None:
-        """The type of the values of the array under `key`; None for no array."""
+        """Return the type of the values of the array under `key`; None for no array."""
         found = self._parts[0].array(key)
         return None if found is None else found[0]
 
     def array_length(self, key: str) -> int:
-        """How many values the array under `key` has; 0 for no array."""
+        """Return the number of values of the array under `key`; 0 for no array."""
         found = self._parts[0].array(key)
         return 0 if found is None else found[1]
 
     def texts(self, key: str) -> list[bytes]:
-        """The texts of the array under `key` as the file has them; quick, for vocabularies."""
+        """Return the undecoded strings of the array under `key`; fast, for vocabularies."""
         return self._parts[0].texts(key)
 
     def raw_entry(self, key: str) -> bytes:
-        """One metadata entry (key, type, value) as the bytes that the file has."""
+        """Return the bytes of one metadata entry (key, type, value) in the file."""
         span = self._parts[0].meta[key]
         return self._parts[0].header[span.start : span.end]
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
-        """Bytes of the tensors of each layer."""
+        """The bytes of the tensors of each layer."""
         sizes = [0] * self.n_layers
         for tensor in self.tensors.values():
             if tensor.layer is not None and tensor.layer < self.n_layers:
@@ -397,7 +406,7 @@ class ModelFile:
 
     @cached_property
     def layer_reads(self) -> tuple[int, ...]:
-        """Bytes of each layer that one row reads: of a mixture's experts those that it draws."""
+        """The bytes of each layer that one row reads: of a mixture's experts those that it uses."""
         sizes = list(map(float, self.layer_bytes))
         experts, drawn = self.arch_get("expert_count"), self.arch_get("expert_used_count")
         if isinstance(experts, int) and isinstance(drawn, int) and 0 < drawn < experts:
@@ -408,7 +417,9 @@ class ModelFile:
         return tuple(map(round, sizes))
 
     def read_tensor(self, tensor: TensorInfo, chunk: int = _CHUNK) -> Iterator[bytes]:
-        """The tensor's bytes in pieces of at most `chunk`; ModelError when the file shrank."""
+        """Yield the tensor's bytes in pieces of at most `chunk`. Raises ModelError when the file
+        shrank.
+        """
         path = self.paths[tensor.part]
         try:
             with path.open("rb") as file:
@@ -428,9 +439,9 @@ class ModelFile:
     def fingerprint(self) -> str:
         """64 hex digits that identify the content, cheap enough for a 100 GB file.
 
-        Hashes each part's size, its whole header (all metadata, the vocabulary, the tensor table)
-        and one kilobyte from the middle of every tensor. Two trainings differ in nearly every
-        block, so this tells models apart; it does not notice a few flipped bits.
+        A hash of each part's size, its whole header (all metadata, the vocabulary, the tensor
+        table) and one kilobyte from the middle of every tensor. Two trainings differ in nearly
+        every block, so this distinguishes models; it does not detect a few flipped bits.
         """
         digest = hashlib.sha256()
         for part in self._parts:
@@ -449,7 +460,7 @@ class ModelFile:
         return digest.hexdigest()
 
     def _guessing(self) -> int:
-        """Layers behind the others for guesses of further tokens (multi-token prediction)."""
+        """The number of layers after the others for multi-token prediction."""
         count = self.arch_get("nextn_predict_layers", 0)
         return count if isinstance(count, int) and 0 < count < self.n_layers_all else 0
 
@@ -464,7 +475,7 @@ class ModelFile:
 
 
 def _later_part(path: Path, number: int) -> _Part:
-    """A part after the first, which says itself that it is that one."""
+    """A part after the first, whose own metadata have this number."""
     part = _Part(path, number)
     if (says := part.value("split.no")) != number:
         raise ModelError(f"{path}: its split.no is {repr(says)[:80]}, not {number}, so it is not "
@@ -473,7 +484,7 @@ def _later_part(path: Path, number: int) -> _Part:
 
 
 def _other_parts(first: Path, head: _Part, count: int) -> list[Path]:
-    """Paths of the parts after the first, by llama.cpp's naming rule, all of which are there."""
+    """The paths of the parts after the first, by llama.cpp's naming rule. Checks that all exist."""
     match = _SPLIT_NAME.match(first.name)
     if match is None or int(match["count"]) != count:
         raise ModelError(

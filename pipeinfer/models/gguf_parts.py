@@ -1,8 +1,8 @@
-"""Puts a GGUF file together from parts of the tensors of another: its header, then its bytes.
+"""Composes a GGUF file from parts of the tensors of another: its header, then its bytes.
 
-A part is a whole tensor, some of its rows, some columns of each row, or zeros. Bytes are read as
-they are asked for and stay as they were, so columns begin and end at quantisation blocks. The same
-entries and parts give the same bytes. Knows no layers, no shards and no cache.
+A part is a whole tensor, some of its rows, some columns of each row, or zeros. Bytes are read when
+they are needed and not converted, so columns begin and end at quantisation blocks. The same entries
+and parts give the same bytes. Independent of layers, shards and the cache.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ _CHUNK = 8 << 20
 
 
 class Window(Struct, frozen=True):
-    """What of a tensor is taken: rows of `row_bytes` each, in bands `[a, b)` one after the other,
-    of each row bytes `[c, d)`."""
+    """The part of a tensor that is taken.
+
+    row_bytes: bytes of a row
+    bands: rows `[a, b)`, in bands one after the other
+    span: bytes `[c, d)` of each row
+    """
 
     row_bytes: int
     bands: tuple[tuple[int, int], ...]
@@ -31,8 +35,13 @@ class Window(Struct, frozen=True):
 
 
 class TensorPart(Struct, frozen=True):
-    """A tensor of the new file: its name there, and where its bytes come from (source None: zeros;
-    window None: all of it). `shape` in ggml's order."""
+    """A tensor of the new file.
+
+    name: in the new file
+    shape: in ggml's order
+    source: the tensor that its bytes come from; None: zeros
+    window: the part of the source; None: all of it
+    """
 
     name: str
     type: int
@@ -43,29 +52,29 @@ class TensorPart(Struct, frozen=True):
 
 
 def block_size(tensor: TensorInfo) -> int:
-    """Elements of a quantisation block: columns are cut at its multiples; 1 for floats."""
+    """Return the elements of a quantisation block (1 for floats), where columns can be cut."""
     return int(GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0])
 
 
 def all_of(tensor: TensorInfo, name: str) -> TensorPart:
-    """The whole tensor, under `name`."""
+    """Take the whole tensor, under `name`."""
     return TensorPart(name, tensor.type, tensor.shape, tensor.nbytes, tensor)
 
 
 def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
-    """Rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
+    """Take rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
     return bands_of(tensor, name, rows)
 
 
 def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
-    """Several such ranges, one after the other."""
+    """Take several ranges of rows, one after the other."""
     count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
     return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
                    nbytes=count * row_bytes, window=Window(row_bytes, bands, (0, row_bytes)))
 
 
 def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
-    """Columns `[a, b)` of a matrix, which begin and end at blocks or with the row."""
+    """Take columns `[a, b)` of a matrix, which begin and end at blocks or with the row."""
     low, high = columns
     row_bytes, block = tensor.nbytes // tensor.shape[1], block_size(tensor)
     type_size = row_bytes * block // tensor.shape[0]
@@ -77,7 +86,7 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
 
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
-    """A matrix that nobody reads, in a type of few bits that its rows can have."""
+    """Make a matrix that is never read, in the smallest type that its rows can have."""
     kinds = GGMLQuantizationType
     for kind in (kinds.IQ1_S, kinds.Q4_0, kinds.F16) if shape[1] > 1 else (kinds.F32,):
         block, size = GGML_QUANT_SIZES[kind]
@@ -87,42 +96,42 @@ def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to where the next tensor may begin."""
+    """Return `size` rounded up to the offset where the next tensor may begin."""
     return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
 def uint_entry(key: str, value: int) -> bytes:
-    """A metadata entry with a number."""
+    """Return a metadata entry with an unsigned 32-bit integer."""
     return _string(key) + struct.pack("<II", _UINT32, value)
 
 
 def float_entry(key: str, value: float) -> bytes:
-    """A metadata entry with a float32."""
+    """Return a metadata entry with a float32."""
     return _string(key) + struct.pack("<If", _FLOAT32, value)
 
 
 def numbers_entry(key: str, values: Sequence[int]) -> bytes:
-    """A metadata entry with a list of numbers."""
+    """Return a metadata entry with a list of signed 32-bit integers."""
     return _string(key) + struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
 
 
 def bools_entry(key: str, values: Sequence[bool]) -> bytes:
-    """A metadata entry with a list of yes and no."""
+    """Return a metadata entry with a list of booleans."""
     return _string(key) + struct.pack(f"<IIQ{len(values)}?", _ARRAY, _BOOL, len(values), *values)
 
 
 def text_entry(key: str, value: str) -> bytes:
-    """A metadata entry with a text."""
+    """Return a metadata entry with a text."""
     return _string(key) + struct.pack("<I", _STRING) + _string(value)
 
 
 def renamed_entry(model: ModelFile, old: str, new: str) -> bytes:
-    """The model's metadata entry `old` under the key `new`."""
+    """Return the model's metadata entry `old` under the key `new`."""
     return _string(new) + model.raw_entry(old)[len(_string(old)):]
 
 
 def header_of(entries: Sequence[bytes], parts: Sequence[TensorPart]) -> bytes:
-    """Everything before the tensors' bytes."""
+    """Return everything before the tensors' bytes, padded to the alignment."""
     out = [struct.pack("<4sIQQ", b"GGUF", 3, len(parts), len(entries)), *entries]
     offset = 0
     for part in parts:
@@ -135,12 +144,12 @@ def header_of(entries: Sequence[bytes], parts: Sequence[TensorPart]) -> bytes:
 
 
 def total_bytes(header: bytes, parts: Sequence[TensorPart]) -> int:
-    """Size of the file."""
+    """Return the size of the file in bytes."""
     return len(header) + sum(aligned(part.nbytes) for part in parts)
 
 
 def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> Iterator[bytes]:
-    """The file's bytes in order. Raises ModelError when the model cannot be read."""
+    """Yield the file's bytes in order. Raises ModelError when the model cannot be read."""
     yield header
     for part in parts:
         if part.source is None:
@@ -156,7 +165,9 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
 
 
 def _read_window(model: ModelFile, tensor: TensorInfo, window: Window) -> Iterator[bytes]:
-    """Rows are read whole even where a few columns are wanted: files are read by pages anyway."""
+    """Yield a window's bytes. Rows are read whole even for a few columns, as files are read by
+    pages.
+    """
     path, size = model.paths[tensor.part], window.row_bytes
     low, high = window.span
     try:

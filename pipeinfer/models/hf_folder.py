@@ -1,8 +1,8 @@
 """Reads a model folder in Hugging Face's layout: config.json and the headers of its safetensors.
 
-Nothing is loaded, and neither torch nor transformers is needed: plans and the head work on
-headers. Every length and offset in a file is checked against its size before it is used. What
-a layer's tensors mean is `backends.torch_weights`' business.
+Nothing is loaded, and neither torch nor transformers is needed: plans and the head need only
+headers. Every length and offset in a file is checked against its size before it is used. The
+meaning of a layer's tensors is defined in `backends.pytorch.weights`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_HEADER = 100 << 20
 _MOST_DIMENSIONS = 8
 _SAMPLE_BYTES = 1024
 _FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  #: llama.cpp's numbers
-#: GGUF's names of what the planner asks for, as config.json has them
+#: GGUF's names of the values that plans need -> their names in config.json
 _KEYS = {
     "context_length": ("max_position_embeddings",),
     "feed_forward_length": ("intermediate_size",),
@@ -61,10 +61,12 @@ class StoredTensor(Struct, frozen=True):
 
 
 class ModelDir:
-    """One model folder. Immutable; holds no open file. Raises ModelError for what cannot be one.
+    """One model folder. Immutable; holds no open file.
 
-    config: config.json. tensors: name -> StoredTensor over all files. architecture: the model
-    type, such as "llama".
+    config: config.json
+    tensors: StoredTensor by name, over all files
+    architecture: the model type, such as "llama"
+    Raises ModelError for a folder that is no model.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -109,14 +111,14 @@ class ModelDir:
         return tuple(sizes)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What GGUF has under `key`, as far as plans ask for it."""
+        """Return the value of GGUF's `key`, for the keys that plans need."""
         if key == "general.file_type" and self.tensors:
             largest = max(self.tensors.values(), key=lambda tensor: tensor.nbytes)
             return _FILE_TYPES.get(largest.dtype, default)
         return default
 
     def arch_get(self, key: str, default: Any = None) -> Any:
-        """What GGUF calls `<architecture>.key`, as far as plans ask for it."""
+        """Return the value of GGUF's `<architecture>.key`, for the keys that plans need."""
         for name in _KEYS.get(key, ()):
             if self.config.get(name) is not None:
                 return self.config[name]
@@ -146,9 +148,10 @@ class ModelDir:
 
 
 def torch_parts(model: Any, item_bytes: int) -> tuple[list[int], int, int]:
-    """Bytes that torch holds: of each layer, the embedding and the head.
+    """Return the bytes that torch holds: of each layer, the embedding and the head.
 
-    model: a ModelDir or a ModelFile. item_bytes: of one weight; 0 counts the bytes in the file.
+    model: a ModelDir or a ModelFile
+    item_bytes: of one weight; 0: count the bytes in the file
     """
     layers = [0] * model.n_layers
     others: dict[str, int] = {}
@@ -214,7 +217,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names differ. Raises ValueError."""
+    """A JSON object whose names differ. Raises ValueError."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name appears twice")

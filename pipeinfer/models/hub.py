@@ -1,9 +1,10 @@
 """Models from the Hugging Face hub, fetched into its own cache, which other programs share.
 
-huggingface_hub speaks with the hub, knows its settings (HF_ENDPOINT, HF_TOKEN, HF_HOME,
-HF_HUB_OFFLINE) and lays the cache out. It begins anew what was cut off, so the bytes are fetched
-here: into a blob's `.incomplete` file, on from where an earlier process stopped, and a blob gets
-its name only when its checksum is right. What is there is used without asking the hub.
+huggingface_hub sends the requests, reads its settings (HF_ENDPOINT, HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE) and lays the cache out. But it restarts transfers that were cut off, so the bytes
+are fetched here: into a blob's `.incomplete` file, from where an earlier process stopped. A blob
+gets its name only when its checksum is right. Complete models are used without a request to the
+hub.
 """
 
 from __future__ import annotations
@@ -50,22 +51,24 @@ from pipeinfer.errors import ModelError
 from pipeinfer.models import hub_files
 from pipeinfer.models.hub_files import Wanted, size_text
 
-Show = Callable[[str, int, int], None]  #: told a file's name, the bytes that are there, and all
+Show = Callable[[str, int, int], None]  #: takes a file's name, its present bytes, and its size
 
 _BLOCK = 1 << 20
-_STALLS = 4  #: answers without a byte, one after the other, until a transfer is given up
+_STALLS = 4  #: responses without a byte, one after the other, after which a transfer fails
 _log = logging.getLogger("pipeinfer.hub")
 
 
 class Lines:
-    """A `Show` on standard error: one line that is written over on a terminal, else one for each
-    tenth of a file."""
+    """A `Show` on standard error.
+
+    On a terminal it overwrites one line, elsewhere it prints a line for each tenth of a file.
+    """
 
     def __init__(self) -> None:
         self._said, self._terminal = "", sys.stderr.isatty()
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """See `Show`."""
+        """Print the progress of a file."""
         tenth = 10 * done // max(total, 1)
         text = f"pipeinfer: {name}: {10 * tenth} % of {size_text(total)}"
         if self._terminal:
@@ -80,26 +83,32 @@ class Lines:
 
 
 class Unreachable(ModelError):
-    """The hub did not answer, or broke off."""
+    """The hub sent no response, or broke the transfer off."""
 
 
 class Fetched(Struct, frozen=True):
-    """A model in the hub's cache. path: of its first part; name: `user/repo:quant`."""
+    """A model in the hub's cache.
+
+    path: of its first part
+    name: `user/repo:quant`
+    """
 
     path: Path
     name: str
 
 
 def endpoint() -> str:
-    """The hub that is asked."""
+    """Return the address of the hub."""
     return str(constants.ENDPOINT)
 
 
 @functools.cache
 def find(wanted: Wanted, *, offline: bool = False) -> Fetched:
-    """The model in the cache, fetched now where it is missing or another may be preferred.
+    """Return the model from the cache; fetch it if it is missing or another file may be preferred.
 
-    A process asks once. Raises ModelError for what cannot be had.
+    wanted: the model
+    offline: whether fetching is forbidden
+    A process caches the result. Raises ModelError for a model that is not available.
     """
     there = cached(wanted)
     if offline or constants.is_offline_mode():
@@ -124,7 +133,7 @@ def find(wanted: Wanted, *, offline: bool = False) -> Fetched:
 
 
 def snapshots() -> Iterator[tuple[str, dict[str, Path]]]:
-    """Repositories in the cache, with the files of each state of theirs, the newest first."""
+    """Yield the repositories in the cache, with the files of each revision, the newest first."""
     try:
         repos = scan_cache_dir().repos
     except CacheNotFound:
@@ -138,7 +147,7 @@ def snapshots() -> Iterator[tuple[str, dict[str, Path]]]:
 
 
 def cached(wanted: Wanted) -> Fetched | None:
-    """The model, where all of it is in the cache."""
+    """Return the model if all of it is in the cache, else None."""
     for repo, files in snapshots():
         if repo == wanted.repo:
             with contextlib.suppress(ModelError):
@@ -151,11 +160,13 @@ def cached(wanted: Wanted) -> Fetched | None:
 
 
 def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> Fetched:
-    """Fetch what the hub has under this name and the cache lacks.
+    """Fetch the files that the hub has under this name and the cache lacks.
 
-    verify: compare what is there with its checksum, too, and fetch it again where it differs.
-    show: see `Show`; lines on standard error by default. Raises ModelError for what cannot be had,
-    and Unreachable where only the network is to blame.
+    wanted: the model
+    verify: whether to compare cached files with their checksums, and fetch those that differ again
+    show: see `Show`; None: lines on standard error
+    Raises ModelError for a model that is not available, and Unreachable where only the network is
+    to blame.
     """
     show = show or Lines()
     with _explained(wanted.repo):
@@ -192,7 +203,7 @@ def _drop_damaged(blobs: Path, digests: dict[str, str]) -> None:
 
 
 def _check_room(blobs: Path, sizes: dict[str, int]) -> None:
-    """Raise ModelError where what is missing does not fit the disk."""
+    """Raise ModelError where the missing files do not fit the disk."""
     missing = 0
     for digest, size in sizes.items():
         if not (blobs / digest).exists():
@@ -208,8 +219,12 @@ def _check_room(blobs: Path, sizes: dict[str, int]) -> None:
 
 def _fill_blob(blob: Path, url: str, what: str, size: int, show: Callable[[int, int], None]
                ) -> None:
-    """Fetch a file of so many bytes, whose name is its SHA-256. what: for messages. Raises
-    ModelError and Unreachable; what has arrived is kept, unless it is wrong."""
+    """Fetch a file whose name is its SHA-256.
+
+    what: the file, for messages
+    size: in bytes
+    Raises ModelError and Unreachable. The bytes that have arrived stay, unless they are wrong.
+    """
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +246,7 @@ def _fill_blob(blob: Path, url: str, what: str, size: int, show: Callable[[int, 
 
 
 class _Transfer:
-    """The rest of a file, over as many requests as it takes."""
+    """The transfer of the rest of a file, over as many requests as necessary."""
 
     def __init__(self, file: BinaryIO, url: str, what: str, size: int,
                  show: Callable[[int, int], None]) -> None:
@@ -239,7 +254,10 @@ class _Transfer:
         self._have, self._digest = 0, hashlib.sha256()
 
     def run(self) -> str:
-        """The SHA-256 of the whole file. Raises Unreachable, HfHubHTTPError, OSError."""
+        """Fetch the rest; return the SHA-256 of the whole file.
+
+        Raises Unreachable, HfHubHTTPError, OSError.
+        """
         while block := self._file.read(_BLOCK):
             self._take_in(block)
         if self._have > self._size:
@@ -297,7 +315,7 @@ class _Transfer:
 
 @contextlib.contextmanager
 def _explained(repo: str) -> Iterator[None]:
-    """Errors of the hub and of the network as ModelError that says what to do."""
+    """Convert errors of the hub and of the network to a ModelError that states what to do."""
     hub = endpoint()
     login = "log in with `hf auth login`, or set HF_TOKEN"
     try:

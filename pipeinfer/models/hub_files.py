@@ -1,7 +1,7 @@
-"""Names of models on the Hugging Face hub, and which files of a repository they mean.
+"""Names of models on the Hugging Face hub, and the files of a repository that they mean.
 
-`user/repo:Q4_K_M` is a repository and a quantisation; without one it is what llama.cpp would take:
-Q4_K_M, else Q8_0, else the first. Knows no network and no cache.
+`user/repo:Q4_K_M` is a repository and a quantisation. Without a quantisation it means the file that
+llama.cpp would choose: Q4_K_M, else Q8_0, else the first. Independent of network and cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 
-PREFERRED = ("Q4_K_M", "Q8_0")  #: where no quantisation is asked for
+PREFERRED = ("Q4_K_M", "Q8_0")  #: where no quantisation is requested
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))"
                     r"(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE | re.ASCII)
@@ -32,13 +32,15 @@ class Wanted(Struct, frozen=True):
 
     @classmethod
     def parse(cls, name: str) -> Wanted | None:
-        """What a name such as `user/repo:Q8_0` means; None where it is none."""
+        """Return the model that a name such as `user/repo:Q8_0` means; None for another kind of
+        name.
+        """
         found = _NAME.fullmatch(name)
         return cls(found[1], found[2] or "") if found else None
 
     @property
     def precise(self) -> bool:
-        """Whether it leaves no choice."""
+        """Whether it names one file and leaves no choice."""
         return bool(self.quant or self.file)
 
     def __str__(self) -> str:
@@ -46,28 +48,29 @@ class Wanted(Struct, frozen=True):
 
 
 def quant_of(path: str) -> str:
-    """The quantisation in a file's name; empty where there is none."""
+    """Return the quantisation in a file's name; empty where there is none."""
     found = _QUANT.search(path)
     return found[1].upper() if found else ""
 
 
 def models_in(files: Mapping[str, int]) -> list[str]:
-    """The GGUF files that are models; of those in several parts the first."""
+    """Return the GGUF files that are models; of those in several parts the first."""
     return [path for path in sorted(files) if path.endswith(".gguf")
             and not any(word in path.rsplit("/", 1)[-1] for word in _NO_MODEL)
             and ((part := _PART.match(path)) is None or int(part[2]) == 1)]
 
 
 def name_of(repo: str, path: str) -> str:
-    """What a file of a repository is called: `user/repo:Q8_0`."""
+    """Return the name of a file of a repository: `user/repo:Q8_0`."""
     quant = quant_of(path)
     return f"{repo}:{quant}" if quant else repo
 
 
 def choose(wanted: Wanted, files: Mapping[str, int]) -> list[str]:
-    """The parts of the file that is meant, in order. files: of the repository, with their bytes.
+    """Return the parts of the file that `wanted` means, in order.
 
-    Raises ModelError, which names what there is, for what the repository does not have.
+    files: of the repository, with their bytes
+    Raises ModelError, which lists the available files, for what the repository does not have.
     """
     models = models_in(files)
     if wanted.file:
@@ -90,7 +93,10 @@ def choose(wanted: Wanted, files: Mapping[str, int]) -> list[str]:
 
 
 def parts_of(path: str, files: Mapping[str, int]) -> list[str]:
-    """All parts of the model whose first part, or only file, is `path`. Raises ModelError."""
+    """Return all parts of the model whose first part, or only file, is `path`.
+
+    Raises ModelError where a part is missing.
+    """
     found = _PART.match(path)
     if found is None:
         return [path]
@@ -102,7 +108,7 @@ def parts_of(path: str, files: Mapping[str, int]) -> list[str]:
 
 
 def size_text(size: int) -> str:
-    """Bytes for a reader."""
+    """Format a number of bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

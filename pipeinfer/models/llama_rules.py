@@ -1,10 +1,10 @@
-"""What must hold in a GGUF file before llama.cpp is given it.
+"""Checks of a GGUF file before llama.cpp loads it.
 
-llama.cpp ends the process (an assertion, or worse) for some values that it does not check, so they
+For some values that llama.cpp does not check, it ends the process (an assertion, or worse). So they
 are checked here, in every file before it is loaded: sizes that must divide each other, numbers that
-must be finite, types that its kernels know, a vocabulary whose lists are as long as its tokens.
-Found by `python -m benchmarks.fuzz`; docs/security.md says how far that goes. Knows headers, loads
-nothing.
+must be finite, types that its kernels support, a vocabulary whose lists are as long as its tokens.
+Found by `python -m benchmarks.fuzz`; docs/security.md describes the limits of this. Reads headers,
+loads nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MATRICES = _FLOATS | {2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 34, 35
 _META_F32, _META_I32, _META_U32 = 6, 5, 4
 _WITHOUT_HEADS = ("mamba", "rwkv")
 _SCALINGS = ("none", "linear", "yarn", "longrope")
-_LEAST_TOKENS = 12  #: llama.cpp takes token 11 where a byte-level vocabulary names no end of text
+_LEAST_TOKENS = 12  #: llama.cpp uses token 11 if a byte-level vocabulary has no end-of-text token
 _NONE = ("none", "no_vocab")
 
 
 def check_file(path: str | os.PathLike[str]) -> ModelFile:
-    """The file at `path`; ModelError unless llama.cpp can be given it."""
+    """Open the file at `path`. Raises ModelError for a file that llama.cpp must not load."""
     model = ModelFile(path)
     alignment = model.get("general.alignment", _ALIGNMENT)
     if isinstance(alignment, int) and alignment % _ALIGNMENT:
@@ -55,7 +55,7 @@ def check_file(path: str | os.PathLike[str]) -> ModelFile:
 
 
 def check_numbers(model: ModelFile) -> None:
-    """The sizes and factors of the architecture."""
+    """Check the sizes and factors of the architecture. Raises ModelError."""
     for key in model.meta_keys():
         if key.startswith(model.architecture + ".") and not model.is_array(key):
             value = model.get(key)
@@ -87,7 +87,7 @@ def check_numbers(model: ModelFile) -> None:
 
 
 def check_types(model: ModelFile) -> None:
-    """The types of the tensors, where it is known what they are for."""
+    """Check the types of the tensors, where their use is known. Raises ModelError."""
     if model.architecture not in COVERED:
         return
     for tensor in model.tensors.values():
@@ -99,7 +99,7 @@ def check_types(model: ModelFile) -> None:
 
 
 def check_vocabulary(model: ModelFile) -> None:
-    """The tables of the tokenizer, if there is one."""
+    """Check the tables of the tokenizer, if there is one. Raises ModelError."""
     kind = model.get("tokenizer.ggml.model")
     if kind is None or kind in _NONE:
         return
@@ -127,12 +127,12 @@ def check_vocabulary(model: ModelFile) -> None:
 
 
 def _name(token: bytes, number: int) -> bytes:
-    """What llama.cpp knows a token by: its text up to a NUL, or a number for an empty one."""
+    """llama.cpp's key of a token: its text up to a NUL, or a number for an empty one."""
     return (token.partition(b"\0")[0] if 0 in token else token) or b"[EMPTY_%d]" % number
 
 
 def _check_column(model: ModelFile, key: str, types: Collection[int | None], count: int) -> None:
-    """A list beside the tokens: llama.cpp reads as many values as there are tokens."""
+    """Check a list with a value per token: llama.cpp reads as many values as there are tokens."""
     if key not in model.meta_keys():
         return
     length = model.array_length(key)
@@ -142,7 +142,7 @@ def _check_column(model: ModelFile, key: str, types: Collection[int | None], cou
 
 
 def _check_bytes(model: ModelFile, known: set[bytes]) -> None:
-    """Text that is in no token is written in bytes, so a token for each must be there."""
+    """Check that each byte has a token, as text that is in no token is written in bytes."""
     missing = [b for b in range(256) if b"<0x%02X>" % b not in known and bytes([b]) not in known]
     if missing:
         raise ModelError(f"{model.path}: its vocabulary has no token for {len(missing)} of the 256 "
@@ -169,7 +169,7 @@ def _check_heads(model: ModelFile) -> None:
 
 
 def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
-    """Sizes of heads; kind: "_swa" for those of layers with a sliding window."""
+    """Check sizes of heads; kind: "_swa" for those of layers with a sliding window."""
     default = model.n_embd // heads
     key, value = ((_integers(model, f"attention.{part}_length{kind}", 1, 1 << 16) or [default])[0]
                   for part in ("key", "value"))
@@ -187,7 +187,7 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
 
 
 def _check_latent(model: ModelFile) -> None:
-    """Sizes of a deepseek2's heads and of its compressed cache."""
+    """Check sizes of a deepseek2's heads and of its compressed cache."""
     rotated, latent, key, value = (
         (_integers(model, name, 1, 1 << 16) or [0])[0] for name in (
             "rope.dimension_count", "attention.kv_lora_rank", "attention.key_length",
@@ -214,8 +214,11 @@ def _check_experts(model: ModelFile) -> None:
 
 
 def _check_shared_caches(model: ModelFile) -> None:
-    """The last layers may read the cache of the last layer of their kind (windows or none) that has
-    one: it is looked for at the last place but one, or the last."""
+    """Check the layers that read another layer's cache.
+
+    The last layers may read the cache of the last layer of their kind (windows or none) that has
+    one: llama.cpp expects it at the last place but one, or the last.
+    """
     key, count = "attention.shared_kv_layers", model.n_layers_all
     shared = max(_integers(model, key, 0, count), default=0)
     own, windows = count - shared, model.arch_get("attention.sliding_window_pattern")

@@ -1,6 +1,6 @@
-"""Models that other programs keep on this host: Ollama's store, llama.cpp's cache, the hub's.
+"""Models that other programs have stored on this host: Ollama, llama.cpp, the Hugging Face hub.
 
-Reads the stores' own indices; opens no model. Each model has the name that `-m` takes.
+Reads the stores' own indices; opens no model. Each model has the name that `-m` accepts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OLLAMA_SYSTEM = "/usr/share/ollama/.ollama/models"  #: of the service that its 
 
 
 class Stored(Struct, frozen=True):
-    """A model by name. place: whose store it lies in."""
+    """A model by name. place: the store that it is in."""
 
     name: str
     path: Path
@@ -31,15 +31,17 @@ class Stored(Struct, frozen=True):
 
 
 def stored() -> Iterator[Stored]:
-    """Everything that is there, by store."""
+    """Yield all stored models, by store."""
     yield from ollama_models()
     yield from llama_cpp_models()
     yield from hub_models()
 
 
 def find(name: str) -> Stored | None:
-    """The model of that name in Ollama's store or llama.cpp's cache; Ollama's tag may be left out
-    where it is `latest`, and `.gguf`."""
+    """Return the model with this name in Ollama's store or llama.cpp's cache; None without one.
+
+    Ollama's tag may be left out where it is `latest`, and the ending `.gguf`, too.
+    """
     for one in (*ollama_models(), *llama_cpp_models()):
         if one.name in (name, f"{name}:latest", f"{name}.gguf"):
             return one
@@ -50,14 +52,14 @@ def find(name: str) -> Stored | None:
 
 
 def ollama_folders() -> list[Path]:
-    """Where Ollama keeps models: $OLLAMA_MODELS alone, or the user's and the service's folder."""
+    """Return Ollama's folders of models: $OLLAMA_MODELS alone, or the user's and the service's."""
     if given := os.environ.get("OLLAMA_MODELS"):
         return [Path(given)]
     return [Path.home() / ".ollama" / "models", Path(_OLLAMA_SYSTEM)]
 
 
 def ollama_models() -> Iterator[Stored]:
-    """Its models, such as `llama3.2:1b`; those whose weights are there and are GGUF files."""
+    """Yield Ollama's models, such as `llama3.2:1b`, whose weights are GGUF files on this host."""
     for folder in ollama_folders():
         root = folder / "manifests"
         for manifest in _files(root):
@@ -74,7 +76,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _weights(manifest: Path, blobs: Path) -> Path | None:
-    """The blob with the weights; None where the manifest names none that is here."""
+    """The blob with the weights; None where the manifest names none on this host."""
     try:
         layers = json.loads(manifest.read_bytes()[:_MOST_MANIFEST])["layers"]
         digests = [one["digest"] for one in layers if one["mediaType"] == _MODEL_LAYER]
@@ -87,7 +89,7 @@ def _weights(manifest: Path, blobs: Path) -> Path | None:
 
 
 def _ollama_name(parts: tuple[str, ...]) -> str:
-    """host/user/model/tag as Ollama prints it: its own host and user `library` are left out."""
+    """host/user/model/tag as Ollama prints it, without its own host and the user `library`."""
     *path, tag = parts
     if path[:1] == ["registry.ollama.ai"]:
         path = path[1:]
@@ -100,14 +102,14 @@ def _ollama_name(parts: tuple[str, ...]) -> str:
 
 
 def llama_cpp_folder() -> Path:
-    """Where llama.cpp keeps what it has downloaded."""
+    """Return the folder of llama.cpp's downloads."""
     if given := os.environ.get("LLAMA_CACHE"):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama.cpp"
 
 
 def llama_cpp_models() -> Iterator[Stored]:
-    """The GGUF files there, by their names; of those in several parts the first."""
+    """Yield the GGUF files in it, by name; of those in several parts the first."""
     try:
         paths = sorted(llama_cpp_folder().glob("*.gguf"))
     except OSError:
@@ -121,7 +123,7 @@ def llama_cpp_models() -> Iterator[Stored]:
 
 
 def hub_models() -> Iterator[Stored]:
-    """Whole models in the cache of the Hugging Face hub, such as `user/repo:Q4_K_M`."""
+    """Yield complete models in the hub's cache, such as `user/repo:Q4_K_M`."""
     from pipeinfer.models import hub, hub_files
 
     seen: set[str] = set()
@@ -139,7 +141,7 @@ def hub_models() -> Iterator[Stored]:
 
 
 def label(path: Path) -> str:
-    """What a model's file is called where its own name says nothing."""
+    """Return a name for a model's file, Ollama's where the file's own is only a digest."""
     if _DIGEST.fullmatch(path.name):
         return next((one.name for one in ollama_models() if one.path == path), path.name)
     return path.name

@@ -1,4 +1,4 @@
-"""Opening model files by path or by name, whatever their format."""
+"""Finds and opens model files by path or by name, in any supported format."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "fetch", "find",
            "may_fetch", "model_paths", "on_hub", "open_model", "open_tokenizer", "targeted"]
 
-DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: what `auto` means, where somebody decides on it
+DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: variable that sets the meaning of `auto`
 
 
 class Named(Struct, frozen=True):
-    """A model file, or a Hugging Face folder. name: for clients; draft: comes along with it."""
+    """A model file, or a Hugging Face folder.
+
+    name: for clients
+    draft: the one that is shipped with it
+    """
 
     path: Path
     name: str
@@ -32,8 +36,10 @@ class Named(Struct, frozen=True):
 
 
 def model_paths(config: JobConfig) -> tuple[Path, Path | None]:
-    """Target and draft files; what the hub has and this host lacks is fetched. Raises what `find`
-    does."""
+    """Return the target's and the draft's file; fetches those that are on the hub and not here.
+
+    Raises the errors of `find`.
+    """
     target, model = targeted(config), config.model
     if model.draft_model == NO_DRAFT:
         return target.path, None
@@ -45,10 +51,11 @@ def model_paths(config: JobConfig) -> tuple[Path, Path | None]:
 
 
 def targeted(config: JobConfig) -> Named:
-    """The target: the one that is named, or the default. Raises what `find` does.
+    """Return the target: the one that the config names, or the default. Raises the errors of
+    `find`.
 
-    The default is the embedded pair, or the task model with a decomposer; `auto` prefers SmolLM2
-    where that is installed and no draft of another model is asked for.
+    The default is the embedded pair, or the task model with a decomposer. `auto` prefers SmolLM2
+    where that is installed and no draft of another model is requested.
     """
     model, name = config.model, config.model.model
     if model.hf_repo:
@@ -62,7 +69,7 @@ def targeted(config: JobConfig) -> Named:
 
 
 def automatic() -> str:
-    """The name that `auto` stands for. Raises UsageError for a bad PIPEINFER_DEFAULT_MODEL."""
+    """Return the name that `auto` stands for. Raises UsageError if the variable is invalid."""
     wanted = os.environ.get(DEFAULT_MODEL, "")
     if wanted == AUTO:
         raise UsageError(f"{DEFAULT_MODEL}={AUTO} names no model")
@@ -70,7 +77,7 @@ def automatic() -> str:
 
 
 def advice(config: JobConfig) -> str:
-    """For who has not chosen a model and gets one that cannot chat; empty for everybody else."""
+    """Return a hint for users who chose no model and get one that cannot chat; empty for others."""
     if config.model.model != AUTO or config.model.hf_repo or os.environ.get(DEFAULT_MODEL):
         return ""
     if targeted(config).name != PAIR:
@@ -80,7 +87,7 @@ def advice(config: JobConfig) -> str:
 
 
 def may_fetch(config: JobConfig) -> bool:
-    """Whether rank 0 may have to ask the hub for a model, which can take hours."""
+    """Return whether rank 0 may have to fetch a model from the hub, which can take hours."""
     model = config.model
     names = (model.model, model.draft_model, model.draft_small)
     return not model.offline and bool(model.hf_repo or model.hf_repo_draft or any(
@@ -88,17 +95,18 @@ def may_fetch(config: JobConfig) -> bool:
 
 
 def fetch(config: JobConfig) -> None:
-    """Have every model of a job here. Raises what `find` does."""
+    """Fetch every model of a job that is missing here. Raises the errors of `find`."""
     model_paths(config)
     if config.model.draft_small:
         find(config.model.draft_small, offline=config.model.offline)
 
 
 def find(name: str, *, offline: bool = False) -> Named:
-    """The model that is called `name`, or lies at that path.
+    """Return the model with this name or path.
 
-    offline: nothing is fetched. Raises ModelError where there is none; whether a path leads to a
-    model is seen when it is opened.
+    name: of a bundled model, a file, a folder, a model in a local store, or one on the hub
+    offline: whether fetching is forbidden
+    Raises ModelError where there is none. A path is checked only when the model is opened.
     """
     if name in bundled.names():
         return Named(bundled.file_of(name), name, bundled.draft_of(name))
@@ -118,9 +126,12 @@ def find(name: str, *, offline: bool = False) -> Named:
 
 
 def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
-    """A model on the Hugging Face hub by its name, user/repo[:quant], or by its file there.
+    """Return a model on the Hugging Face hub.
 
-    Raises UsageError for what is no such name, ModelError for what cannot be had.
+    name: user/repo[:quant]
+    file: its file in the repository, instead of a quantisation
+    offline: whether fetching is forbidden
+    Raises UsageError for another kind of name, ModelError for a model that is not available.
     """
     from pipeinfer.models import hub
 
@@ -133,7 +144,7 @@ def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
 
 
 def open_model(path: Path) -> Any:
-    """The model's header: a ModelFile, or a ModelDir for a folder. Raises ModelError."""
+    """Open the model's header: a ModelFile, or a ModelDir for a folder. Raises ModelError."""
     from pipeinfer.models.gguf import ModelFile
     from pipeinfer.models.hf_folder import ModelDir
 
@@ -141,7 +152,7 @@ def open_model(path: Path) -> Any:
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The vocabulary of a GGUF file or a Hugging Face folder. Raises ModelError."""
+    """Open the vocabulary of a GGUF file or a Hugging Face folder. Raises ModelError."""
     from pipeinfer.models.text.hf_tokenizer import FolderTokenizer
     from pipeinfer.models.text.tokenizer import Tokenizer
 
@@ -149,5 +160,5 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def context_size(config: ModelConfig, model: Any) -> int:
-    """Tokens of context: the one asked for, or the model's own up to 8192."""
+    """Return the tokens of context: the configured number, or the model's own up to 8192."""
     return config.ctx or min(int(model.arch_get("context_length", 4096) or 4096), 8192)

@@ -1,7 +1,7 @@
-"""llama.cpp's types of tensors and their sizes, out of the library gguf.
+"""llama.cpp's types of tensors and their sizes, from the package gguf.
 
-Its package imports writers, metadata and a YAML reader with them, a tenth of what a rank needs to
-start; here the one file with the facts is loaded.
+That package also imports writers, metadata and a YAML reader, a tenth of a rank's start-up time;
+this module loads its one file with the constants.
 """
 
 from __future__ import annotations

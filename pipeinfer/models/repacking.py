@@ -1,4 +1,4 @@
-"""Whether llama.cpp may lay out a file's weights anew for this processor's kernels."""
+"""The decision whether llama.cpp may repack a file's weights for this processor's kernels."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from pipeinfer.llama import binding, short_runs
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.quant_types import GGMLQuantizationType
 
-#: llama.cpp's numbers for files of Q4_K_S and Q4_K_M; what each part of a split file still says
+#: llama.cpp's numbers for files of Q4_K_S and Q4_K_M; each part of a split file has it, too
 _MOSTLY_Q4_K = (14, 15)
 
 def may_repack(model: ModelFile) -> bool:
-    """Whether the file's weights are to be laid out anew for this processor's kernels when they
-    are loaded.
+    """Return whether the file's weights are to be repacked for this processor when they are loaded.
 
     Compiled for AMX, llama.cpp crashes on repacked weights at two rows or more (its issue 20824).
-    Of Q4_K its kernels for repacked weights take each number of rows in another order, while those
-    of `short_runs` take them in the file's layout, all alike. Raises BackendError without a
+    Its kernels for repacked Q4_K sum in an order that depends on the number of rows. Those of
+    `short_runs` for Q4_K use the file's layout and one order for all. Raises BackendError without a
     library.
     """
     if b"AMX_INT8 = 1" in binding.llama_print_system_info():
@@ -27,8 +26,9 @@ def may_repack(model: ModelFile) -> bool:
 
 
 def _mostly_q4_k(model: ModelFile) -> bool:
-    """For files that do not say what they are: whether more of it is Q4_K than Q4_0, the other type
-    whose layout changes."""
+    """For files without a stated type: whether more of the file is Q4_K than Q4_0, the other type
+    whose layout changes.
+    """
     sizes = {GGMLQuantizationType.Q4_0: 0, GGMLQuantizationType.Q4_K: 0}
     for tensor in model.tensors.values():
         if tensor.type in sizes:

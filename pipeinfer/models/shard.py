@@ -1,14 +1,14 @@
 """Cuts a range of layers out of a model into a GGUF file of its own, which llama.cpp runs as is.
 
 A shard has the model's metadata with its own `block_count`, its tensors renamed to start at
-`blk.0`, and every tensor's bytes as they were. Only the first and the last stage carry the
-vocabulary's matrix; no shard carries the tokenizer (the head reads it from the model file).
-A shard may be one slice of its layers (`slices`): then it has that slice of each matrix.
+`blk.0`, and every tensor's bytes unchanged. Only the first and the last stage have the vocabulary's
+matrix; no shard has the tokenizer (the head reads it from the model file). A shard may be one slice
+of its layers (`slices`): then it has that slice of each matrix.
 
-Renaming layers silently changes a model whose graph depends on a layer's index, so only
+Renaming layers silently changes a model whose graph depends on a layer's index. So only
 architectures that a test has shown to split bit-equal are cut; the rest are refused by name.
 
-Knows nothing about ranks or memory limits: `planner` decides who gets which layers.
+Independent of ranks and memory limits: the planner decides which rank gets which layers.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _F32 = 0
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
-    """`[start, stop)` of every stage when the layers are dealt out evenly.
+    """Return `[start, stop)` of every stage for an even distribution of the layers.
 
-    What does not divide goes to the earlier stages, one layer each: the last stage also has the
+    A remainder goes to the earlier stages, one layer each, because the last stage also has the
     output head. Raises PlanError when there are more stages than layers.
     """
     if n_stages < 1:
@@ -99,7 +99,10 @@ def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
 
 
 def check_splittable(model: ModelFile) -> None:
-    """Raise UnsupportedArchitecture unless every split of `model` is known to be bit-equal."""
+    """Raise UnsupportedArchitecture unless every split of `model` is known to be bit-equal.
+
+    Raises ModelError for a file that lacks tensors, or has some of the wrong shape.
+    """
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
     if keeps_state(model):
@@ -152,7 +155,9 @@ def check_splittable(model: ModelFile) -> None:
 
 
 def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list[TensorPart]:
-    """The shard's tensors. `stop == n_layers` makes it a last stage, `start == 0` a first one."""
+    """The shard's tensors. With `stop == n_layers` it is a last stage, with `start == 0` a first
+    one.
+    """
     tensors = model.tensors
     last = stop == model.n_layers
     parts = _vocabulary(model, piece, first=start == 0 and piece is None, last=last)
@@ -180,10 +185,10 @@ def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: boo
 
     The loader ties the output head to the embedding where the file has no `output.weight`. So the
     last stage stores the head *as* `token_embd.weight`, once, whether or not the model ties them,
-    and stages in the middle get one row of zeros that nobody reads. Slices never have the
-    embedding: they are given its rows, since the loader wants as many rows there as in the head.
-    Where the loader wants an `output.weight`, zeros in the smallest type stand for what nobody
-    reads.
+    and stages in the middle get one row of zeros that is never read. Slices never have the
+    embedding: they receive its rows, because the loader expects as many rows there as in the head.
+    Where the loader requires an `output.weight`, zeros in the smallest type replace what is never
+    read.
     """
     tensors, width = model.tensors, model.n_embd
     head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
@@ -243,9 +248,11 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
 class ShardSource:
     """The bytes of a shard as `extract_shard` would write them, part by part, stored nowhere.
 
-    piece: which slice of each of its layers; None for all of it. name: the file's name in a cache;
-    total: its size in bytes; header: all that comes before the weights. A shard of all of all
-    layers has every tensor under its own name, whatever the architecture.
+    piece: the slice of each of its layers; None: whole layers
+    name: the file's name in a cache
+    total: its size in bytes
+    header: the bytes before the weights
+    A shard of all layers, whole, has every tensor under its own name, whatever the architecture.
     """
 
     def __init__(self, model: ModelFile, start: int, stop: int, piece: Slice | None = None) -> None:
@@ -264,20 +271,21 @@ class ShardSource:
         self.name = shard_name(model.fingerprint, start, stop, piece.name if piece else "")
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes in order. Raises ModelError when the model file cannot be read."""
+        """Yield the bytes in order. Raises ModelError when the model file cannot be read."""
         return blocks_of(self._model, self.header, self._parts)
 
 
 def shard_name(fingerprint: str, start: int, stop: int, piece: str = "") -> str:
-    """A cached shard's file name: never the same for other bytes. piece: which slice of each of
-    its layers, empty for all of it."""
+    """Return a cached shard's file name, which is unique for its bytes.
+
+    piece: name of the slice of each of its layers; empty for whole layers
+    """
     part = f"-{piece}" if piece else ""
     return f"{fingerprint[:32]}-{start}-{stop}{part}-v{FORMAT_VERSION}.gguf"
 
 
 def shard_bytes(model: ModelFile, start: int, stop: int, piece: Slice | None = None) -> int:
-    """Bytes of the weights that a stage with layers `[start, stop)`, or a slice of them, holds in
-    memory."""
+    """Return the bytes of weights of a stage with layers `[start, stop)`, or of a slice of them."""
     _check_range(model, start, stop)
     if piece is not None:
         slice_parts.check_fits(model, piece)
@@ -293,16 +301,17 @@ def extract_shard(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """A GGUF file with layers `[start, stop)` of `model`, or the slice `piece` of each of them,
-    from the cache or written now.
+    """Return a GGUF file with layers `[start, stop)` of `model`, from the cache or written now.
 
-    All of all layers: the model's own path, nothing is copied. The file's name is made of the
-    model's fingerprint, the range, the slice and the format, so a stale shard is never taken; see
-    `shard_cache.store` for how it is written and when one that is there counts.
+    piece: the slice of each of these layers; None: whole layers
+    cache_dir: of the shard cache; None: the default
+    progress: called with (bytes done, bytes in all)
+    For all layers, whole, it is the model's own path, and nothing is copied. The file's name
+    contains the model's fingerprint, the range, the slice and the format, so an outdated shard is
+    never used; see `shard_cache.store` for how it is written and checked.
 
-    progress: called with (bytes done, bytes in all). Raises UnsupportedArchitecture, PlanError for
-    a slice that this model does not have, or ModelError when the disk is full or the model cannot
-    be read; no temporary file stays behind.
+    Raises UnsupportedArchitecture, PlanError for a slice that this model does not have, or
+    ModelError when the disk is full or the model cannot be read; no temporary file stays behind.
     """
     _check_range(model, start, stop)
     if piece is None and _is_whole(model, start, stop):
@@ -313,7 +322,7 @@ def extract_shard(
 
 
 def _is_whole(model: ModelFile, start: int, stop: int) -> bool:
-    """Whether the layers are the model as its file has it."""
+    """Whether the layers are the whole model, unchanged."""
     return (start, stop) == (0, model.n_layers) and not isinstance(model, GapModel)
 
 

@@ -1,10 +1,9 @@
-"""The directory of things made once: shards with their checksums, and notes of what was measured.
+"""The shard cache: a directory with shards, their checksums, and stored measurements.
 
-Beside a shard `NAME` lies `NAME.sum`: the BLAKE2b of its bytes, made while they were written, and
-what the file system said of the file when they were last compared. A shard is used only when it
-still is that very file (size, times, inode) or when its bytes have been read and compared again;
-PIPEINFER_VERIFY=always reads them each time. The directory belongs to its user alone.
-Knows files, no models.
+`NAME.sum` has the BLAKE2b of the bytes of shard `NAME`, computed while they were written, and the
+file's size, times and inode at the last comparison. A shard is used only if these are unchanged, or
+if its bytes were read and compared again; PIPEINFER_VERIFY=always reads them each time. Only its
+user may write to the directory. Independent of models.
 """
 
 from __future__ import annotations
@@ -29,17 +28,19 @@ DIGEST_BYTES = 32
 _BLOCK = 4 << 20
 _MOST_NOTE = 1 << 20
 _VERIFY = "PIPEINFER_VERIFY"
-_UNLOCKED_SECONDS = 60.0  #: after which a temporary file that nobody has locked is stale
-_STALE_SECONDS = 24 * 3600.0  #: after which one is where files cannot be locked
+_UNLOCKED_SECONDS = 60.0  #: age at which a temporary file without a lock is stale
+_STALE_SECONDS = 24 * 3600.0  #: the same on file systems without locks
 _log = logging.getLogger("pipeinfer.cache")
 
 Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Source(Protocol):
-    """The bytes of a file that is kept here or sent, made as they are asked for.
+    """The bytes of a file that is stored here or sent, generated when they are needed.
 
-    name: the file's, never the same for other bytes; header: its first bytes; total: its size.
+    name: of the file, unique for its bytes
+    header: its first bytes
+    total: its size in bytes
     """
 
     name: str
@@ -47,20 +48,20 @@ class Source(Protocol):
     total: int
 
     def blocks(self) -> Iterator[bytes]:
-        """All bytes in order, the header first. Raises ModelError when they cannot be read."""
+        """Yield all bytes in order, the header first. Raises ModelError if they cannot be read."""
 
 
 def new_hash() -> hashlib.blake2b:
-    """What shards are hashed with."""
+    """Return a new hash object of the kind that shards are hashed with."""
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where shards are kept: the argument, `$PIPEINFER_CACHE`, `$XDG_CACHE_HOME/pipeinfer`, or
-    `~/.cache/pipeinfer`. Made when missing, readable for its owner only.
+    """Return the shard cache's directory; make it if it is missing, readable for its owner only.
 
-    Raises ModelError when it cannot be made, belongs to another user or others may write there:
-    they could put weights in the place of a shard.
+    It is the argument, `$PIPEINFER_CACHE`, `$XDG_CACHE_HOME/pipeinfer`, or `~/.cache/pipeinfer`.
+    Raises ModelError when it cannot be made, belongs to another user, or other users may write
+    there: they could replace a shard by other weights.
     """
     if cache_dir is not None:
         path = Path(cache_dir)
@@ -97,15 +98,18 @@ def _check_private(path: Path, itself: os.stat_result, target: os.stat_result) -
 
 
 def store(source: Source, directory: Path, progress: Progress | None = None) -> Path:
-    """The file with these bytes in `directory`, written now unless it is there.
+    """Return the file with these bytes in `directory`; write it now unless it is there.
 
-    One that is there counts when its header is what would be written and its bytes are those that
-    were; a damaged one is made again. Writing goes to a temporary file beside it that is renamed
-    when it is safely on disk: several processes or hosts may make the same file at once, a reader
-    sees a whole file or none.
+    source: the bytes
+    directory: of the cache
+    progress: called with (bytes done, bytes in all)
+    An existing file is used if its header is the one that would be written and its checksum is
+    right; a damaged one is written again. Writing goes to a temporary file in the same directory
+    that is renamed when it is safely on disk. So several processes or hosts may write the same file
+    at once, and a reader sees a whole file or none.
 
-    progress: called with (bytes done, bytes in all). Raises ModelError when the disk is full or
-    the source cannot be read; no temporary file stays behind.
+    Raises ModelError when the disk is full or the source cannot be read; no temporary file stays
+    behind.
     """
     target = directory / source.name
     used_now(target)
@@ -171,7 +175,7 @@ def _remove_stale(directory: Path) -> None:
 
 @contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Nobody else is in such a block; where files cannot be locked anybody is."""
+    """Exclude other processes that use this function; no effect where files cannot be locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -181,20 +185,22 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def used_now(path: Path) -> None:
-    """Note that a shard is about to be used. Whoever makes room leaves it from now on; whether it
-    is there must be looked at after that."""
+    """Record that a shard is about to be used, so that `cache_room` does not remove it.
+
+    The caller must check after this call whether the file exists.
+    """
     with alone(path.parent), contextlib.suppress(OSError):
         os.utime(sum_of(path))
 
 
 def seal(path: Path, digest: bytes) -> None:
-    """Note beside the file, which was just written, what its bytes are."""
-    with contextlib.suppress(OSError):  # without it the file is made again, nothing else
+    """Write the checksum file of a shard that was just written."""
+    with contextlib.suppress(OSError):  # without it the shard is only written again
         _write(sum_of(path), json.dumps({"blake2b": digest.hex(), "file": _identity(path)}))
 
 
 def is_sound(path: Path) -> bool:
-    """Whether the file is what was sealed. Says so, once, where it is damaged."""
+    """Return whether the file has the bytes that were sealed; log a warning where it is damaged."""
     try:
         identity = _identity(path)
         note = json.loads(sum_of(path).read_text(encoding="utf-8")[:_MOST_NOTE])
@@ -221,7 +227,7 @@ def is_sound(path: Path) -> bool:
 
 
 def digest_of(path: Path) -> bytes:
-    """The BLAKE2b of a file. Raises OSError."""
+    """Return the BLAKE2b of a file. Raises OSError."""
     found = new_hash()
     with path.open("rb") as file:
         while piece := file.read(_BLOCK):
@@ -230,13 +236,15 @@ def digest_of(path: Path) -> bytes:
 
 
 def open_private(path: Path) -> int:
-    """A descriptor to read and append to `path`, made for its owner only and never through a link.
-    Raises OSError."""
+    """Open `path` to read and append, made for its owner only and never through a link.
+
+    Returns a descriptor. Raises OSError.
+    """
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def sum_of(path: Path) -> Path:
-    """Where a shard's checksum lies."""
+    """Return the path of a shard's checksum file."""
     return path.with_name(path.name + ".sum")
 
 
@@ -249,13 +257,15 @@ def _identity(path: Path) -> list[int]:
 
 
 def remember(path: Path, value: Any) -> None:
-    """Write a small JSON value and its checksum; a full disk only costs the next start time."""
+    """Write a small JSON value and its checksum. Errors are ignored: the next start only takes
+    longer.
+    """
     with contextlib.suppress(OSError):
         _write(path, json.dumps({"value": value, "check": _check(value)}))
 
 
 def recall(path: Path) -> Any:
-    """What `remember` wrote; None when there is nothing or it is damaged."""
+    """Return the value that `remember` wrote; None when there is none or it is damaged."""
     try:
         note = json.loads(path.read_text(encoding="utf-8")[:_MOST_NOTE])
         return note["value"] if note["check"] == _check(note["value"]) else None
@@ -269,7 +279,7 @@ def _check(value: Any) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for its owner only. Raises OSError."""
+    """Write a file atomically, for its owner only. Raises OSError."""
     handle, name = tempfile.mkstemp(suffix=".tmp", prefix=f"{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

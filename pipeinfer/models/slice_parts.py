@@ -1,13 +1,13 @@
-"""What a slice takes of each tensor of a layer, and which models can be sliced at all.
+"""The part of each tensor of a layer that a slice takes, and the models that can be sliced.
 
     rows      attn_q, attn_k, attn_v, their biases: its heads; ffn_gate, ffn_up: its FFN columns
     columns   attn_output: its heads; ffn_down: its FFN columns
     whole     norms, also those of heads; biases of attn_output and ffn_down
     bands     of a matrix that is two in one (glm4's ffn_up): the rows of each
 
-attn_output and ffn_down of a slice give a part of the sum over all slices. llama.cpp adds a bias
-of theirs in a node of its own after the product, so it comes after the sum: every slice has it.
-Knows one model and one slice; `slices` decides where to cut.
+attn_output and ffn_down of a slice yield a partial result of the sum over all slices. llama.cpp
+adds a bias of theirs in a node of its own after the product, so it comes after the sum: every slice
+has it. Handles one model and one slice; `slices` decides where to cut.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_n
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
-#: What slices are written as where llama.cpp wants a model's heads to add up to its width, which
+#: The architecture of slices where llama.cpp requires a model's heads to add up to its width, which
 #: those of a slice do not: an architecture whose graph is the same (tests/models/test_slices.py
 #: shows equal bits) and whose heads may have any size. With the new names of tensors.
 _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
@@ -61,10 +61,17 @@ _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
 
 
 class Sizes(Struct, frozen=True):
-    """Of every layer: query heads, KV heads, elements of a head's key and value, FFN columns; rows
-    of the output head. head_block, ff_block: what columns of attn_output and of ffn_down are cut
-    at, the blocks of all layers together. new_names: of tensors within a layer, where a slice has
-    other ones."""
+    """The sizes of every layer.
+
+    heads, kv_heads: query heads and KV heads
+    key, value: elements of a head's key and value
+    rotated: elements of a head that are rotated
+    ff: FFN columns
+    vocab: rows of the output head
+    head_block, ff_block: columns of attn_output and of ffn_down can be cut at multiples of these in
+        all layers
+    new_names: names of tensors in a layer that differ in a slice
+    """
 
     heads: int
     kv_heads: int
@@ -79,18 +86,18 @@ class Sizes(Struct, frozen=True):
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """The query heads per KV head."""
         return self.heads // self.kv_heads
 
     def queries(self, piece: Slice) -> tuple[int, int]:
-        """The query heads `[a, b)` of a slice."""
+        """Return the query heads `[a, b)` of a slice."""
         if piece.queries is not None:
             return piece.queries
         return piece.heads[0] * self.group, piece.heads[1] * self.group
 
 
 def why_not_sliced(architecture: str) -> str:
-    """Why llama.cpp's layers of this architecture are not sliced; empty where they are."""
+    """Return why llama.cpp's layers of this architecture are not sliced; empty where they are."""
     if architecture in _SLICED:
         return ""
     why = _REASONS.get(architecture, "it is not known how its layers could be")
@@ -98,8 +105,10 @@ def why_not_sliced(architecture: str) -> str:
 
 
 def sizes_of(model: ModelFile | ModelDir) -> Sizes:
-    """What is cut. Raises UnsupportedArchitecture for a model that cannot be sliced, ModelError for
-    a damaged one."""
+    """Return the sizes that a model is sliced by.
+
+    Raises UnsupportedArchitecture for a model that cannot be sliced, ModelError for a damaged one.
+    """
     if isinstance(model, ModelDir):
         return _sizes_of_folder(model)
     if isinstance(model, GapModel):
@@ -133,8 +142,10 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
 
 
 def _sizes_of_folder(folder: ModelDir) -> Sizes:
-    """The same of a Hugging Face folder: floats, which can be cut anywhere. Sizes that a config may
-    leave out are those of the tensors."""
+    """The same for a Hugging Face folder: floats, which can be cut anywhere.
+
+    Sizes that a config may omit are taken from the tensors.
+    """
     width, heads = folder.n_embd, _number(folder, "attention.head_count")
     first = {tensor.name.split(".", 3)[3]: tensor.shape for tensor in folder.tensors.values()
              if tensor.layer == 0}
@@ -173,12 +184,15 @@ def _sizes_of_folder(folder: ModelDir) -> Sizes:
 
 
 def architecture_of(model: ModelFile) -> str:
-    """The architecture that is written into slices of the model."""
+    """Return the architecture that is written into slices of the model."""
     return _WRITTEN_AS.get(model.architecture, (model.architecture, {}))[0]
 
 
 def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> TensorPart:
-    """The slice's part of a layer's tensor, which becomes one of the layer `block` ("blk.0")."""
+    """Return the slice's part of a layer's tensor.
+
+    block: the layer's name in the new file, such as "blk.0"
+    """
     kind = tensor.name.split(".", 2)[2]
     name = f"{block}.{sizes.new_names.get(kind, kind)}"
     if kind in _WHOLE:
@@ -200,8 +214,11 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
 
 
 def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[str, bytes]:
-    """The metadata in which a slice of layers `[start, stop)` differs from its model, by key.
-    Sizes that the loader would work out from the number of heads are written out."""
+    """Return the metadata in which a slice of layers `[start, stop)` differs from its model, by
+    key.
+
+    Sizes that the loader would derive from the number of heads are written explicitly.
+    """
     arch, sizes = architecture_of(model), sizes_of(model)
     ranged = architectures.entries(model, start, stop, takes_tokens=False) \
         if arch == model.architecture else {}
@@ -221,7 +238,7 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
 
 
 def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
-    """Raise PlanError unless the model has this slice; see `sizes_of` for what else is raised."""
+    """Raise PlanError unless the model has this slice; also raises what `sizes_of` raises."""
     sizes = sizes_of(model)
     low, high = sizes.queries(piece)
     group = (piece.heads[0] * sizes.group, piece.heads[1] * sizes.group)
@@ -250,15 +267,15 @@ def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -
 
 
 def _common_block(model: ModelFile, name: str) -> int:
-    """At which multiples the columns of this matrix can be cut in every layer: types may differ
-    from layer to layer."""
+    """The multiple at which the columns of this matrix can be cut in every layer, as types may
+    differ.
+    """
     return math.lcm(*(block_size(tensor) for tensor in model.tensors.values()
                       if tensor.layer is not None and tensor.name.endswith(f".{name}.weight")))
 
 
 def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
-    """A layer's tensor must be known here, and be of the size that the metadata says; so must the
-    output head."""
+    """Check that a layer's tensor, or the output head, is known and has the expected size."""
     kind = tensor.name if tensor.layer is None else tensor.name.split(".", 2)[2]
     width = model.n_embd
     queries, keys, values = (sizes.heads * sizes.key, sizes.kv_heads * sizes.key,

@@ -1,16 +1,16 @@
 """Cuts layers into slices for wide stages: attention heads, FFN columns, rows of the output head.
 
-A slice is named by what it holds of every layer, so that its name is its identity: in file names,
-in messages, in what is measured and remembered. A cut is the list of all slices of a model; the
-sum over a layer's slices is made in that order. Where a slice may begin depends on the file:
+A slice is named by the parts of every layer that it holds, so that its name is its identity: in
+file names, in messages, in stored measurements. A cut is the list of all slices of a model; the sum
+over a layer's slices is computed in that order. Where a slice may begin depends on the file:
 
-    heads     whole KV heads with their query heads; where there are more slices than KV heads, a
-              KV head is repeated and its query heads are dealt out
+    heads     whole KV heads with their query heads; with more slices than KV heads, a KV head is
+              repeated and its query heads are distributed
     columns   of attn_output and ffn_down at quantisation blocks of every layer
     and       at multiples of 32 where possible, or kernels for whole tiles are chosen for one slice
               and not for another
 
-`shard.extract_shard` writes a slice's file. Knows no ranks; the planner decides on shares.
+`shard.extract_shard` writes a slice's file. Independent of ranks; the planner decides on shares.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
 
 
 class Slice(Struct, frozen=True):
-    """What one slice holds of every layer and of the output head; all ranges are `[a, b)`.
+    """The parts of every layer and of the output head that a slice holds; all ranges are `[a, b)`.
 
-    heads: KV heads. ff: FFN columns. vocab: rows of the output head. queries: query heads of the
-    model, where the slice has some of those of its one KV head; None for all of its KV heads'.
+    heads: KV heads
+    ff: FFN columns
+    vocab: rows of the output head
+    queries: query heads of the model, where the slice has only some of those of its one KV head;
+        None: all of its KV heads'
     """
 
     heads: tuple[int, int]
@@ -46,14 +49,14 @@ class Slice(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """All of it in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
+        """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
         queries = f"q{self.queries[0]}-{self.queries[1]}" if self.queries else ""
         return (f"h{self.heads[0]}-{self.heads[1]}{queries}.f{self.ff[0]}-{self.ff[1]}"
                 f".v{self.vocab[0]}-{self.vocab[1]}")
 
     @classmethod
     def parse(cls, text: str) -> Slice:
-        """The slice of that name. Raises ProtocolError for any other text."""
+        """Return the slice with this name. Raises ProtocolError for any other text."""
         match = _NAME.fullmatch(text)
         if match is not None:
             numbers = [None if part is None else int(part) for part in match.groups()]
@@ -73,19 +76,21 @@ class Slice(Struct, frozen=True):
 
 
 def widths_of(model: ModelFile | ModelDir) -> tuple[int, ...]:
-    """The numbers of slices into which the model's layers can be cut, ascending, from 1. Raises
-    UnsupportedArchitecture for a model that cannot be sliced."""
+    """Return the numbers of slices into which the model's layers can be cut, ascending, from 1.
+
+    Raises UnsupportedArchitecture for a model that cannot be sliced.
+    """
     if isinstance(model, ModelFile):
         check_splittable(model)
     return tuple(range(1, _widest(sizes_of(model)) + 1))
 
 
 def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice, ...]:
-    """One slice per share, in order; together they cover the model.
+    """Return one slice per share, in order; together they cover the model.
 
-    shares: how much of the work each slice is to have, in any unit; equal numbers for equal
-    slices. Each is as near to its share as blocks and heads allow, and has some of everything.
-    Raises PlanError for a number of slices that the file does not have, UnsupportedArchitecture
+    shares: each slice's share of the work, in any unit; equal numbers for equal slices
+    Each slice is as near to its share as blocks and heads allow, and has a part of everything.
+    Raises PlanError for a number of slices that the file does not allow, UnsupportedArchitecture
     for a model that cannot be sliced.
     """
     if isinstance(model, ModelFile):
@@ -112,25 +117,27 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
 
 
 def _head_step(sizes: Sizes, tile: int) -> int:
-    """KV heads whose attention columns end at a block, and at a multiple of `tile`."""
+    """The number of KV heads whose attention columns end at a block and a multiple of `tile`."""
     columns = sizes.group * sizes.value
     return math.lcm(sizes.head_block, tile, columns) // columns
 
 
 def _query_step(sizes: Sizes, tile: int) -> int:
-    """Query heads whose attention columns end at a block, and at a multiple of `tile`."""
+    """The number of query heads whose attention columns end at a block and a multiple of `tile`."""
     return math.lcm(sizes.head_block, tile, sizes.value) // sizes.value
 
 
 def _units(size: int, step: int) -> int:
-    """Into how many parts of at least `step` something can be cut; the last takes the rest."""
+    """The number of parts of at least `step` into which something can be cut; the last has the
+    rest.
+    """
     return max(1, size // step)
 
 
 def _most_by_heads(sizes: Sizes) -> int:
-    """Slices with some attention heads each."""
+    """The most slices with some attention heads each."""
     step = _head_step(sizes, 1)
-    if step > 1:  # a KV head cannot even be taken whole, so no part of one can
+    if step > 1:  # blocks span several KV heads, so no part of a KV head can be taken
         return _units(sizes.kv_heads, step)
     return sizes.kv_heads * _units(sizes.group, _query_step(sizes, 1))
 
@@ -140,7 +147,7 @@ def _widest(sizes: Sizes) -> int:
 
 
 def _counted(widest: int) -> str:
-    """Which numbers there are, shortened where there are many."""
+    """The possible numbers as text, shortened where there are many."""
     if widest == 1:
         return "only 1 is possible"
     numbers = [str(n) for n in range(1, widest + 1)] if widest <= 8 else ["1, 2, 3, ...",
@@ -157,7 +164,7 @@ def _why(sizes: Sizes, widest: int) -> str:
 
 
 def _finer(sizes: Sizes, widest: int) -> str:
-    """What another quantisation would bring."""
+    """A hint at another quantisation, where that would allow more slices."""
     block = sizes.head_block if _most_by_heads(sizes) == widest else sizes.ff_block
     return ", or a file of the model in Q8_0 or Q4_0, whose blocks are smaller" if block > 32 \
         else ""
@@ -167,8 +174,11 @@ def _finer(sizes: Sizes, widest: int) -> str:
 
 
 def _deal(units: int, shares: Sequence[float]) -> list[int]:
-    """`units` by shares (which sum to 1): whole numbers from 1, each as near to its share as the
-    others allow; what is left over goes to the first of the most wanting."""
+    """Distribute `units` by shares (which sum to 1).
+
+    Whole numbers from 1, each as near to its share as the others allow. A remainder goes to the one
+    furthest below its share, the first of several.
+    """
     ideal = [share * units for share in shares]
     sizes = [max(1, math.floor(x)) for x in ideal]
     while (missing := units - sum(sizes)) != 0:
@@ -179,8 +189,7 @@ def _deal(units: int, shares: Sequence[float]) -> list[int]:
 
 
 def _ranges(size: int, wide: int, narrow: int, shares: Sequence[float]) -> list[tuple[int, int]]:
-    """`[0, size)` by shares, cut at multiples of `wide`, or of `narrow` where there are not enough
-    of them."""
+    """Divide `[0, size)` by shares, at multiples of `wide`, or of `narrow` if those are too few."""
     step = wide if _units(size, wide) >= len(shares) else narrow
     return _bounds(size, step, _deal(_units(size, step), shares))
 
@@ -193,7 +202,7 @@ def _bounds(size: int, step: int, units: Sequence[int]) -> list[tuple[int, int]]
 
 def _deal_heads(sizes: Sizes, shares: Sequence[float]
                 ) -> list[tuple[tuple[int, int], tuple[int, int] | None]]:
-    """Each slice's KV heads, and its query heads where it has not all of theirs."""
+    """Each slice's KV heads, and its query heads where it does not have all of theirs."""
     n, kv_heads = len(shares), sizes.kv_heads
     for tile in (_TILE, 1):
         step = _head_step(sizes, tile)
@@ -213,9 +222,12 @@ def _deal_heads(sizes: Sizes, shares: Sequence[float]
 
 
 def _repeat(kv_heads: int, units: int, shares: Sequence[float]) -> list[list[int]]:
-    """For each KV head, which has `units` parts, how many each of its slices takes: at least one
-    slice per KV head, at most one per unit, so that all are nearest to their shares (the sum of
-    squares is least; the first such)."""
+    """Distribute KV heads of `units` parts each over more slices than there are KV heads.
+
+    Returns for each KV head how many parts each of its slices takes: at least one slice per KV
+    head, at most one per unit. The sum of squared distances to the shares is least (the first such
+    solution).
+    """
     best: dict[int, tuple[float, list[list[int]]]] = {0: (0.0, [])}
     for _ in range(kv_heads):
         found: dict[int, tuple[float, list[list[int]]]] = {}

@@ -1,4 +1,5 @@
-"""Text and tokens: tokenizers, chat templates, grammars and the masks they make, stop strings.
+"""Text and tokens: tokenizers, chat templates, grammars and their masks, stop strings.
 
-What a stranger wrote (templates, grammars) runs in a sandbox. Must not know requests or ranks.
+Untrusted input (templates, grammars) is processed in a sandbox. Modules here may not depend on
+requests or ranks.
 """

@@ -1,8 +1,8 @@
-"""Chat templates: Jinja in a sandbox, in a process of its own with bounds on time and memory.
+"""Chat templates: Jinja in a sandbox, in a process of its own with limits on time and memory.
 
-A template comes with a model file, so it is not trusted: it cannot reach Python's objects, and
-what takes longer than SECONDS, or more memory than the process gets, is refused. Run as a module
-this is that process. Knows no model and no tokens.
+A template comes with a model file, so it is not trusted. It cannot access Python's objects, and it
+is refused if it takes longer than SECONDS or more memory than the process may use. Run as a module,
+this is that process. Independent of models and tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ _helper = Helper("pipeinfer.models.text.chat_template", dict)
 
 
 def prepare() -> None:
-    """Start what renders, without waiting for it: a process that talks MPI must not fork, and the
-    first conversation need not wait."""
+    """Start the rendering process without waiting for it.
+
+    It is started early because a process that uses MPI must not fork, and because the first
+    conversation would have to wait for it.
+    """
     _helper.start()
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that `template` makes of `variables`, which JSON can carry.
+    """Return the text that `template` renders from `variables`, which JSON must be able to
+    represent.
 
-    Raises RequestError when it refuses them, is no template or goes over a bound. Thread-safe.
+    Raises RequestError when the template refuses them, is invalid or exceeds a limit. Thread-safe.
     """
     if len(template) > _MAX_SOURCE:
         raise RequestError(f"the model's chat template is too long: it has {len(template)} "
@@ -85,12 +89,12 @@ def _raise(message: str) -> str:
 
 
 def _to_json(value: Any, **how: Any) -> str:
-    """What templates mean by tojson: in the order given, with nothing escaped for HTML."""
+    """The filter tojson as templates expect it: keys in their order, nothing escaped for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **how})
 
 
 def _begin(_: dict[str, Any]) -> Any:
-    _compiled("")  # what the first conversation would wait for
+    _compiled("")  # imports Jinja now, so that the first conversation need not wait
     return _render_here
 
 

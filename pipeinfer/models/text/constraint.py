@@ -1,4 +1,6 @@
-"""Masks: which tokens a compiled grammar allows after a path. Knows no thread and no process."""
+"""Masks: the tokens that a compiled grammar allows after a path. Independent of threads and
+    processes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ from pipeinfer.errors import UsageError
 if TYPE_CHECKING:
     from pipeinfer.models.text.grammar import Vocabulary
 
-_MASKS = 16  #: masks that a constraint remembers
+_MASKS = 16  #: masks that a constraint stores
 
 
 class Constraint:
     """The tokens that one grammar allows after a path; used by one thread.
 
-    A matcher is moved from path to path: back to what they share, then on.
+    A matcher moves from path to path: back to their common beginning, then forward.
     """
 
     def __init__(self, vocabulary: Vocabulary, compiled: str) -> None:
-        self.failure = ""  #: why a mask allowed nothing: a bound on the parser's work was met
+        self.failure = ""  #: why a mask allows nothing: the parser's work exceeded a limit
         self._vocabulary, self._compiled = vocabulary, compiled
         self._matcher: Any = None
         self._path: IntArray = np.zeros(0, np.int32)
@@ -34,11 +36,12 @@ class Constraint:
         self._ends.setflags(write=False)
 
     def allowed(self, output_tokens: Sequence[int] | IntArray) -> BoolArray | None:
-        """Which tokens may follow: bool[len(vocabulary)], read-only, or None.
+        """Return which tokens may follow a path: bool[len(vocabulary)], read-only, or None.
 
+        output_tokens: the path, token ids
         None: the path itself is not in the grammar, so nothing that follows it will be accepted.
-        When the grammar is complete only end-of-generation tokens are allowed. All False: the
-        parser gave up, see `failure`.
+            When the grammar is complete, only end-of-generation tokens are allowed. All False: the
+            parser exceeded a limit, see `failure`.
         """
         path: IntArray = np.asarray(output_tokens, np.int32)
         key = path.tobytes()
@@ -60,7 +63,7 @@ class Constraint:
             if before is None or not before.any():
                 return before
             return self._ends if before[path[ends[0]]] else None
-        for fresh in (False, True):  # what an old matcher cannot do a new one may
+        for fresh in (False, True):  # a new matcher may succeed where a used one fails
             if fresh or self._matcher is None:
                 self._matcher = self._vocabulary.matcher(self._compiled)
                 self._path = path[:0]
@@ -102,9 +105,10 @@ class Constraint:
 
 
 class Constraints:
-    """Constraints of several lanes, made when first asked for; used by one thread.
+    """Constraints of several lanes, each made at its first use; used by one thread.
 
-    vocabulary: None where none was sent. keep: how many stay, the least recently used goes.
+    vocabulary: for the masks; None where the rank received none
+    keep: how many are stored, the least recently used is dropped first
     """
 
     def __init__(self, vocabulary: Vocabulary | None, keep: int = 32) -> None:
@@ -114,7 +118,7 @@ class Constraints:
         self._made: OrderedDict[tuple[Hashable, str], Constraint] = OrderedDict()
 
     def of(self, lane: Hashable, compiled: str) -> Constraint:
-        """The constraint of a lane. Raises UsageError without a vocabulary."""
+        """Return the constraint of a lane. Raises UsageError without a vocabulary."""
         if self._vocabulary is None:
             raise UsageError("a grammar arrived at a rank that has not received the vocabulary")
         key = (lane, compiled)
@@ -127,6 +131,6 @@ class Constraints:
         return found
 
     def forget(self, lane: Hashable) -> None:
-        """Drop everything that was kept for a lane, which has ended."""
+        """Drop the constraints of a lane that has ended."""
         for key in [key for key in self._made if key[0] == lane]:
             del self._made[key]

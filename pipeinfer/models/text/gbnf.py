@@ -1,8 +1,8 @@
-"""llama.cpp's grammar language (GBNF) in the dialect that llguidance reads.
+"""Conversion of llama.cpp's grammar language (GBNF) to the dialect that llguidance reads.
 
-llguidance brings a converter; this brings a grammar into the part of the language that the
-converter translates rightly: characters instead of escapes, and rule names that stay different
-when their case is lost. It knows no vocabulary and no parser.
+llguidance contains a converter. This module first rewrites a grammar to the part of the language
+that the converter handles correctly: characters instead of escapes, and rule names that stay
+different in lower case. Independent of vocabularies and parsers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _COUNT = re.compile(r"\{\s*\d+\s*(,\s*\d*\s*)?\}")
 
 
 def to_lark(text: str) -> str:
-    """The grammar, from rule `root`. Raises RequestError with the place of a mistake."""
+    """Return the grammar in llguidance's dialect, from rule `root`.
+
+    Raises RequestError with the place of a mistake.
+    """
     normal = _normalise(text)
     try:
         return _convert(normal)
@@ -82,7 +85,7 @@ def _normalise(text: str) -> str:
 
 
 def _fresh(name: str, taken: set[str]) -> str:
-    """A lower-case name that no other rule has, nor the converter's own `start`; it is taken."""
+    """A new lower-case name that no other rule has, nor the converter's own `start`."""
     plain = re.sub("[^a-z0-9_]", "_", name.lower())
     if not plain[0].isalpha():
         plain = "r" + plain
@@ -95,7 +98,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def _characters(text: str) -> list[str]:
-    """The characters that a literal stands for. Raises RequestError for an unknown escape."""
+    """The characters that a literal denotes. Raises RequestError for an unknown escape."""
     out, at = [], 0
     while at < len(text):
         char, at = text[at], at + 1
@@ -129,14 +132,14 @@ def _in_string(char: str) -> str:
 
 
 def _in_class(char: str) -> str:
-    """A character as a regular expression's class takes it literally."""
+    """A character in a form that a regular expression's class reads literally."""
     if (char.isalnum() and char.isascii()) or ord(char) > 0xFF:
         return char
     return f"\\x{ord(char):02x}"
 
 
 def _class(inside: str) -> str:
-    """`[...]` with every character spelt so that only ranges and a leading ^ keep a meaning."""
+    """`[...]` with every character escaped so that only ranges and a leading ^ have a meaning."""
     negated = inside.startswith("^")
     raw = inside[negated:]
     marks = _characters(raw)

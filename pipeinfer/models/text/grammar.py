@@ -1,10 +1,10 @@
 """Grammars: which tokens may follow a path of output tokens.
 
-A grammar is compiled once, where a request comes in, to a text that travels with the lane's
-sampling parameters; whoever chooses or drafts tokens makes a `Constraint` of it. The mask after a
-path is a function of (vocabulary, grammar, path) and of nothing else, so guesses, branches and
-cancellations cannot change what a grammar allows. This module knows no model, rank, lane policy
-or sampling; the parser is llguidance, loaded when the first grammar is.
+A grammar is compiled once, where a request arrives, to a text that is sent with the lane's sampling
+parameters. The code that chooses or drafts tokens makes a `Constraint` of it. The mask after a path
+is a function of (vocabulary, grammar, path) and of nothing else, so speculation, branches and
+cancellations cannot change what a grammar allows. Independent of models, ranks, policies and
+sampling. The parser is llguidance, loaded with the first grammar.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from pipeinfer.models.text.sandbox import Helper, serve
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
 
-MAX_BYTES = 256 * 1024  #: longest grammar or schema that is taken, as UTF-8
+MAX_BYTES = 256 * 1024  #: longest accepted grammar or schema, as UTF-8
 KINDS = ("json_object", "json_schema", "gbnf", "regex", "lark")
 _SPECIAL = b"\xff"  #: llguidance's mark of a token that is no text
 _HEADER = '%llguidance {"no_forcing": true}\n'
-#: white space between the parts of a JSON text, as in llama.cpp: a weak model would else stay in it
+#: white space between the parts of a JSON text, as in llama.cpp: without a bound, weak models may
+#: generate nothing else
 _JSON_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 
 
@@ -49,7 +50,7 @@ def _llguidance() -> Any:
 
 
 def _limits() -> Any:
-    """Bounds on the work for one grammar and one mask; see LLParserLimits for their units."""
+    """Limits on the work for one grammar and one mask; see LLParserLimits for their units."""
     return _llguidance().LLParserLimits(
         initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
         max_lexer_states=20_000, max_grammar_size=250_000, verbose_errors=False,
@@ -57,10 +58,12 @@ def _limits() -> Any:
 
 
 class Vocabulary:
-    """What a grammar has to know of a tokenizer: the bytes of every token, and which ones end.
+    """The data of a tokenizer that grammars need: the bytes of every token, and the end tokens.
 
-    tokens: by id, tokens that are no text marked by a leading 0xff. end_ids: tokens that end a
-    generation. Nothing is changed after construction: threads may share one.
+    tokens: bytes by id; tokens that are no text begin with 0xff
+    end_ids: tokens that end a generation
+    Immutable after construction: threads may share one. Raises UsageError without a valid end
+    token.
     """
 
     def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int]) -> None:
@@ -73,7 +76,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """The vocabulary of a model file."""
+        """Return the vocabulary of a tokenizer."""
         tokens = [
             (_SPECIAL if tokenizer.is_markup(i) else b"") + tokenizer.piece(i, special=True)
             for i in range(tokenizer.n_vocab)
@@ -92,7 +95,7 @@ class Vocabulary:
         return hash((len(self.tokens), self.end_ids))
 
     def to_json(self) -> dict[str, Any]:
-        """A form that JSON can carry: about 5 bytes per token."""
+        """Return a form that JSON can represent, about 5 bytes per token."""
         sizes = np.array([len(t) for t in self.tokens], "<u4").tobytes()
         packed = zlib.compress(sizes + b"".join(self.tokens), 6)
         return {"count": len(self.tokens), "end_ids": list(self.end_ids),
@@ -100,7 +103,7 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Vocabulary:
-        """The inverse of `to_json`. Raises ProtocolError for what is not of its making."""
+        """Return the vocabulary that `to_json` encoded. Raises ProtocolError for damaged data."""
         try:
             count = int(data["count"])
             raw = zlib.decompress(base64.b64decode(data["packed"], validate=True))
@@ -114,19 +117,21 @@ class Vocabulary:
             raise ProtocolError(f"the vocabulary cannot be read: {error}") from error
 
     def matcher(self, compiled: str) -> Any:
-        """A fresh llguidance matcher; it may be in its error state."""
+        """Return a new llguidance matcher; it may be in its error state."""
         return _llguidance().LLMatcher(self._tokenizer, compiled, log_level=0, limits=_limits())
 
     def complaint(self, compiled: str) -> str:
-        """What is wrong with a grammar, or an empty text."""
+        """Return llguidance's error message for a grammar; empty for a valid one."""
         found: str = _llguidance().LLMatcher.validate_grammar(
             compiled, self._tokenizer, limits=_limits())
         return "" if found.startswith("WARNING") else found
 
     def prepare(self) -> None:
-        """Do in a thread what the first grammar would have to wait for: up to a second."""
+        """Build llguidance's tokenizer in a thread, so that the first grammar need not wait up to a
+        second.
+        """
         def run() -> None:
-            with contextlib.suppress(UsageError):  # whoever needs it will hear
+            with contextlib.suppress(UsageError):  # the first use raises it again
                 _ = self._tokenizer
 
         threading.Thread(target=run, name="vocabulary").start()
@@ -144,10 +149,10 @@ class Vocabulary:
 
 
 class _Plain:
-    """The vocabulary as llguidance wants to see it.
+    """The vocabulary in the form that llguidance expects.
 
-    It never asks for a tokenisation: grammars are compiled without forced tokens, which would
-    leave out other spellings of the same text.
+    llguidance never requests a tokenisation: grammars are compiled without forced tokens, which
+    would leave out other spellings of the same text.
     """
 
     bos_token_id = None
@@ -165,12 +170,14 @@ class _Plain:
 
 
 def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary: Vocabulary) -> str:
-    """A grammar as one text for `Constraint`; raises RequestError when it cannot be used.
+    """Compile a grammar to a text for `Constraint`.
 
-    kind: json_object (any JSON object; `text` is not read), json_schema (`text` is the schema,
-    written out or as an object), gbnf (llama.cpp's, from rule `root`), regex (the whole output
-    matches) or lark (llguidance's dialect). Terminals take the longest match. Thread-safe; takes
-    `sandbox.SECONDS` at most, and some time more in the first call.
+    kind: json_object (any JSON object), json_schema, gbnf (llama.cpp's, from rule `root`), regex
+        (the whole output matches) or lark (llguidance's dialect)
+    text: the grammar; for json_schema the schema, as text or as an object; unused for json_object
+    vocabulary: of the model
+    Terminals take the longest match. Thread-safe; takes `sandbox.SECONDS` at most, and longer in
+    the first call. Raises RequestError when the grammar cannot be used.
     """
     match kind:
         case "json_object":
@@ -196,7 +203,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
 
 
 def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
-    """What `compile_grammar` does, in this process: a hostile grammar can end it."""
+    """Compile as `compile_grammar` does, but in this process, which a hostile grammar can end."""
     body = _schema(text) if kind.startswith("json") else from_text(kind, text)
     compiled = _HEADER + body
     if complaint := vocabulary.complaint(compiled):
@@ -257,7 +264,7 @@ def _name(kind: str) -> str:
 
 
 def _short(complaint: str) -> str:
-    """llguidance's message without its position in our text, on one line."""
+    """llguidance's message on one line, without its position in the wrapped text."""
     text = re.sub(r"^(at )?\d+\(\d+\): ", "", complaint)
     text = re.split(r"\n\s+\d+ \| |<state>|<non-verbose/>", text)[0]
     text = " ".join(text.removeprefix("failed to compile JSON schema: ").split())

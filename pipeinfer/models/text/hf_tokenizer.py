@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder: tokenizer.json, read by the `tokenizers` package.
 
-Same interface as the one of a GGUF file. Byte-level BPE and SentencePiece-like vocabularies (with
-byte fallback) are understood; no weights are loaded, and transformers is not needed.
+It has the interface of a GGUF file's tokenizer. Byte-level BPE and SentencePiece-like vocabularies
+(with byte fallback) are supported; no weights are loaded, and transformers is not needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import secrets
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.models.hf_folder import ModelDir
@@ -30,10 +32,10 @@ _SPACE = "\u2581"  #: SentencePiece's stand-in for a space
 
 
 class FolderTokenizer(Tokenizer):
-    """The vocabulary of one model folder. See `Tokenizer`."""
+    """The vocabulary of one model folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read the folder's tokenizer; ModelError when there is none that can be used."""
+        """Read the folder's tokenizer. Raises ModelError when there is none that can be used."""
         self.path = os.fspath(path)
         folder = Path(path)
         model = ModelDir(folder)
@@ -63,6 +65,7 @@ class FolderTokenizer(Tokenizer):
                           else _template(self._settings.get("chat_template")))
         self._bytes = {text: i for i, text in enumerate(byte_tokens())}
 
+    @override
     def close(self) -> None:
         """Do nothing: no file is held open."""
 
@@ -71,13 +74,13 @@ class FolderTokenizer(Tokenizer):
         return self._named("bos_token")
 
     @property
+    @override
     def bos_id(self) -> int | None:
-        """The token that begins a text, if the vocabulary has one."""
         return self._bos
 
     @property
+    @override
     def eos_id(self) -> int | None:
-        """The token that ends a text, if the vocabulary has one."""
         return self._named("eos_token")
 
     @cached_property
@@ -89,8 +92,8 @@ class FolderTokenizer(Tokenizer):
         return self._bos is not None and ids[:1] == [self._bos]
 
     @property
+    @override
     def adds_bos(self) -> bool:
-        """Whether the model wants its prompt to begin with `bos_id`."""
         return self._adds_bos
 
     @cached_property
@@ -104,19 +107,20 @@ class FolderTokenizer(Tokenizer):
                   if entry.get("special") and entry.get("content") in _END_TEXTS}
         return frozenset(i for i in found if isinstance(i, int) and 0 <= i < self.n_vocab)
 
+    @override
     def is_control(self, token: int) -> bool:
-        """Whether the token is a control token, which is no text."""
         return bool(self._added.get(token, {}).get("special"))
 
+    @override
     def is_markup(self, token: int) -> bool:
-        """Whether the token is a control token, one that was added like `<tool>`, or unused."""
+        """Return whether the token is a control token, one like `<tool>`, or unused."""
         if self.is_control(token) or token not in self._texts:
             return True
         text = self._texts[token]
         return token in self._added and text.startswith("<") and text.endswith(">")
 
+    @override
     def split(self, text: str, special: bool) -> list[int]:
-        """The tokens of the text alone; see `Tokenizer.encode`."""
         return self._read(self._special if special else self._plain, text, {})
 
     def _read(self, reader: Any, text: str, meant: dict[int, int]) -> list[int]:
@@ -143,8 +147,11 @@ class FolderTokenizer(Tokenizer):
 
     @cached_property
     def _stand_ins(self) -> tuple[Any, dict[int, str], dict[int, int]]:
-        """What reads marks as text and stand-ins for them as tokens: the reader, what to write
-        for each mark, and which mark its token stands for."""
+        """A tokenizer that reads marks as text and placeholders as marks.
+
+        Returns the tokenizer, the placeholder of each mark, and the mark of each placeholder's
+        token.
+        """
         from tokenizers import AddedToken
 
         reader = _load(Path(self.path), special=False)
@@ -160,8 +167,8 @@ class FolderTokenizer(Tokenizer):
                         for part in self.marks.split(text))
         return self._read(reader, whole, meant)
 
+    @override
     def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes of one token; control tokens are empty unless `special`."""
         if not 0 <= token < self.n_vocab:
             raise UsageError(f"token {token} is outside the vocabulary of {self.n_vocab}")
         text = self._texts.get(token)
@@ -176,12 +183,12 @@ class FolderTokenizer(Tokenizer):
         return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE, " ").encode()
 
     @property
+    @override
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja), if the folder has one."""
         return self._template
 
+    @override
     def token_text(self, token: int) -> bytes:
-        """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
         return self._texts.get(token, f"[PAD{token}]").encode()
 
     def _kind(self, token: int) -> int:
@@ -202,7 +209,9 @@ class FolderTokenizer(Tokenizer):
 
 
 def _load(folder: Path, special: bool) -> Any:
-    """The folder's tokenizer. special: control tokens written out in a text become those."""
+    """Load the folder's tokenizer; special: whether control tokens written out in a text become
+    tokens.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(f"{folder}: has no tokenizer.json; save the model's fast tokenizer there")

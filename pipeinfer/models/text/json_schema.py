@@ -1,7 +1,7 @@
-"""JSON schemas as those who write them for models mean them: an object has the fields listed.
+"""JSON schemas as their authors mean them for models: an object has only the fields listed.
 
-By the standard an object with `properties` may have any others, too; a model would invent some
-until it is cut off. Knows JSON, no grammar.
+By the standard, an object with `properties` may have any other fields, too; a model would invent
+fields until it is cut off. Handles JSON, no grammars.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 
 
 def closed(schema: Any) -> Any:
-    """The schema with objects closed where `properties` are given and nothing is said of others.
+    """Return the schema with objects closed that have `properties` and no rule for other fields.
 
-    What several schemas describe together (allOf, or parts beside properties) stays open, because
-    each part would forbid the others' fields. Raises RequestError for one nested too deeply.
+    Objects that several schemas describe together (allOf, or parts besides properties) stay open,
+    because each part would forbid the others' fields. Raises RequestError for a schema nested too
+    deeply.
     """
     try:
         return _Closing(schema).close(schema)
@@ -85,7 +86,7 @@ def _listed(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _target(reference: Any, root: Any) -> Any:
-    """What a reference within the schema leads to, None where it leads elsewhere."""
+    """The part of the schema that a reference points to; None for one outside the schema."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     at = root

@@ -1,9 +1,10 @@
-"""What a client wrote stays text: none of a template's control tokens can be made of it.
+"""Protection of chat prompts: texts of clients cannot become control tokens of a template.
 
 A chat template mixes its own marks, such as `<|im_end|>`, with texts of clients, who may write the
-same. `Guard` breaks each mark in such a text with a number that nobody can guess, and what could
-become half of one; the template then works on texts that are otherwise as they were. The marks that
-are whole in its result are its own. Knows no vocabulary beyond these texts, and no template.
+same. `Guard` breaks each mark in such a text with a secret random number, and also parts at its
+ends that could become half of a mark. The template then renders texts that are otherwise unchanged.
+The marks that are whole in its result are its own. Independent of templates, and of vocabularies
+beyond these texts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Marks:
 
     @cached_property
     def pattern(self) -> re.Pattern[str] | None:
-        """Finds the longest mark at a place, in a time that does not depend on their number."""
+        """The expression that finds the longest mark at a place, in a time independent of their
+        number.
+        """
         return re.compile(_pattern(list(self.tokens))) if self.tokens else None
 
     @cached_property
@@ -43,12 +46,12 @@ class Marks:
         return "\0".join(self.tokens)
 
     def first(self, text: str) -> str:
-        """The first mark that is written out in a text, empty for none."""
+        """Return the first mark that is written out in a text; empty for none."""
         found = self.pattern.search(text) if self.pattern else None
         return found[0] if found else ""
 
     def split(self, text: str) -> list[str | int]:
-        """The text cut into marks, as their ids, and what lies between them."""
+        """Return the text cut into marks, as their ids, and the texts between them."""
         parts: list[str | int] = []
         at = 0
         for found in self.pattern.finditer(text) if self.pattern else ():
@@ -57,35 +60,35 @@ class Marks:
         return [part for part in (*parts, text[at:]) if part != ""]
 
     def ends_in_start(self, text: str) -> bool:
-        """Whether a text's end may be the beginning of a mark."""
+        """Return whether a text's end may be the beginning of a mark."""
         return any(text[-n:] in self._starts for n in range(1, min(len(text), self._longest) + 1))
 
     def begins_with_end(self, text: str) -> bool:
-        """Whether a text's beginning may be the end of a mark."""
+        """Return whether a text's beginning may be the end of a mark."""
         return any(text[:n] in self._ends for n in range(1, min(len(text), self._longest) + 1))
 
     def has_inside(self, text: str) -> bool:
-        """Whether a text is a part of a mark."""
+        """Return whether a text is a part of a mark."""
         return bool(text) and len(text) < self._longest and text in self._joined
 
 
 class Guard:
-    """Breaks marks in what clients wrote. seam: what stands at each break."""
+    """Breaks marks in texts of clients. seam: the text inserted at each break."""
 
     def __init__(self, marks: Marks, seam: str = "") -> None:
-        """seam: of the text that more is put into; empty for a new one."""
+        """seam: that of a text into which more is inserted; empty: a new one."""
         self._marks = marks
-        # Digits alone outlive whatever a template does to a text: case, JSON, Python's notation.
+        # Digits survive everything that templates do to a text: case, JSON, Python's notation.
         self.seam = seam or str(10**30 + secrets.randbelow(10**30))
 
     def messages(self, messages: Any) -> list[dict[str, Any]]:
-        """A conversation without a mark in it; roles are kept, which templates compare."""
+        """Return a conversation without a mark in it; roles stay, as templates compare them."""
         return [{key: self._edged(value) if key in _PRINTED and isinstance(value, str)
                  else self._broken(value) if isinstance(value, str) else self.value(value)
                  for key, value in message.items()} for message in messages]
 
     def value(self, value: Any) -> Any:
-        """JSON without a mark in it."""
+        """Return a JSON value without a mark in it."""
         if isinstance(value, str):
             return self._edged(value, inner=False)
         if isinstance(value, Mapping):
@@ -102,10 +105,11 @@ class Guard:
                       flags=re.DOTALL)
 
     def _edged(self, text: str, inner: bool = True) -> str:
-        """The text with its marks broken, and cut off from what a template puts around it.
+        """The text with its marks broken, and separated from the text that a template puts around
+        it.
 
-        inner: also where all of it could be the middle of a mark. Seams stand beside characters
-        that are no space, so that trimming does what it did.
+        inner: separate it also where all of it could be the middle of a mark. Seams are next to
+            characters that are no space, so that trimming has the same effect as before.
         """
         marks, core = self._marks, text.strip()
         if not core:

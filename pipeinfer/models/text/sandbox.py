@@ -1,11 +1,11 @@
-"""Work on texts that are not trusted, in a process of its own: none can end this one or hold it up.
+"""A helper process for untrusted texts, which can neither end nor block the main process.
 
-Grammars are compiled and chat templates rendered so. llguidance recurses as deep as a grammar is
-nested and takes as long as it takes: a hostile grammar overflows the stack, which no exception
-reports. The helper has a smaller stack than those who use the grammar later and bounded memory, is
-killed at a deadline (by the system, should this process be gone by then), and started again when
-it is needed next. It takes one JSON object per line and answers with one. This module knows neither
-grammars nor templates.
+It compiles grammars and renders chat templates. llguidance recurses as deep as a grammar is nested,
+for any length of time: a hostile grammar overflows the stack, which raises no exception. The helper
+has a smaller stack than the processes that use the grammar later, and bounded memory. It is killed
+at a deadline (by the system, should this process be gone by then), and started again at its next
+use. It reads one JSON object per line and writes one per line. Independent of grammars and
+templates.
 """
 
 from __future__ import annotations
@@ -26,37 +26,42 @@ from typing import IO, Any
 from pipeinfer.errors import PipeinferError, RequestError
 
 SECONDS = 10.0  #: longest time for one answer
-_START_SECONDS = 60.0  #: longest time until the helper is up: a cold disk, a busy machine
+_START_SECONDS = 60.0  #: longest time until the helper is up, with a cold disk on a busy machine
 _STACK_BYTES = 2 * 1024 * 1024
-_MEMORY_BYTES = 4 * 1024**3  #: of addresses, which are more than is used
+_MEMORY_BYTES = 4 * 1024**3  #: of address space, which exceeds the memory in use
 
 
 class HelperLate(RequestError):
-    """No answer before the deadline; the helper was killed."""
+    """The helper did not respond before the deadline and was killed."""
 
 
 class HelperDied(RequestError):
-    """The helper ended over a question: its stack or its memory did not suffice."""
+    """The helper ended during a request: its stack or its memory did not suffice."""
 
 
 class Helper:
-    """A process that answers requests one at a time; threads take turns."""
+    """A process that handles requests one at a time; threads wait for one another."""
 
     def __init__(self, module: str, hello: Callable[[], dict[str, Any]]) -> None:
-        """`module` is run with -m and calls `serve`; `hello` makes its first line."""
+        """module: is run with -m and calls `serve`. hello: makes the first line sent to it."""
         self._module, self._hello = module, hello
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
-        self._greeted = False  # whether it has answered our first line
+        self._greeted = False  # whether it has responded to the first line
 
     def start(self) -> None:
-        """Start it, if it does not run, without waiting until it is up."""
+        """Start the process if it does not run, without waiting until it is up."""
         with self._lock:
             self._ensure()
 
     def ask(self, question: dict[str, Any], seconds: float = SECONDS) -> dict[str, Any]:
-        """The answer. Raises RequestError: what it says is wrong, HelperDied or HelperLate."""
+        """Send a request and return the response.
+
+        question: the request, which JSON must be able to represent
+        seconds: longest time for the response
+        Raises RequestError with the helper's message, HelperDied or HelperLate.
+        """
         with self._lock:
             self._ensure()
             try:
@@ -65,7 +70,7 @@ class Helper:
                     self._greeted = True
                 self._send(question)
                 answer = self._receive(seconds)
-            except BaseException:  # an interrupt, too: an answer that nobody read is not the next's
+            except BaseException:  # also an interrupt: the next request must not get this response
                 self._stop()
                 raise
         if "error" in answer:
@@ -97,7 +102,7 @@ class Helper:
         assert self._process is not None
         writer = self._process.stdin
         assert writer is not None
-        with contextlib.suppress(OSError):  # its end is seen when its answer is waited for
+        with contextlib.suppress(OSError):  # `_receive` notices that the process has ended
             writer.write(json.dumps(message).encode() + b"\n")
             writer.flush()
 
@@ -115,7 +120,7 @@ class Helper:
 
 
 def _read_line(stream: IO[bytes], seconds: float) -> bytes | None:
-    """A line, what there is of it at the end of the stream, or None at the deadline."""
+    """A line; the incomplete one at the end of the stream; or None at the deadline."""
     deadline, parts = time.monotonic() + seconds, bytearray()
     number = stream.fileno()
     with selectors.DefaultSelector() as selector:
@@ -141,9 +146,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]],
           memory: int = _MEMORY_BYTES) -> None:
-    """The helper's side: `begin(hello)` gives what answers. Ends with its standard input.
+    """Run the helper's side until its standard input ends.
 
-    memory: bytes of addresses, which are more than is used.
+    begin: takes the first line and returns the function that handles requests
+    memory: bytes of address space, which exceeds the memory in use
     """
 
     def run() -> None:
@@ -169,6 +175,6 @@ def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
 
 
 def _allow(what: int, amount: int) -> None:
-    """Lower or raise a limit of this process, as far as the system's own allows."""
+    """Set a limit of this process, up to the system's hard limit."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (amount if hard < 0 else min(amount, hard), hard))

@@ -1,5 +1,5 @@
-"""Tokens become text that may be shown: no half character, nothing after a stop string, no
-beginning of one.
+"""Conversion of tokens to text that may be shown: no incomplete character, nothing from a stop
+string on, and no beginning of one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class TextStream:
     """The text of one response. Positions count its characters from 0.
 
-    Text is certain once it cannot be the beginning of a stop string; `take` hands it out once.
-    stopped: a stop string was met, and the text ends where it begins.
+    Text is certain once it cannot be the beginning of a stop string; `take` returns it once.
+    stopped: whether a stop string occurred; the text ends before it
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -27,13 +27,15 @@ class TextStream:
 
     @property
     def taken(self) -> int:
-        """How many characters have been handed out."""
+        """The number of characters that `take` has returned."""
         return self.certain - len(self._ready)
 
     def push(self, token: int, seen: bytes | None = None) -> str:
-        """The text that the token adds, certain or not; nothing after a stop string.
+        """Add a token and return its text, certain or not; nothing after a stop string.
 
-        seen: what the reader sees of the token, of a response in threads; None for its own text.
+        token: vocabulary id
+        seen: in a decomposed response, the bytes that the reader sees of the token; None: its own
+            text
         Raises UsageError for a token outside the vocabulary.
         """
         if self.stopped:
@@ -43,21 +45,21 @@ class TextStream:
         return text
 
     def finish(self) -> None:
-        """No token comes any more: what was held back is certain, but for half a character."""
+        """End the text: held-back text becomes certain, except an incomplete character."""
         if not self.stopped:
             self._show(self._stopper.rest())
 
     def take(self) -> str:
-        """What has become certain since the last call."""
+        """Return the text that has become certain since the last call."""
         text, self._ready = self._ready, ""
         return text
 
     def is_certain(self, start: int, text: str) -> bool:
-        """Whether a token's text at position `start` stays whole."""
+        """Return whether a token's text at position `start` stays whole."""
         return start + len(text) <= self.certain
 
     def cut(self, start: int, text: str) -> str | None:
-        """What stays of a token's text at position `start` of a text that has ended.
+        """Return the remaining part of a token's text at position `start` of a text that has ended.
 
         None for a token that begins behind the end.
         """
@@ -74,14 +76,16 @@ class TextStream:
 
 
 class StopText:
-    """Looks for stop strings in a text that arrives in pieces; holds back partial matches."""
+    """Searches stop strings in a text that arrives in pieces; holds back partial matches."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [s for s in stops if s]
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Text that is safe to show now, and whether a stop string has been met."""
+        """Add a piece; return text that is safe to show now, and whether a stop string has
+        occurred.
+        """
         if not self._stops:
             return piece, False
         text = self._held + piece
@@ -95,6 +99,6 @@ class StopText:
         return text[: len(text) - keep], False
 
     def rest(self) -> str:
-        """What was held back when no more text comes."""
+        """Return the text that was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held

@@ -1,7 +1,7 @@
 """Text to token ids and back, with llama.cpp's own tokenizer on a GGUF file.
 
-Only the vocabulary is loaded, no weights. Knows nothing about requests or sampling; stop strings
-and partial matches are the head's business, incomplete UTF-8 is handled here.
+Only the vocabulary is loaded, no weights. Independent of requests and sampling. Incomplete UTF-8 is
+handled here; the head handles stop strings and partial matches.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.text.marks import Guard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
-_SPACES = " \t\n\v\f\r"  #: what llama.cpp takes away beside marks that ask for it
+_SPACES = " \t\n\v\f\r"  #: llama.cpp strips these next to marks with the attributes for it
 _PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
 
 
 class Tokenizer:
-    """The vocabulary of one model. Thread-safe: everything after loading only reads.
+    """The vocabulary of one model, thread-safe after loading.
 
-    Of a GGUF file, read by llama.cpp; `open_tokenizer` takes Hugging Face folders, too.
+    This class reads GGUF files with llama.cpp; `open_tokenizer` opens Hugging Face folders, too.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Load the vocabulary of the GGUF at `path`; ModelError when there is none."""
+        """Load the vocabulary of the GGUF file at `path`. Raises ModelError when there is none."""
         ensure_llama()
         clear_log()
         if not os.path.exists(path):
@@ -47,7 +47,7 @@ class Tokenizer:
                              f"{last_log()}")
         self._vocab: Any = binding.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
-        self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were asked for
+        self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were used before
         self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         if binding.llama_vocab_type(self._vocab) == 0:
             self.close()
@@ -61,17 +61,17 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text, if the vocabulary has one."""
+        """The token that begins a text; None if the vocabulary has none."""
         return _or_none(binding.llama_vocab_bos(self._vocab))
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends a text, if the vocabulary has one."""
+        """The token that ends a text; None if the vocabulary has none."""
         return _or_none(binding.llama_vocab_eos(self._vocab))
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the model wants its prompt to begin with `bos_id`."""
+        """Whether prompts of the model should begin with `bos_id`."""
         return bool(binding.llama_vocab_get_add_bos(self._vocab))
 
     @cached_property
@@ -81,11 +81,11 @@ class Tokenizer:
         return frozenset(i for i in range(self.n_vocab) if is_eog(self._vocab, i))
 
     def is_control(self, token: int) -> bool:
-        """Whether the token is a control token, which is no text."""
+        """Return whether the token is a control token, which is no text."""
         return bool(binding.llama_vocab_is_control(self._vocab, token))
 
     def is_markup(self, token: int) -> bool:
-        """Whether the token is a control token, or one that was added like `<tool>`."""
+        """Return whether the token is a control token, or one that was added like `<tool>`."""
         if self.is_control(token):
             return True
         attributes = binding.llama_vocab_get_attr(self._vocab, token)
@@ -95,11 +95,13 @@ class Tokenizer:
         return text.startswith(b"<") and text.endswith(b">")
 
     def encode(self, text: str, add_bos: bool | None = None, special: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
-        add_bos: whether a leading `bos_id` is put there (never a second one); None does what the
-        model's file says. special: whether control tokens written out in the text, such as
-        `<|im_end|>`, become those tokens; leave it False for text that a user typed.
+        add_bos: whether to put `bos_id` first (never a second one); None: as the model's file
+            states
+        special: whether control tokens written out in the text, such as `<|im_end|>`, become those
+            tokens; leave it False for text that a user typed
+        Raises RequestError for a text that cannot be tokenised.
         """
         return self._begun(self.split(text, special), add_bos)
 
@@ -111,7 +113,7 @@ class Tokenizer:
         return tokens
 
     def split(self, text: str, special: bool) -> list[int]:
-        """The tokens of the text alone, with nothing put before it; see `encode`."""
+        """Return the tokens of the text alone, without `bos_id`; arguments as for `encode`."""
         raw = text.encode("utf-8", "replace")
         size = len(raw) + 8
         buffer = (ctypes.c_int32 * size)()
@@ -129,7 +131,10 @@ class Tokenizer:
         return list(buffer[:count])
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes of one token; control tokens are empty unless `special`."""
+        """Return the bytes of one token; control tokens are empty unless `special`.
+
+        Raises UsageError for a token outside the vocabulary.
+        """
         if (known := self._pieces.get((token, special))) is not None:
             return known
         piece = self._pieces[token, special] = self._piece(token, special)
@@ -146,16 +151,16 @@ class Tokenizer:
         raise ModelError(f"{self.path}: token {token} is longer than a megabyte")
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
-        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
     def stream(self, special: bool = False) -> Detokenizer:
-        """A new streaming decoder; special: it writes special tokens, too."""
+        """Return a new streaming decoder; special: whether it writes special tokens, too."""
         return Detokenizer(self, special)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja), if its file has one."""
+        """The model's chat template (Jinja); None if there is none."""
         text = binding.llama_model_chat_template(self._model, None)
         return text.decode("utf-8", "replace") if text else None
 
@@ -164,11 +169,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation of {"role", "content"} messages.
+        """Return the prompt text of a conversation, for display; `encode_chat` returns the tokens.
 
-        Rendered by the model's own template in a sandbox, as "chatml" without one. For looking
-        at: `encode_chat` gives the tokens. tools: functions that the template may describe.
-        variables: whatever else this template knows, such as enable_thinking. Raises RequestError
+        messages: each with "role" and "content"
+        add_generation_prompt: whether the text ends with the beginning of the model's answer
+        tools: functions that the template may describe
+        variables: further variables of this template, such as enable_thinking
+        The model's own template renders it in a sandbox; "chatml" without one. Raises RequestError
         when the template refuses the messages.
         """
         template = self.chat_template
@@ -191,10 +198,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The prompt of a conversation: only the template's own marks become control tokens.
+        """Return the tokens of a conversation; only the template's own marks become control tokens.
 
-        What the messages, tools and variables hold stays text, whatever is written there. Takes
-        and raises what `apply_chat` does.
+        The contents of messages, tools and variables stay text, whatever is written there.
+        Arguments and errors as for `apply_chat`.
         """
         return self.encode_guarded(*self.guarded_chat(
             messages, add_generation_prompt, tools=tools, variables=variables))
@@ -204,7 +211,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, str]:
-        """What `encode_chat` makes tokens of: a text with seams in it, and what a seam is."""
+        """Return the text that `encode_chat` tokenises, with seams in it, and the seam.
+
+        Arguments and errors as for `apply_chat`.
+        """
         guard = Guard(self.marks)
         try:
             text = self.apply_chat(
@@ -216,7 +226,7 @@ class Tokenizer:
         return text, guard.seam
 
     def encode_guarded(self, text: str, seam: str) -> list[int]:
-        """The tokens of a text whose whole marks are control tokens, without its seams."""
+        """Return the tokens of a text without its seams; its whole marks become control tokens."""
         if seam not in text:
             return self.encode(text, special=True)
         return self._begun(self._encode_guarded(text, seam), None)
@@ -244,7 +254,7 @@ class Tokenizer:
         return tokens
 
     def token_text(self, token: int) -> bytes:
-        """The token as the vocabulary writes it (stand-ins for bytes are not resolved)."""
+        """Return the token as the vocabulary writes it, with placeholders for bytes."""
         text: bytes = binding.llama_vocab_get_text(self._vocab, token)
         return text
 
@@ -256,10 +266,10 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns tokens into text one at a time.
+    """Converts tokens to text one at a time.
 
-    Holds back the start of an incomplete character, so that one that is cut off by the end is left
-    out. Bytes that begin no character become U+FFFD.
+    Holds back the start of an incomplete character, so a character that is cut off at the end is
+    left out. Bytes that begin no character become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
@@ -267,11 +277,11 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that became complete with `token`; often empty inside a character."""
+        """Return the text that became complete with `token`; often empty inside a character."""
         return self.push_bytes(self._tokenizer.piece(token, self._special))
 
     def push_bytes(self, data: bytes) -> str:
-        """The text that became complete with these bytes."""
+        """Return the text that became complete with these bytes."""
         return self._decoder.decode(data)
 
 
