@@ -1,7 +1,7 @@
-/* Large buffers of llama.cpp in huge pages: weights that it has laid out anew or reads without mmap, and
-   the KV cache. They are read once for every token, and finding a page of 4 KiB for each few numbers
-   takes its time. Many systems give huge pages only to those who ask. Found before llama.cpp's own
-   function as in short_runs.c. */
+/* Puts large buffers of llama.cpp into huge pages: weights that it has repacked or reads without mmap,
+   and the KV cache. They are read once for every token, and with pages of 4 KiB the translation of
+   addresses takes long. Many systems use huge pages only on request (madvise). This function replaces
+   llama.cpp's own through the dynamic linker, as in short_runs.c. */
 
 #define _GNU_SOURCE
 #include <stddef.h>

@@ -1,9 +1,9 @@
-/* Answers llama.cpp's evaluation callback for the nodes of a graph that nobody asked for.
+/* llama.cpp's evaluation callback for the nodes of a graph that are not wanted.
 
-   llama.cpp asks for every node whether it is wanted; on a deep model these are thousands of
-   questions per token. Only outputs of layers reach Python; parts of sums go to sums.c. See
-   layer_probe.py, whose struct Filter has the same fields. Loaded with ctypes: needs neither
-   Python's nor llama.cpp's headers. */
+   llama.cpp calls it for every node to find out whether the node is wanted; on a deep model these are
+   thousands of calls per token. Only outputs of layers reach Python; partial results of sums go to
+   sums.c. See layer_probe.py, whose struct Filter has the same fields. Loaded with ctypes: needs
+   neither Python's nor llama.cpp's headers. */
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -78,7 +78,7 @@ static bool by_rows(const struct filter *filter, char *tensor)
     int64_t n = filter->elements_of(weights) / count;
 
     if (filter->bytes_of(inputs) != sizeof(float) * filter->elements_of(inputs))
-        return false;  /* Python says what is wrong */
+        return false;  /* Python raises the error */
     for (row = 0; row < rows; row++)
         for (i = 0; i < count; i++)
             filter->dot((int)n, to + row * count + i, 0, weight + i * n, 0, input + row * n, 0, 1);

@@ -1,11 +1,11 @@
-/* Few rows by weights that llama.cpp has laid out anew: Q4_0, of eight rows of weights the same eight
-   bytes side by side (its 8x8).
+/* Products of few rows with weights that llama.cpp has repacked: Q4_0 in its layout 8x8, which has the
+   same eight bytes of eight rows of weights side by side.
 
-   Its own kernels for a single row (gemv) and for rows in fours (gemm) give the same bits, and so do
-   those here, which take half as long. Two or three rows it multiplies one by one; here the first call
-   makes them all, when it is known that they belong together: llama.cpp's method that makes the whole
-   product is called by way of the one here, which notes how many rows it has. All are found before
-   llama.cpp's own as in short_runs.c. */
+   llama.cpp's kernels for a single row (gemv) and for four rows (gemm) give the same bits, and so do
+   the ones here, which take half as long. llama.cpp multiplies two or three rows one by one. Here the
+   first call computes them all, if it is known that they belong together: llama.cpp's method for the
+   whole product is replaced by one that stores the number of rows and then calls the original. These
+   functions replace llama.cpp's own through the dynamic linker, as in short_runs.c. */
 
 #include "short_runs.h"
 
@@ -21,9 +21,9 @@ static bool (*is_matrix)(const void *tensor), (*is_contiguous)(const void *tenso
 static const char *(*name_of)(const void *tensor);
 static bool used;
 
-/* Rows that follow those in fours and are one product's, 0: unknown */
+/* Rows left after the groups of four in the present product; 0: unknown */
 static _Thread_local int rest;
-/* What the calls to come ask for and is there already */
+/* The products that the first call computed for the following ones */
 static _Thread_local struct { const void *x; const uint8_t *y; int rows; } made;
 
 #ifdef KERNELS

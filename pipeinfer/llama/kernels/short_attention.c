@@ -1,10 +1,11 @@
-/* Flash attention over a cache of q8_0, which is what makes long texts slow on processors with AVX2.
+/* Flash attention over a cache of q8_0, which dominates the time of long texts on AVX2 processors.
 
-   llama.cpp takes each head of each row alone: cell after cell it multiplies by the keys, unpacks the
-   values and adds them up in memory. Here values are unpacked once for all heads and rows that read
-   them, products of four cells are summed up together, and sums stay in registers over a block of
-   cells. What is computed, and in which order, is the same, and so are the bits: at the start both are
-   tried on random numbers. Found before llama.cpp's own function as in short_runs.c. */
+   llama.cpp processes each head of each row alone: cell after cell it multiplies by the keys, unpacks
+   the values and adds them in memory. Here values are unpacked once for all heads and rows that read
+   them, products of four cells are summed together, and sums stay in registers over a block of cells.
+   The operations and their order are the same, and so are the bits: at the start both functions are
+   compared on random numbers. This one replaces llama.cpp's own through the dynamic linker, as in
+   short_runs.c. */
 
 #include "short_runs.h"
 
@@ -215,7 +216,7 @@ INLINE __m128 four_powers(__m128 x)
         _mm256_fmadd_pd(upper, _mm256_mul_pd(rest, rest), lower), _mm256_castsi256_pd(power)));
 }
 
-/* expf of a number that is not above 0, whatever stands beside it */
+/* expf of a number that is not above 0, with the same bits whatever the numbers next to it */
 AVX2 static float power(float x)
 {
     return expf_known && x >= LEAST ? _mm_cvtss_f32(four_powers(_mm_set1_ps(x))) : expf(x);

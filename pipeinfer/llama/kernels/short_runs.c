@@ -1,13 +1,13 @@
-/* Products of a matrix with few rows: what each weight's block costs to unpack is paid once for all of
-   them, and every row gets the bits that it gets alone.
+/* Products of a matrix with few rows: each block of weights is unpacked once for all rows, and every
+   row gets the same bits as alone.
 
-   llama.cpp multiplies a few rows either one by one or, where llamafile's kernels take them, in an
-   order of additions that is another one than a single row's. It calls llamafile_sgemm for every
-   product, and the dynamic linker finds the one here first if this library was loaded before and for
-   everybody; see short_runs.py. Each kernel adds up in the order of llama.cpp's ggml_vec_dot of that
-   type, for AVX2 or (wide_floats.c) AVX-512, and is used only if its bits are those of the library at
-   hand. Kernels that take rows from eight on in another order (ggml_compute_forward_mul_mat_tiled) are
-   passed over likewise.
+   llama.cpp multiplies a few rows either one by one or, where llamafile's kernels handle them, in
+   another order of additions than a single row. It calls llamafile_sgemm for every product, and the
+   dynamic linker binds that call to the function here if this library was loaded before, with global
+   symbols; see short_runs.py. Each kernel sums in the order of llama.cpp's ggml_vec_dot of that type,
+   for AVX2 or (wide_floats.c) AVX-512, and is used only if its bits are those of the loaded library.
+   Kernels that sum eight or more rows in another order (ggml_compute_forward_mul_mat_tiled) are
+   avoided in the same way.
 
    Needs neither Python's nor llama.cpp's headers. */
 

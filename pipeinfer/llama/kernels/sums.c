@@ -1,9 +1,9 @@
-/* Sums of a wide stage in memory that all of its slices share. See backends/shared_team.py.
+/* The all-reduce of a wide stage in memory that all of its slices share. See backends/shared_team.py.
 
-   Each slice has a place in the region: a count of its turns, the headers of its last turns, and
-   two buffers of numbers that it uses in turn. Sums are added up in the order of the slices, so
-   they have the same bits everywhere. Nobody waits without asking now and then whether to go on.
-   Called from llama.cpp's evaluation callback, without Python's lock. */
+   Each slice has a place in the region: a count of its sums (turns), the headers of its last turns,
+   and two buffers of numbers that it uses alternately. Partial results are added in the order of the
+   slices, so the sums have the same bits everywhere. While it waits, a slice calls `idle` at intervals
+   and gives up if that says so. Called from llama.cpp's evaluation callback, without Python's lock. */
 
 #ifdef __linux__
 #define _GNU_SOURCE
@@ -21,7 +21,7 @@
 
 #include "sums.h"
 
-enum { RING = 64 };                       /* headers that are kept, of turns without numbers */
+enum { RING = 64 };                       /* stored headers, of turns without numbers */
 enum { YIELD_NS = 200000, NAP_NS = 2000000, ASK_NS = 5000000 };
 
 struct header {
@@ -113,7 +113,7 @@ static int await(struct sums *sums, struct slice *slice, _Atomic uint64_t *count
     }
 }
 
-/* Wait until nobody reads any more what `lag` turns before `turn` was in the same place. */
+/* Wait until no slice reads the data of `lag` turns before `turn`, which used the same place. */
 static int await_room(struct sums *sums, uint64_t turn, uint64_t lag)
 {
     if (turn <= lag)
@@ -408,7 +408,7 @@ int pipeinfer_sums_say(struct sums *sums, int32_t verdict)
     return leave(sums, turn, GO);
 }
 
-/* Whether the leader has said already that the run is not to begin. */
+/* Whether the leader has already published that the run is to be skipped. */
 int pipeinfer_sums_skipped(struct sums *sums)
 {
     uint64_t turn = sums->turn + 1;

@@ -1,4 +1,4 @@
-/* What sums.c, layer_filter.c and shared_team.py share. */
+/* The interface between sums.c, layer_filter.c and shared_team.py. */
 
 #ifndef PIPEINFER_SUMS_H
 #define PIPEINFER_SUMS_H
@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The first four are core.messages.Verdict. GIVEN_UP: `idle` said so; UNLIKE: members disagree. */
+/* The first four are core.messages.Verdict. GIVEN_UP: `idle` ended the waiting;
+   UNLIKE: members are at different sums. */
 enum { GO, SKIP, STOP, FAILED, GIVEN_UP, UNLIKE };
 enum { SUM_F32, SUM_F16, SUM_BF16 };
 
@@ -16,15 +17,15 @@ struct sums {
     size_t bytes;       /* of each slice's place in the region */
     size_t capacity;    /* numbers in one buffer */
     int32_t n, me, leader, kind;
-    int32_t alone;      /* nobody to wait for: the own part is taken for the sum */
-    int32_t looks;      /* whether the leader looks for a reason to stop */
+    int32_t alone;      /* no other slice: the partial result is the sum */
+    int32_t looks;      /* whether the leader calls `look` */
     int32_t layers;     /* ... at the end of each so many */
     int32_t verdict;    /* of the last turn */
     int32_t awaited;    /* the slice that it is about, where something went wrong */
     int32_t unused;
     uint64_t turn;      /* the last one */
     int64_t run;
-    uint64_t spin_ns;   /* before the processor is offered to others */
+    uint64_t spin_ns;   /* before a waiting thread yields the processor */
     int (*idle)(void);  /* waiting takes long: nonzero to give up */
     int (*look)(void);  /* the leader: nonzero to stop */
     uint64_t waited_ns, count;
