@@ -141,17 +141,21 @@ def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
 def exact_width(
     backend: Backend, limit: int = 16, seed: int = 0, progress: Progress | None = None
 ) -> int:
-    """The largest R <= limit for which decodes of 2, 3, ... R rows are bit-equal to single rows.
+    """Return the largest R <= limit at which decodes of 2, 3, ... R rows are bit-equal to single
+    rows.
+
+    backend: to measure; its cache must be empty, and is empty afterwards
+    limit: largest width to try
+    seed: of the random rows
+    progress: called with (widths tried, limit)
 
     After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
-    rows up to the first width that differs (a wider one may agree again, but runs have any width
-    up to R, so none beyond the first difference counts); the R so found is also tried as two
-    branches in two sequence ids, and, with some smaller widths, over other random rows after other
-    contexts; it is lowered until all agree. A shard that is not the first gets random rows instead
-    of tokens. progress: told (widths tried, limit).
-
-    A backend may state a bound that a short context cannot show, as an attribute `exact_limit`.
-    The cache must be empty, and is empty afterwards. Costs about 2 limit² rows.
+    rows up to the first width that differs (a wider one may agree again, but runs have any width up
+    to R, so none beyond the first difference counts). This R is also tried as two branches in two
+    sequence ids, and, with some smaller widths, over other random rows after other contexts; it is
+    lowered until all agree. A shard that is not the first gets random activations instead of
+    tokens. A backend may state a bound that a short context cannot show, as an attribute
+    `exact_limit`. Costs about 2 limit² rows.
     """
     info = backend.info
     limit = min(limit, info.n_batch, int(getattr(backend, "exact_limit", limit)))

@@ -57,7 +57,7 @@ def settle_threads(backend: ThreadedBackend, most: int,
         times[candidates[-1]] = _seconds(backend, candidates[-1])
     quick = len(candidates) > 1 and min(times.values()) < _LONG / 4
     rounds, quiet = 0, False
-    while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # in turn: the best counts
+    while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # the best time counts
         progress()
         waited = measuring.watch()
         times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}

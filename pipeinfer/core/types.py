@@ -190,9 +190,9 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """How the target chooses a token; see `sampling.choose` for the order of the steps.
 
     temperature: 0 is greedy
-    top_k: keep the k likeliest tokens; 0 keeps all
-    top_p: keep the likeliest tokens of this total probability; 1 keeps all
-    min_p: keep tokens of this probability relative to the likeliest; 0 keeps all
+    top_k: only the k likeliest tokens; 0: all
+    top_p: only the likeliest tokens of this total probability; 1: all
+    min_p: only tokens of this probability relative to the likeliest; 0: all
     repeat_penalty: divisor of the logits of repeated tokens; 1 changes nothing
     presence_penalty: subtracted from the logits of repeated tokens
     frequency_penalty: subtracted from a token's logit per repetition

@@ -139,7 +139,7 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
             "give such counts to --layers, or none")
     if model.architecture in _BOTH_KINDS:
         kinds = windows_of(model, _BOTH_KINDS[model.architecture])[start:stop]
-        # so no part of a stage that is loaded later, beside what a rank holds, has one kind only
+        # so no part of a stage that a rank loads later, in addition to its own, has one kind only
         if not kinds[0] or (model.architecture == "llama4" and all(kinds)):
             raise PlanError(
                 f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "

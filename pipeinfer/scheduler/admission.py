@@ -150,7 +150,7 @@ class Admission:
         if not self.limits.kept or not whole or start != lane.block.stop:
             return None
         key = lane.request.prompt[start:stop]
-        if key in lane.block.children:  # another lane computes it: this one keeps its own cells
+        if key in lane.block.children:  # another lane computes it, so these cells are not shared
             return None
         lane.block = self.prefixes.extend(lane.block, key, lane.lane)
         return lane.block

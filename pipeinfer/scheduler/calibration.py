@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 _BINS = 10
 _PRIOR = 4.0  #: weight of the claimed confidence, in trials
-_MEMORY = 0.99  #: weight that a bin's past keeps at each new trial
+_MEMORY = 0.99  #: weight of a bin's past at each new trial
 _LONG_MEMORY = 0.995  #: the same for the acceptance of all first proposals
 _TRIED = 6.0  #: trials after which a bin's estimate is reliable
 _RECENT = 32.0  #: trials over which claimed confidences are averaged

@@ -186,7 +186,7 @@ def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 <
     issues, results = [issue], [done]
     reach, tokens, seconds = 1.0, 0.0, 0.0
     for right in range(_HORIZON):
-        while guesses < right:  # the guess after `right - 1` right ones travels in a further run
+        while guesses < right:  # the token after `right - 1` accepted ones is in a further run
             run = len(issues)
             if setting.join or run > 1:
                 drafted += depth * timing.draft

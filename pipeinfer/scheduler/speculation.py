@@ -90,7 +90,7 @@ class Speculation:
         tip: the accepted token to issue next
         """
         self.forget(lane)
-        # else no guess will do
+        # a cutoff of 1 or above admits no speculative token
         hopeful = self.limits.policy is Policy.SPECULATIVE or self.limits.path_min < 1.0
         quick = self.hints is not None
         if (self.limits.joins or quick) and hopeful and self.may_guess(lane) \
@@ -400,7 +400,7 @@ class Speculation:
             if depth > 0 else ()
         if self._drafts and proposals and ENOUGH > self.calibration.estimate(
                 proposals[0].confidence, first=True):
-            return False  # the draft may know better
+            return False  # the draft may propose a better token
         planned: list[Node] = []
         for proposal, parent in merged(lane.reserve, tip, proposals, planned):
             planned += self._plan(lane, parent, (proposal,))

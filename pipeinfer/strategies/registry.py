@@ -62,12 +62,12 @@ def _add(found: dict[str, Spec], spec: Any, where: str) -> None:
 
 
 def proposers() -> Mapping[str, ProposerSpec]:
-    """All known proposers by name. Raises UsageError for a broken plug-in."""
+    """Return all proposers by name. Raises UsageError for a broken plug-in."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, ProposerSpec)}
 
 
 def decomposers() -> Mapping[str, DecomposerSpec]:
-    """All known decomposers by name. Raises UsageError for a broken plug-in."""
+    """Return all decomposers by name. Raises UsageError for a broken plug-in."""
     return {name: spec for name, spec in specs().items() if isinstance(spec, DecomposerSpec)}
 
 

@@ -244,7 +244,7 @@ def cuts_of(sizes: Sizes, piece: Slice) -> Cuts:
 
 
 def _fill(shard: Shard, source: TensorSource, cuts: Cuts, dtype: Any, device: Any) -> None:
-    """Read every parameter of the shard, or what `cuts` says of it."""
+    """Read every parameter of the shard, or the part of it that `cuts` names."""
     embedding, head = "model.embed_tokens", "lm_head"
     tied = not source.has(f"{head}.weight")
     if tied and shard.head is not None and not getattr(shard.config, "tie_word_embeddings", True):
@@ -302,7 +302,7 @@ class FolderTensors:
             if info.file not in self._open:
                 self._open[info.file] = self._stack.enter_context(
                     safe_open(info.file, framework="pt"))
-            # a copy, because a view would keep the whole file mapped
+            # a copy, because a view would hold the whole file in memory
             return self._open[info.file].get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{info.file}: cannot be read: {error}") from None
