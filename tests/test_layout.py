@@ -56,3 +56,28 @@ def lines_of_code(path):
 def test_the_product_stays_within_its_budget():
     product = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "lab" not in path.parents]
     assert sum(map(lines_of_code, product)) <= MOST_LINES
+
+
+def modules():
+    """Every module of the package: name, and names of those that it imports, for types as well."""
+    paths = {".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)
+                      ).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+    for name, path in paths.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {full if (full := f"{node.module}.{alias.name}") in paths else node.module
+                          for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        yield name, found & paths.keys() - {name}
+
+
+def test_no_module_imports_one_that_imports_it():
+    """Directly or by way of others: types have a home below those that use them."""
+    left = dict(modules())
+    while leaves := {name for name, imported in left.items() if not imported & left.keys()}:
+        for name in leaves:
+            del left[name]
+    used = {one for imported in left.values() for one in imported}
+    assert sorted(name for name in left if name in used) == []

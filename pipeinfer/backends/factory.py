@@ -17,7 +17,7 @@ from pipeinfer.config import UNQUANTISED, JobConfig, ModelConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.loading import uncollected
 from pipeinfer.models.bita_adapter import BitaAdapter
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import RankInfo
 
 EXACT_LIMIT = 16  #: widest decode that is tried for exactness

@@ -41,7 +41,7 @@ from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.shard import check_splittable, shard_bytes
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning import planner

@@ -25,7 +25,7 @@ from pipeinfer.host import Place, threads_of
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import extract_shard
-from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, RankInfo, settle
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.draft_model import DraftModel

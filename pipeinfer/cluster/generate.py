@@ -23,8 +23,9 @@ from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import model_paths, open_tokenizer
-from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.text_stream import TextStream
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
 from pipeinfer.strategies.decomposers.factory import Decomposition
 from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeinfer.core.control import Ready
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import stages_of
 

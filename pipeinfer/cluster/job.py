@@ -21,8 +21,8 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.grammar import Vocabulary
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding

@@ -15,7 +15,7 @@ from pipeinfer.cluster.draft_ranks import (
 from pipeinfer.config import JobConfig
 from pipeinfer.host import Place
 from pipeinfer.models.locate import open_model
-from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts, DraftWorker

@@ -18,8 +18,7 @@ from msgspec import Struct
 
 from pipeinfer.errors import PipeinferError, PlanError
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
-from pipeinfer.models.slice_parts import check_fits, sizes_of
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice, check_fits, sizes_of
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.wide import Teams, stages_of

@@ -48,7 +48,7 @@ from pipeinfer.models.shard_cache import (
     seal,
     used_now,
 )
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.transport.base import Port
 
 CHUNK = 1 << 20  #: bytes of one message

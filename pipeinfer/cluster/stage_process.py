@@ -70,7 +70,7 @@ from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import shard_name
 from pipeinfer.models.shard_cache import cache_directory
-from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
 from pipeinfer.runtime.pulse import Pulse

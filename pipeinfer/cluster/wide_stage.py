@@ -17,7 +17,7 @@ from pipeinfer.core.control import Setup, SumRegion
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Part, Tag
 from pipeinfer.errors import ProtocolError, TransportTimeout, UsageError
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Port

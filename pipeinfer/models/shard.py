@@ -50,7 +50,7 @@ from pipeinfer.models.gguf_parts import (
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
 
 if TYPE_CHECKING:
-    from pipeinfer.models.slices import Slice
+    from pipeinfer.models.slice_parts import Slice
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/backends/test_split_parity.py splits at every layer, bit-equal

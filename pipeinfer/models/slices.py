@@ -16,63 +16,15 @@ over a layer's slices is computed in that order. Where a slice may begin depends
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
-from msgspec import Struct
-
-from pipeinfer.errors import PlanError, ProtocolError
+from pipeinfer.errors import PlanError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.shard import check_splittable
-from pipeinfer.models.slice_parts import Sizes, sizes_of
+from pipeinfer.models.slice_parts import Sizes, Slice, sizes_of
 
 _TILE = 32  #: rows and columns that kernels take at once
-_NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
-                   r"\.f(\d{1,9})-(\d{1,9})\.v(\d{1,9})-(\d{1,9})", re.ASCII)
-
-
-class Slice(Struct, frozen=True):
-    """The parts of every layer and of the output head that a slice holds; all ranges are `[a, b)`.
-
-    heads: KV heads
-    ff: FFN columns
-    vocab: rows of the output head
-    queries: query heads of the model, where the slice has only some of those of its one KV head;
-        None: all of its KV heads'
-    """
-
-    heads: tuple[int, int]
-    ff: tuple[int, int]
-    vocab: tuple[int, int]
-    queries: tuple[int, int] | None = None
-
-    @property
-    def name(self) -> str:
-        """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
-        queries = f"q{self.queries[0]}-{self.queries[1]}" if self.queries else ""
-        return (f"h{self.heads[0]}-{self.heads[1]}{queries}.f{self.ff[0]}-{self.ff[1]}"
-                f".v{self.vocab[0]}-{self.vocab[1]}")
-
-    @classmethod
-    def parse(cls, text: str) -> Slice:
-        """Return the slice with this name. Raises ProtocolError for any other text."""
-        match = _NAME.fullmatch(text)
-        if match is not None:
-            numbers = [None if part is None else int(part) for part in match.groups()]
-            heads, queries, ff, vocab = (
-                None if low is None or high is None else (low, high)
-                for low, high in zip(numbers[::2], numbers[1::2], strict=True))
-            assert heads is not None
-            assert ff is not None
-            assert vocab is not None
-            found = cls(heads, ff, vocab, queries)
-            ranges = (heads, ff, vocab, queries or heads)
-            # a number with leading zeros would give one slice two names
-            if all(low < high for low, high in ranges) and found.name == text:
-                return found
-        raise ProtocolError(f"{text[:80]!r} is no name of a slice; start the same version of "
-                            "pipeinfer on every host")
 
 
 def widths_of(model: ModelFile | ModelDir) -> tuple[int, ...]:

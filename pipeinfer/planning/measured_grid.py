@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
-from pipeinfer.models.slice_parts import sizes_of
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice, sizes_of
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.core.grid import deal, grouped, parse_widths
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.replan import Holding
 

@@ -51,7 +51,7 @@ from pipeinfer.core.types import (
 )
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.models.text.constraint import Constraints
-from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 from pipeinfer.transport.lent import LentLoop, Stuck

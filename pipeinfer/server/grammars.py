@@ -7,8 +7,9 @@ import threading
 from typing import Any
 
 from pipeinfer.errors import RequestError
-from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 

@@ -19,7 +19,7 @@ from pipeinfer.strategies.proposers.base import InlineProposer, Proposer
 if TYPE_CHECKING:
     from pipeinfer.backends.base import Backend
     from pipeinfer.models.bita_adapter import BitaAdapter
-    from pipeinfer.models.text.grammar import Vocabulary as GrammarVocabulary
+    from pipeinfer.models.text.vocabulary import Vocabulary as GrammarVocabulary
 
 
 def _anything(_: object) -> None:

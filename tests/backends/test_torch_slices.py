@@ -16,8 +16,8 @@ from pipeinfer.backends.wide import WideBackend
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.locate import open_model
-from pipeinfer.models.slice_parts import sizes_of
-from pipeinfer.models.slices import Slice, cut_of, widths_of
+from pipeinfer.models.slice_parts import Slice, sizes_of
+from pipeinfer.models.slices import cut_of, widths_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
 from tests.support.gguf_files import write_sliceable

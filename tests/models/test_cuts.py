@@ -17,8 +17,8 @@ from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import ShardSource, extract_shard
-from pipeinfer.models.slice_parts import check_fits, sizes_of
-from pipeinfer.models.slices import Slice, cut_of, widths_of
+from pipeinfer.models.slice_parts import Slice, check_fits, sizes_of
+from pipeinfer.models.slices import cut_of, widths_of
 from tests.support.gguf_files import altered, write_sliceable
 from tests.support.sample import examples
 

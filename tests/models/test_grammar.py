@@ -16,7 +16,8 @@ from pipeinfer.models import locate
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import grammar as grammars
 from pipeinfer.models.text.constraint import Constraint, Constraints
-from pipeinfer.models.text.grammar import MAX_BYTES, Vocabulary, compile_grammar
+from pipeinfer.models.text.grammar import MAX_BYTES, compile_grammar
+from pipeinfer.models.text.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
 MODEL = locate.EMBEDDED / "target.gguf"

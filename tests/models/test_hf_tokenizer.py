@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.hf_tokenizer import FolderTokenizer
 from pipeinfer.models.text.tokenizer import check_draft_vocab
+from pipeinfer.models.text.vocabulary import Vocabulary
 from tests.rig import launch
 from tests.rig.embedded_folder import write_folder
 

@@ -13,7 +13,8 @@ from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.grammar import compile_grammar
+from pipeinfer.models.text.vocabulary import Vocabulary
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop

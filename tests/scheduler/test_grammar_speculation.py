@@ -21,7 +21,8 @@ from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import NO_TOKEN, Request, SamplingParams, make_rows
 from pipeinfer.errors import UsageError
-from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+from pipeinfer.models.text.grammar import compile_grammar
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.stage import Stage

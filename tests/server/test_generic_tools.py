@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.lab import random_model
 from pipeinfer.models.text.constraint import Constraint
-from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.server.frames import Submit
 from pipeinfer.server.generic_tools import messages_for, without_system
 from tests.rig.server_peer import front

@@ -187,7 +187,8 @@ def test_arguments_may_be_text_and_depth_is_no_trap():
 @pytest.mark.parametrize("hermes", [True, False])
 def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
     from pipeinfer.models.text.constraint import Constraint
-    from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+    from pipeinfer.models.text.grammar import compile_grammar
+    from pipeinfer.models.text.vocabulary import Vocabulary
 
     functions = [{"name": "f", "parameters": {"type": "object", "properties": {
         "x": {"type": "integer"}}, "required": ["x"]}},
@@ -209,7 +210,8 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
 
 def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
     from pipeinfer.models.text.constraint import Constraint
-    from pipeinfer.models.text.grammar import Vocabulary, compile_grammar
+    from pipeinfer.models.text.grammar import compile_grammar
+    from pipeinfer.models.text.vocabulary import Vocabulary
 
     tokens = [*(bytes([i]) for i in range(256)), b"\xff<tool_call>", b"\xff</tool_call>",
               b"\xff<|end|>"]

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
-from pipeinfer.models.text.grammar import Vocabulary
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.draft_worker import DraftWorker
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from tests.rig.toy import ToyBackend, ToySpec

@@ -27,7 +27,7 @@ from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.backends.pytorch.weights import Shard, load_shard
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Slice
 
 __all__ = ["TorchBackend", "TorchOptions"]
 

@@ -27,8 +27,7 @@ from pipeinfer.errors import ModelError, PipeinferError, PlanError, UnsupportedA
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import FLOATS, ModelDir
 from pipeinfer.models.llama_rules import check_numbers
-from pipeinfer.models.slice_parts import Sizes, check_fits, sizes_of
-from pipeinfer.models.slices import Slice
+from pipeinfer.models.slice_parts import Sizes, Slice, check_fits, sizes_of
 
 #: kinds of rotary embedding whose angles depend on the row's position alone
 ROPES = ("default", "linear", "llama3", "yarn")

@@ -14,7 +14,7 @@ from pipeinfer.core.types import BoolArray, IntArray
 from pipeinfer.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeinfer.models.text.grammar import Vocabulary
+    from pipeinfer.models.text.vocabulary import Vocabulary
 
 _MASKS = 16  #: masks that a constraint stores
 

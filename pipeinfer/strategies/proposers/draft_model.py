@@ -26,7 +26,7 @@ from pipeinfer.strategies.proposers.base import common_prefix
 from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
 
 if TYPE_CHECKING:
-    from pipeinfer.models.text.grammar import Vocabulary
+    from pipeinfer.models.text.vocabulary import Vocabulary
 
 _KEEP_RANKINGS = 64  #: last positions whose candidates are copied with a path
 _RANKED = 8  #: candidates that are stored after a token
