@@ -50,6 +50,10 @@ def write(results: Sequence[Mapping[str, Any]], commit: str = "") -> Path:
             "processor": f"{gpu}, {facts['processor']}", "command": _COMMAND}
     records = [record for make in (_speed, _curve, _padded, _unpadded, _jobs, _torch)
                if (record := make(steps)) is not None]
+    speeds = [speed for result in results
+              if (speed := result["steps"].get("speed", {}).get("result")) is not None]
+    if len(speeds) > 1:
+        _add_earlier(records[0], speeds[-2])
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
     for record in records:
         lines += ["", "[[record]]", *(
@@ -72,6 +76,17 @@ def _speed(steps: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"id": "gpu-speed", "what": "tokens per second of one request, and of prompts where the "
             "row says so", "columns": ["program", "median", "range", "R", "steps of 256 tokens"],
             "rows": rows}
+
+
+def _add_earlier(record: dict[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Put what the check before found into the table of speeds."""
+    record["columns"].append("in the check before")
+    for row in record["rows"]:
+        values = earlier["speeds"].get(row[0], ())
+        row.append(f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+                   if values else "")
+    record["notes"] = ("Between the two checks drafts and `--exact off` began to keep flash "
+                       "attention on GPUs.")
 
 
 def _curve(steps: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from pipeinfer.errors import ProtocolError, RequestError, UsageError
 from pipeinfer.models import locate
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import grammar as grammars
+from pipeinfer.models.text import vocabulary as vocabularies
 from pipeinfer.models.text.constraint import Constraint, Constraints
 from pipeinfer.models.text.grammar import MAX_BYTES, compile_grammar
 from pipeinfer.models.text.vocabulary import Vocabulary
@@ -256,7 +257,7 @@ def test_a_parser_that_gives_up_allows_nothing(vocabulary, monkeypatch):
     text = compile_grammar("gbnf", wide, vocabulary)
     assert Constraint(vocabulary, text).allowed([]).any()
     tight = llguidance.LLParserLimits(step_max_items=40, verbose_errors=False)
-    monkeypatch.setattr(grammars, "_limits", lambda: tight)
+    monkeypatch.setattr(vocabularies, "_limits", lambda: tight)
     constraint = Constraint(vocabulary, text)
     mask = constraint.allowed([])
     assert mask is not None

@@ -175,12 +175,12 @@ def test_a_lane_with_a_grammar_needs_a_vocabulary(compiled):
 def test_a_parser_that_gives_up_ends_its_own_request_only(compiled, monkeypatch):
     import llguidance
 
-    from pipeinfer.models.text import grammar
+    from pipeinfer.models.text import vocabulary
     from pipeinfer.scheduler.events import Refuse
 
     wide = compile_grammar("gbnf", "root ::= " + '"x"? ' * 300, VOCABULARY)
     tight = llguidance.LLParserLimits(step_max_items=150, verbose_errors=False)
-    monkeypatch.setattr(grammar, "_limits", lambda: tight)
+    monkeypatch.setattr(vocabulary, "_limits", lambda: tight)
     pipeline = Pipeline(1, Limits(n_ctx=128, exact_width=4, parallel=2, **POLICIES["pipeinfer"]))
     good = SamplingParams(grammar=compiled[1], grammar_start=len(PROMPT))
     pipeline.head.submit(Request(1, PROMPT, 20, structs.replace(good, grammar=wide)))
