@@ -10,7 +10,7 @@ import click
 
 from pipeinfer.errors import ModelError
 from pipeinfer.files import parse_bytes
-from pipeinfer.models.cache_room import Kept, in_use, kept, limit, mapped, shrink
+from pipeinfer.models.cache_room import KeptFile, in_use, kept, limit, mapped, shrink
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.text_table import aligned
@@ -49,9 +49,9 @@ def cache_command(remove: bool, size: str | None, days: float | None) -> None:
         click.echo(line)
 
 
-def _table(files: Sequence[Kept], held: Collection[tuple[str, int]]) -> list[str]:
+def _table(files: Sequence[KeptFile], held: Collection[tuple[str, int]]) -> list[str]:
     """Return a line per model, the most recently used first."""
-    by_model: dict[str, list[Kept]] = {}
+    by_model: dict[str, list[KeptFile]] = {}
     for one in reversed(files):
         by_model.setdefault(one.model, []).append(one)
     rows = [("model", "shards", "size", "last used", "in use")]
@@ -81,7 +81,7 @@ def _age(when: float) -> str:
     return "now"
 
 
-def _sum(files: Sequence[Kept]) -> int:
+def _sum(files: Sequence[KeptFile]) -> int:
     return sum(one.size for one in files)
 
 

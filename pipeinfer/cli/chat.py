@@ -15,7 +15,7 @@ import click
 from msgspec import structs
 
 from pipeinfer import host
-from pipeinfer.cli.chat_loop import Chat, Interrupts, Partner, Wishes
+from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
 from pipeinfer.cli.chat_terminal import own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.options import JOB, config_options
@@ -73,12 +73,12 @@ def chat_command(
             )
         else:
             remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
-            partner = Server(
+            partner = ServerConnection(
                 remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict}
             )
         try:
             formatted = lines.by_hand and out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-            failed = Chat(partner, lines, out, interrupts, system, config.sampling.seed,
+            failed = ChatLoop(partner, lines, out, interrupts, system, config.sampling.seed,
                           formatted=formatted and not plain).run()
         except Stopped:
             if own:
@@ -91,7 +91,7 @@ def chat_command(
 # --- a server ---------------------------------------------------------------------------------
 
 
-class Server:
+class ServerConnection:
     """A `Partner` behind a URL. fields: added to every request."""
 
     def __init__(self, remote: Remote, fields: dict[str, Any]) -> None:

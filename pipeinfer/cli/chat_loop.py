@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 import click
 
-from pipeinfer.cli.chat_terminal import Formatted, Plain, Source
+from pipeinfer.cli.chat_terminal import Formatted, InputSource, Plain
 from pipeinfer.cli.terminal import Stopped
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import write_atomically
@@ -86,12 +86,12 @@ class Interrupts:
             raise self._first
 
 
-class Chat:
+class ChatLoop:
     """Reads messages and shows answers. formatted: whether to show Markdown on a terminal."""
 
     def __init__(
-        self, partner: Partner, lines: Source, out: TextIO, interrupts: Interrupts, system: str,
-        seed: int, *, formatted: bool = False,
+        self, partner: Partner, lines: InputSource, out: TextIO, interrupts: Interrupts,
+        system: str, seed: int, *, formatted: bool = False,
     ) -> None:
         self._partner, self._lines, self._out = partner, lines, out
         self._interrupts, self._formatted = interrupts, formatted

@@ -31,7 +31,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 
 
-class Source(Protocol):
+class InputSource(Protocol):
     """The source of messages. by_hand: whether a user types them."""
 
     by_hand: bool
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 @contextlib.contextmanager
-def own_terminal() -> Iterator[tuple[Source, TextIO]]:
+def own_terminal() -> Iterator[tuple[InputSource, TextIO]]:
     """Yield the source of lines and the output for answers: standard input and output, or under
     launch/run the terminal that it names (mpirun forwards only whole lines)."""
     where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
@@ -57,13 +57,13 @@ def own_terminal() -> Iterator[tuple[Source, TextIO]]:
     if descriptor < 0:
         capable = os.environ.get("TERM", "dumb") != "dumb"
         edits = capable and sys.stdin.isatty() and sys.stdout.isatty()
-        yield Editor() if edits else Lines(sys.stdin.fileno()), sys.stdout
+        yield Editor() if edits else TypedLines(sys.stdin.fileno()), sys.stdout
         return
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-        yield Lines(descriptor), out
+        yield TypedLines(descriptor), out
 
 
-class Lines:
+class TypedLines:
     """Reads lines from a file descriptor. A signal ends the wait for one, even just before it
     begins."""
 
@@ -76,7 +76,7 @@ class Lines:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
-        """See `Source.next`."""
+        """See `InputSource.next`."""
         del text
         if self.by_hand:
             write(prompt)
@@ -103,7 +103,7 @@ class Editor:
         self._session: PromptSession[str] | None = None
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
-        """See `Source.next`."""
+        """See `InputSource.next`."""
         if self._session is None:
             self._session = _session()
         try:

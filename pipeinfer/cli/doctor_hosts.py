@@ -58,7 +58,7 @@ _SSH_TROUBLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HostAnswer:
     """The facts of a host; or the problem and its remedy."""
 
     entry: HostEntry
@@ -134,10 +134,10 @@ def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes |
             for answer in answers]
 
 
-def ask(entry: HostEntry) -> Answer:
+def ask(entry: HostEntry) -> HostAnswer:
     """Return a host's facts, over ssh unless it is this one."""
     if is_here(entry.host):
-        return Answer(entry, _own_facts())
+        return HostAnswer(entry, _own_facts())
     name = f"{entry.user}@{entry.host}" if entry.user else entry.host
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
                *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
@@ -146,17 +146,17 @@ def ask(entry: HostEntry) -> Answer:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               stdin=subprocess.DEVNULL, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
-        return Answer(entry, {}, f"did not answer within {_ANSWER_SECONDS} s",
+        return HostAnswer(entry, {}, f"did not answer within {_ANSWER_SECONDS} s",
                       f"log in by hand and check whether {entry.host} is busy or one of its file "
                       "systems hangs")
     except OSError as error:
-        return Answer(entry, {}, f"cannot be checked: this host has no ssh ({error.strerror})",
+        return HostAnswer(entry, {}, f"cannot be checked: this host has no ssh ({error.strerror})",
                       "install an ssh client (Debian and Ubuntu: apt install openssh-client)")
     for line in done.stdout.splitlines():
         if line.startswith(_MARK):
             facts: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            return Answer(entry, facts)
-    return Answer(entry, {}, *_explain(entry.host, done.returncode, done.stderr))
+            return HostAnswer(entry, facts)
+    return HostAnswer(entry, {}, *_explain(entry.host, done.returncode, done.stderr))
 
 
 def _explain(host: str, code: int, said: str) -> tuple[str, str]:
@@ -174,7 +174,7 @@ def _explain(host: str, code: int, said: str) -> tuple[str, str]:
     return f"cannot be used: {last}", f"try `ssh {host} {sys.executable} -m pipeinfer doctor`"
 
 
-def _judge(answer: Answer, ranks: int, mine: dict[str, Any], seen: dict[str, str],
+def _judge(answer: HostAnswer, ranks: int, mine: dict[str, Any], seen: dict[str, str],
            nodes: Nodes | None) -> Finding:
     """Return one host's finding. ranks: that it is to run. seen: collects host names by their
     own name."""

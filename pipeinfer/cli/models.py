@@ -26,7 +26,7 @@ _COME_ALONG = "pipeinfer"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """The facts about a model.
 
     size: bytes of all its parts.
@@ -123,12 +123,12 @@ def _named(name: str) -> Stored:
 # --- what a model is, and can be ------------------------------------------------------------------
 
 
-def facts_of(one: Stored) -> Facts:
+def facts_of(one: Stored) -> ModelFacts:
     """Read a model's header and determine what can be done with it."""
     from pipeinfer.models.shard import check_splittable
     from pipeinfer.models.slices import widths_of
 
-    blank = Facts(one.name, str(one.path), one.place)
+    blank = ModelFacts(one.name, str(one.path), one.place)
     try:
         if one.path.is_dir():
             raise ModelError(f"{one.path}: is a folder, for the torch backend (docs/torch.md)")
@@ -206,7 +206,7 @@ def _number(value: Any, otherwise: int = 0) -> int:
 # --- print ----------------------------------------------------------------------------------------
 
 
-def table(found: list[Facts]) -> str:
+def table(found: list[ModelFacts]) -> str:
     """Return a line per model, and how to get more."""
     rows = [("name", "where", "size", "architecture", "type", "layers", "cut", "slices",
              "decomposers")]
@@ -225,7 +225,7 @@ def table(found: list[Facts]) -> str:
     return "\n".join(lines)
 
 
-def as_text(one: Facts) -> str:
+def as_text(one: ModelFacts) -> str:
     """Return all facts about a model as text."""
     if one.damage:
         return f"{one.name} ({one.place}): {one.damage}"

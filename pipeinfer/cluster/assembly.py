@@ -49,7 +49,7 @@ from pipeinfer.planning.links import left_out
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.regrid import GridRoom, Rate, regrid
-from pipeinfer.planning.replan import Holding, Verdict, rebalance, replan
+from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Layout, Port
@@ -227,7 +227,7 @@ class Assembly:
             return
         self._note(began, set(), why, before)
 
-    def better(self, seconds: Sequence[float], judge: Judge) -> Verdict:
+    def better(self, seconds: Sequence[float], judge: Judge) -> MoveVerdict:
         """Look for a better split of the layers, see `replan.rebalance`.
 
         seconds: the present time of each stage for a run.
@@ -236,7 +236,7 @@ class Assembly:
                          judge, dict.fromkeys(self.returning, 0.0))
 
     def better_grid(self, seconds: Sequence[float],
-                    shares: Mapping[tuple[str, ...], Sequence[float]], rate: Rate) -> Verdict:
+                    shares: Mapping[tuple[str, ...], Sequence[float]], rate: Rate) -> MoveVerdict:
         """Look for better places for the slices, see `regrid.regrid`.
 
         seconds: the present time that each member computes for a run.

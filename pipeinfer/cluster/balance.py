@@ -26,7 +26,7 @@ from pipeinfer.planning.load_seen import Seen
 from pipeinfer.planning.member_pace import MemberPace
 from pipeinfer.planning.own_time import Share
 from pipeinfer.planning.partition import SAME_SPEED, Split
-from pipeinfer.planning.replan import Holding, Verdict
+from pipeinfer.planning.replan import Holding, MoveVerdict
 from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.planning.wide import is_cut
 
@@ -239,7 +239,7 @@ class Balance:
         self.session.resume()
 
 
-def _why_grid(judge: Judge, verdict: Verdict) -> str:
+def _why_grid(judge: Judge, verdict: MoveVerdict) -> str:
     streams = max(mix.streams for mix in judge.mixes)
     slowest = max(verdict.speeds, key=lambda rank: verdict.speeds[rank])
     times = verdict.speeds[slowest] / min(verdict.speeds.values())

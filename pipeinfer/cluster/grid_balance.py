@@ -11,7 +11,7 @@ from pipeinfer.cluster.job import RunningJob
 from pipeinfer.planning.judge import Arrangement, Judge, StageTime, score
 from pipeinfer.planning.measured_grid import slice_shares
 from pipeinfer.planning.regrid import Rate
-from pipeinfer.planning.replan import Holding, Verdict
+from pipeinfer.planning.replan import Holding, MoveVerdict
 from pipeinfer.planning.wide import stages_of
 
 
@@ -33,7 +33,7 @@ class GridBalance:
         times = self._session.head.times
         return times.members.slowdown(times.pace.seconds) if self.known else []
 
-    def better(self, judge: Judge) -> Verdict:
+    def better(self, judge: Judge) -> MoveVerdict:
         """Return the best placement of the present slices."""
         held = self._session.assembly.held
         model = self._session.loaded.job.model

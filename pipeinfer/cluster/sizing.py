@@ -189,8 +189,8 @@ def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
 
 
 def limits_for(
-    config: SpeculationConfig, policy: Policy, sizes: Sizes, *, n_ctx: int, chunk: int, exact: int,
-    n_stages: int, curve: Curve, spare: int, draft_share: float = 0.0,
+    config: SpeculationConfig, policy: Policy, sizes: RunSizes, *, n_ctx: int, chunk: int,
+    exact: int, n_stages: int, curve: Curve, spare: int, draft_share: float = 0.0,
 ) -> tuple[Limits, frozenset[str]]:
     """Return the limits to start with, and the names of those that the user set.
 
@@ -313,7 +313,7 @@ def _given(value: float, otherwise: float) -> float:
     return value if value >= 0 else otherwise
 
 
-class Sizes(Struct, frozen=True):
+class RunSizes(Struct, frozen=True):
     """Defaults that depend on what a further row of a run costs."""
 
     draft_max: int
@@ -321,11 +321,11 @@ class Sizes(Struct, frozen=True):
     join: bool
 
 
-def sizes_for(row_cost: float) -> Sizes:
+def sizes_for(row_cost: float) -> RunSizes:
     """Return the default sizes: small runs if a further row costs nearly as much as a run of one
     row. See docs/options.md."""
     if row_cost > 0.6:
-        return Sizes(1, 2, join=False)
+        return RunSizes(1, 2, join=False)
     if row_cost > 0.3:
-        return Sizes(2, 4, join=False)
-    return Sizes(3, 7, join=True)
+        return RunSizes(2, 4, join=False)
+    return RunSizes(3, 7, join=True)

@@ -82,7 +82,7 @@ from pipeinfer.transport.lent import LentLoop, Stuck
 Report = Callable[[str, int, int], None]
 
 
-class Part(Struct, frozen=True):
+class LoadedPart(Struct, frozen=True):
     """A loaded shard.
 
     piece: name of the slice that it holds of its layers, "" for all of them.
@@ -111,7 +111,7 @@ class StageProcess:
         self._port = self._hooks.port(port)
         self._pulse = pulse or Pulse()
         self._lent = lent if self._port is port else None  # a paced port delays its messages
-        self._parts: list[Part] = []
+        self._parts: list[LoadedPart] = []
         self._team: Team | None = None
         self._sum_seconds = 0.0
         self._whole: WideBackend | None = None  #: all slices held here, while there is a team
@@ -376,12 +376,12 @@ class StageProcess:
         self._parts, self._options = kept, same
 
     @staticmethod
-    def _close(parts: list[Part]) -> None:
+    def _close(parts: list[LoadedPart]) -> None:
         for part in parts:
             part.backend.close()
 
     def _load(self, config: JobConfig, setup: Setup, piece: str, layers: tuple[int, int],
-              kind: str, threads: int, report: Report) -> Part:
+              kind: str, threads: int, report: Report) -> LoadedPart:
         (start, stop), received, used = layers, 0, threads
         backend: Backend
         llama = None
@@ -430,7 +430,7 @@ class StageProcess:
         except BaseException:
             backend.close()
             raise
-        return Part(layers, piece, backend, widths, used, received)
+        return LoadedPart(layers, piece, backend, widths, used, received)
 
 
 def gpu_of(config: ModelConfig, kind: str) -> str:
@@ -460,14 +460,14 @@ def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[
     return found
 
 
-def joined(parts: list[Part]) -> tuple[Backend, Widths]:
+def joined(parts: list[LoadedPart]) -> tuple[Backend, Widths]:
     """Return all parts as one backend, with the worst of their widths."""
     if len(parts) == 1:
         return parts[0].backend, parts[0].widths
     return ChainBackend([part.backend for part in parts]), worst(parts)
 
 
-def worst(parts: list[Part]) -> Widths:
+def worst(parts: list[LoadedPart]) -> Widths:
     """Return the widths that hold for all parts: the smallest R and the highest costs."""
     curves = zip(*(part.widths.curve for part in parts), strict=True)
     return structs.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),

@@ -28,7 +28,7 @@ _EMBEDDING_SCALE, _RESIDUAL_SCALE = "embedding_scale", "residual_scale"
 _WAY_OUT = "run it whole in one process (-np 1)"
 
 
-class Cut(Struct, frozen=True):
+class CutRule(Struct, frozen=True):
     """How an architecture is cut.
 
     traps: prefixes of metadata keys that would make a layer depend on its place, and that are
@@ -56,30 +56,31 @@ _WINDOWS = (_WINDOW,)  # also the beginning of the pattern's name
 _SCALES = (_EMBEDDING_SCALE, _RESIDUAL_SCALE, "logit_scale", "attention.scale")
 #: every architecture that can be cut; Mistral and Mixtral are "llama"
 ARCHITECTURES = {
-    "cohere2": Cut((*_WINDOWS, "logit_scale"), period=4, arrays=(_PATTERN,)),
-    "deepseek2": Cut((_DENSE, _NEXTN, "attention.temperature_scale")),
-    "falcon": Cut(),
-    "gemma2": Cut(_WINDOWS, period=2, arrays=(_PATTERN,)),
-    "gemma3": Cut(_WINDOWS, period=6, plain=True, arrays=(_PATTERN,)),
-    "gemma4": Cut(_WINDOWS, period=1, arrays=(
+    "cohere2": CutRule((*_WINDOWS, "logit_scale"), period=4, arrays=(_PATTERN,)),
+    "deepseek2": CutRule((_DENSE, _NEXTN, "attention.temperature_scale")),
+    "falcon": CutRule(),
+    "gemma2": CutRule(_WINDOWS, period=2, arrays=(_PATTERN,)),
+    "gemma3": CutRule(_WINDOWS, period=6, plain=True, arrays=(_PATTERN,)),
+    "gemma4": CutRule(_WINDOWS, period=1, arrays=(
         _PATTERN, "attention.head_count_kv", "feed_forward_length")),
-    "glm4": Cut((_NEXTN,)),
-    "glm4moe": Cut((_DENSE, _NEXTN)),
-    "gpt-oss": Cut(_WINDOWS, period=2, arrays=(_PATTERN,), head=True),
-    "granite": Cut(_SCALES),
-    "granitemoe": Cut(_SCALES),
-    "llama": Cut(),
-    "llama4": Cut((*_WINDOWS, "interleave_moe_layer_step"), period=4, arrays=(_PATTERN,), step=4),
-    "minicpm": Cut(_SCALES),
-    "mistral3": Cut(("attention.temperature_scale",)),
-    "olmo2": Cut(_WINDOWS, period=4, plain=True, arrays=(_PATTERN,), head=True,
+    "glm4": CutRule((_NEXTN,)),
+    "glm4moe": CutRule((_DENSE, _NEXTN)),
+    "gpt-oss": CutRule(_WINDOWS, period=2, arrays=(_PATTERN,), head=True),
+    "granite": CutRule(_SCALES),
+    "granitemoe": CutRule(_SCALES),
+    "llama": CutRule(),
+    "llama4": CutRule((*_WINDOWS, "interleave_moe_layer_step"), period=4, arrays=(_PATTERN,),
+                      step=4),
+    "minicpm": CutRule(_SCALES),
+    "mistral3": CutRule(("attention.temperature_scale",)),
+    "olmo2": CutRule(_WINDOWS, period=4, plain=True, arrays=(_PATTERN,), head=True,
                  always="attn_output"),
-    "phi3": Cut(_WINDOWS),  # llama.cpp computes these without windows
-    "qwen2": Cut(),
-    "qwen2moe": Cut(head=True),
-    "qwen3": Cut(),
-    "qwen3moe": Cut(),
-    "smollm3": Cut(step=4),  # every fourth layer does not rotate
+    "phi3": CutRule(_WINDOWS),  # llama.cpp computes these without windows
+    "qwen2": CutRule(),
+    "qwen2moe": CutRule(head=True),
+    "qwen3": CutRule(),
+    "qwen3moe": CutRule(),
+    "smollm3": CutRule(step=4),  # every fourth layer does not rotate
 }
 #: numbers of layers at which llama.cpp scales queries in another way
 _SCALED_OTHERWISE = {"gemma2": 46, "gemma3": 62}
@@ -191,7 +192,7 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     for it, one more layer is announced as one for multi-token prediction, which needs no weights
     and no cache.
     """
-    arch, cut = model.architecture, ARCHITECTURES.get(model.architecture, Cut())
+    arch, cut = model.architecture, ARCHITECTURES.get(model.architecture, CutRule())
     own, windows = _Header(arch), None
     if cut.period and (_number(model, _WINDOW) or not cut.plain):
         windows = windows_of(model, cut.period)[start:stop]
@@ -226,14 +227,14 @@ def embedding_factor(model: ModelFile) -> float:
     """
     if model.architecture in ("gemma2", "gemma3", "gemma4"):
         return float(np.sqrt(np.float32(model.n_embd)))
-    if _EMBEDDING_SCALE in ARCHITECTURES.get(model.architecture, Cut()).traps:
+    if _EMBEDDING_SCALE in ARCHITECTURES.get(model.architecture, CutRule()).traps:
         value = model.arch_get(_EMBEDDING_SCALE, 12.0 if model.architecture == "minicpm" else 0)
         return float(value) if isinstance(value, int | float) and value else 1.0
     return 1.0
 
 
 def windows_of(model: ModelFile, period: int) -> list[bool]:
-    """Return for each layer whether it has a sliding window; period: as in `Cut`."""
+    """Return for each layer whether it has a sliding window; period: as in `CutRule`."""
     key = f"{model.architecture}.{_PATTERN}"
     if model.is_array(key):
         return [bool(value) for value in _values(model, _PATTERN)][:model.n_layers]

@@ -26,7 +26,7 @@ MOST_COPIES = 3.0  #: the space for shards of one model, in times the model's si
 LIMIT = "PIPEINFER_CACHE_SIZE"
 
 
-class Kept(Struct, frozen=True):
+class KeptFile(Struct, frozen=True):
     """A shard in the cache.
 
     model: beginning of the names of this model's shards
@@ -50,7 +50,7 @@ class Kept(Struct, frozen=True):
         return True
 
 
-def kept(directory: Path) -> list[Kept]:
+def kept(directory: Path) -> list[KeptFile]:
     """Return the shards in the cache, the least recently used first."""
     found = []
     for path in directory.glob("*.gguf"):
@@ -58,7 +58,7 @@ def kept(directory: Path) -> list[Kept]:
             size = path.stat().st_size
             with contextlib.suppress(OSError):
                 size += sum_of(path).stat().st_size
-            found.append(Kept(path, model_of(path.name), size, used(path)))
+            found.append(KeptFile(path, model_of(path.name), size, used(path)))
     return sorted(found, key=lambda one: one.used)
 
 
@@ -93,8 +93,8 @@ def make_room(path: Path, model_bytes: int) -> list[Path]:
     return removed
 
 
-def shrink(files: Iterable[Kept], bound: int, keep: Collection[Path] = (), fresh: float = 0.0
-           ) -> list[Kept]:
+def shrink(files: Iterable[KeptFile], bound: int, keep: Collection[Path] = (), fresh: float = 0.0
+           ) -> list[KeptFile]:
     """Remove files, the first ones first, until they take at most `bound` bytes.
 
     keep: files that stay

@@ -7,9 +7,7 @@ model gets a companion file with the embedding alone. Independent of layers and 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ from pipeinfer.models.gguf_parts import (
 )
 from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.models.shard import shard_name
-from pipeinfer.models.shard_cache import Progress, cache_directory, store
 
 PIECE = "embedding"  #: the companion's name in place of a slice's
 _NAME = "token_embd.weight"
@@ -104,16 +101,6 @@ class EmbeddingSource:
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes in order. Raises ModelError when the model file cannot be read."""
         return blocks_of(self._model, self.header, self._parts)
-
-
-def extract_embedding(
-    model: ModelFile,
-    *,
-    cache_dir: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Return the companion of `model`, from the cache or written now; see `shard_cache.store`."""
-    return store(EmbeddingSource(model), cache_directory(cache_dir), progress)
 
 
 def _tensor(model: ModelFile) -> TensorInfo:

@@ -21,7 +21,7 @@ _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _CHUNK = 8 << 20
 
 
-class Window(Struct, frozen=True):
+class FileWindow(Struct, frozen=True):
     """The part of a tensor that is taken.
 
     row_bytes: bytes of a row
@@ -48,7 +48,7 @@ class TensorPart(Struct, frozen=True):
     shape: tuple[int, ...]
     nbytes: int
     source: TensorInfo | None
-    window: Window | None = None
+    window: FileWindow | None = None
 
 
 def block_size(tensor: TensorInfo) -> int:
@@ -70,7 +70,7 @@ def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPa
     """Take several ranges of rows, one after the other."""
     count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
     return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
-                   nbytes=count * row_bytes, window=Window(row_bytes, bands, (0, row_bytes)))
+                   nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, (0, row_bytes)))
 
 
 def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
@@ -82,7 +82,7 @@ def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> Tenso
     span = (low // block * type_size, high // block * type_size)
     return structs.replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
                    nbytes=(span[1] - span[0]) * tensor.shape[1],
-                   window=Window(row_bytes, ((0, tensor.shape[1]),), span))
+                   window=FileWindow(row_bytes, ((0, tensor.shape[1]),), span))
 
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
@@ -164,7 +164,7 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
             yield bytes(padding)
 
 
-def _read_window(model: ModelFile, tensor: TensorInfo, window: Window) -> Iterator[bytes]:
+def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> Iterator[bytes]:
     """Yield a window's bytes. Rows are read whole even for a few columns, as files are read by
     pages.
     """

@@ -25,7 +25,7 @@ from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
 from pipeinfer.models.architectures import (
     ARCHITECTURES,
-    Cut,
+    CutRule,
     check_range,
     entries,
     keeps_state,
@@ -116,7 +116,7 @@ def check_splittable(model: ModelFile) -> None:
         )
     if why := refusal(model):
         raise UnsupportedArchitecture(f"{model.path.name}: cannot be split: {why}; {way_out}")
-    cut, prefix = ARCHITECTURES.get(architecture, Cut()), architecture + "."
+    cut, prefix = ARCHITECTURES.get(architecture, CutRule()), architecture + "."
     for key in model.meta_keys():
         if not key.startswith(prefix):
             continue
@@ -193,7 +193,7 @@ def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: boo
     tensors, width = model.tensors, model.n_embd
     head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
     own = all_of(head, _EMBEDDING) if piece is None else rows_of(head, _EMBEDDING, piece.vocab)
-    if ARCHITECTURES.get(model.architecture, Cut()).head:
+    if ARCHITECTURES.get(model.architecture, CutRule()).head:
         rows = own.shape[-1] if first or last else 1
         return [all_of(tensors[_EMBEDDING], _EMBEDDING) if first
                 else zeros(_EMBEDDING, (width, rows)),

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from pipeinfer.planning.judge import Arrangement, LoadMix
 from pipeinfer.planning.partition import Load
-from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Team, team
+from pipeinfer.planning.teams import Host, Network, PlannedTeam, SumCost, TeamCut, team
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Cluster:
     hosts: tuple[Host, ...]
     network: Network
     load: Load
-    cut: Cut
+    cut: TeamCut
     sums: SumCost = field(default_factory=SumCost)
     mixes: tuple[LoadMix, ...] = (LoadMix(),)
     hop: float = 0.0
     draft: float = 0.0
     widths: tuple[int, ...] = ()
     groups: tuple[str, ...] = ()
-    _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, compare=False)
+    _teams: dict[tuple[int, ...], PlannedTeam] = field(default_factory=dict, compare=False)
 
     @cached_property
     def n_layers(self) -> int:
@@ -48,7 +48,7 @@ class Cluster:
         """The average cost of a layer."""
         return sum(self.load.costs) / self.n_layers
 
-    def team(self, chosen: Sequence[int]) -> Team:
+    def team(self, chosen: Sequence[int]) -> PlannedTeam:
         """Return these hosts as one stage, see `teams.team`. The result is cached."""
         key = tuple(chosen)
         if key not in self._teams:
@@ -63,14 +63,14 @@ class Cluster:
         """Whether these hosts may form a stage."""
         return not self.groups or len({self.groups[index] for index in chosen}) == 1
 
-    def bytes_of(self, one: Team, n_layers: int, *, first: bool, last: bool) -> list[float]:
+    def bytes_of(self, one: PlannedTeam, n_layers: int, *, first: bool, last: bool) -> list[float]:
         """Return the bytes of memory of each member of a stage."""
         size = sum(self.load.sizes) / self.n_layers
         ends = self.load.first_bytes * first + self.load.scratch
         return [share * n_layers * size + ends + self.load.last_bytes * last / one.width
                 for share in one.shares]
 
-    def most_layers(self, one: Team, *, first: bool, last: bool) -> int:
+    def most_layers(self, one: PlannedTeam, *, first: bool, last: bool) -> int:
         """Return the number of layers that the members' memory allows."""
         size, found = sum(self.load.sizes) / self.n_layers, float(self.n_layers)
         base = self.bytes_of(one, 0, first=first, last=last)
@@ -80,7 +80,7 @@ class Cluster:
         return int(max(found, 0.0))
 
 
-def arrange(cluster: Cluster, stages: Sequence[Team], layers: Sequence[int]) -> Arrangement:
+def arrange(cluster: Cluster, stages: Sequence[PlannedTeam], layers: Sequence[int]) -> Arrangement:
     """Return stages with these numbers of layers as an arrangement for the judge."""
     end, n_embd = len(stages) - 1, cluster.cut.n_embd
     times = tuple(one.time(count, cluster.load.last_cost if k == end else 0.0, cluster.cut,
@@ -93,7 +93,7 @@ def arrange(cluster: Cluster, stages: Sequence[Team], layers: Sequence[int]) -> 
     return Arrangement(times, link, per_row * (len(stages) - 1) / (len(stages) + 1), cluster.draft)
 
 
-def _hop(cluster: Cluster, one: Team, two: Team) -> float:
+def _hop(cluster: Cluster, one: PlannedTeam, two: PlannedTeam) -> float:
     """Return the seconds from a stage to the next: each member of it receives from one of this
     one's."""
     wires = [cluster.network.between(one.hosts[k % one.width], host)

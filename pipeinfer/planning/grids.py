@@ -22,7 +22,7 @@ from pipeinfer.planning.grid_cluster import Cluster, arrange
 from pipeinfer.planning.judge import Arrangement, LoadMix, tokens_per_second
 from pipeinfer.planning.partition import SAME_SPEED, size_text
 from pipeinfer.planning.paths import Matrix
-from pipeinfer.planning.teams import Team
+from pipeinfer.planning.teams import PlannedTeam
 
 _BOUNDS = 24  #: bounds on the slowest stage that are tried
 _ROWS = (1, 4)  #: rows of the runs whose way is minimised
@@ -40,7 +40,7 @@ class GridPlan(Struct, frozen=True):
     """
 
     cluster: Cluster
-    stages: tuple[Team, ...]
+    stages: tuple[PlannedTeam, ...]
     layers: tuple[int, ...]
     tokens: float
     others: tuple[tuple[str, float], ...] = ()
@@ -232,7 +232,7 @@ def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged
     return GridPlan(cluster, stages, layers, judged(arrange(cluster, stages, layers)))
 
 
-def _level(cluster: Cluster, stages: Sequence[Team]) -> tuple[int, ...] | None:
+def _level(cluster: Cluster, stages: Sequence[PlannedTeam]) -> tuple[int, ...] | None:
     """Return the layers of each stage that minimise the slowest stage's time; None: they do not
     fit."""
     end, counts = len(stages) - 1, [1] * len(stages)
@@ -262,7 +262,7 @@ class _Group(Struct, frozen=True):
 
     start: int
     stop: int
-    one: Team
+    one: PlannedTeam
     fixed: float
     each: float
     last: float
@@ -273,7 +273,7 @@ def _by_bounds(cluster: Cluster, order: Sequence[int], judged: Predict) -> list[
     """Return, for each bound, the plan with the shortest way; and regular grids of each width."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], GridPlan] = {}
 
-    def add(stages: tuple[Team, ...], layers: tuple[int, ...]) -> None:
+    def add(stages: tuple[PlannedTeam, ...], layers: tuple[int, ...]) -> None:
         key = (tuple(index for one in stages for index in (*one.hosts, -1)), layers)
         if key not in found:
             found[key] = GridPlan(cluster, stages, layers,

@@ -17,12 +17,12 @@ from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member
-from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire
+from pipeinfer.planning.teams import Host, Network, SumCost, TeamCut, Wire
 
 _ROWS = (2, 4, 8)  #: points of the curve that is made of a measured row cost
 
 
-def cut_from(model: ModelFile | ModelDir) -> Cut:
+def cut_from(model: ModelFile | ModelDir) -> TeamCut:
     """Return how a file's layers can be cut. Raises UnsupportedArchitecture."""
     sizes = sizes_of(model)
     group = sizes.heads // sizes.kv_heads
@@ -37,7 +37,7 @@ def cut_from(model: ModelFile | ModelDir) -> Cut:
                     if ".attn_" in tensor.name or ".self_attn." in tensor.name)
     keys = sum(tensor.nbytes for tensor in mine if any(
         f".{name}." in tensor.name for name in ("attn_k", "attn_v", "k_proj", "v_proj")))
-    return Cut(model.n_embd, max(1, sizes.kv_heads // step), max(1, sizes.ff // sizes.ff_block),
+    return TeamCut(model.n_embd, max(1, sizes.kv_heads // step), max(1, sizes.ff // sizes.ff_block),
                attention / total, keys / total, sizes.kv_heads * parts)
 
 

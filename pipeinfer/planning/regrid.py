@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from msgspec import Struct, structs
 
 from pipeinfer.planning.partition import Load, level
-from pipeinfer.planning.replan import FOLD, HEALTHY, Holding, Verdict
+from pipeinfer.planning.replan import FOLD, HEALTHY, Holding, MoveVerdict
 from pipeinfer.planning.wide import stages_of
 
 Rate = Callable[[Sequence[float], Sequence[Sequence[Holding]]], float]
@@ -47,7 +47,7 @@ class GridRoom(Struct, frozen=True):
 
 
 def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: GridRoom,
-           rate: Rate) -> Verdict:
+           rate: Rate) -> MoveVerdict:
     """Return the best placement by each member's present computing time for a run of one row.
 
     seconds: by node of `held`.
@@ -91,7 +91,7 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
         faster = rate(times(grid), grid) / now
         if faster > gain * (FOLD if healthy else 1 / _BETTER):
             best, gain = grid, faster
-    return Verdict(tuple(one for team in best for one in team), gain, known)
+    return MoveVerdict(tuple(one for team in best for one in team), gain, known)
 
 
 def _descent(present: _Grid, room: GridRoom, speeds: Mapping[int, float],

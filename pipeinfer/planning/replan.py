@@ -147,7 +147,7 @@ class Judges(Protocol):
         None: at present."""
 
 
-class Verdict(Struct, frozen=True):
+class MoveVerdict(Struct, frozen=True):
     """The best stages, and their judged speed relative to the present one.
 
     speeds: seconds per cost of each rank on its own cores, measured or assumed.
@@ -160,7 +160,7 @@ class Verdict(Struct, frozen=True):
 
 def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
               seconds: Sequence[float], spares: Sequence[int], judge: Judges,
-              returning: Mapping[int, float] | None = None) -> Verdict:
+              returning: Mapping[int, float] | None = None) -> MoveVerdict:
     """Return the best stages by the present time of each for a run.
 
     seconds: of each stage of `held`.
@@ -205,7 +205,7 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
                     best = tuple(Holding(chosen[i], start, stop)
                                  for i, start, stop in split.ranges())
                     gain = faster
-    return Verdict(best, gain, known)
+    return MoveVerdict(best, gain, known)
 
 
 def _overhead(costs: Sequence[float], seconds: Sequence[float]) -> float:

@@ -88,7 +88,7 @@ class SumCost(Struct, frozen=True):
         return min(whole, parts)
 
 
-class Cut(Struct, frozen=True):
+class TeamCut(Struct, frozen=True):
     """How a layer can be cut.
 
     groups: KV groups, in the smallest units that end at a block of the quantisation.
@@ -116,7 +116,7 @@ class Cut(Struct, frozen=True):
         return tuple(width for width in range(1, most + 1) if self.allows(width))
 
 
-class Team(Struct, frozen=True):
+class PlannedTeam(Struct, frozen=True):
     """The members of a stage.
 
     hosts: their indices. pieces, blocks: of each member.
@@ -147,22 +147,23 @@ class Team(Struct, frozen=True):
         """The number of members."""
         return len(self.hosts)
 
-    def time(self, n_layers: int, last_cost: float, cut: Cut, sums: SumCost) -> StageTime:
+    def time(self, n_layers: int, last_cost: float, cut: TeamCut, sums: SumCost) -> StageTime:
         """Return the times of a stage with so many layers. last_cost: of the output matrix, 0
         without it."""
         one, two = (self.in_sums(n_layers, rows, cut, sums, last=last_cost > 0) for rows in (1, 2))
         seconds = self.overhead + n_layers * self.layer + last_cost * self.head
         return StageTime(seconds, self.curve, one, two - one)
 
-    def in_sums(self, n_layers: int, rows: int, cut: Cut, sums: SumCost, *, last: bool) -> float:
+    def in_sums(self, n_layers: int, rows: int, cut: TeamCut, sums: SumCost, *, last: bool
+                ) -> float:
         """Return the seconds of all sums; for the output matrix one exchange that sends no whole
         rows."""
         found = SUMS * n_layers * sums.seconds(self.width, rows * cut.n_embd, self.wire)
         return found + (sums.seconds(self.width, 0.0, self.wire) if last else 0.0)
 
 
-def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: Cut, cost: float
-         ) -> Team:
+def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: TeamCut, cost: float
+         ) -> PlannedTeam:
     """Return these hosts as members of one stage, which the cut must allow. cost: of a layer."""
     members = [hosts[index] for index in chosen]
     speeds = [member.per_cost for member in members]
@@ -174,14 +175,14 @@ def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: Cu
     feed = [(1 - cut.attention) * count / sum(blocks) for count in blocks]
     layer = cost * (max(s * a for s, a in zip(speeds, attention, strict=True))
                     + max(s * f for s, f in zip(speeds, feed, strict=True)))
-    return Team(
+    return PlannedTeam(
         tuple(chosen), tuple(pieces), tuple(blocks), layer, 1 / sum(1 / s for s in speeds),
         max(member.overhead for member in members),
         tuple(attention), tuple(feed), network.worst(chosen),
         _worst_curve([member.curve for member in members]))
 
 
-def _heads(cut: Cut, speeds: Sequence[float]) -> tuple[list[int], list[int]]:
+def _heads(cut: TeamCut, speeds: Sequence[float]) -> tuple[list[int], list[int]]:
     """Return each member's pieces of the attention, and its groups of keys and values.
 
     With more members than groups, each has some query heads of one group, and computes its keys.

@@ -27,16 +27,16 @@ from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.asker import current
-from pipeinfer.server.asking_again import Again, Kind
+from pipeinfer.server.asking_again import Kind, RepeatedRequests
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
-from pipeinfer.server.responses import Writer
+from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Reply
-from pipeinfer.server.streaming import EventStream, Job, Left, events, pipeline, whole
+from pipeinfer.server.streaming import AnswerJob, ClientLeft, EventStream, events, pipeline, whole
 from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
@@ -77,7 +77,7 @@ class Server:
         self.settings = hub.settings
         self.created = int(time.time())
         self._grammars: Grammars | None = None
-        self.again = Again(hub)
+        self.again = RepeatedRequests(hub)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
             description="A large language model over a cluster, with the OpenAI API.",
@@ -102,7 +102,8 @@ class Server:
         wanted = await requests.completion(body, self.settings, tokenizer,
                                            self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
-            "text", body, Writer(wanted, self.settings.name, tokenizer, is_chat=False), request)
+            "text", body, ResponsesWriter(wanted, self.settings.name, tokenizer, is_chat=False),
+            request)
 
     async def chat_completions(self, body: schema.ChatRequest, request: Request) -> Response:
         """Answer a conversation, by the model's own chat template."""
@@ -112,7 +113,7 @@ class Server:
         found = await requests.conversation(body, self.settings, tokenizer,
                                             self._compiler(tokenizer), self._n_ctx)
         return await self._answer(
-            "chat", body, Writer(found.asked, self.settings.name, tokenizer, is_chat=True,
+            "chat", body, ResponsesWriter(found.asked, self.settings.name, tokenizer, is_chat=True,
                                  tools=found.tools), request)
 
     async def responses(self, body: items.ResponseRequest, request: Request) -> Response:
@@ -134,12 +135,12 @@ class Server:
                             "server for them, such as llama-server --embedding with an embedding "
                             "model", code="not_supported")
 
-    async def _answer(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
+    async def _answer(self, kind: Kind, body: BaseModel, writer: ResponsesWriter, request: Request
                       ) -> Response:
         current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
             return kept
-        job = Job(self.hub, writer.asked)
+        job = AnswerJob(self.hub, writer.asked)
         writer.start(job.generations)
         if writer.asked.stream:
             return EventStream(events(job, writer), self.settings.client_timeout,
@@ -378,7 +379,7 @@ class Server:
         self.app.add_exception_handler(ApiError, api)
         self.app.add_exception_handler(HTTPException, http)
         self.app.add_exception_handler(RequestValidationError, invalid)
-        self.app.add_exception_handler(Left, left)
+        self.app.add_exception_handler(ClientLeft, left)
         self.app.add_exception_handler(Exception, bug)
 
 

@@ -21,14 +21,14 @@ from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.journal import Begun
 from pipeinfer.server.kept import Archive, Follower, Kept, check_key, digest_of, identity, owner_of
 from pipeinfer.server.middleware import key_of
-from pipeinfer.server.responses import Writer
+from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Deleted, Reply
 from pipeinfer.server.streaming import EventStream, events, whole
 
 Kind: TypeAlias = Literal["chat", "text", "items"]
 
 
-class Again:
+class RepeatedRequests:
     """The server's access to journaled answers."""
 
     def __init__(self, hub: Hub) -> None:
@@ -47,7 +47,7 @@ class Again:
         kept = self._hub.archive.of_key(self._owner(request), kind, key, _digest(body))
         return None if kept is None else await self.answer(kept, request, after=_after(request))
 
-    async def keep(self, kind: Kind, body: BaseModel, writer: Writer, request: Request
+    async def keep(self, kind: Kind, body: BaseModel, writer: ResponsesWriter, request: Request
                    ) -> Response | None:
         """Journal a new request and answer it; None if the server or the client does not want
         that.
@@ -111,7 +111,7 @@ class Again:
             events(follower, writer, after if asked.count == 1 else None),
             self._hub.settings.client_timeout, lambda: follower.abort("disconnected"))
 
-    def _writer(self, kept: Kept, tokenizer: Tokenizer, stream: bool) -> Writer:
+    def _writer(self, kept: Kept, tokenizer: Tokenizer, stream: bool) -> ResponsesWriter:
         begun = kept.record.begun
         asked = dataclasses.replace(begun.asked, stream=stream)
         more: dict[str, Any] = {"is_chat": begun.kind != "text", "tools": begun.tools,
@@ -120,7 +120,7 @@ class Again:
         if begun.kind == "items":
             body = items.ResponseRequest.model_validate(begun.request)
             return ItemWriter(asked, name, tokenizer, request=body, **more)
-        return Writer(asked, name, tokenizer, **more)
+        return ResponsesWriter(asked, name, tokenizer, **more)
 
     def _find(self, name: str, request: Request) -> Kept:
         archive: Archive | None = self._hub.archive

@@ -22,7 +22,7 @@ _MODEL_ENDS = frozenset({"stop", "length", "context"})
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """An output token. text: the text that it added, cut where a stop string begins."""
 
     token: int
@@ -37,7 +37,7 @@ class Delta:
     """The text that has become final since the last call. offset: characters released before."""
 
     text: str
-    pieces: list[Piece]
+    pieces: list[AnswerPiece]
     offset: int
 
 
@@ -100,7 +100,7 @@ class Generation:
         self.asker: Observer = _Unobserved()
         self._news = news
         self._stream = TextStream(tokenizer, stops)
-        self._waiting: deque[tuple[int, Piece]] = deque()  # where each begins
+        self._waiting: deque[tuple[int, AnswerPiece]] = deque()  # where each begins
 
     @property
     def ended(self) -> bool:
@@ -131,7 +131,7 @@ class Generation:
         self.asker.token(self)
         start = self._stream.produced
         text = self._stream.push(token, seen)
-        self._waiting.append((start, Piece(token, text, speculated, logprob, top)))
+        self._waiting.append((start, AnswerPiece(token, text, speculated, logprob, top)))
         if self.stopped:
             self._cut()
         self._news.set()
@@ -176,7 +176,7 @@ class Generation:
 
     def _cut(self) -> None:
         """Drop the tokens of a stop string, and shorten the one in which it begins."""
-        kept: deque[tuple[int, Piece]] = deque()
+        kept: deque[tuple[int, AnswerPiece]] = deque()
         for start, piece in self._waiting:
             if (text := self._stream.cut(start, piece.text)) is not None:
                 piece.text = text

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.responses import Choice, Writer
+from pipeinfer.server.responses import ResponseChoice, ResponsesWriter
 from pipeinfer.server.schema_items import ResponseRequest
 from pipeinfer.server.tools import Call, More
 
@@ -22,7 +22,7 @@ _REPEATED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_cal
 
 
 @dataclass(slots=True)
-class ItemWriter(Writer):
+class ItemWriter(ResponsesWriter):
     """Writes the one choice of a request. request: its fields that the answer repeats."""
 
     request: ResponseRequest = field(kw_only=True)
@@ -43,7 +43,7 @@ class ItemWriter(Writer):
         return self._told()
 
     @override
-    def chunks(self, choice: Choice) -> list[Mapping[str, Any]]:
+    def chunks(self, choice: ResponseChoice) -> list[Mapping[str, Any]]:
         ended = choice.generation.ended and choice.generation.failure is None
         self._take(choice, ended)
         if ended:
@@ -79,7 +79,7 @@ class ItemWriter(Writer):
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _take(self, choice: Choice, ended: bool) -> None:
+    def _take(self, choice: ResponseChoice, ended: bool) -> None:
         content, calls = self._split(choice, choice.generation.take(), ended)
         if content:
             self._words(content)
@@ -148,7 +148,7 @@ class ItemWriter(Writer):
         told, self._events = self._events, []
         return told
 
-    def _status(self, choice: Choice) -> str:
+    def _status(self, choice: ResponseChoice) -> str:
         return "incomplete" if self._reason(choice) == "length" else "completed"
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _log = logging.getLogger("pipeinfer.server")
 Row: TypeAlias = tuple[int, bool, float | None, tuple[tuple[int, float], ...], bytes | None]
 
 
-class Head(msgspec.Struct, tag_field="op", tag="pipeinfer-journal"):
+class JournalHead(msgspec.Struct, tag_field="op", tag="pipeinfer-journal"):
     """The first entry."""
 
     version: int
@@ -67,7 +67,7 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     traceparent: str = ""
 
 
-class Tokens(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):
+class TokenRows(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):
     """Output tokens of a choice from number `start` on. bits: of the engine that computed them."""
 
     id: str
@@ -77,7 +77,7 @@ class Tokens(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):
     bits: str = ""
 
 
-class Ended(msgspec.Struct, tag_field="op", tag="ended", frozen=True):
+class ChoiceEnded(msgspec.Struct, tag_field="op", tag="ended", frozen=True):
     """The end of a choice after so many tokens. seconds: from submission to the first token, and
     the last."""
 
@@ -99,8 +99,8 @@ class Gone(msgspec.Struct, tag_field="op", tag="gone", frozen=True):
     id: str
 
 
-Entry: TypeAlias = Begun | Tokens | Ended | Gone
-_decode = msgspec.json.Decoder(Head | Entry).decode
+Entry: TypeAlias = Begun | TokenRows | ChoiceEnded | Gone
+_decode = msgspec.json.Decoder(JournalHead | Entry).decode
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Story:
     rows: list[Row] = field(default_factory=list)
     written: int = 0
     bits: str = ""
-    end: Ended | None = None
+    end: ChoiceEnded | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class Record:
         yield self.begun
         for choice, story in enumerate(self.stories):
             if story.rows:
-                yield Tokens(self.begun.id, choice, 0, story.rows, story.bits)
+                yield TokenRows(self.begun.id, choice, 0, story.rows, story.bits)
             if story.end is not None:
                 yield story.end
 
@@ -150,7 +150,8 @@ def check(path: str) -> Path:
     whole = Path(path).resolve()
     with open(_open(whole), "rb") as file:
         begin = file.read(64)
-    if begin and b'"pipeinfer-journal"' not in begin and not _line(Head(VERSION)).startswith(begin):
+    if begin and b'"pipeinfer-journal"' not in begin \
+            and not _line(JournalHead(VERSION)).startswith(begin):
         raise _not_ours(whole)
     if not os.access(whole.parent, os.W_OK):
         raise UsageError(f"--journal {path}: its folder must be writable, too, because the file is "
@@ -181,12 +182,12 @@ class Journal:
         lines = data.split(b"\n")
         torn = lines.pop()
         head = _parse(lines[0]) if lines else None
-        if lines and not isinstance(head, Head):
+        if lines and not isinstance(head, JournalHead):
             raise _not_ours(self.path)
-        if isinstance(head, Head) and head.version != VERSION:
+        if isinstance(head, JournalHead) and head.version != VERSION:
             raise UsageError(f"--journal {self.path} has format {head.version}; this version of "
                              f"pipeinfer reads {VERSION}: name a new file")
-        if not lines and torn and not _line(Head(VERSION)).startswith(torn):
+        if not lines and torn and not _line(JournalHead(VERSION)).startswith(torn):
             raise _not_ours(self.path)
         records: dict[str, Record] = {}
         damaged = sum(not _take(records, line) for line in lines[1:])
@@ -261,7 +262,7 @@ class Journal:
         try:
             beside.unlink(missing_ok=True)
             made = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-            size = _write(made, _line(Head(VERSION)))
+            size = _write(made, _line(JournalHead(VERSION)))
             for record in records:
                 size += _write(made, b"".join(map(_line, record.entries())))
             os.fsync(made)
@@ -334,12 +335,12 @@ def _lock(path: Path) -> int:
         time.sleep(0.05)
 
 
-def _line(entry: Head | Entry) -> bytes:
+def _line(entry: JournalHead | Entry) -> bytes:
     body = msgspec.json.encode(entry)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def _parse(line: bytes) -> Head | Entry | None:
+def _parse(line: bytes) -> JournalHead | Entry | None:
     """Return the entry of a line, None for a damaged one."""
     body = line[9:]
     try:
@@ -356,16 +357,16 @@ def _take(records: dict[str, Record], line: bytes) -> bool:
             records[name] = Record(entry, [Story() for _ in range(asked.count)])
         case Gone(id=name):
             records.pop(name, None)
-        case Tokens() | Ended() if (record := records.get(entry.id)) is not None:
+        case TokenRows() | ChoiceEnded() if (record := records.get(entry.id)) is not None:
             if not 0 <= entry.choice < len(record.stories):
                 return False
             story = record.stories[entry.choice]
-            if isinstance(entry, Ended):
+            if isinstance(entry, ChoiceEnded):
                 story.end = entry if entry.count == len(story.rows) else None
             elif entry.start <= len(story.rows):
                 story.rows[entry.start:] = entry.rows
                 story.written, story.bits = len(story.rows), entry.bits
-        case Tokens() | Ended():
+        case TokenRows() | ChoiceEnded():
             return True  # of a request whose own line is damaged, or that has gone
         case _:
             return False

@@ -19,7 +19,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import asking
 from pipeinfer.server.choice import Choices, Generation
 from pipeinfer.server.errors import ApiError, Failure, bad
-from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens
+from pipeinfer.server.journal import Begun, ChoiceEnded, Gone, Journal, Record, Story, TokenRows
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.settings import Settings
@@ -104,7 +104,7 @@ class Recorded(Generation):
         counts = self.counts
         seconds = (None if counts.first is None else counts.first - counts.submitted,
                    None if counts.last is None else counts.last - counts.submitted)
-        end = Ended(self.kept.record.begun.id, self.index, time.time(), len(self.story.rows),
+        end = ChoiceEnded(self.kept.record.begun.id, self.index, time.time(), len(self.story.rows),
                     self.reason or "", self.stats, self.failure, seconds, self.restarts,
                     self.same_bits)
         self.kept.over(self, end)
@@ -120,7 +120,7 @@ class Kept:
     def __init__(self, archive: Archive, record: Record, alone: bool) -> None:
         self.archive, self.record, self.alone = archive, record, alone
         self.generations: list[Recorded | None] = [None] * len(record.stories)
-        self.last: list[Ended | None] = [story.end for story in record.stories]
+        self.last: list[ChoiceEnded | None] = [story.end for story in record.stories]
         self.readers: set[asyncio.Event] = set()
         self._limit: asyncio.TimerHandle | None = None
 
@@ -173,7 +173,7 @@ class Kept:
             if generation is not None:
                 self.archive.hub.abort(generation, reason)
 
-    def over(self, generation: Recorded, end: Ended) -> None:
+    def over(self, generation: Recorded, end: ChoiceEnded) -> None:
         """Handle the end of a choice. If it failed because the server ends, it continues after
         the restart."""
         self.last[generation.index] = end
@@ -282,11 +282,11 @@ class Archive:
             self._write()
             journal.close()
 
-    def write(self, kept: Kept, choice: int, end: Ended | None = None) -> None:
+    def write(self, kept: Kept, choice: int, end: ChoiceEnded | None = None) -> None:
         """Queue the new tokens of a choice, and its end, for the file."""
         story, name = kept.record.stories[choice], kept.record.begun.id
         if story.written < len(story.rows):
-            self._journal.hold(kept.record, Tokens(
+            self._journal.hold(kept.record, TokenRows(
                 name, choice, story.written, story.rows[story.written:], story.bits))
             story.written = len(story.rows)
         if end is not None:

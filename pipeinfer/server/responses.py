@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.chat import ToolUse
-from pipeinfer.server.choice import Delta, Generation, Piece
+from pipeinfer.server.choice import AnswerPiece, Delta, Generation
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.requests import Asked
 from pipeinfer.server.schema_replies import (
@@ -44,7 +44,7 @@ _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"
 
 
 @dataclass(slots=True)
-class Choice:
+class ResponseChoice:
     """The part of a choice that was written already. text: the prompt, when it is echoed."""
 
     generation: Generation
@@ -56,7 +56,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Writer:
+class ResponsesWriter:
     """Writes one request's answer.
 
     asked: the request. model: name in the answer. tools: whose calls are to be parsed, None for
@@ -73,7 +73,7 @@ class Writer:
     created: int = field(default_factory=lambda: int(time.time()))
     kept: bool = False  #: whether it is journaled, so that it can be requested again
     ends_with_mark: ClassVar[bool] = True  #: whether [DONE] ends a stream
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[ResponseChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         kind = "chatcmpl" if self.is_chat else "cmpl"
@@ -86,7 +86,7 @@ class Writer:
             if self.tools is not None:
                 parser = CallParser(self.tools.hermes, self.tools.most, pieces=self.asked.stream)
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
-            self.choices.append(Choice(generation, parser, text))
+            self.choices.append(ResponseChoice(generation, parser, text))
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Writer:
                     for choice in self.choices]
         return [self._text(choice, choice.text) for choice in self.choices if choice.text]
 
-    def chunks(self, choice: Choice) -> Sequence[Mapping[str, Any]]:
+    def chunks(self, choice: ResponseChoice) -> Sequence[Mapping[str, Any]]:
         """Return the chunks for text that has become final, and the last one when the choice has
         ended."""
         generation = choice.generation
@@ -130,15 +130,16 @@ class Writer:
         """Return the last chunk of a stream that failed."""
         return error.body()
 
-    def _delta(self, choice: Choice, delta: MessageDelta, reason: Finish | None = None) -> Chunk:
+    def _delta(self, choice: ResponseChoice, delta: MessageDelta, reason: Finish | None = None
+               ) -> Chunk:
         return self._chunk([ChatDelta(
             index=choice.generation.index, delta=delta, logprobs=None, finish_reason=reason)])
 
-    def _text(self, choice: Choice, text: str, reason: End | None = None) -> Chunk:
+    def _text(self, choice: ResponseChoice, text: str, reason: End | None = None) -> Chunk:
         return self._chunk([TextDelta(
             index=choice.generation.index, text=text, logprobs=None, finish_reason=reason)])
 
-    def _piece(self, choice: Choice, delta: Delta, content: str) -> Chunk:
+    def _piece(self, choice: ResponseChoice, delta: Delta, content: str) -> Chunk:
         index = choice.generation.index
         if self.is_chat:
             chunk = self._chunk([ChatDelta(
@@ -186,7 +187,7 @@ class Writer:
             answer["pipeinfer"] = details[0] if len(details) == 1 else {"choices": details}
         return answer
 
-    def _chat_choice(self, choice: Choice, delta: Delta) -> ChatChoice:
+    def _chat_choice(self, choice: ResponseChoice, delta: Delta) -> ChatChoice:
         content, found = self._split(choice, delta, ended=True)
         calls = [call for call in found if isinstance(call, Call)]
         choice.told = len(calls)
@@ -197,7 +198,7 @@ class Writer:
         return {"index": choice.generation.index, "logprobs": self._chat_logprobs(delta),
                 "finish_reason": self._reason(choice), "message": message}
 
-    def _text_choice(self, choice: Choice, delta: Delta) -> TextChoice:
+    def _text_choice(self, choice: ResponseChoice, delta: Delta) -> TextChoice:
         return {"index": choice.generation.index,
                 "logprobs": self._text_logprobs(delta, len(choice.text)),
                 "finish_reason": _end(choice), "text": choice.text + delta.text}
@@ -215,7 +216,7 @@ class Writer:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _split(self, choice: Choice, delta: Delta, ended: bool
+    def _split(self, choice: ResponseChoice, delta: Delta, ended: bool
                ) -> tuple[str, list[Call | More]]:
         if choice.parser is None:
             return delta.text, []
@@ -225,20 +226,20 @@ class Writer:
             content, calls = content + more, calls + rest
         return content, [self._named(choice, call) for call in calls]
 
-    def _named(self, choice: Choice, call: Call | More) -> Call | More:
+    def _named(self, choice: ResponseChoice, call: Call | More) -> Call | More:
         if isinstance(call, More) or not self.kept:
             return call
         choice.called += 1
         name = f"call_{self.name_of(choice, 'call', choice.called)}"
         return dataclasses.replace(call, call_id=name)
 
-    def name_of(self, choice: Choice, kind: str, number: int) -> str:
+    def name_of(self, choice: ResponseChoice, kind: str, number: int) -> str:
         """Return a name for a part of the answer that is the same whenever the answer is written
         again."""
         text = f"{self.answer_id} {choice.generation.index} {kind} {number}"
         return hashlib.blake2b(text.encode(), digest_size=14).hexdigest()
 
-    def _reason(self, choice: Choice) -> Finish:
+    def _reason(self, choice: ResponseChoice) -> Finish:
         end = _end(choice)
         return "tool_calls" if choice.told and end == "stop" else end
 
@@ -261,7 +262,7 @@ class Writer:
             return None
         return {"content": [self._chat_logprob(p) for p in delta.pieces], "refusal": None}
 
-    def _chat_logprob(self, piece: Piece) -> ChatLogprob:
+    def _chat_logprob(self, piece: AnswerPiece) -> ChatLogprob:
         return {**self._alternative(piece.token, piece.logprob),
                 "top_logprobs": [self._alternative(*pair) for pair in piece.top]}
 
@@ -277,7 +278,7 @@ class Writer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _end(choice: Choice) -> End:
+def _end(choice: ResponseChoice) -> End:
     return _ENDS.get(choice.generation.reason or "", "stop")
 
 
@@ -320,6 +321,6 @@ def _reused(generation: Generation) -> int:
     return int(generation.stats.get("reused", 0))
 
 
-def _detail(pieces: Sequence[Piece]) -> Detail:
+def _detail(pieces: Sequence[AnswerPiece]) -> Detail:
     return {"tokens": [p.token for p in pieces], "texts": [p.text for p in pieces],
             "speculated": [p.speculated for p in pieces]}

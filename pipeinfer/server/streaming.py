@@ -24,14 +24,14 @@ from pipeinfer.server.choice import Choices
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, Failure, for_failure
 from pipeinfer.server.requests import Asked
-from pipeinfer.server.responses import Writer
+from pipeinfer.server.responses import ResponsesWriter
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
 _log = logging.getLogger("pipeinfer.server")
 T = TypeVar("T")
 
 
-class Left(Exception):
+class ClientLeft(Exception):
     """The client disconnected before its answer was complete."""
 
 
@@ -53,7 +53,7 @@ class Work(Protocol):
         """Wait for news; return whether there are any. Raises ApiError."""
 
 
-class Job(Choices):
+class AnswerJob(Choices):
     """The choices of one request in the engine."""
 
     def __init__(self, hub: Hub, asked: Asked) -> None:
@@ -91,10 +91,10 @@ class Job(Choices):
         return True
 
 
-async def whole(job: Work, writer: Writer, request: Request) -> Mapping[str, Any]:
+async def whole(job: Work, writer: ResponsesWriter, request: Request) -> Mapping[str, Any]:
     """Wait for the end of every choice; return the answer.
 
-    Raises ApiError, or Left when the client disconnects.
+    Raises ApiError, or ClientLeft when the client disconnects.
     """
     try:
         await unless_left(_until_ended(job), request)
@@ -111,13 +111,13 @@ async def _until_ended(job: Work) -> None:
 
 
 async def unless_left(work: Awaitable[T], request: Request) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel it and raise Left."""
+    """Return the result of `work`, or cancel it and raise ClientLeft if the client disconnects."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Left
+            raise ClientLeft
         return task.result()
     finally:
         for one in (task, leaving):
@@ -130,7 +130,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(job: Work, writer: Writer, after: int | None = None
+async def events(job: Work, writer: ResponsesWriter, after: int | None = None
                  ) -> AsyncGenerator[bytes, None]:
     """Yield the stream of a request. A failure becomes the last event of this stream only.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct, field
 
 from pipeinfer.config import OwnOption
-from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
+from pipeinfer.strategies.decomposers.base import Decomposer, Specification, TokenVocabulary
 from pipeinfer.strategies.proposers.base import InlineProposer, Proposer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class DecomposerSetup(Struct, frozen=True):
         tokens
     """
 
-    vocabulary: Vocabulary
+    vocabulary: TokenVocabulary
     n_prompt: int
     room: int
     overlap: bool
@@ -167,7 +167,7 @@ class DecomposerSpec(Struct, frozen=True):
     text: str = ""
     open: Callable[[Writer, Sequence[Mapping[str, str]]], tuple[tuple[int, ...], Specification]] \
         | None = None
-    check: Callable[[Vocabulary], object] = _anything
+    check: Callable[[TokenVocabulary], object] = _anything
     validate: Callable[[Mapping[str, Any]], object] = _anything
     options: Mapping[str, OwnOption] = field(default_factory=dict)
     gaps: bool = False

@@ -20,7 +20,7 @@ from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import name_terminal
 from pipeinfer.supervise.supervisor import Supervisor
 
@@ -36,9 +36,10 @@ class _Words:
     def hostfile(self) -> str:
         return str(self._roster.out) if self._roster else ""
 
-    def job(self) -> Job:
+    def job(self) -> SupervisedJob:
         ranks = str(self._roster.ranks) if self._roster else "@NP@"
-        return Job([ranks if word == "@NP@" else word for word in self._words], self._environ)
+        return SupervisedJob([ranks if word == "@NP@" else word for word in self._words],
+                             self._environ)
 
     def ask_hosts(self) -> list[str]:
         if self._roster is None:

@@ -29,7 +29,7 @@ _DRAINED = 2.0  #: seconds to read the last output
 Line: TypeAlias = Callable[[int | None, str], None]
 
 
-class Job:
+class SupervisedJob:
     """A launcher that runs `command`.
 
     environ: of the launcher.

@@ -15,9 +15,9 @@ from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Look
 from pipeinfer.supervise.changes import is_wide
 from pipeinfer.supervise.commands_socket import Commands
-from pipeinfer.supervise.moves import Change, Mover, Tell, identity
+from pipeinfer.supervise.moves import JobChange, Mover, Tell, identity
 from pipeinfer.supervise.overlap import OVERLAPS, Overlap
-from pipeinfer.supervise.rules import Again, Comeback
+from pipeinfer.supervise.rules import BackOff, Comeback
 from pipeinfer.supervise.serving import Serving, command_of
 from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Running
@@ -83,7 +83,7 @@ class Keeper(Mover):
         return follows
 
     @override
-    async def paused(self, status: int, verdict: Again) -> None:
+    async def paused(self, status: int, verdict: BackOff) -> None:
         del status
         self._phase = f"starting again in {verdict.pause:.0f} s, {verdict.left} more after that"
         self._write()
@@ -176,7 +176,7 @@ class Keeper(Mover):
                     return f"nothing to move: the job has all {serving.ranks} ranks that it can"
                 waits = "with slices another number of ranks may compute otherwise" \
                     if is_wide(serving.values) else ""
-                said = await self._move(tell, Change(
+                said = await self._move(tell, JobChange(
                     f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
                     wait=wait))
                 for host in self._back:  # so that a further loss lengthens the next wait
@@ -219,7 +219,7 @@ class Keeper(Mover):
             if not anew and identity(self._seen.get("model", "")) != self._model:
                 anew, why = True, "the model's file is another one"
             old = self._serving.words
-            message = await self._move(tell, Change(
+            message = await self._move(tell, JobChange(
                 "the server is reloaded", lambda: self._serving.use(old),
                 self._overlap_of(asked), words if given else None, why,
                 float(asked.get("wait") or 0), bool(asked.get("force")), anew))

@@ -22,7 +22,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Beside, Hold, Look, Move, Swap
 from pipeinfer.supervise import room
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.overlap import Choice, Overlap, choose, inherits
+from pipeinfer.supervise.overlap import Overlap, OverlapChoice, choose, inherits
 from pipeinfer.supervise.serving import Serving
 from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Running, Supervisor
@@ -35,7 +35,7 @@ Tell: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class JobChange:
     """A planned move.
 
     why: reason, for the user.
@@ -63,7 +63,7 @@ class _Next:
     over after the other one has died."""
 
     running: Running
-    change: Change
+    change: JobChange
     inherits: asyncio.Future[bool]
 
 
@@ -153,7 +153,7 @@ class Mover(Supervisor):
                 self._failed_move = str(error)
                 raise
 
-    async def _move(self, tell: Tell, change: Change) -> str:
+    async def _move(self, tell: Tell, change: JobChange) -> str:
         """Replace the serving job by the next one; return the outcome in words.
 
         Raises UsageError if that was not done.
@@ -169,13 +169,13 @@ class Mover(Supervisor):
         tell(f"this job ends before the next one loads ({choice.why})")
         return await self._one_after_the_other(tell, change)
 
-    def _choose(self, overlap: Overlap) -> Choice:
+    def _choose(self, overlap: Overlap) -> OverlapChoice:
         serving = self._serving
         known = ([], "") if overlap != "auto" else room.rooms(
             serving.config.job, serving.ranks, serving.roster)
         return choose(overlap, *known)
 
-    async def _one_after_the_other(self, tell: Tell, change: Change) -> str:
+    async def _one_after_the_other(self, tell: Tell, change: JobChange) -> str:
         if change.waits:
             await self._until_none_is_open(tell, change)
         running = self.current
@@ -218,7 +218,7 @@ class Mover(Supervisor):
         running.job.end()
         asyncio.get_running_loop().call_later(_END, kill)
 
-    async def _until_none_is_open(self, tell: Tell, change: Change,
+    async def _until_none_is_open(self, tell: Tell, change: JobChange,
                                   following: _Next | None = None) -> None:
         """Hold new requests and wait until the open ones have ended, at most for a time, or
         until the serving job has died while `following` loads.
@@ -246,7 +246,7 @@ class Mover(Supervisor):
 
     # --- both at a time -----------------------------------------------------------------------
 
-    async def _beside(self, tell: Tell, change: Change) -> str:
+    async def _beside(self, tell: Tell, change: JobChange) -> str:
         """Start the next job, wait until it is ready, and let it take over."""
         began, self._refused = time.monotonic(), ""
         following: _Next | None = None

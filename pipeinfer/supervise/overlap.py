@@ -30,32 +30,32 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OverlapChoice:
     """Whether both jobs run at the same time; and why not, or how much memory there is."""
 
     beside: bool
     why: str
 
 
-def choose(overlap: Overlap, rooms: Sequence[Room], unknown: str = "") -> Choice:
+def choose(overlap: Overlap, rooms: Sequence[Room], unknown: str = "") -> OverlapChoice:
     """Decide whether the next job loads while the old one serves.
 
     rooms: of its hosts. unknown: why their memory is unknown, "" if it is known.
     """
     if overlap == "never":
-        return Choice(False, "--overlap never")
+        return OverlapChoice(False, "--overlap never")
     if overlap == "always":
-        return Choice(True, "--overlap always")
+        return OverlapChoice(True, "--overlap always")
     if unknown or not rooms:
-        return Choice(False, f"what it needs is not known ({unknown or 'no host'})")
+        return OverlapChoice(False, f"what it needs is not known ({unknown or 'no host'})")
     for room in rooms:
         if room.need is None or room.free <= 0:
             what = "its free memory" if room.need is not None else "what its ranks need"
-            return Choice(False, f"{what} is not known on {room.host}")
+            return OverlapChoice(False, f"{what} is not known on {room.host}")
     tight = max(rooms, key=lambda room: _with_reserve(room) - room.free)
     words = (f"{tight.host} has {tight.free / _GIB:.1f} GiB free, the next job needs "
              f"{_with_reserve(tight) / _GIB:.1f} there")
-    return Choice(_with_reserve(tight) <= tight.free, words)
+    return OverlapChoice(_with_reserve(tight) <= tight.free, words)
 
 
 def _with_reserve(room: Room) -> float:

@@ -14,7 +14,7 @@ _HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class BackOff:
     """Start again after `pause` seconds; `left` more times after that."""
 
     pause: float
@@ -28,7 +28,7 @@ class End:
     used_up: bool = False
 
 
-Verdict: TypeAlias = Again | End
+Verdict: TypeAlias = BackOff | End
 
 
 class Patience:
@@ -55,7 +55,7 @@ class Patience:
             return End(used_up=self._restarts > 0)
         self._left -= 1
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST)
-        return Again(pause, self._left)
+        return BackOff(pause, self._left)
 
 
 def outcome(launcher: int, said: str, *, asked: bool) -> int:

@@ -16,7 +16,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.changes import kept, risky
 from pipeinfer.supervise.hosts import Roster
-from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, program
 from pipeinfer.supervise.logs import Logs
 
@@ -84,13 +84,13 @@ class Serving:
         else:
             self._ranks = ranks
 
-    def job(self) -> Job:
+    def job(self) -> SupervisedJob:
         """Return the next job, with a number of its own."""
         self.starts += 1
         environ = self.environ | {VARIABLE: numbered(self.name, self.starts)}
         line = partial(self.logs.line, self.starts)
         if self.roster is None and self.ranks == 1:
-            return Job([*program(), *self.words], environ, lambda _, text: line(0, text),
+            return SupervisedJob([*program(), *self.words], environ, lambda _, text: line(0, text),
                        alone=True)
         assert self.launcher is not None
         network = ""
@@ -98,8 +98,9 @@ class Serving:
             network = self.roster.network
             if "PIPEINFER_NODES" not in environ and self.roster.nodes:
                 environ["PIPEINFER_NODES"] = self.roster.nodes
-        return Job(self.launcher.command(self.ranks, self.words, environ, self.hostfile, network),
-                   environ, line)
+        return SupervisedJob(
+            self.launcher.command(self.ranks, self.words, environ, self.hostfile, network),
+            environ, line)
 
     def ask_hosts(self) -> list[str]:
         """Use the hosts that answer; return notes for the user."""

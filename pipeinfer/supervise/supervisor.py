@@ -1,7 +1,7 @@
 """The loop of every supervisor: start the job, wait for its end, decide, start it again; or
 continue with the next job, which was started alongside.
 
-A `Source` provides the jobs; `keeper` adds the further functions of `pipeinfer up`.
+A `JobSource` provides the jobs; `keeper` adds the further functions of `pipeinfer up`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import others
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.job import Job
-from pipeinfer.supervise.rules import INTERRUPTED, Again, End, Patience
+from pipeinfer.supervise.job import SupervisedJob
+from pipeinfer.supervise.rules import INTERRUPTED, BackOff, End, Patience
 
 _CLEAN = 15.0  #: seconds for a host to end what is left there
 
 
-class Source(Protocol):
+class JobSource(Protocol):
     """Provides the jobs of a supervisor. name: id of the job, which its processes have in their
     environment."""
 
@@ -40,7 +40,7 @@ class Source(Protocol):
         leftovers."""
         ...
 
-    def job(self) -> Job:
+    def job(self) -> SupervisedJob:
         """Return the next start of the job."""
         ...
 
@@ -60,7 +60,7 @@ class Running:
     row: of the history.
     """
 
-    job: Job
+    job: SupervisedJob
     hosts: list[str]
     began: float
     ends: asyncio.Task[int]
@@ -75,7 +75,7 @@ class Supervisor:
     say: prints a line for the user.
     """
 
-    def __init__(self, source: Source, restarts: int, door: HttpDoor | None,
+    def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
                  say: Callable[[str], None]) -> None:
         self.source, self.door, self.say = source, door, say
         self.patience = Patience(restarts)
@@ -121,7 +121,7 @@ class Supervisor:
         del running, status, lived
         return False
 
-    async def paused(self, status: int, verdict: Again) -> None:
+    async def paused(self, status: int, verdict: BackOff) -> None:
         """Called before the pause between two starts."""
 
     # --- the loop -----------------------------------------------------------------------------

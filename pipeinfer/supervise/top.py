@@ -33,7 +33,7 @@ _MIB = float(1 << 20)
 
 
 @dataclass(slots=True)
-class Frame:
+class Screen:
     """The state of a server at one time.
 
     state: of /health. name, facts: of /props. lanes: of /slots.
@@ -70,13 +70,13 @@ def read(text: str) -> dict[str, float]:
     return found
 
 
-def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> Frame:
+def look(url: str, headers: Mapping[str, str], before: Screen | None = None) -> Screen:
     """Query the server. A server that does not answer gives a frame with the state "silent".
 
     before: the last frame, for the rate. Raises RequestError if a key is needed or the server is
         not pipeinfer.
     """
-    frame = Frame(time.time(), url, seen=time.monotonic())
+    frame = Screen(time.time(), url, seen=time.monotonic())
 
     def get(path: str) -> Any:
         answer = http_client.ask("GET", url + path, timeout=_SECONDS, headers=headers)
@@ -113,7 +113,7 @@ def look(url: str, headers: Mapping[str, str], before: Frame | None = None) -> F
 # --- drawing ----------------------------------------------------------------------------------
 
 
-def draw(frame: Frame, rates: collections.deque[float]) -> RenderableType:
+def draw(frame: Screen, rates: collections.deque[float]) -> RenderableType:
     """Return a frame for the terminal. rates: of the last frames."""
     facts, parts = frame.facts, list[RenderableType]()
     good = frame.state == "ok"
@@ -141,7 +141,7 @@ def draw(frame: Frame, rates: collections.deque[float]) -> RenderableType:
     return Group(*parts)
 
 
-def _requests(frame: Frame) -> str:
+def _requests(frame: Screen) -> str:
     ended = {key.rpartition("=")[2]: value for key, value in frame.figures.items()
              if key.startswith("pipeinfer_requests_total,") and value}
     text = (f"requests {frame.figure('open_choices'):.0f} open, {frame.figure('waiting'):.0f} "
@@ -154,7 +154,7 @@ def _requests(frame: Frame) -> str:
     return text if between is None else f"{text}, then every {1000 * between:.0f} ms (means)"
 
 
-def _speculation(frame: Frame) -> str:
+def _speculation(frame: Screen) -> str:
     drafted = frame.figure("drafted_tokens_total")
     accepted = frame.figure("accepted_tokens_total")
     right = f"{accepted / drafted:.0%} right" if drafted else "of answers that have ended: none"
@@ -163,7 +163,7 @@ def _speculation(frame: Frame) -> str:
             f"new jobs {frame.figure('restarts_total'):.0f}")
 
 
-def _stages(frame: Frame) -> Table:
+def _stages(frame: Screen) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("stage", "rank", "host", "layers", "weights", "cache", "free then", "threads",
                  "ms a row", "of its best"):
@@ -196,7 +196,7 @@ def _others(facts: Mapping[str, Any]) -> str:
     return "others   " + "; ".join(map(_clean, said)) if said else ""
 
 
-def _lanes(frame: Frame) -> Table:
+def _lanes(frame: Screen) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     names = list(dict.fromkeys(name for lane in frame.lanes for name, value in lane.items()
                                if isinstance(value, int | float | str)))
@@ -213,7 +213,7 @@ def spark(rates: collections.deque[float]) -> str:
     return "".join(_BARS[round((len(_BARS) - 1) * rate / most)] if most else " " for rate in rates)
 
 
-def _mean(frame: Frame, name: str) -> float | None:
+def _mean(frame: Screen, name: str) -> float | None:
     count = frame.figure(f"{name}_count")
     return frame.figure(f"{name}_sum") / count if count else None
 
@@ -250,7 +250,7 @@ def top_command(url: str | None, api_key: str, name: str, interval: float, once:
     folder = Folder(name)
     headers = {"Authorization": f"Bearer {api_key.split(',')[0]}"} if api_key else {}
 
-    def next_frame(before: Frame | None) -> Frame:
+    def next_frame(before: Screen | None) -> Screen:
         supervisor = folder.read() if url is None and folder.alive else {}
         base = (url or supervisor.get("url") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
         frame = look(base if "://" in base else f"http://{base}", headers, before)

@@ -32,7 +32,7 @@ class HttpFailure(RequestError):
     """
 
 
-class Answer(Struct, frozen=True):
+class HttpAnswer(Struct, frozen=True):
     """A complete answer. headers: names in lower case."""
 
     status: int
@@ -50,7 +50,7 @@ class Answer(Struct, frozen=True):
 
 
 def ask(method: str, url: str, body: Any = None, *, timeout: float,
-        headers: Mapping[str, str] | None = None, proxies: bool = False) -> Answer:
+        headers: Mapping[str, str] | None = None, proxies: bool = False) -> HttpAnswer:
     """Send one request and return the whole answer.
 
     body: sent as JSON.
@@ -85,7 +85,7 @@ def events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
 
 
 async def ask_async(method: str, url: str, body: Any = None, *, timeout: float,
-                    headers: Mapping[str, str] | None = None) -> Answer:
+                    headers: Mapping[str, str] | None = None) -> HttpAnswer:
     """Like `ask`, for use in an event loop."""
     async with stream_async(method, url, body, timeout=timeout, headers=headers) as response:
         return _whole(response, await response.aread())
@@ -139,8 +139,8 @@ def _content(body: Any) -> bytes | None:
     return None if body is None else json.dumps(body).encode()
 
 
-def _whole(response: httpx2.Response, body: bytes) -> Answer:
-    return Answer(response.status_code, dict(response.headers), body)
+def _whole(response: httpx2.Response, body: bytes) -> HttpAnswer:
+    return HttpAnswer(response.status_code, dict(response.headers), body)
 
 
 def _event(data: str) -> dict[str, Any]:

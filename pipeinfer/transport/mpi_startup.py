@@ -137,7 +137,7 @@ def hear(comm: MPI.Comm, source: int, timeout: float) -> StartMessage:
     return message
 
 
-class Link(Struct, frozen=True):
+class MeasuredLink(Struct, frozen=True):
     """A measured link: one-way latency of 4 KiB in seconds, bandwidth of 1 MiB in bytes/s."""
 
     source: int
@@ -178,7 +178,7 @@ def await_dismissal(comm: MPI.Comm, timeout: float = 20.0) -> None:
         receive_json(comm, 0, timeout)
 
 
-def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
+def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[MeasuredLink]:
     """Measure the links between neighbouring ranks; all ranks call this together.
 
     Returns this rank's own link. Raises TransportTimeout with the neighbour that does not answer.
@@ -189,7 +189,7 @@ def measure_links(comm: MPI.Comm, timeout: float = 20.0) -> list[Link]:
         if rank == first:
             small = _bounce(comm, first + 1, 4096, 50, timeout, leads=True)
             large = _bounce(comm, first + 1, 1 << 20, 6, timeout, leads=True)
-            links.append(Link(first, first + 1, small / 2, (1 << 20) / (large / 2)))
+            links.append(MeasuredLink(first, first + 1, small / 2, (1 << 20) / (large / 2)))
         elif rank == first + 1:
             _bounce(comm, first, 4096, 50, timeout, leads=False)
             _bounce(comm, first, 1 << 20, 6, timeout, leads=False)

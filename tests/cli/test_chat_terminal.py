@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from pipeinfer.cli.chat_loop import Chat, Interrupts
+from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
 
@@ -81,7 +81,7 @@ def talk():
 
     def run(*lines):
         partner, script, out = Echo(), Script(*lines), io.StringIO()
-        failed = Chat(partner, script, out, Interrupts(), "", -1).run()
+        failed = ChatLoop(partner, script, out, Interrupts(), "", -1).run()
         return partner.asked, out.getvalue(), script.begun, failed
 
     yield run

@@ -12,7 +12,7 @@ from pipeinfer.lab import random_model
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.marks import Guard, Marks
+from pipeinfer.models.text.marks import MarkGuard, Marks
 
 _LOOP = "{% for m in messages %}"
 _END = "{% endfor %}"
@@ -174,7 +174,7 @@ def test_depth_is_no_trap(chatml):
 
 def test_a_vocabulary_without_marks():
     marks = Marks({"x": 3})
-    guard = Guard(marks)
+    guard = MarkGuard(marks)
     assert guard.value({"a": ["x", 1, None]}) == {"a": ["x", 1, None]}
     assert marks.first("x") == ""
     assert marks.split("x") == ["x"]

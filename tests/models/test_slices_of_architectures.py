@@ -9,10 +9,11 @@ from pipeinfer.errors import UnsupportedArchitecture
 from pipeinfer.lab.random_architectures import RECIPES
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.architectures import barred
-from pipeinfer.models.embedding import EmbeddingTable, extract_embedding
+from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.slices import cut_of
 from tests.models.test_slices import logits_of_slices, logits_of_whole, steps_of
+from tests.support.embeddings import extract_embedding
 
 SLICED = ("gemma2", "gemma3", "gemma3-no-window", "glm4", "granite", "minicpm", "minicpm-old",
           "mistral3", "smollm3")

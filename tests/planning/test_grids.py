@@ -14,11 +14,11 @@ from pipeinfer.planning.grid_cluster import Cluster, arrange
 from pipeinfer.planning.grids import _score, best_grid, even_grid, shape
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Load
-from pipeinfer.planning.teams import Cut, Host, Network, SumCost, Wire, shares_of, team
+from pipeinfer.planning.teams import Host, Network, SumCost, TeamCut, Wire, shares_of, team
 
 FAST, SLOW = Wire(2e-6, 1e10), Wire(50e-6, 1.175e8)
 CURVE = ((2, 1.3), (4, 2.0), (8, 3.4))
-CUT = Cut(8192, 8, 112, 0.18, 0.02, 32)
+CUT = TeamCut(8192, 8, 112, 0.18, 0.02, 32)
 
 
 def cluster(n=8, wire=FAST, policy=Policy.PIPEINFER, layers=80, speeds=(), **given):
@@ -90,7 +90,7 @@ def test_more_members_than_groups_compute_keys_and_values_twice():
     assert wide.pieces == (2,) * 16
     assert wide.layer == pytest.approx(0.16 / 16 + 0.02 / 8 + 0.82 / 16)
     assert CUT.widths(40) == tuple(range(1, 33))
-    assert Cut(14848, 2, 232, 0.15).widths(9) == (1, 2)
+    assert TeamCut(14848, 2, 232, 0.15).widths(9) == (1, 2)
 
 
 # --- grids ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_what_fits_nowhere_is_an_error_that_says_what_is_missing():
     assert sum(tight.widths) == 8
     assert max(itertools.chain(*tight.memory)) <= 4.5e9
     with pytest.raises(PlanError, match=r"possible widths are 1, 2$"):
-        even_grid(cluster(cut=Cut(8192, 2, 112, 0.2)), (4, 4))
+        even_grid(cluster(cut=TeamCut(8192, 2, 112, 0.2)), (4, 4))
 
 
 def test_only_widths_that_are_allowed_are_used():
@@ -181,8 +181,8 @@ def random_cluster(seed):
     load = Load((1.0,) * layers, (1e9,) * layers, last_cost=0.6, last_bytes=1e8)
     mix = LoadMix(rng.choice(list(Policy)), rng.choice([1, 1, 4]), 0.0, rng.choice([0.5, 0.8]))
     return Cluster(hosts, Network(rng.choice(kinds), special), load,
-                   Cut(8192, rng.choice([2, 8]), 112, 0.18), SumCost(rng.choice([2, 4])), (mix,),
-                   4e-4, rng.choice([1e-3, 0.02]))
+                   TeamCut(8192, rng.choice([2, 8]), 112, 0.18), SumCost(rng.choice([2, 4])),
+                   (mix,), 4e-4, rng.choice([1e-3, 0.02]))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -16,7 +16,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.load_seen import Seen
 from pipeinfer.planning.partition import Load, Member, measure
-from pipeinfer.planning.replan import Holding, Verdict, rebalance
+from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance
 from pipeinfer.planning.stragglers import WINDOW, StagePace
 from pipeinfer.scheduler.settings import Limits
 
@@ -284,7 +284,7 @@ class Bed:
         self.assembly = SimpleNamespace(
             held=self.before, threads={}, returning=(), grows=False, changes=["moved"], ready={},
             grid=Grid.plain(len(self.before)),
-            better=lambda seconds, judge: Verdict(self.better, gain, {}), move=self.move)
+            better=lambda seconds, judge: MoveVerdict(self.better, gain, {}), move=self.move)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, "h") for rank in range(3)], draft=None,
             limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), first=SimpleNamespace(curve=CURVE),

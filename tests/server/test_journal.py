@@ -16,7 +16,16 @@ from pipeinfer.errors import UsageError
 from pipeinfer.server import journal as module
 from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.errors import Failure
-from pipeinfer.server.journal import Begun, Ended, Gone, Journal, Record, Story, Tokens, check
+from pipeinfer.server.journal import (
+    Begun,
+    ChoiceEnded,
+    Gone,
+    Journal,
+    Record,
+    Story,
+    TokenRows,
+    check,
+)
 from pipeinfer.server.requests import Asked
 from pipeinfer.strategies.decomposers.base import Specification
 
@@ -34,7 +43,7 @@ def begun(name, **changes):
 
 
 def end(name, choice=0, count=2, at=99.0, **changes):
-    return Ended(**{"id": name, "choice": choice, "at": at, "count": count, "reason": "stop",
+    return ChoiceEnded(**{"id": name, "choice": choice, "at": at, "count": count, "reason": "stop",
                     "stats": {"runs": 3}, "failure": None, "seconds": (0.1, 0.2), **changes})
 
 
@@ -63,8 +72,8 @@ def found(path):
 
 
 def test_what_is_written_comes_back(path):
-    written(path, begun("a"), Tokens("a", 1, 0, ROWS[:1], "x"), begun("b"),
-            Tokens("a", 1, 1, ROWS[1:], "y"), end("a", 1), Gone("b"),
+    written(path, begun("a"), TokenRows("a", 1, 0, ROWS[:1], "x"), begun("b"),
+            TokenRows("a", 1, 1, ROWS[1:], "y"), end("a", 1), Gone("b"),
             end("a", 0, 0, failure=Failure("timeout", "too long")))
     assert check(str(path)) == path
     (record,) = found(path).values()
@@ -80,7 +89,7 @@ def test_what_is_written_comes_back(path):
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
 def test_a_torn_end_costs_only_what_was_torn(path, cut):
-    written(path, begun("a"), Tokens("a", 0, 0, ROWS[:1]), Tokens("a", 0, 1, ROWS[1:]))
+    written(path, begun("a"), TokenRows("a", 0, 0, ROWS[:1]), TokenRows("a", 0, 1, ROWS[1:]))
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     assert found(path)["a"].stories[0].rows == ROWS[:1]
@@ -90,8 +99,8 @@ def test_a_torn_end_costs_only_what_was_torn(path, cut):
 
 
 def test_a_damaged_line_is_passed_over_and_the_file_is_kept(path, caplog):
-    written(path, begun("a"), Tokens("a", 0, 0, ROWS[:1]), Tokens("a", 0, 1, ROWS[1:]),
-            end("a"), begun("b"), Tokens("b", 0, 0, ROWS))
+    written(path, begun("a"), TokenRows("a", 0, 0, ROWS[:1]), TokenRows("a", 0, 1, ROWS[1:]),
+            end("a"), begun("b"), TokenRows("b", 0, 0, ROWS))
     data = bytearray(path.read_bytes())
     data[data.index(b'"tokens"')] ^= 4
     path.write_bytes(data)
@@ -173,7 +182,7 @@ def test_a_full_disk_costs_nothing_that_was_there(path, monkeypatch, caplog):
     journal.replace(journal.render([first, second]))  # which does not fit either
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
-    journal.hold(second, Tokens("b", 0, 0, ROWS))
+    journal.hold(second, TokenRows("b", 0, 0, ROWS))
     second.stories[0].rows = list(ROWS)
     journal.flush()
     full = False

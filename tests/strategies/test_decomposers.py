@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.errors import ModelError
 from pipeinfer.strategies.decomposers.apar import Apar
-from pipeinfer.strategies.decomposers.base import Vocabulary
+from pipeinfer.strategies.decomposers.base import TokenVocabulary
 from pipeinfer.strategies.decomposers.pasta import ASYNC, END_ASYNC, Pasta, Positions, Spacing
 from pipeinfer.strategies.decomposers.pdos import Markers, Pdos
 from pipeinfer.strategies.decomposers.skeleton import Prompts, Skeleton
@@ -32,7 +32,7 @@ class Texts:
         return [self.token(text)]
 
     def vocabulary(self):
-        return Vocabulary(self.piece, self.encode)
+        return TokenVocabulary(self.piece, self.encode)
 
 
 def scripted(texts, scripts):

@@ -12,7 +12,7 @@ import pytest
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import Roster, others
-from pipeinfer.supervise.job import Job
+from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher
 
 OWN = doctor_hosts._own_facts()
@@ -25,8 +25,8 @@ def answering(monkeypatch):
 
     def ask(entry):
         if entry.host in names:
-            return doctor_hosts.Answer(entry, OWN | {"host": entry.host, "cores": 64})
-        return doctor_hosts.Answer(entry, {}, "does not answer", "switch it on")
+            return doctor_hosts.HostAnswer(entry, OWN | {"host": entry.host, "cores": 64})
+        return doctor_hosts.HostAnswer(entry, {}, "does not answer", "switch it on")
 
     monkeypatch.setattr(doctor_hosts, "ask", ask)
     return names
@@ -104,7 +104,7 @@ def test_no_launcher_has_keys_and_rank_0_gets_them(rank, tmp_path, monkeypatch):
     said = []
     environ = os.environ | {"PIPEINFER_API_KEY": "sesame", "HF_TOKEN": "sesame 2",
                             "OMPI_COMM_WORLD_RANK": str(rank)}
-    job = Job([sys.executable, "-c", RANK], environ, lambda _, text: said.append(text))
+    job = SupervisedJob([sys.executable, "-c", RANK], environ, lambda _, text: said.append(text))
     asyncio.run(job.run())
     assert json.loads(said[-1]) == [
         False, *(["sesame", "sesame 2"] if rank == 0 else [None, None]), False]

@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.cli.options import parse
 from pipeinfer.supervise.changes import is_wide, kept, risky
 from pipeinfer.supervise.logs import Splitter
-from pipeinfer.supervise.rules import Again, Comeback, End, Patience, outcome
+from pipeinfer.supervise.rules import BackOff, Comeback, End, Patience, outcome
 
 
 def test_pauses_double_up_to_half_a_minute_and_tries_end():
@@ -24,8 +24,8 @@ def test_pauses_double_up_to_half_a_minute_and_tries_end():
 def test_a_life_counts():
     patience = Patience(3)
     assert [patience.after(6, 1, asked=False).pause for _ in range(2)] == [1, 2]
-    assert patience.after(6, 20, asked=False) == Again(1, 0)
-    assert patience.after(6, 600, asked=False) == Again(1, 2)
+    assert patience.after(6, 20, asked=False) == BackOff(1, 0)
+    assert patience.after(6, 600, asked=False) == BackOff(1, 2)
 
 
 @pytest.mark.parametrize(("status", "asked"), [(0, False), (2, False), (130, False), (6, True)])

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from pipeinfer.errors import RequestError
 from pipeinfer.supervise import top
-from pipeinfer.supervise.top import Frame, draw, look, read, spark
-from pipeinfer.transport.http_client import Answer, HttpFailure
+from pipeinfer.supervise.top import Screen, draw, look, read, spark
+from pipeinfer.transport.http_client import HttpAnswer, HttpFailure
 
 METRICS = """# TYPE pipeinfer_generated_tokens counter
 pipeinfer_generated_tokens_total 300.0
@@ -39,7 +39,7 @@ def shown(frame, *rates):
 
 
 def test_a_frame():
-    frame = Frame(1.0, "http://h", "ok", name="m\x1b[31m", facts=FACTS, figures=read(METRICS),
+    frame = Screen(1.0, "http://h", "ok", name="m\x1b[31m", facts=FACTS, figures=read(METRICS),
                   rate=41.26, lanes=[{"request": 7, "output": 30}])
     frame.supervisor = {"hosts": [{"host": "e", "state": "missing", "why": "does not answer"},
                                   {"host": "a", "state": "used", "why": ""}]}
@@ -54,8 +54,9 @@ def test_a_frame():
 
 
 def test_a_server_that_is_away_wants_a_key_or_is_another_program(monkeypatch):
-    answers = {"/health": Answer(503, {}, b'{"status": "restarting", "reason": "rank 0 has died"}'),
-               "/metrics": Answer(200, {}, METRICS.encode())}
+    answers = {"/health": HttpAnswer(
+                   503, {}, b'{"status": "restarting", "reason": "rank 0 has died"}'),
+               "/metrics": HttpAnswer(200, {}, METRICS.encode())}
 
     def ask(method, url, **_):
         found = answers[url.removeprefix("http://h")]
@@ -64,7 +65,7 @@ def test_a_server_that_is_away_wants_a_key_or_is_another_program(monkeypatch):
         return found
 
     monkeypatch.setattr(top.http_client, "ask", ask)
-    before = Frame(0.0, "http://h", "ok", facts=FACTS, figures={
+    before = Screen(0.0, "http://h", "ok", facts=FACTS, figures={
         "pipeinfer_generated_tokens_total": 300.0 - 5})
     frame = look("http://h", {}, before)
     assert frame.rate == pytest.approx(5 / frame.seen)
@@ -74,8 +75,8 @@ def test_a_server_that_is_away_wants_a_key_or_is_another_program(monkeypatch):
     frame = look("http://h", {})
     assert (frame.state, frame.rate) == ("silent", None)
     assert "silent  nobody listens" in shown(frame)
-    for answer, says in ((Answer(401, {}, b"{}"), "wants an API key"),
-                         (Answer(200, {}, b"<html>"), "is no `pipeinfer serve`")):
+    for answer, says in ((HttpAnswer(401, {}, b"{}"), "wants an API key"),
+                         (HttpAnswer(200, {}, b"<html>"), "is no `pipeinfer serve`")):
         answers["/health"] = answer
         with pytest.raises(RequestError, match=says):
             look("http://h", {})

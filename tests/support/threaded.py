@@ -19,7 +19,7 @@ from pipeinfer.strategies.decomposers.base import (
     Hold,
     Join,
     Skip,
-    Vocabulary,
+    TokenVocabulary,
 )
 from tests.support import simulated
 from tests.support.simulated import Cell, Pipeline, Stage
@@ -65,7 +65,7 @@ class Words:
         return tokens
 
     def vocabulary(self):
-        return Vocabulary(self.piece, self.encode)
+        return TokenVocabulary(self.piece, self.encode)
 
     def choose(self, pairs, last, pos, bans):
         """The model's token for a row that sees `pairs`."""

@@ -45,7 +45,7 @@ class CellStore:
                    for table in (self.keys, self.values) for t in table.values())
 
 
-class Call(Struct, frozen=True):
+class AttentionCall(Struct, frozen=True):
     """One attention call.
 
     rows: which of the decode's rows; None: all, in order
@@ -73,9 +73,9 @@ class Reading(Struct):
     wide: bool
     dtype: Any
     device: Any
-    calls: dict[int | None, list[Call]] = field(default_factory=dict)
+    calls: dict[int | None, list[AttentionCall]] = field(default_factory=dict)
 
-    def of(self, window: int | None) -> list[Call]:
+    def of(self, window: int | None) -> list[AttentionCall]:
         """Return the calls for layers with this window."""
         found = self.calls.get(window)
         if found is None:
@@ -83,11 +83,12 @@ class Reading(Struct):
             self.calls[window] = found
         return found
 
-    def _wide(self, window: int | None) -> list[Call]:
+    def _wide(self, window: int | None) -> list[AttentionCall]:
         cells, seen = self.table.union(self.rows, window)
-        return [Call(None, self._place(cells, len(cells)), self._mask(seen)[None, None], True)]
+        return [AttentionCall(None, self._place(cells, len(cells)), self._mask(seen)[None, None],
+                              True)]
 
-    def _narrow(self, window: int | None) -> list[Call]:
+    def _narrow(self, window: int | None) -> list[AttentionCall]:
         by_length: dict[int, list[Group]] = {}
         for group in self.table.groups(self.rows, window):
             by_length.setdefault(-(-len(group.cells) // BLOCK) * BLOCK, []).append(group)
@@ -100,12 +101,12 @@ class Reading(Struct):
                 calls += [self._shared(group, length) for group in groups]
         return calls
 
-    def _shared(self, group: Group, length: int) -> Call:
+    def _shared(self, group: Group, length: int) -> AttentionCall:
         seen = np.arange(length) < np.array(group.lengths)[:, None]
-        return Call(self._which(group.rows), self._place(group.cells, length),
+        return AttentionCall(self._which(group.rows), self._place(group.cells, length),
                     self._mask(seen)[:, None, None], False)
 
-    def _gathered(self, groups: list[Group], n_rows: int, length: int) -> Call:
+    def _gathered(self, groups: list[Group], n_rows: int, length: int) -> AttentionCall:
         cells = np.empty((n_rows, length), np.int64)
         lengths: list[int] = []
         rows: list[int] = []
@@ -114,7 +115,8 @@ class Reading(Struct):
             rows += group.rows
             lengths += group.lengths
         seen = np.arange(length) < np.array(lengths)[:, None]
-        return Call(self._which(rows), self._tensor(cells), self._mask(seen)[:, None, None], False)
+        return AttentionCall(self._which(rows), self._tensor(cells),
+                             self._mask(seen)[:, None, None], False)
 
     def _which(self, rows: list[int]) -> Any:
         return None if rows == list(range(len(self.rows))) else self._tensor(np.array(rows))
@@ -174,7 +176,7 @@ def attend(
     return out, None
 
 
-def _narrow(query: Any, keys: Any, values: Any, call: Call, scaling: float,
+def _narrow(query: Any, keys: Any, values: Any, call: AttentionCall, scaling: float,
             softcap: float | None) -> Any:
     """Row by row: the bits of a row do not depend on how many there are. [n, heads, d]."""
     rows = query.transpose(0, 1)
@@ -195,7 +197,7 @@ def _narrow(query: Any, keys: Any, values: Any, call: Call, scaling: float,
     return result.reshape(n, heads, size)
 
 
-def _wide(query: Any, keys: Any, values: Any, call: Call, scaling: float,
+def _wide(query: Any, keys: Any, values: Any, call: AttentionCall, scaling: float,
           softcap: float | None) -> Any:
     """All rows over all cells that any of them sees, with a mask. [n, heads, d]."""
     k, v = (table[call.cells].transpose(0, 1)[None] for table in (keys, values))

@@ -22,7 +22,7 @@ from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.pytorch.attention import CellStore, Reading, reading
 from pipeinfer.backends.pytorch.cells import CellTable, check_rows
-from pipeinfer.backends.pytorch.linear import Left, Summing, Tiling, sum_up, tile
+from pipeinfer.backends.pytorch.linear import DecodeAborted, Summing, Tiling, sum_up, tile
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.backends.pytorch.weights import Shard, load_shard
 from pipeinfer.core.types import FloatArray, Rows
@@ -144,7 +144,7 @@ class TorchBackend:
                 result = self._guard(self._finish, shard, rows, stream)
             done = True
             return result  # type: ignore[no-any-return]
-        except Left:
+        except DecodeAborted:
             return None
         finally:
             if not done:

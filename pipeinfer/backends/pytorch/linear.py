@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from pipeinfer.backends.llamacpp.layer_probe import PartSum, place_of
 
 
-class Left(Exception):
+class DecodeAborted(Exception):
     """A sum returned False, so the decode is left. Not an error: `TorchBackend` handles it."""
 
 
@@ -72,7 +72,7 @@ class SummedLinear(TiledLinear):
     place: int
 
     def forward(self, x: Any) -> Any:
-        """[1, n, in] -> [1, n, out]. Raises Left where the decode has to be left.
+        """[1, n, in] -> [1, n, out]. Raises DecodeAborted where the decode has to be left.
 
         Padding is not summed: the slices of a stage may have different tiles.
         """
@@ -81,7 +81,7 @@ class SummedLinear(TiledLinear):
             mine = out[0, :summing.rows]
             part = mine.to("cpu", torch.float32).contiguous()
             if not summing.sums.add(part.numpy().reshape(-1), self.place):
-                raise Left
+                raise DecodeAborted
             if part.data_ptr() != mine.data_ptr():
                 mine.copy_(part)
         return out if self.bias is None else out + self.bias

@@ -42,7 +42,7 @@ from pipeinfer.lab.training.tasks import tasks
 from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.base import MAIN, Fork, Hold, Skip, Vocabulary
+from pipeinfer.strategies.decomposers.base import MAIN, Fork, Hold, Skip, TokenVocabulary
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import UNIT, Pasta, Positions, spacing_of
 from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
@@ -199,7 +199,7 @@ def scored(session: Session, asked: Asked, prompt: Sequence[int], answer: Genera
             "speedup": length / max(pasta.chain(flat), 1), "quality": asked.quality(answer.text)}
 
 
-def layout(vocabulary: Vocabulary, prompt: Sequence[int], answer: Generated, room: int,
+def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated, room: int,
            end: int) -> Flat:
     """An answer as training lays it out, by what the interpreter does with its tokens.
 

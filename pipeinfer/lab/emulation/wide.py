@@ -48,7 +48,16 @@ from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Split
-from pipeinfer.planning.teams import EXCHANGE, PEER, SUMS, Cut, Host, Network, SumCost, Team
+from pipeinfer.planning.teams import (
+    EXCHANGE,
+    PEER,
+    SUMS,
+    Host,
+    Network,
+    PlannedTeam,
+    SumCost,
+    TeamCut,
+)
 
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 APART, BESIDE, TURNS = "apart", "beside", "by turns"
@@ -139,7 +148,7 @@ def cluster_of(ground: Ground, experiment: WideExperiment) -> Cluster:
     target, mix = ground.target, ground.target.quantisation
     assert target.shape is not None
     groups, heads, blocks = pieces(target.shape, mix)
-    cut = Cut(target.n_embd, groups, blocks, target.attention_bytes / target.layer_bytes,
+    cut = TeamCut(target.n_embd, groups, blocks, target.attention_bytes / target.layer_bytes,
               target.keys_bytes / target.layer_bytes, heads)
     draft = draft_time(ground.draft, ground.drafter)(1)
     policy = Policy(experiment.policy)
@@ -220,7 +229,7 @@ def build(profiles: Profiles, experiment: WideExperiment) -> Built:
                  row_cost, curve)
 
 
-def stage_seconds(one: Team, count: int, last: bool, nodes: Sequence[NodeProfile],
+def stage_seconds(one: PlannedTeam, count: int, last: bool, nodes: Sequence[NodeProfile],
                   target: ModelProfile, cluster: Cluster, rows: int) -> float:
     """Time of `rows` rows through a wide stage of `count` layers, with the output if it is last."""
     members = [nodes[index] for index in one.hosts]

@@ -1,7 +1,7 @@
 """Protection of chat prompts: texts of clients cannot become control tokens of a template.
 
 A chat template mixes its own marks, such as `<|im_end|>`, with texts of clients, who may write the
-same. `Guard` breaks each mark in such a text with a secret random number, and also parts at its
+same. `MarkGuard` breaks each mark in such a text with a secret random number, and also parts at its
 ends that could become half of a mark. The template then renders texts that are otherwise unchanged.
 The marks that are whole in its result are its own. Independent of templates, and of vocabularies
 beyond these texts.
@@ -72,7 +72,7 @@ class Marks:
         return bool(text) and len(text) < self._longest and text in self._joined
 
 
-class Guard:
+class MarkGuard:
     """Breaks marks in texts of clients. seam: the text inserted at each break."""
 
     def __init__(self, marks: Marks, seam: str = "") -> None:

@@ -17,7 +17,7 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 from pipeinfer.models.llama_rules import check_file
-from pipeinfer.models.text.marks import Guard, Marks
+from pipeinfer.models.text.marks import MarkGuard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
 _SPACES = " \t\n\v\f\r"  #: llama.cpp strips these next to marks with the attributes for it
@@ -215,7 +215,7 @@ class Tokenizer:
 
         Arguments and errors as for `apply_chat`.
         """
-        guard = Guard(self.marks)
+        guard = MarkGuard(self.marks)
         try:
             text = self.apply_chat(
                 guard.messages(messages), add_generation_prompt,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
-from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Fork, Vocabulary
+from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Fork, TokenVocabulary
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
 from pipeinfer.strategies.spec import DecomposerSpec
 
@@ -24,7 +24,7 @@ class Apar(Reader):
     n_prompt: tokens of the prompt
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, n_prompt: int) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, *, n_prompt: int) -> None:
         super().__init__()
         fork, child = vocabulary.single(FORK), vocabulary.single(CHILD)
         if fork is None or child is None:

@@ -107,7 +107,7 @@ class Piece(Struct, frozen=True):
     text: bytes
 
 
-class Vocabulary(Struct, frozen=True):
+class TokenVocabulary(Struct, frozen=True):
     """The tokenizer functions that decomposers need.
 
     piece: token to bytes

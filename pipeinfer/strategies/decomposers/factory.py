@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping
 
 from pipeinfer.config import SpeculationConfig
 from pipeinfer.errors import UsageError
-from pipeinfer.models.text.marks import Guard
+from pipeinfer.models.text.marks import MarkGuard
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.base import Decomposer, Specification, Vocabulary
+from pipeinfer.strategies.decomposers.base import Decomposer, Specification, TokenVocabulary
 from pipeinfer.strategies.spec import DecomposerSetup
 
 
 @functools.lru_cache(8)
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer) -> TokenVocabulary:
     """Return the functions of a tokenizer that decomposers need."""
     @functools.lru_cache(256)
     def split(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.split(text, special=True))
 
-    return Vocabulary(functools.lru_cache(1 << 16)(functools.partial(
+    return TokenVocabulary(functools.lru_cache(1 << 16)(functools.partial(
         tokenizer.piece, special=True)), lambda text: list(split(text)))
 
 
@@ -60,7 +60,7 @@ class Decomposition:
         return functools.partial(spec.make, setup)
 
     def _encode(self, text: str, seam: str, values: Mapping[str, str]) -> tuple[int, ...]:
-        guard = Guard(self._tokenizer.marks, seam)
+        guard = MarkGuard(self._tokenizer.marks, seam)
         holes = re.compile("|".join(map(re.escape, values)))
         filled = holes.sub(lambda found: str(guard.value(values[found[0]])), text)
         return tuple(self._tokenizer.encode_guarded(filled, seam))

@@ -32,7 +32,7 @@ from pipeinfer.strategies.decomposers.base import (
     Hold,
     Join,
     Skip,
-    Vocabulary,
+    TokenVocabulary,
 )
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
 from pipeinfer.strategies.spec import DecomposerSpec
@@ -119,7 +119,7 @@ class Pasta(Reader):
         order only)
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, start: int, room: int,
+    def __init__(self, vocabulary: TokenVocabulary, *, start: int, room: int,
                  spacing: Spacing | None = None, overlap: bool = True) -> None:
         super().__init__()
         self._vocabulary = vocabulary
@@ -291,7 +291,7 @@ def _cut_tail(stream: Stream, count: int) -> None:
         count -= taken
 
 
-def _banned(vocabulary: Vocabulary, *tags: bytes) -> tuple[tuple[int, int, int], ...]:
+def _banned(vocabulary: TokenVocabulary, *tags: bytes) -> tuple[tuple[int, int, int], ...]:
     """Bans of those tags that are single tokens, at any place."""
     return tuple((ANY, ANY, token) for tag in tags
                  if (token := vocabulary.single(tag.decode())) is not None)

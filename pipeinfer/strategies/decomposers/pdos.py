@@ -21,7 +21,15 @@ from msgspec import Struct, field
 
 from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
-from pipeinfer.strategies.decomposers.base import MAIN, Action, Close, Cut, Feed, Fork, Vocabulary
+from pipeinfer.strategies.decomposers.base import (
+    MAIN,
+    Action,
+    Close,
+    Cut,
+    Feed,
+    Fork,
+    TokenVocabulary,
+)
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
 from pipeinfer.strategies.spec import DecomposerSpec
 
@@ -44,7 +52,7 @@ class Markers(Struct, frozen=True):
     dots: frozenset[int]
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary) -> Markers:
+    def of(cls, vocabulary: TokenVocabulary) -> Markers:
         """Return the markers in this vocabulary. Raises ModelError where it cannot encode one by
         itself.
         """
@@ -62,7 +70,7 @@ class Markers(Struct, frozen=True):
         return (*self.ellipsis, *self.line_break, *self.step)
 
 
-def _written(vocabulary: Vocabulary, text: str) -> tuple[int, ...]:
+def _written(vocabulary: TokenVocabulary, text: str) -> tuple[int, ...]:
     """The tokens of exactly this text inside another text; empty where there are none."""
     for lead in ("", "\n"):  # some vocabularies put a blank before what comes first
         tokens = vocabulary.encode(lead + text)[len(vocabulary.encode(lead)) if lead else 0:]
@@ -106,7 +114,7 @@ class _Tail(Struct):
         return 0
 
 
-class _Branch(Struct):
+class _Bullet(Struct):
     """A step: its first tokens (`####`, title, colon) and those that the model chose."""
 
     thread: int
@@ -128,14 +136,14 @@ class Pdos(Reader):
     n_prompt: tokens of the prompt
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, n_prompt: int) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, *, n_prompt: int) -> None:
         super().__init__()
         self._vocabulary, self._marks = vocabulary, Markers.of(vocabulary)
         self._n_prompt = self._index = n_prompt
         self._numbers = 0
         self._tail = _Tail()
-        self._branches: list[_Branch] = []  #: of the block at hand
-        self._threads: dict[int, _Branch] = {}
+        self._branches: list[_Bullet] = []  #: of the block at hand
+        self._threads: dict[int, _Bullet] = {}
         self._titles: list[list[int]] | None = None  #: of the skeleton that is being written
         self._block_index = 0  #: of the skeleton's first token
 
@@ -210,7 +218,7 @@ class Pdos(Reader):
     def _fan_out(self, titles: list[list[int]]) -> list[Action]:
         """Begin stage 2: cut the skeleton off and fork a thread for each title."""
         main, first = self._main, len(self._threads) + 1
-        self._branches = [_Branch(first + k, (*self._marks.step, *title))
+        self._branches = [_Bullet(first + k, (*self._marks.step, *title))
                           for k, title in enumerate(titles)]
         self._threads |= {branch.thread: branch for branch in self._branches}
         for k in range(1, main.held + 1):
@@ -222,7 +230,7 @@ class Pdos(Reader):
                  tuple((b.prefix[-1], ANY, dots) for dots in sorted(self._marks.dots)))
             for b in self._branches)]
 
-    def _branch_token(self, branch: _Branch, token: int) -> list[Action]:
+    def _branch_token(self, branch: _Bullet, token: int) -> list[Action]:
         stream, piece = branch.stream, self._vocabulary.piece(token)
         lead = b"" if stream.parts else self._text((*self._marks.line_break, *branch.prefix))
         stream.add(branch.thread, len(stream.parts), lead + piece)
@@ -238,7 +246,7 @@ class Pdos(Reader):
             return self._over(branch)
         return []
 
-    def _over(self, branch: _Branch) -> list[Action]:
+    def _over(self, branch: _Bullet) -> list[Action]:
         branch.stream.over = True
         actions: list[Action] = [Close(branch.thread)]
         if all(other.over for other in self._branches):

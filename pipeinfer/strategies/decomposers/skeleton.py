@@ -19,7 +19,7 @@ from pipeinfer.strategies.decomposers.base import (
     Close,
     Fork,
     Specification,
-    Vocabulary,
+    TokenVocabulary,
 )
 from pipeinfer.strategies.decomposers.reading_order import Reader, Stream
 from pipeinfer.strategies.spec import DecomposerSetup, DecomposerSpec, Writer
@@ -45,7 +45,7 @@ class Prompts(Struct, frozen=True):
 class Skeleton(Reader):
     """The decomposer of Skeleton-of-Thought, for a main prompt that requests the outline."""
 
-    def __init__(self, vocabulary: Vocabulary, prompts: Prompts) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, prompts: Prompts) -> None:
         super().__init__()
         self._vocabulary, self._prompts = vocabulary, prompts
         self._outline: list[bytes] = []

@@ -40,7 +40,7 @@ class Shape(enum.StrEnum):
     CHAIN = "chain"  #: the likeliest of each level, one group of masks behind the current token
 
 
-class _Batch(Struct):
+class _MaskBatch(Struct):
     """Groups of masks that were issued together.
 
     at: index in the path of the token that the anchors follow, or of the tip
@@ -59,7 +59,7 @@ class _Batch(Struct):
     tops: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=dict)
 
 
-class _Lane(Struct):
+class _BitaLane(Struct):
     """The state of one lane.
 
     tokens: the path
@@ -68,8 +68,8 @@ class _Lane(Struct):
     """
 
     tokens: list[int]
-    out: dict[int, _Batch] = field(default_factory=dict)
-    heard: deque[_Batch] = field(default_factory=lambda: deque(maxlen=_HEARD))
+    out: dict[int, _MaskBatch] = field(default_factory=dict)
+    heard: deque[_MaskBatch] = field(default_factory=lambda: deque(maxlen=_HEARD))
 
 
 class Bita:
@@ -100,11 +100,11 @@ class Bita:
         self.candidates, self._groups = nodes, most
         self.rows, self.paths = masks * most, self._nodes + most
         self.chained = True
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _BitaLane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
         """See `InlineProposer.opened`."""
-        self._lanes[lane] = _Lane(list(tokens))
+        self._lanes[lane] = _BitaLane(list(tokens))
 
     def accepted(self, lane: int, tokens: Sequence[int]) -> None:
         """See `InlineProposer.accepted`."""
@@ -124,7 +124,7 @@ class Bita:
             groups[k + first] = list(range(start, start + self._masks))
             rows += [HintRow(start + r - 1 if r else k, self._first_id + r, sees=self._sees)
                      for r in range(self._masks)]
-        state.out[batch] = _Batch(
+        state.out[batch] = _MaskBatch(
             len(state.tokens) - 1, None if below is None else tuple(below),
             {(a.parent + first, a.token): k + first for k, a in enumerate(anchors) if k + first},
             groups)
@@ -200,7 +200,7 @@ class Bita:
         """See `InlineProposer.closed`."""
         self._lanes.pop(lane, None)
 
-    def _lists(self, state: _Lane) -> list[tuple[tuple[int, float], ...]]:
+    def _lists(self, state: _BitaLane) -> list[tuple[tuple[int, float], ...]]:
         """The tokens that may follow the path, level by level.
 
         They come from the last row of the path that had masks, without the levels of the tokens
@@ -214,7 +214,7 @@ class Bita:
         return found
 
 
-def _nearest(batch: _Batch, tokens: Sequence[int]
+def _nearest(batch: _MaskBatch, tokens: Sequence[int]
              ) -> tuple[int, list[tuple[tuple[int, float], ...]]]:
     """The index in a path of its last row with masks of this batch, and what those proposed.
 

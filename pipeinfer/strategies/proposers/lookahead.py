@@ -162,7 +162,7 @@ class _Lane(Struct):
     window: Window
     current: int = -1
     tops: list[int] = field(default_factory=list)
-    choice: worth.Choice | None = None
+    choice: worth.WindowChoice | None = None
     named: dict[int, tuple[list[worth.Tail], list[worth.Tail]]] = field(default_factory=dict)
 
 

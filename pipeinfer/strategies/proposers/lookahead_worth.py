@@ -21,7 +21,7 @@ _RATE = 1 / 32  #: weight of a new step in the running mean
 _EVERY, _PROBE = 96, 16  #: of every 96 steps, 16 use everything, to measure its gain
 
 
-class Choice(Struct, frozen=True):
+class WindowChoice(Struct, frozen=True):
     """What a step does.
 
     candidates: how many to verify
@@ -73,16 +73,16 @@ class Worth:
                     longest = max(longest, common_prefix(tails[g - 1], came))
                 gains[g] += weight * (longest - gains[g])
 
-    def choose(self) -> Choice:
+    def choose(self) -> WindowChoice:
         """Return what the next step does."""
         self._steps += 1
-        everything = Choice(self.most, self.window_rows > 0)
+        everything = WindowChoice(self.most, self.window_rows > 0)
         if self._seen < _ENOUGH or self._steps % _EVERY < _PROBE:
             return everything
         counts = [self.most] if self.fixed_candidates else range(self.most + 1)
         windows = {everything.window} if self.fixed_window else {everything.window, False}
-        return max((Choice(g, w) for g in counts for w in sorted(windows)), key=self._speed)
+        return max((WindowChoice(g, w) for g in counts for w in sorted(windows)), key=self._speed)
 
-    def _speed(self, choice: Choice) -> float:
+    def _speed(self, choice: WindowChoice) -> float:
         rows = 1 + choice.candidates * (self.ngram - 1) + choice.window * self.window_rows
         return (1 + self._gains[choice.window][choice.candidates]) / self.cost(rows)
