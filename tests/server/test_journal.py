@@ -129,7 +129,7 @@ def test_another_file_is_left_alone(path, data):
 
 
 def test_a_later_format_is_left_alone(path):
-    body = msgspec.json.encode(module.Head(module.VERSION + 1))
+    body = msgspec.json.encode(module.JournalHead(module.VERSION + 1))
     data = b"%08x %s\n" % (zlib.crc32(body), body)
     path.write_bytes(data)
     path.chmod(0o600)
