@@ -312,6 +312,6 @@ def test_pictures(browser, name, width, height, scheme):
         opened.ask("Write a class for a stack")
         if name == "phone":
             opened.tab.click("#fold")
-        opened.until("document.querySelector('.answer:last-child').textContent.length > 500")
+        opened.until("document.querySelector('.answer:last-child').textContent.length > 300")
         opened.tab.screenshot(path=folder / f"page-{name}-{scheme}.png")
         opened.close()
