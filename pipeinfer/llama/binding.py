@@ -143,6 +143,9 @@ class llama_model_quantize_params(ctypes.Structure):
     )
 
 
+#: An empty list of devices: without one, a process that loads a model opens a context on each GPU.
+NO_DEVICES = (c_void_p * 1)()
+
 #: The defaults that a library must return; other values mean another layout of its structs.
 _MODEL_DEFAULTS = {
     "n_gpu_layers": -1, "split_mode": 1, "load_mode": -1, "lazy_mode": 1, "main_gpu": 0,

@@ -149,6 +149,8 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     clear_log()
     params = binding.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
+    if options.n_gpu_layers == 0:
+        params.devices = ctypes.addressof(binding.NO_DEVICES)
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")

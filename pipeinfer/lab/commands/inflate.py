@@ -21,6 +21,7 @@ Does not know: architectures other than llama, biases, experts, sharding. Shapes
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -435,7 +436,7 @@ def _loaded(path: Path) -> Iterator[Any]:
     ensure_llama()
     params = binding.llama_model_default_params()
     params.use_extra_bufts = may_repack(ModelFile(path))
-    params.n_gpu_layers = 0
+    params.n_gpu_layers, params.devices = 0, ctypes.addressof(binding.NO_DEVICES)
     model = binding.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ValueError(f"llama.cpp cannot load {path}")

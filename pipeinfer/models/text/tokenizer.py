@@ -40,7 +40,7 @@ class Tokenizer:
             raise ModelError(f"{os.fspath(path)}: no such file")
         check_file(path)
         params = binding.llama_model_default_params()
-        params.vocab_only = True
+        params.vocab_only, params.devices = True, ctypes.addressof(binding.NO_DEVICES)
         self._model: Any = binding.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load its vocabulary: "
