@@ -21,17 +21,16 @@ import time
 from pathlib import Path
 
 import click
-import numpy as np
 
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.noise import noise_key
-from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.planning.wide import shares_of
 from pipeinfer.scheduler.settings import PUBLISHED
+from tests.rig.near_tie import tie_where
 from tests.rig.plain_loop import PlainLoop
 from tests.rig.sliced_loop import SlicedLoop
 
@@ -119,25 +118,12 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
 def explain(plain: PlainLoop, np_: int, key: tuple[int, ...], case: dict, got: list[int],
             reference: list[int]) -> None:
     """Teacher-force the plain loop to the first difference and measure the tie."""
-    at = next(i for i, (a, b) in enumerate(zip(got, reference, strict=False)) if a != b)
-    prompt, params = case["prompt"], SamplingParams(**case["params"])
-    path = [*prompt, *reference[:at]]
-    single = list(plain.logits_after(prompt, reference[:at]))[-1]
-    noise = 0.0
-    for width in (2, 3, 4):
-        plain.reset()
-        for start in range(0, len(prompt), 64):
-            other = plain.decode(prompt[start : start + 64], start)
-        for start in range(0, at, width):
-            other = plain.decode(reference[start : min(start + width, at)], len(prompt) + start)
-        noise = max(noise, float(np.abs(other - single).max()))
-    found = candidates(single, params, np.array(path, np.int32), len(path) - 1)
-    ids, scores = found.ranked(2)
-    scale = params.temperature or 1.0
-    gap = float(scores[0] - scores[1]) * scale
-    verdict = "near-tie" if gap <= 2 * noise else "BUG"
-    print(f"  {np_} ranks {key} {case['limits']}: at {at} got {got[at]}, plain {reference[at]}; "
-          f"best {ids.tolist()} gap {gap:.3g} (logits), noise between widths {noise:.3g}: "
+    tie = tie_where(plain, case["prompt"], SamplingParams(**case["params"]), reference, got,
+                    (2, 3, 4))
+    verdict = "near-tie" if tie.near else "BUG"
+    print(f"  {np_} ranks {key} {case['limits']}: at {tie.at} got {got[tie.at]}, plain "
+          f"{reference[tie.at]}; "
+          f"best {tie.best} gap {tie.gap:.3g} (logits), noise between widths {tie.noise:.3g}: "
           f"{verdict}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
+from typing import Any
 
 from msgspec import Struct
 
@@ -94,6 +95,15 @@ def llama_identity() -> str:
         return f"{name}; {binding.llama_print_system_info().decode()}{own}"
     except BackendError as error:
         return f"{NO_LIBRARY}{error}"
+
+
+def model_params(n_gpu_layers: int = 0) -> Any:
+    """Return llama.cpp's parameters of a model; none of its devices if no layer is on one."""
+    params = binding.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers
+    if n_gpu_layers == 0:
+        params.devices = ctypes.addressof(binding.NO_DEVICES)
+    return params
 
 
 class Gpu(Struct, frozen=True):

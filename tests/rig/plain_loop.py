@@ -25,7 +25,7 @@ from pipeinfer.backends.llamacpp.context import (
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.llama import binding
-from pipeinfer.llama.library import ensure_llama
+from pipeinfer.llama.library import ensure_llama, model_params
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.repacking import may_repack
 
@@ -44,10 +44,9 @@ class PlainLoop:
                  n_batch: int = 512, type_k: int | None = None, type_v: int | None = None,
                  flash: int | None = None, n_gpu_layers: int = 0) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
-        model_params = binding.llama_model_default_params()
-        model_params.n_gpu_layers = n_gpu_layers
-        model_params.use_extra_bufts = may_repack(ModelFile(path))
-        self.model: Any = binding.llama_model_load_from_file(str(path).encode(), model_params)
+        of_model = model_params(n_gpu_layers)
+        of_model.use_extra_bufts = may_repack(ModelFile(path))
+        self.model: Any = binding.llama_model_load_from_file(str(path).encode(), of_model)
         params = binding.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
         kinds = LlamaOptions(n_gpu_layers).resolved(

@@ -16,7 +16,7 @@ from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import physical_memory
 from pipeinfer.llama import binding
-from pipeinfer.llama.library import clear_log, last_log
+from pipeinfer.llama.library import clear_log, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 
@@ -147,10 +147,7 @@ def check_sizes(
 def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     """Load the model at `path`. Raises ModelError with llama.cpp's reason where that fails."""
     clear_log()
-    params = binding.llama_model_default_params()
-    params.n_gpu_layers = options.n_gpu_layers
-    if options.n_gpu_layers == 0:
-        params.devices = ctypes.addressof(binding.NO_DEVICES)
+    params = model_params(options.n_gpu_layers)
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")

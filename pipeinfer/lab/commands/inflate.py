@@ -21,7 +21,6 @@ Does not know: architectures other than llama, biases, experts, sharding. Shapes
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -429,14 +428,13 @@ def verify(
 def _loaded(path: Path) -> Iterator[Any]:
     """The model that llama.cpp makes of ``path``."""
     from pipeinfer.llama import binding
-    from pipeinfer.llama.library import ensure_llama
+    from pipeinfer.llama.library import ensure_llama, model_params
     from pipeinfer.models.gguf import ModelFile
     from pipeinfer.models.repacking import may_repack
 
     ensure_llama()
-    params = binding.llama_model_default_params()
+    params = model_params()
     params.use_extra_bufts = may_repack(ModelFile(path))
-    params.n_gpu_layers, params.devices = 0, ctypes.addressof(binding.NO_DEVICES)
     model = binding.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ValueError(f"llama.cpp cannot load {path}")

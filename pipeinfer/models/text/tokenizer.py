@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.llama import binding
-from pipeinfer.llama.library import clear_log, ensure_llama, last_log
+from pipeinfer.llama.library import clear_log, ensure_llama, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.text.marks import MarkGuard, Marks
 
@@ -39,8 +39,8 @@ class Tokenizer:
         if not os.path.exists(path):
             raise ModelError(f"{os.fspath(path)}: no such file")
         check_file(path)
-        params = binding.llama_model_default_params()
-        params.vocab_only, params.devices = True, ctypes.addressof(binding.NO_DEVICES)
+        params = model_params()
+        params.vocab_only = True
         self._model: Any = binding.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load its vocabulary: "
