@@ -20,7 +20,7 @@ from pipeinfer.server.entered import Entered
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, EngineFrame
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.orders import Beside, Hold, Look, Move, Swap, decode, number_of
+from pipeinfer.server.orders import Hold, Look, Move, Standby, Swap, decode, number_of
 from pipeinfer.server.settings import Settings
 
 
@@ -28,19 +28,19 @@ class MovingHub(Hub):
     """A hub whose engines change: one serves, and one more may wait.
 
     url: the address for clients.
-    anew: whether the next engine may have another model although its settings are the same.
+    new_model: whether the next engine may have another model although its settings are the same.
     orders: the task that executes the supervisor's commands.
     renewed: called when the settings have changed.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics, url: str) -> None:
         super().__init__(settings, metrics, outlives=True)
-        self.url, self.anew = url, False
+        self.url, self.new_model = url, False
         self.orders: asyncio.Task[None] | None = None
         self.renewed: Callable[[], None] = lambda: None
         self._serves: Entered | None = None
         self._next: Entered | None = None
-        self._beside = False  #: whether the next engine waits for `swap`
+        self._standby = False  #: whether the next engine waits for `swap`
         self._reading: set[asyncio.Task[None]] = set()
         self._admits = asyncio.Event()
         self._admits.set()
@@ -79,10 +79,10 @@ class MovingHub(Hub):
         else:
             self._admits.set()
 
-    def move(self, why: str, anew: bool) -> None:
+    def move(self, why: str, new_model: bool) -> None:
         """Prepare for the end of the engine: its further frames count, except for Bye and
         Draining."""
-        self._moving, self.anew = True, anew
+        self._moving, self.new_model = True, new_model
         self._lost(why)
 
     def handle(self, frame: EngineFrame) -> None:
@@ -98,7 +98,8 @@ class MovingHub(Hub):
         if self._next is not None:
             self._next.line.close()
         self._next = engine
-        if self._serves is not None and (self.anew or engine.settings.model != self.settings.model):
+        if self._serves is not None and (
+                self.new_model or engine.settings.model != self.settings.model):
             engine.load(lambda: self._loaded(engine))
         task = asyncio.create_task(self._read(engine))
         self._reading.add(task)
@@ -108,7 +109,7 @@ class MovingHub(Hub):
     async def _read(self, engine: Entered) -> None:
         reason = await engine.line.run(until=lambda: engine is self._serves and self._over())
         engine.lose(reason)
-        if engine is self._next and not self._beside:
+        if engine is self._next and not self._standby:
             self._next = None
         if engine is not self._serves:
             return
@@ -122,14 +123,14 @@ class MovingHub(Hub):
     def _take_next(self) -> None:
         """Let the next engine serve if there is no other any more."""
         engine, before = self._next, self._serves
-        if engine is None or self._beside or (before is not None and before.state != "gone"):
+        if engine is None or self._standby or (before is not None and before.state != "gone"):
             return
-        anew, self.anew, self._next = self.anew, False, None
+        new_model, self.new_model, self._next = self.new_model, False, None
         old, self.settings = self.settings, engine.settings
         self._serves, self._line = engine, engine.line
-        if engine.settings != old or anew:
+        if engine.settings != old or new_model:
             self.renewed()
-        if before is not None and (engine.settings.model != old.model or anew):
+        if before is not None and (engine.settings.model != old.model or new_model):
             self.end_all("the server has come back with another model")
             self.tokenizer = engine.tokenizer
         engine.talk_to(self.handle)
@@ -142,10 +143,10 @@ class MovingHub(Hub):
                 self.fail(engine.reason)
                 self.left.set()
 
-    def wait_for_swap(self, on: bool, anew: bool) -> None:
+    def wait_for_swap(self, on: bool, new_model: bool) -> None:
         """Set whether the next engine loads alongside the serving one; if not, disconnect one
         that does."""
-        self._beside, self.anew = on, anew
+        self._standby, self.new_model = on, new_model
         if not on and self._next is not None:
             self._next.line.close()
             self._next = None
@@ -159,13 +160,13 @@ class MovingHub(Hub):
         serves = self._serves is not None and self._serves.state != "gone"
         if self._next is not None and self._next.state == "gone":
             return False
-        if self._next is None and self._beside and serves and not lost:
+        if self._next is None and self._standby and serves and not lost:
             return False  # none has entered
         if self._serves is not None and serves and (lost or self._next is not None):
             self._serves.line.hear = nobody
             self._serves.lose(why)
             self._lost(why)
-        self._beside = False
+        self._standby = False
         self._take_next()
         return True
 
@@ -183,7 +184,7 @@ class MovingHub(Hub):
         """Return the state for the supervisor."""
         state = "loading" if self.tokenizer is None and self.state == "ready" else self.state
         engine = self._next
-        return {"beside": engine.state if engine is not None else "expected" * self._beside,
+        return {"beside": engine.state if engine is not None else "expected" * self._standby,
                 "beside_reason": engine.reason if engine is not None else "",
                 "state": state, "reason": self.reason, "url": self.url, "open": len(self.open),
                 "waiting": self._waiting, "model": self.settings.model,
@@ -213,10 +214,10 @@ def _answer(hub: MovingHub, line: bytes) -> dict[str, Any]:
             found = hub.look()
         case Hold(on):
             hub.hold(on)
-        case Move(why, anew):
-            hub.move(why, anew)
-        case Beside(on, anew):
-            hub.wait_for_swap(on, anew)
+        case Move(why, new_model):
+            hub.move(why, new_model)
+        case Standby(on, new_model):
+            hub.wait_for_swap(on, new_model)
         case Swap(why, lost):
             found = {"swapped": hub.swap(why, lost)}
         case _:

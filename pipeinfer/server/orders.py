@@ -33,21 +33,21 @@ class Move(_Order, frozen=True):
     """Prepare for the end of the engine: another one will connect.
 
     why: for clients.
-    anew: whether it may have another model under the same name.
+    new_model: whether it may have another model under the same name.
     """
 
     why: str
-    anew: bool
+    new_model: bool
 
 
-class Beside(_Order, frozen=True):
+class Standby(_Order, frozen=True):
     """Let the next engine load while the present one serves, until `Swap`; or disconnect it.
 
-    anew: as for Move.
+    new_model: as for Move.
     """
 
     on: bool
-    anew: bool
+    new_model: bool
 
 
 class Swap(_Order, frozen=True):
@@ -61,7 +61,7 @@ class Swap(_Order, frozen=True):
     lost: bool
 
 
-Order: TypeAlias = Look | Hold | Move | Beside | Swap
+Order: TypeAlias = Look | Hold | Move | Standby | Swap
 _decoder = msgspec.json.Decoder(Order)
 _encoder = msgspec.json.Encoder()
 

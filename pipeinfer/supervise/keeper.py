@@ -214,15 +214,15 @@ class Keeper(Mover):
         words = command_of(given) if given else self._serving.words
         async with self._only():
             differ = self._serving.risky(words)
-            anew = bool({"model", "hf_repo", "hf_file"} & set(differ))
+            new_model = bool({"model", "hf_repo", "hf_file"} & set(differ))
             why = f"answers depend on {', '.join(differ)}" if differ else ""
-            if not anew and identity(self._seen.get("model", "")) != self._model:
-                anew, why = True, "the model's file is another one"
+            if not new_model and identity(self._seen.get("model", "")) != self._model:
+                new_model, why = True, "the model's file is another one"
             old = self._serving.words
             message = await self._move(tell, JobChange(
                 "the server is reloaded", lambda: self._serving.use(old),
                 self._overlap_of(asked), words if given else None, why,
-                float(asked.get("wait") or 0), bool(asked.get("force")), anew))
+                float(asked.get("wait") or 0), bool(asked.get("force")), new_model))
         return {"message": message}
 
     # --- reporting ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from typing_extensions import override
 
 from pipeinfer.errors import UsageError
-from pipeinfer.server.orders import Beside, Hold, Look, Move, Swap
+from pipeinfer.server.orders import Hold, Look, Move, Standby, Swap
 from pipeinfer.supervise import room
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.overlap import Overlap, OverlapChoice, choose, inherits
@@ -44,7 +44,7 @@ class JobChange:
     words: other options, None for the same.
     waits: why open requests must complete first, "" if they continue.
     wait: most seconds for that. force: continue after that with requests still open.
-    anew: whether the model may be another one under the same path.
+    new_model: whether the model may be another one under the same path.
     """
 
     why: str
@@ -54,7 +54,7 @@ class JobChange:
     waits: str = ""
     wait: float = 0.0
     force: bool = False
-    anew: bool = False
+    new_model: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class Mover(Supervisor):
                          "back to what there was before")
         self._failed_move = self._refused
         self.say(self._refused)
-        await self._http.ask(Move(why="back to what there was before", anew=True))
+        await self._http.ask(Move(why="back to what there was before", new_model=True))
         return True
 
     def _row(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Mover(Supervisor):
         choice = await asyncio.to_thread(self._choose, change.overlap)
         if choice.beside:
             tell(f"the next job loads while this one serves ({choice.why})")
-            return await self._beside(tell, change)
+            return await self._standby(tell, change)
         self._serving.use(before)
         tell(f"this job ends before the next one loads ({choice.why})")
         return await self._one_after_the_other(tell, change)
@@ -183,7 +183,8 @@ class Mover(Supervisor):
             await self._http.ask(Hold(on=False))
             raise UsageError("the job has ended meanwhile")
         self._meant, self._refused = True, ""
-        count = (await self._http.ask(Move(why=change.why, anew=change.anew))).get("open", 0)
+        order = Move(why=change.why, new_model=change.new_model)
+        count = (await self._http.ask(order)).get("open", 0)
         self.say(f"{change.why}; {count} open requests wait")
         self._ready.clear()
         self._phase, began = "moving", time.monotonic()
@@ -246,12 +247,12 @@ class Mover(Supervisor):
 
     # --- both at a time -----------------------------------------------------------------------
 
-    async def _beside(self, tell: Tell, change: JobChange) -> str:
+    async def _standby(self, tell: Tell, change: JobChange) -> str:
         """Start the next job, wait until it is ready, and let it take over."""
         began, self._refused = time.monotonic(), ""
         following: _Next | None = None
         try:
-            await self._http.ask(Beside(on=True, anew=change.anew))
+            await self._http.ask(Standby(on=True, new_model=change.new_model))
             following = self._next = _Next(
                 self.start(self._row()), change, asyncio.get_running_loop().create_future())
             self.say(f"{change.why}: the next job loads while this one serves")
@@ -345,7 +346,7 @@ class Mover(Supervisor):
 
     async def _discard(self, following: _Next | None) -> None:
         """End a job that never served."""
-        await self._http.ask(Beside(on=False, anew=False))
+        await self._http.ask(Standby(on=False, new_model=False))
         if following is None:
             return
         running = following.running

@@ -43,8 +43,8 @@ def test_new_requests_wait_for_the_next_engine_and_its_predecessors_goodbye_is_n
         with pytest.raises(ApiError, match="enough requests wait") as refused:
             hub.check_room(1)
         assert refused.value.status == 429
-        assert await ask(4, op="move", why="to more hosts", anew=True) == {"open": 0}
-        assert (hub.state, hub.reason, hub.anew) == ("restarting", "to more hosts", True)
+        assert await ask(4, op="move", why="to more hosts", new_model=True) == {"open": 0}
+        assert (hub.state, hub.reason, hub.new_model) == ("restarting", "to more hosts", True)
         for frame in (Draining(1.0), Bye()):
             hub.handle(frame)
         assert (hub.state, waiting.done()) == ("restarting", False)
