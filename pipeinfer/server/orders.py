@@ -62,7 +62,7 @@ class Swap(_Order, frozen=True):
 
 
 Order: TypeAlias = Look | Hold | Move | Standby | Swap
-_decoder = msgspec.json.Decoder(Order)
+_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 _encoder = msgspec.json.Encoder()
 
 
@@ -81,16 +81,14 @@ def encode(order: Order, number: int) -> bytes:
 def decode(line: bytes) -> Order:
     """Return the order in a line. Raises ProtocolError."""
     try:
-        order: Order = _decoder.decode(line)
+        return _decoder.decode(line)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"no such order: {error}") from error
-    return order
 
 
 def number_of(line: bytes) -> int:
     """Return the number of a malformed order, 0 if that cannot be read either."""
     try:
-        number: int = _numbers.decode(line).number
+        return _numbers.decode(line).number
     except msgspec.DecodeError:
         return 0
-    return number
