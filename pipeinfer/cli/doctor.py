@@ -273,18 +273,9 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
                  for one in everyone]
         counts: list[int | None] = [None] * len(candidates)
         members = placement.members_of(candidates, counts, ranks, {})
-        choice: GridChoice | None
-        if config.cluster.grid == "auto":
-            known = recall_grid(model, ranks, usable_ranks(config, candidates, ranks))
-            choice = None if known is None else known.choice
-            if choice is None:
-                return [Finding("ok", "grid", "--grid auto measures ranks and links at its first "
-                                "start" if known is None else "one rank to a stage, as chosen on "
-                                f"{known.day} (--remeasure chooses anew)",
-                                "" if known else "mpirun ... pipeinfer plan MODEL names the grid")]
-        else:
-            teams = teams_asked(config, candidates, ranks)
-            choice = None if teams is None else GridChoice(teams, ())
+        choice = _grid_of(config, model, candidates, ranks)
+        if isinstance(choice, Finding):
+            return [choice]
         if choice is not None:
             return _draw_grid(config, model, path, wide_plan(
                 config, model, load, dict(zip(candidates, members, strict=True)), ranks,
@@ -310,6 +301,22 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
             "text: it runs one request at a time, without guesses",
             "leave out -md and --proposer; docs/models.md says why"))
     return found
+
+
+def _grid_of(config: JobConfig, model: Any, candidates: Sequence[int], ranks: Sequence[RankInfo]
+             ) -> GridChoice | Finding | None:
+    """Return the grid that a start would use; a finding where `--grid auto` has chosen none yet,
+    None for stages of one rank."""
+    if config.cluster.grid != "auto":
+        teams = teams_asked(config, candidates, ranks)
+        return None if teams is None else GridChoice(teams, ())
+    known = recall_grid(model, ranks, usable_ranks(config, candidates, ranks))
+    if known is not None and known.choice is not None:
+        return known.choice
+    return Finding("ok", "grid", "--grid auto measures ranks and links at its first start"
+                   if known is None else f"one rank to a stage, as chosen on {known.day} "
+                   "(--remeasure chooses again)",
+                   "" if known else "mpirun ... pipeinfer plan MODEL names the grid")
 
 
 def _draw_grid(config: JobConfig, model: Any, path: Path, plan: Plan,

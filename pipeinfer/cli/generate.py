@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import structs
@@ -28,6 +28,11 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RequestError, UsageError
 from pipeinfer.files import check_writable
 from pipeinfer.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.generate import Generated
+    from pipeinfer.cluster.session import Session
+    from pipeinfer.strategies.decomposers.prompts import Opening
 
 
 @config_options(*JOB, "sampling", "request")
@@ -67,14 +72,7 @@ def generate(resolved: Resolved) -> None:
     with joined.lead(progress_hook(request), grammars=bool(params.grammar)) as session:
         if session.fatal:
             click.echo(f"pipeinfer: note: {session.fatal}", err=True)
-        prompt: Any
-        if decomposer:
-            prompt = gen.open_response(session, [{"role": "user", "content": text}])
-        elif request.chat:
-            prompt = session.tokenizer.encode_chat([{"role": "user", "content": text}])
-        else:
-            _note_marks(text, request, session.tokenizer)
-            prompt = session.tokenizer.encode(text, special=request.special)
+        prompt = _encoded(text, request, session)
         bare = not (request.chat or decomposer)
         if not request.json and not request.no_display_prompt and bare:
             _write(text)
@@ -93,6 +91,23 @@ def generate(resolved: Resolved) -> None:
     _report(request, out, session, session.reports)
     if trace:
         _write_trace(Path(trace), session)
+    _exit_for(out, session.limits.n_ctx)
+
+
+def _encoded(text: str, request: RequestConfig, session: Session) -> Sequence[int] | Opening:
+    from pipeinfer.cluster.generate import open_response
+
+    messages = [{"role": "user", "content": text}]
+    if session.config.speculation.decomposer:
+        return open_response(session, messages)
+    if request.chat:
+        return session.tokenizer.encode_chat(messages)
+    _note_marks(text, request, session.tokenizer)
+    return session.tokenizer.encode(text, special=request.special)
+
+
+def _exit_for(out: Generated, n_ctx: int) -> None:
+    """Exit with the status that the end of the request requires; return after a normal one."""
     if out.reason == "interrupted":
         raise SystemExit(INTERRUPTED)
     if out.reason == "poison":
@@ -100,9 +115,8 @@ def generate(resolved: Resolved) -> None:
                    "it was abandoned", err=True)
         raise SystemExit(ClusterError.exit_code)
     if out.reason == "context":
-        click.echo(
-            f"pipeinfer: error: the context of {session.limits.n_ctx} tokens is full after "
-            f"{len(out.tokens)} new tokens: raise -c", err=True)
+        click.echo(f"pipeinfer: error: the context of {n_ctx} tokens is full after "
+                   f"{len(out.tokens)} new tokens: raise -c", err=True)
         raise SystemExit(RequestError.exit_code)
 
 
@@ -142,7 +156,7 @@ def _write(text: str) -> None:
 
 
 def _report(
-    config: RequestConfig, out: Any, session: Any, reports: Mapping[int, dict[str, Any]]
+    config: RequestConfig, out: Generated, session: Session, reports: Mapping[int, dict[str, Any]]
 ) -> None:
     from pipeinfer.cli.summary import flops_of, memory_figures, summary
     from pipeinfer.models.flops import row_flops
@@ -176,11 +190,12 @@ def _report(
         click.echo(f"\n{summary(figures, stages, session.notes)}", err=True)
 
 
-def _write_trace(path: Path, session: Any) -> None:
+def _write_trace(path: Path, session: Session) -> None:
     from pipeinfer.cli.timeline import chrome_trace
     from pipeinfer.files import write_atomically
 
     seen = session.head.trace
+    assert seen is not None
     data = chrome_trace(seen.issues, seen.cancels, seen.results, session.reports, seen.fates())
     write_atomically(path, json.dumps(data))
     click.echo(f"trace written to {path}", err=True)

@@ -27,6 +27,7 @@ from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
+from pipeinfer.strategies.decomposers.base import Decomposer
 from pipeinfer.strategies.decomposers.factory import Decomposition
 from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
 
@@ -186,11 +187,7 @@ def run_request(
     tokens the vocabulary lacks.
     """
     out = Generated() if into is None else into
-    decompose = None
-    if isinstance(prompt, Opening):
-        if prompt.decompose is not None:
-            decompose = decomposition_of(session).factory(prompt.decompose, len(prompt.prompt))
-        prompt = prompt.prompt
+    prompt, decompose = _decomposed(session, prompt)
     out.n_prompt, out.seed = len(prompt), seed
     if not prompt:
         raise UsageError("the prompt is empty: write at least one token")
@@ -235,6 +232,15 @@ def run_request(
                 raise error
             case _:
                 pass
+
+
+def _decomposed(session: Session, prompt: Sequence[int] | Opening
+                ) -> tuple[Sequence[int], Callable[[], Decomposer] | None]:
+    if not isinstance(prompt, Opening):
+        return prompt, None
+    if prompt.decompose is None:
+        return prompt.prompt, None
+    return prompt.prompt, decomposition_of(session).factory(prompt.decompose, len(prompt.prompt))
 
 
 def _bias(text: str) -> tuple[int, float]:

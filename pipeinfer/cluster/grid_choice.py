@@ -86,7 +86,7 @@ def auto_plan(
                 what = "one rank to a stage" if plan is None else \
                     f"grid {shape(widths_of(plan.held))} and its slices"
                 notes.append(f"{what}, as chosen on {known.day} for this model and these hosts, so "
-                             "that answers stay the same; --remeasure chooses anew")
+                             "that answers stay the same; --remeasure chooses again")
                 return plan
         except (PlanError, UsageError) as error:
             notes.append(f"the grid that was chosen before does not fit any more ({error}), so one "

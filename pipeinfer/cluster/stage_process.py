@@ -254,7 +254,6 @@ class StageProcess:
     def _prepare(self, setup: Setup) -> Stage:
         """Load what is missing, send Ready, and return the stage."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
-        port = self._port
         report = self._hooks.progress(functools.partial(self._report, ""))
         kind = backend_for(config.model.backend, Path(setup.model))
         layers, pieces = (setup.start, setup.stop), pieces_of(setup)
@@ -278,20 +277,12 @@ class StageProcess:
         widths = self._hooks.widths(widths)
         backend = self._hooks.backend(backend, in_team=team is not None)
         report("loading", 1, 1)
-        info = backend.info
-        port.send(0, Tag.RESULT, Ready(
-            self._name, self._place.rank, socket.gethostname(), layers, kind, widths.exact,
-            widths.row_cost, tuple(widths.curve), info.weight_bytes, info.cache_bytes,
-            max(part.threads for part in self._parts),
-            sum(part.received for part in self._parts),
-            tuple(part.layers for part in self._parts), setup.cut and pieces,
-            "" if team is None else "memory" if team.shares_memory else "messages",
-            self._sum_seconds, gpu_of(config.model, kind)))
+        self._port.send(0, Tag.RESULT, self._ready(setup, backend, widths, team, kind, config))
         begun = 0 if team is None else team.count
         whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
         return Stage(
-            port,
-            Grid.plain(port.node) if whole else Grid(setup.widths),
+            self._port,
+            Grid.plain(self._port.node) if whole else Grid(setup.widths),
             backend,
             team=team,
             cancel_path=cancel_path(config),
@@ -308,6 +299,18 @@ class StageProcess:
                 **host.memory_parts(),
             },
         )
+
+    def _ready(self, setup: Setup, backend: Backend, widths: Widths, team: Team | None, kind: str,
+               config: JobConfig) -> Ready:
+        info, parts = backend.info, self._parts
+        return Ready(
+            self._name, self._place.rank, socket.gethostname(), (setup.start, setup.stop), kind,
+            widths.exact, widths.row_cost, tuple(widths.curve), info.weight_bytes,
+            info.cache_bytes, max(part.threads for part in parts),
+            sum(part.received for part in parts), tuple(part.layers for part in parts),
+            setup.cut and pieces_of(setup),
+            "" if team is None else "memory" if team.shares_memory else "messages",
+            self._sum_seconds, gpu_of(config.model, kind))
 
     def _join_team(self, config: JobConfig, setup: Setup) -> Team | None:
         """Meet the other members of this stage; None for a stage of whole layers."""

@@ -20,6 +20,7 @@ from msgspec import structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp import routers
+from pipeinfer.backends.llamacpp.batch import RowBatch
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
@@ -92,32 +93,7 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
         )
         self._enters = info.architecture in _ENTRIES
-        n = info.n_batch
-        # The columns of llama_batch, allocated once; numpy fills them, llama.cpp reads them.
-        self._tokens = np.zeros(n, np.int32)
-        #: M-RoPE takes four positions per embedding row, section by section
-        self._positions = np.zeros(4 * n if options.gaps else n, np.int32)
-        self._n_ids = np.zeros(n, np.int32)
-        self._ids = np.zeros((n, info.n_seq_max), np.int32)
-        self._id_rows = (self._ids.ctypes.data + self._ids.strides[0] * np.arange(n)).astype(
-            np.uintp
-        )
-        self._flags = np.zeros(n, np.int8)
-        # memoryviews, because numpy is slow for single numbers
-        self._token_memory, self._position_memory = self._tokens.data, self._positions.data
-        self._id_memory, self._n_id_memory = self._ids.data, self._n_ids.data
-        self._flag_memory = self._flags.data
-        batch = binding.llama_batch()
-        ctypes.memset(ctypes.byref(batch), 0, ctypes.sizeof(batch))
-        for field, array in (
-            ("pos", self._positions),
-            ("n_seq_id", self._n_ids),
-            ("seq_id", self._id_rows),
-            ("logits", self._flags),
-        ):
-            setattr(batch, field, _pointer(batch, field, array.ctypes.data))
-        self._batch = batch
-        self._token_pointer = _pointer(batch, "token", self._tokens.ctypes.data)
+        self._batch = RowBatch(info, gaps=options.gaps, enters=self._enters)
 
     @classmethod
     def load(
@@ -146,7 +122,7 @@ class LlamaCppBackend:
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa)
-        beside = mappings(path)
+        earlier = mappings(path)
         model = load_model(path, options)
         try:
             n_layers = binding.llama_model_n_layer(model)
@@ -157,20 +133,11 @@ class LlamaCppBackend:
                 )
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
-            sliced = bool(metadata(model, "pipeinfer.piece"))
             if keeps_state(model):  # a decode that was stopped could not be taken back
                 options = structs.replace(options, layer_callbacks=False)
-            architecture = metadata(model, "general.architecture")
-            entry = _ENTRIES.get(architecture, "")
-            mixture = int(metadata(model, f"{architecture}.expert_count") or 0) > 0
-            experts_alone = mixture and options.on_cpu \
-                and routers.single_row_dot() is not None and routers.of_floats(path)
-            probe = LayerProbe(n_layers - 1, layers[0], entry) if not last or sliced or entry \
-                or options.layer_callbacks or experts_alone else None
-            if probe is not None and experts_alone:
-                probe.choose_experts_row_by_row()
-            windows = binding.llama_model_n_swa(model) > 0
-            more = _WITH_WINDOWS if windows else 0
+            chooses = _chooses_experts(path, model, options)
+            probe = _probe(model, layers, options, last=last, chooses_experts=chooses)
+            more = _WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0
             if n_seq_max + more > MAX_SEQS:
                 raise BackendError(f"{os.fspath(path)}: a model with sliding windows takes at most "
                                    f"{MAX_SEQS - more} sequences")
@@ -179,36 +146,14 @@ class LlamaCppBackend:
         except BaseException:
             binding.llama_model_free(model)
             raise
-        vocab = binding.llama_model_get_vocab(model)
-        # A shard from the middle has a vocabulary of one, and a note of the model's.
-        noted = metadata(model, "pipeinfer.vocab_size")
-        n_vocab = int(noted or binding.llama_vocab_n_tokens(vocab))
-        info = ShardInfo(
-            architecture=architecture,
-            layers=layers,
-            n_layers_total=n_layers_total,
-            first=first,
-            last=last,
-            n_embd=binding.llama_model_n_embd(model),
-            n_vocab=n_vocab,
-            n_ctx=binding.llama_n_ctx(context),
-            n_seq_max=n_seq_max,
-            n_batch=n_batch,
-            weight_bytes=binding.llama_model_size(model),
-            cache_bytes=cache_bytes(model, binding.llama_n_ctx(context), options),
-        )
+        info = _info(model, context, options, layers=layers, n_layers_total=n_layers_total,
+                     first=first, last=last, n_seq_max=n_seq_max, n_batch=n_batch)
         backend = cls(model, context, probe, info, options,
-                      binding.llama_vocab_n_tokens(vocab) if sliced else n_vocab)
-        if keeps_state(model):
-            backend.exact_limit = 1  # rows of a trial could not be taken back
-        elif mixture:
-            # A short trial seldom detects that a router's product depends on the number of rows:
-            # quantisation hides most differences
-            most = routers.MOST_ROWS if experts_alone else 1
-            backend.exact_limit = min(backend.exact_limit, most)
+                      _n_tokens(model) if _is_slice(model) else info.n_vocab)
+        backend.exact_limit = min(backend.exact_limit, _most_rows(model, chooses))
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
             try:
-                into_huge_pages(path, beside)
+                into_huge_pages(path, earlier)
             except BaseException:
                 backend.close()
                 raise
@@ -238,16 +183,14 @@ class LlamaCppBackend:
             raise BackendError(NO_VIEWS)
         if self.options.validate:
             check_rows(rows, info.n_seq_max)
-        keep = self._fill(rows, hidden)
-        given = keep if self._enters else None
+        keep = self._batch.fill(rows, hidden)
         long = rows.lists.positions[0] >= _LONG
         if long != self._all_at_work:
             self._set_threads(all_of_them=long)
         out = None if info.last else np.empty((n, info.n_embd), np.float32)
-        probe = self._probe
-        if probe is not None:
-            probe.arm(should_stop if self.options.layer_callbacks else None, out, given, n)
-        taken = False
+        given = keep if self._enters else None
+        if self._probe is not None:
+            self._probe.arm(should_stop if self.options.layer_callbacks else None, out, given, n)
         clear_log()
         status = self._evaluate()
         if status == 1 and self._order is not None and self._order.n_buried:
@@ -256,27 +199,33 @@ class LlamaCppBackend:
         if status == 0 and self._order is not None:
             self._order.place(rows)
         del keep
-        if probe is not None:
-            error, taken = probe.error, probe.hidden_done
-            if given is not None and status == 0 and not (probe.entered or error):
-                error = BackendError("the shard's graph has no input to put rows into; it cannot "
-                                     "be split")
-            stopped = probe.stopped or (probe.ended and not taken)
-            probe.arm(None, None)  # holds neither the caller's array nor its callback
-            if error is not None or stopped:
-                if status == 0:
-                    self._drop(rows)
-                if error is not None:
-                    raise error
-                return None
+        if self._probe is not None and not self._finished(self._probe, rows, given, status):
+            return None
         if status != 0:
             raise self._failure(status, rows)
-        if out is not None:
-            if not taken:
-                self._drop(rows)
-                raise BackendError("the shard's graph has no l_out tensor; it cannot be split")
-            return out
-        return self._logits(rows.lists.outputs.count(True))
+        return self._logits(rows.lists.outputs.count(True)) if out is None else out
+
+    def _finished(self, probe: LayerProbe, rows: Rows, given: FloatArray | None, status: int
+                  ) -> bool:
+        """Release the probe after a decode; return False if it was stopped.
+
+        given: hidden rows that the probe had to put into the graph.
+        Raises the probe's error, and BackendError if it did not find its tensors. Cells of a decode
+        that gave nothing are removed.
+        """
+        error, taken = probe.error, probe.hidden_done
+        if given is not None and status == 0 and not (probe.entered or error):
+            error = BackendError("the shard's graph has no input to put rows into; it cannot be "
+                                 "split")
+        stopped = probe.stopped or (probe.ended and not taken)
+        if status == 0 and not (self.info.last or taken or stopped or error):
+            error = BackendError("the shard's graph has no l_out tensor; it cannot be split")
+        probe.arm(None, None)  # holds neither the caller's array nor its callback
+        if status == 0 and (stopped or error):
+            self._drop(rows)
+        if error is not None:
+            raise error
+        return not stopped
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """See `Backend.seq_rm`."""
@@ -380,39 +329,6 @@ class LlamaCppBackend:
     def _closed(self) -> bool:
         return self._ctx is None
 
-    def _fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
-        """Write the rows to the batch; returns the array that must outlive the decode."""
-        n, info, batch = len(rows), self.info, self._batch
-        tokens, positions, outputs = rows.lists
-        for i, ids in enumerate(rows.seq_ids):
-            # llama.cpp would take one id more, the grave
-            if not 0 < len(ids) <= info.n_seq_max or max(ids) >= info.n_seq_max or min(ids) < 0:
-                raise BackendError(f"row {i} has bad sequence ids {ids}")
-            for k, seq_id in enumerate(ids):
-                self._id_memory[i, k] = seq_id
-            self._n_id_memory[i] = len(ids)
-            self._position_memory[i] = positions[i]
-            # Not the last: every row is an output, or the last layer would keep flagged rows only.
-            self._flag_memory[i] = outputs[i] or not info.last
-            self._token_memory[i] = 0 if hidden is not None else tokens[i]
-        batch.n_tokens = n
-        if hidden is None:
-            if not info.first:
-                raise BackendError("this shard needs the previous shard's hidden rows")
-            batch.token, batch.embd = self._token_pointer, None
-            return None
-        if hidden.shape != (n, info.n_embd):
-            raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
-        if self.options.gaps:
-            self._positions[: 4 * n] = np.tile(rows.positions, 4)
-        keep = np.ascontiguousarray(hidden, np.float32)
-        if self._enters:
-            batch.token, batch.embd = self._token_pointer, None
-            return keep
-        batch.token = None
-        batch.embd = _pointer(batch, "embd", keep.ctypes.data)
-        return keep
-
     def _evaluate(self) -> int:
         """Decode the batch; return llama.cpp's status.
 
@@ -421,10 +337,10 @@ class LlamaCppBackend:
         `_graves`.
         """
         if not self._rewound or self._order is None or self._guard is None:
-            return int(binding.llama_decode(self._ctx, self._batch))
+            return int(binding.llama_decode(self._ctx, self._batch.columns))
         for one in self._order.used_ids():
             binding.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
-        status = int(binding.llama_decode(self._ctx, self._batch))
+        status = int(binding.llama_decode(self._ctx, self._batch.columns))
         binding.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
         self._rewound = status != 0
         return status
@@ -488,6 +404,62 @@ class LlamaCppBackend:
         return BackendError(f"llama_decode failed with status {status}: {last_log()}")
 
 
+def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> ShardInfo:
+    n_ctx = binding.llama_n_ctx(context)
+    return ShardInfo(
+        architecture=metadata(model, "general.architecture"),
+        n_embd=binding.llama_model_n_embd(model),
+        # A shard from the middle has a vocabulary of one, and a note of the model's.
+        n_vocab=int(metadata(model, "pipeinfer.vocab_size") or _n_tokens(model)),
+        n_ctx=n_ctx,
+        weight_bytes=binding.llama_model_size(model),
+        cache_bytes=cache_bytes(model, n_ctx, options),
+        **given,
+    )
+
+
+def _n_tokens(model: Any) -> int:
+    return int(binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(model)))
+
+
+def _is_slice(model: Any) -> bool:
+    return bool(metadata(model, "pipeinfer.piece"))
+
+
+def _has_experts(model: Any) -> bool:
+    architecture = metadata(model, "general.architecture")
+    return int(metadata(model, f"{architecture}.expert_count") or 0) > 0
+
+
+def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOptions) -> bool:
+    """Return whether pipeinfer's own code computes the routers of this mixture."""
+    return _has_experts(model) and options.on_cpu and routers.single_row_dot() is not None \
+        and routers.of_floats(path)
+
+
+def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: bool,
+           chooses_experts: bool) -> LayerProbe | None:
+    """Return the callbacks that this shard needs; None for a model that runs without any."""
+    entry = _ENTRIES.get(metadata(model, "general.architecture"), "")
+    if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts):
+        return None
+    probe = LayerProbe(layers[1] - layers[0] - 1, layers[0], entry)
+    if chooses_experts:
+        probe.choose_experts_row_by_row()
+    return probe
+
+
+def _most_rows(model: Any, chooses_experts: bool) -> int:
+    """Return the most rows of a trial that this kind of model allows."""
+    if keeps_state(model):  # rows of a trial could not be taken back
+        return 1
+    if not _has_experts(model):
+        return 1 << 16
+    # A short trial seldom detects that a router's product depends on the number of rows:
+    # quantisation hides most differences
+    return routers.MOST_ROWS if chooses_experts else 1
+
+
 def keeps_state(model: Any) -> bool:
     """Return whether the model's layers have a state of the text so far."""
     return bool(binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
@@ -496,11 +468,6 @@ def keeps_state(model: Any) -> bool:
 def _upper(p1: int) -> int:
     """llama.cpp's end of a range."""
     return -1 if p1 >= END else p1
-
-
-def _pointer(batch: Any, field: str, address: int) -> Any:
-    kind = dict(batch._fields_)[field]
-    return ctypes.cast(address, kind)
 
 
 def check_rows(rows: Rows, n_seq_max: int) -> None:

@@ -1,0 +1,88 @@
+"""The columns of llama.cpp's `llama_batch`, allocated once and filled for each decode."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.backends.base import ShardInfo
+from pipeinfer.core.types import FloatArray, Rows
+from pipeinfer.errors import BackendError
+from pipeinfer.llama import binding
+
+
+class RowBatch:
+    """Up to `info.n_batch` rows; numpy fills the columns and llama.cpp reads them.
+
+    gaps: whether positions have four sections (M-RoPE), so that they may have gaps.
+    enters: whether hidden rows enter the graph elsewhere than as llama.cpp's embedding rows.
+    """
+
+    def __init__(self, info: ShardInfo, *, gaps: bool, enters: bool) -> None:
+        self._info, self._gaps, self._enters = info, gaps, enters
+        n = info.n_batch
+        self._tokens = np.zeros(n, np.int32)
+        #: M-RoPE takes four positions per embedding row, section by section
+        self._positions = np.zeros(4 * n if gaps else n, np.int32)
+        self._n_ids = np.zeros(n, np.int32)
+        self._ids = np.zeros((n, info.n_seq_max), np.int32)
+        self._id_rows = (self._ids.ctypes.data + self._ids.strides[0] * np.arange(n)).astype(
+            np.uintp
+        )
+        self._flags = np.zeros(n, np.int8)
+        # memoryviews, because numpy is slow for single numbers
+        self._token_memory, self._position_memory = self._tokens.data, self._positions.data
+        self._id_memory, self._n_id_memory = self._ids.data, self._n_ids.data
+        self._flag_memory = self._flags.data
+        self.columns = batch = binding.llama_batch()  #: the argument of `llama_decode`
+        ctypes.memset(ctypes.byref(batch), 0, ctypes.sizeof(batch))
+        for field, array in (
+            ("pos", self._positions),
+            ("n_seq_id", self._n_ids),
+            ("seq_id", self._id_rows),
+            ("logits", self._flags),
+        ):
+            setattr(batch, field, self._pointer(field, array.ctypes.data))
+        self._token_pointer = self._pointer("token", self._tokens.ctypes.data)
+
+    def fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
+        """Write the rows; return the array that must outlive the decode.
+
+        hidden: float32[len(rows), n_embd], or None for rows of tokens.
+        Raises BackendError for bad sequence ids, a wrong shape, or tokens on a later shard.
+        """
+        n, info, batch = len(rows), self._info, self.columns
+        tokens, positions, outputs = rows.lists
+        for i, ids in enumerate(rows.seq_ids):
+            # llama.cpp would take one id more, the grave
+            if not 0 < len(ids) <= info.n_seq_max or max(ids) >= info.n_seq_max or min(ids) < 0:
+                raise BackendError(f"row {i} has bad sequence ids {ids}")
+            for k, seq_id in enumerate(ids):
+                self._id_memory[i, k] = seq_id
+            self._n_id_memory[i] = len(ids)
+            self._position_memory[i] = positions[i]
+            # Not the last: every row is an output, or the last layer would keep flagged rows only.
+            self._flag_memory[i] = outputs[i] or not info.last
+            self._token_memory[i] = 0 if hidden is not None else tokens[i]
+        batch.n_tokens = n
+        if hidden is None:
+            if not info.first:
+                raise BackendError("this shard needs the previous shard's hidden rows")
+            batch.token, batch.embd = self._token_pointer, None
+            return None
+        if hidden.shape != (n, info.n_embd):
+            raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
+        if self._gaps:
+            self._positions[: 4 * n] = np.tile(rows.positions, 4)
+        keep = np.ascontiguousarray(hidden, np.float32)
+        if self._enters:
+            batch.token, batch.embd = self._token_pointer, None
+        else:
+            batch.token, batch.embd = None, self._pointer("embd", keep.ctypes.data)
+        return keep
+
+    def _pointer(self, field: str, address: int) -> Any:
+        kind: Any = dict(self.columns._fields_)[field]
+        return ctypes.cast(address, kind)
