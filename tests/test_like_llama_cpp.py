@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.factory import llama_options
+from pipeinfer.cluster import features
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.config import JobConfig, ModelConfig
@@ -49,4 +50,4 @@ def test_the_draft_and_others_keep_their_cache():
                                    {"flash_attn": "on"}, {"exact": "off"}])
 def test_what_it_decides_cannot_be_said_as_well(other):
     with pytest.raises(UsageError, match="leave out"):
-        ModelConfig(like_llama_cpp=True, **other)
+        features.check(JobConfig.of(like_llama_cpp=True, **other))

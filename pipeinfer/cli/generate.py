@@ -47,7 +47,7 @@ def generate(resolved: Resolved) -> None:
     from pipeinfer.cluster.launch import join
     from pipeinfer.models.locate import model_paths
     from pipeinfer.models.text import chat_template
-    from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
+    from pipeinfer.strategies.decomposers.prompts import validate
 
     config = resolved.config
     job, request, sampling = config.job, config.request, config.sampling
@@ -57,7 +57,7 @@ def generate(resolved: Resolved) -> None:
     interrupts = watch_signals()
     text, params, seed = "", SamplingParams(), gen.draw_seed(sampling)
     if host.launched_rank() == 0:  # errors in options are to be found before anything loads
-        check_decomposer(job.speculation, sampling)
+        validate(job.speculation)
         text, params = _prompt_text(request), gen.sampling_params(sampling, seed)
         params = structs.replace(
             params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))

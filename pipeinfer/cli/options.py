@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from pipeinfer import host, nodes
+from pipeinfer.cluster import features
 from pipeinfer.config import BASIC, SECTIONS, Config, Option, Resolved, options
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
@@ -90,7 +91,9 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
             "speculative: write --parallel or --branches in full")
     everyone = {name: found.pop(name) for name in registry.own_options() if name in found}
     own = {name: value for name, value in everyone.items() if origin[name] != "default"}
-    return Resolved(Config.of(given=given, own=own, **found), origin, everyone)
+    config = Config.of(given=given, own=own, **found)
+    features.check(config.job, config.sampling)
+    return Resolved(config, origin, everyone)
 
 
 class _Command(click.Command):

@@ -37,13 +37,11 @@ BATCH = 256  #: most rows of one run of a draft
 def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]:
     """Return the ranks, with the role "draft" for those of --draft-ranks.
 
-    Raises UsageError if too few ranks are left for the stages, or with --layout replicate.
+    Raises UsageError if too few ranks are left for the stages.
     """
     count, last = config.cluster.draft_ranks, len(hosts) - config.cluster.spares
     if not count:
         return hosts
-    if config.speculation.layout == "replicate":
-        raise UsageError("--layout replicate needs no draft: leave out --draft-ranks")
     least = 1 if config.cluster.head_stage else 2
     if last - count < least:
         raise UsageError(f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks "

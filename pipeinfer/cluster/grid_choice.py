@@ -37,9 +37,6 @@ def teams_asked(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> T
     cluster = config.cluster
     if not (cluster.grid or cluster.slices):
         return None
-    if config.speculation.layout == "replicate":
-        raise UsageError("--layout replicate puts the whole model on every rank: leave out --grid "
-                         "and --slices")
     usable = usable_ranks(config, candidates, hosts)
     return teams_of(cluster.grid, cluster.slices, usable,
                     {rank: group_of(hosts[rank]) for rank in usable})
@@ -65,11 +62,7 @@ def auto_plan(
     It is the remembered choice as long as that fits, else the fastest grid by measurement. Appends
     the choice and its reason to `notes`.
     figures: measurements by rank. mix: the load to plan for.
-    Raises UsageError if --slices or --layers are given.
     """
-    if config.cluster.slices or config.cluster.layers:
-        raise UsageError("--grid auto chooses slices and layers itself: leave out --slices and "
-                         "--layers, or name the grid")
     ranks = [rank for rank, member in members.items() if member.layers is None]
     if place.comm is None or len(ranks) < 2:
         return None

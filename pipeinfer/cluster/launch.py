@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
-from pipeinfer.cluster import placement
+from pipeinfer.cluster import features, placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
@@ -296,6 +296,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         model or the hosts require it.
     """
     from pipeinfer.llama.library import ensure_llama
+    features.check(config)
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     config = for_state(config, model)

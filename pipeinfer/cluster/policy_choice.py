@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.config import NO_DRAFT, JobConfig, SpeculationConfig
+from pipeinfer.cluster import features
+from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
@@ -31,17 +32,11 @@ def for_state(config: JobConfig, model: Any) -> JobConfig:
     """
     if not keeps_state(model):
         return config
-    asked = {
-        "-md": config.model.draft_model,
-        "--policy": config.speculation.policy not in ("", Policy.ITERATIVE),
-        "--proposer": registry.named(config.speculation),
-        "--decomposer": config.speculation.decomposer,
-    }
-    if named := [flag for flag, value in asked.items() if value]:
+    if found := features.excluding(features.STATE, config):
         raise UsageError(
             f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
-            "which llama.cpp cannot take guesses back or copy a part: leave out "
-            f"{' and '.join(named)}")
+            "which llama.cpp cannot take speculative tokens back or copy a part: leave out "
+            f"{' and '.join(found)}")
     return config.replace(policy=Policy.ITERATIVE, parallel=1, prefix_cache=False)
 
 
@@ -53,13 +48,11 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     with a draft, and on one rank, where every speculative token has to pay for its row. The
     paper's policy uses the draft alone. ranks: 1 for ranks that take turns.
     """
-    own, grid = config.speculation, config.cluster.grid
-    if own.proposer or own.speculation == "off" or own.layout == "replicate" \
-            or registry.named(own) or config.model.draft_model == NO_DRAFT \
-            or own.policy in (Policy.ITERATIVE, Policy.PUBLISHED):
+    grid = config.cluster.grid
+    if features.excluding(features.LOOKUP, config):
         return config
     if ranks < 2:
-        if own.policy == Policy.SPECULATIVE or overlaps(own) or not weighs(own):
+        if features.excluding(features.LOOKUP_ALONE, config):
             return config
     elif draft is None:
         most = ranks if config.cluster.head_stage else ranks - 1
@@ -68,28 +61,14 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
 
 
-def overlaps(config: SpeculationConfig) -> bool:
-    """Whether an option was given that only applies to speculation during the target's runs."""
-    return bool(config.credit or config.draft_max or config.tip != "auto" or config.ablate
-                or config.alternatives >= 0 or config.path_min >= 0)
-
-
-def weighs(config: SpeculationConfig) -> bool:
-    """Whether speculative tokens have to pay for their rows where draft and target take turns."""
-    return config.adapt and config.speculation == "auto" and not config.tree_max
-
-
 def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
-    """Return the policy of a config. Raises UsageError if its options contradict each other."""
+    """Return the policy of a config that `features.check` accepts.
+
+    Raises UsageError if a proposer or a policy lacks what it needs.
+    """
     if config.speculation.layout == "replicate":
-        _check_replicas(config)
         return Policy.SPECULATIVE
     if config.speculation.speculation == "off":
-        if config.speculation.policy not in ("", Policy.ITERATIVE):
-            raise UsageError(
-                f"--speculation off and --policy {config.speculation.policy} contradict each "
-                "other: leave one out"
-            )
         return Policy.ITERATIVE
     named = registry.named(config.speculation)
     for spec in named:
@@ -110,9 +89,6 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
         policy = Policy.SPECULATIVE
     else:
         policy = Policy.PIPEINFER if guesses else Policy.ITERATIVE
-    if inline is not None and policy is Policy.PUBLISHED:
-        raise UsageError(f"--policy published issues one chain of a draft's guesses, so it cannot "
-                         f"be combined with --proposer {inline.name}: leave one out")
     return policy
 
 
@@ -124,25 +100,6 @@ def _check_components(config: SpeculationConfig) -> None:
             others = ", ".join(one for one, parts in COMPONENTS.items() if name in parts)
             raise UsageError(f"--ablate {name} names no component of --policy {policy} (it has "
                              f"{', '.join(COMPONENTS[policy])}), but one of {others}")
-
-
-def _check_replicas(config: JobConfig) -> None:
-    """Raise UsageError for options that have no meaning with --layout replicate."""
-    wrong = {
-        "--policy": config.speculation.policy not in ("", Policy.SPECULATIVE),
-        "--proposer": not all(s.replicable for s in registry.named(config.speculation)),
-        "-md": config.model.draft_model not in ("", NO_DRAFT),
-        "-hfd": config.model.hf_repo_draft,
-        "-mds": config.model.draft_small,
-        "an adapter": registry.adapter(config.speculation),
-        "--decomposer": config.speculation.decomposer,
-        "--layers": config.cluster.layers,
-        "--speculation": config.speculation.speculation == "off",
-        "--ablate": config.speculation.ablate,
-    }
-    if found := [name for name, given in wrong.items() if given]:
-        raise UsageError("--layout replicate distributes the rows of lookahead decoding; it cannot "
-                         f"be combined with {', '.join(found)}")
 
 
 def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[str]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from pipeinfer.cluster.policy_choice import LOOKUP, overlaps, weighs
+from pipeinfer.cluster.features import overlaps, weighs
+from pipeinfer.cluster.policy_choice import LOOKUP
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.errors import UsageError

@@ -61,7 +61,7 @@ from pipeinfer.core.control import (
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.types import ALL_SEQS, END
-from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout, UsageError
+from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
 from pipeinfer.host import Place, threads_of
 from pipeinfer.llama.library import gpus, llama_identity
 from pipeinfer.models.bita_adapter import load_bita
@@ -317,8 +317,6 @@ class StageProcess:
         self._part_team()
         if not setup.cut:
             return None
-        if registry.adapter(config.speculation):
-            raise UsageError("--bita needs stages of whole layers: leave out --grid and --slices")
         n_embd = self._parts[0].backend.info.n_embd
         team = self._team = team_of(config.cluster, setup, n_embd, self._port, self._pulse)
         self._sum_seconds = sum_seconds(team, n_embd)

@@ -11,33 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from pipeinfer.cluster import features
 from pipeinfer.cluster.draft_ranks import draft_ranks_of
-from pipeinfer.cluster.policy_choice import overlaps
 from pipeinfer.config import JobConfig
-from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
-from pipeinfer.strategies import registry
 
 
 def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collection[str],
                 numa_nodes: int) -> bool:
     """Whether all ranks take turns with all cores of the host that they share.
 
-    They do not if the user has bound threads or set an option that only overlapping runs have, if
-    sums are split by threads (torch), if ranks stand for other machines (`--pace-ms`), or if the
-    host has several NUMA nodes.
+    They do not if an option excludes it (`features.TIME_SHARING`), if the nodes file binds threads,
+    if sums are split by threads (torch), or if the host has several NUMA nodes.
     backends: of the stages. numa_nodes: of rank 0's host.
     """
-    model, cluster, own = config.model, config.cluster, config.speculation
     ranks = [one for one in hosts if not one.dead]
-    if cluster.turns == "off" or len(ranks) < 2 or len({one.host for one in ranks}) > 1 \
-            or numa_nodes > 1 or set(backends) != {"llamacpp"}:
+    if config.cluster.turns == "off" or len(ranks) < 2 or len({one.host for one in ranks}) > 1 \
+            or numa_nodes > 1 or set(backends) != {"llamacpp"} \
+            or draft_ranks_of(list(hosts)) or features.excluding(features.TIME_SHARING, config):
         return False
-    bound = model.threads or model.numa or model.gpu_layers or cluster.keep_binding or any(
-        one.settings.bound or one.settings.on_gpu for one in ranks)
-    apart = cluster.pace_ms or cluster.grid or cluster.slices or draft_ranks_of(list(hosts)) \
-        or own.layout != "pipeline"
-    other = own.decomposer or registry.inline(own) is not None or registry.adapter(own) \
-        or own.policy == Policy.PUBLISHED or overlaps(own)
-    shared = min(one.cores_host for one in ranks) > max(one.cores for one in ranks)
-    return shared and not (bound or apart or other)
+    if any(one.settings.bound or one.settings.on_gpu for one in ranks):
+        return False
+    return min(one.cores_host for one in ranks) > max(one.cores for one in ranks)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeinfer.cluster import features
 from pipeinfer.cluster.notes import doubts
 from pipeinfer.cluster.policy_choice import choose_policy, with_lookup
 from pipeinfer.cluster.sizing import (
@@ -67,7 +68,7 @@ def test_speculation():
     assert limits(JobConfig.of(speculation="off", policy="iterative")).policy \
         is Policy.ITERATIVE
     with pytest.raises(UsageError, match="--speculation off and --policy pipeinfer"):
-        choose_policy(JobConfig.of(speculation="off", policy="pipeinfer"), DRAFT)
+        features.check(JobConfig.of(speculation="off", policy="pipeinfer"))
 
 
 @pytest.mark.parametrize(("given", "draft", "ranks", "guesses"), [
@@ -230,11 +231,15 @@ def test_the_published_policy_cancels_from_the_last_stage_backward():
     ({"policy": "pipeinfer", "ablate": ("multibuffer",)}, "one of published"),
     ({"ablate": ("multibuffer",)}, "one of published"),
     ({"policy": "published", "ablate": ("alternatives",)}, "one of pipeinfer"),
-    ({"policy": "published", "proposer": ("lookahead",)}, "one chain of a draft's guesses"),
 ])
 def test_what_a_policy_does_not_have(options, says):
     with pytest.raises(UsageError, match=says):
         choose_policy(JobConfig.of(**options), DRAFT)
+
+
+def test_the_published_policy_has_one_chain():
+    with pytest.raises(UsageError, match="one chain of a draft's speculative"):
+        features.check(JobConfig.of(policy="published", proposer=("lookahead",)))
 
 
 @pytest.mark.parametrize(("proposers", "asked"), [

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.main import main
+from pipeinfer.cluster import features
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.emulation.profiles import load_profiles
@@ -119,7 +120,7 @@ def test_ranks_wait_long_only_where_rank_0_may_fetch(values, expected):
     ({"hf_file": "x.gguf"}, "-hff names a file of a repository")])
 def test_two_names_for_one_model_are_refused(values, said):
     with pytest.raises(UsageError, match=said):
-        JobConfig.of(**values)
+        features.check(JobConfig.of(**values))
 
 
 def test_plans_and_shards_go_by_name(tmp_path, monkeypatch):

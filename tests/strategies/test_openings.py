@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.config import SpeculationConfig
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.server.frames import FROM_CLIENT, HEADER, Submit, decode, encode
@@ -36,7 +37,7 @@ def model(request):
 
 def sent(opened):
     """What arrives of an opening in rank 0's process."""
-    frame = Submit(1, opened.prompt, 9, prompts.SamplingParams(), decompose=opened.decompose)
+    frame = Submit(1, opened.prompt, 9, SamplingParams(), decompose=opened.decompose)
     got = decode(encode(frame)[HEADER.size :], FROM_CLIENT)
     assert got == frame
     return got.decompose

@@ -34,7 +34,7 @@ from pipeinfer.backends.llamacpp.context import (
     make_context,
     metadata,
 )
-from pipeinfer.backends.llamacpp.huge_pages import into_huge_pages, mappings
+from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
 from pipeinfer.errors import BackendError, ModelError
@@ -151,13 +151,18 @@ class LlamaCppBackend:
         backend = cls(model, context, probe, info, options,
                       _n_tokens(model) if _is_slice(model) else info.n_vocab)
         backend.exact_limit = min(backend.exact_limit, _most_rows(model, chooses))
+        backend._use_huge_pages(path, earlier)
+        return backend
+
+    def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping]
+                        ) -> None:
+        options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
             try:
                 into_huge_pages(path, earlier)
             except BaseException:
-                backend.close()
+                self.close()
                 raise
-        return backend
 
     def sum_with(self, sums: PartSum | None) -> None:
         """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""

@@ -19,6 +19,7 @@ import numpy as np
 from pipeinfer import host
 from pipeinfer.cli.options import ENV_PREFIX, JOB, config_options
 from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
+from pipeinfer.cluster import features
 from pipeinfer.cluster.generate import (
     Generated,
     draw_seed,
@@ -45,7 +46,7 @@ from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, Hold, Skip, TokenVocabulary
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import UNIT, Pasta, Positions, spacing_of
-from pipeinfer.strategies.decomposers.prompts import check as check_decomposer
+from pipeinfer.strategies.decomposers.prompts import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ def sample_command(resolved: Resolved, prompts: Path | None, count: int | None, 
     asked: list[Asked] = []
     made: dict[str, Any] = {}
     if host.launched_rank() == 0:  # the files are on its host
-        check_decomposer(job.speculation, params)
+        features.check(job, params)
+        validate(job.speculation)
         check_positions(job.speculation)
         check_writable(out)
         there = begun(out)

@@ -13,9 +13,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from pipeinfer.config import JobConfig, SamplingConfig, SpeculationConfig
-from pipeinfer.core.types import SamplingParams
-from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.config import JobConfig, SpeculationConfig
+from pipeinfer.errors import ModelError
 from pipeinfer.models.locate import model_paths, open_model, open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.strategies import registry
@@ -35,23 +34,11 @@ class Opening(Struct, frozen=True):
     decompose: Specification | None = None
 
 
-def check(config: SpeculationConfig, sampling: SamplingConfig) -> None:
-    """Raise UsageError for options that a decomposed response cannot honour."""
-    if not config.decomposer:
-        return
-    spec = registry.decomposer(config.decomposer)
-    grammar = sampling.grammar or sampling.grammar_file or sampling.json_schema
-    if grammar and spec.make is not None:
-        raise UsageError("--decomposer cannot be combined with a grammar: the grammar would have "
-                         "to describe the threads")
-    spec.validate(registry.values_of(spec, config))
-    if not spec.penalties and SamplingParams(
-        repeat_penalty=sampling.repeat_penalty, presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty, repeat_last_n=sampling.repeat_last_n,
-    ).uses_history:
-        raise UsageError(f"--decomposer {spec.name} cannot be combined with repetition penalties: "
-                         "threads run ahead of each other, so it is not defined what a token "
-                         "repeats")
+def validate(config: SpeculationConfig) -> None:
+    """Raise UsageError for values of the decomposer's own options that it cannot use."""
+    if config.decomposer:
+        spec = registry.decomposer(config.decomposer)
+        spec.validate(registry.values_of(spec, config))
 
 
 @functools.lru_cache(8)

@@ -1,0 +1,201 @@
+"""Which options exclude one another. This is the only module that decides that.
+
+A feature is something that a config uses, by the name that messages print. An exclusion that a user
+has caused is an error; a feature that pipeinfer chooses by itself is left out instead.
+docs/features.md has the table of all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+from msgspec import Struct
+
+from pipeinfer.config import (
+    AUTO,
+    NO_DRAFT,
+    UNQUANTISED,
+    JobConfig,
+    SamplingConfig,
+    SpeculationConfig,
+)
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.errors import UsageError
+from pipeinfer.strategies import registry
+
+Uses = Callable[[JobConfig, SamplingConfig], object]
+
+#: features that pipeinfer chooses by itself
+TIME_SHARING = "time sharing of one host's cores"
+LOOKUP = "prompt lookup without --proposer"
+LOOKUP_ALONE = "prompt lookup without --proposer, on one rank"
+STATE = "layers with a state"  #: a property of the model
+
+
+class Exclusion(Struct, frozen=True):
+    """One feature, those that exclude it, and the error if a config uses both.
+
+    message: {found} stands for the others that the config uses
+    """
+
+    feature: str
+    others: tuple[str, ...]
+    message: str
+
+
+#: options that only apply to speculation during the target's runs
+_OVERLAPPING = ("--credit", "--draft-max", "--tip", "--ablate", "--alternatives", "--path-min")
+#: options with which speculative tokens need not pay for their rows
+_UNWEIGHED = ("--no-adapt", "--speculation on", "--speculation off", "--tree-max")
+
+
+#: features that a config uses if an option has another value than its default
+_OPTIONS = {
+    "-hf": "hf_repo", "-hfd": "hf_repo_draft", "-mds": "draft_small", "-fa": "flash_attn",
+    "-ctk": "cache_type_k", "-ctv": "cache_type_v", "--exact off": "exact",
+    "--like-llama-cpp": "like_llama_cpp", "-t": "threads", "-ngl": "gpu_layers", "--numa": "numa",
+    "--keep-binding": "keep_binding", "--pace-ms": "pace_ms", "--grid": "grid",
+    "--slices": "slices", "--layers": "layers", "--draft-ranks": "draft_ranks",
+    "--decomposer": "decomposer", "--ablate": "ablate", "--credit": "credit",
+    "--draft-max": "draft_max", "--tree-max": "tree_max", "--alternatives": "alternatives",
+    "--path-min": "path_min", "--tip": "tip", "--no-adapt": "adapt",
+}
+
+
+@cache
+def features() -> Mapping[str, Uses]:
+    """Return the test for each feature, by its name."""
+    found: dict[str, Uses] = {name: partial(_differs, option) for name, option in _OPTIONS.items()}
+    found |= {
+        "-m": lambda job, _: job.model.model not in ("", AUTO),
+        "-md": lambda job, _: job.model.draft_model not in ("", NO_DRAFT),
+        "-md none": partial(_equals, "draft_model", NO_DRAFT),
+        "-fa off": partial(_equals, "flash_attn", "off"),
+        "a quantised -ctv": lambda job, _: job.model.cache_type_v not in ("auto", *UNQUANTISED),
+        "--grid auto": partial(_equals, "grid", "auto"),
+        "--layout replicate": partial(_equals, "layout", "replicate"),
+        "--speculation off": partial(_equals, "speculation", "off"),
+        "--speculation on": partial(_equals, "speculation", "on"),
+        "an adapter (--bita)": lambda job, _: registry.adapter(job.speculation),
+        "a grammar": lambda _, own: own.grammar or own.grammar_file or own.json_schema,
+        "repetition penalties": lambda _, own: SamplingParams(
+            repeat_penalty=own.repeat_penalty, presence_penalty=own.presence_penalty,
+            frequency_penalty=own.frequency_penalty, repeat_last_n=own.repeat_last_n).uses_history,
+    }
+    found |= {f"--policy {one}": partial(_equals, "policy", str(one)) for one in Policy}
+    found |= {f"--decomposer {one}": partial(_equals, "decomposer", one)
+              for one in registry.decomposers()}
+    return found | {f"--proposer {name}": partial(_proposes, name) for name in registry.proposers()}
+
+
+def _value(job: JobConfig, option: str) -> Any:
+    return next(getattr(section, option) for section in (job.model, job.cluster, job.speculation)
+                if hasattr(section, option))
+
+
+def _differs(option: str, job: JobConfig, _: SamplingConfig) -> bool:
+    return bool(_value(job, option) != _value(JobConfig(), option))
+
+
+def _equals(option: str, value: str, job: JobConfig, _: SamplingConfig) -> bool:
+    return bool(_value(job, option) == value)
+
+
+def _proposes(name: str, job: JobConfig, _: SamplingConfig) -> bool:
+    return name in [spec.name for spec in registry.named(job.speculation)]
+
+
+@cache
+def exclusions() -> tuple[Exclusion, ...]:
+    """Return all exclusions, in the order in which they are checked."""
+    proposers, methods = registry.proposers().values(), registry.decomposers().values()
+    policies = tuple(f"--policy {policy}" for policy in Policy)
+    speculating = tuple(name for name in policies if name != f"--policy {Policy.ITERATIVE}")
+    inline = tuple(f"--proposer {one.name}" for one in proposers if one.inline is not None)
+    apart = "{feature} and {found} contradict each other: leave one out"
+    found = [
+        Exclusion("-m", ("-hf",), "-m and -hf both name the target: give only one of them"),
+        Exclusion("-hfd", ("-md", "-md none"),
+                  "-md and -hfd both name the draft: give only one of them"),
+        Exclusion("-fa off", ("a quantised -ctv",),
+                  "-ctv: quantised values need flash attention: leave out -fa off"),
+        Exclusion("--like-llama-cpp", ("-ctk", "-ctv", "-fa", "--exact off"),
+                  "{feature} decides cache types and flash attention itself: leave out {found}"),
+        Exclusion("--speculation off", speculating, apart),
+        Exclusion("--layout replicate", (
+            *(name for name in policies if name != f"--policy {Policy.SPECULATIVE}"),
+            *(f"--proposer {one.name}" for one in proposers if not one.replicable),
+            "-md", "-hfd", "-mds", "an adapter (--bita)", "--decomposer", "--layers",
+            "--speculation off", "--ablate", "--grid", "--slices", "--draft-ranks"),
+            "{feature} distributes the rows of lookahead decoding, with the whole model on every "
+            "rank; it cannot be combined with {found}"),
+        Exclusion("--grid auto", ("--slices", "--layers"),
+                  "{feature} chooses slices and layers itself: leave out {found}, or name the "
+                  "grid"),
+        Exclusion("an adapter (--bita)", ("--grid", "--slices"),
+                  "{feature} needs stages of whole layers: leave out {found}"),
+        Exclusion(f"--policy {Policy.PUBLISHED}", inline,
+                  "{feature} issues one chain of a draft's speculative tokens, so it cannot be "
+                  "combined with {found}: leave one out"),
+        *(Exclusion(f"--decomposer {one.name}", ("a grammar",), "{feature} cannot be combined with "
+                    "a grammar: the grammar would have to describe the threads")
+          for one in methods if one.make is not None),
+        *(Exclusion(f"--decomposer {one.name}", ("repetition penalties",), "{feature} cannot be "
+                    "combined with repetition penalties: threads run ahead of each other, so it is "
+                    "not defined what a token repeats") for one in methods if not one.penalties),
+        Exclusion(STATE, ("-md", *speculating, *(f"--proposer {one.name}" for one in proposers),
+                          "--decomposer", "--layout replicate"), "leave out {found}"),
+        Exclusion(TIME_SHARING, (
+            "-t", "--numa", "-ngl", "--keep-binding", "--pace-ms", "--grid", "--slices",
+            "--draft-ranks", "--layout replicate", "--decomposer", "an adapter (--bita)",
+            f"--policy {Policy.PUBLISHED}", *_OVERLAPPING, *inline), ""),
+        Exclusion(LOOKUP, (
+            *(f"--proposer {one.name}" for one in proposers), "--speculation off",
+            "--layout replicate", "-md none", f"--policy {Policy.ITERATIVE}",
+            f"--policy {Policy.PUBLISHED}"), ""),
+        Exclusion(LOOKUP_ALONE, (f"--policy {Policy.SPECULATIVE}", *_UNWEIGHED, *_OVERLAPPING), ""),
+    ]
+    return tuple(found)
+
+
+def used(names: Sequence[str], job: JobConfig, sampling: SamplingConfig | None = None
+         ) -> list[str]:
+    """Return which of these features a config uses."""
+    own = sampling or SamplingConfig()
+    return [name for name in names if name in features() and features()[name](job, own)]
+
+
+def excluding(feature: str, job: JobConfig) -> list[str]:
+    """Return what a config uses that excludes a feature."""
+    return [name for one in exclusions() if one.feature == feature
+            for name in used(one.others, job)]
+
+
+def check(job: JobConfig, sampling: SamplingConfig | None = None) -> None:
+    """Raise UsageError, with what to leave out, if options of a config exclude one another."""
+    for one in exclusions():
+        if used([one.feature], job, sampling) and (found := used(one.others, job, sampling)):
+            raise UsageError(one.message.format(feature=one.feature, found=" and ".join(found)))
+
+
+def overlaps(config: SpeculationConfig) -> bool:
+    """Return whether an option applies only to speculation during the target's runs."""
+    return bool(used(_OVERLAPPING, JobConfig(speculation=config)))
+
+
+def weighs(config: SpeculationConfig) -> bool:
+    """Return whether speculative tokens have to pay for their rows where draft and target take
+    turns."""
+    return not used(_UNWEIGHED, JobConfig(speculation=config))
+
+
+def verdict(first: str, second: str) -> str:
+    """Return what becomes of two features: "refused", "left out" (of one that pipeinfer would
+    choose), or "" if they work together."""
+    for one in exclusions():
+        if {first, second} <= {one.feature, *one.others} and one.feature in (first, second):
+            return "refused" if one.message else "left out"
+    return ""
