@@ -16,11 +16,13 @@ Shape: TypeAlias = tuple[int, ...]
 
 EXPERTS, USED, EXPERT_FF = 4, 2, 64  #: of every mixture: experts, drawn per row, their columns
 WINDOW = 8  #: positions that a layer with a sliding window sees
+DENSE_FIRST = 2  #: leading layers of a mixture without experts
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns."""
+    """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns; of its
+    mixtures: experts, and columns of one."""
 
     n_layer: int
     width: int
@@ -28,6 +30,9 @@ class Sizes:
     kv_heads: int
     head: int
     ff: int
+    experts: int = EXPERTS
+    expert_ff: int = EXPERT_FF
+    dense_first: int = DENSE_FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,12 @@ def _dense(s: Sizes, suffix: str = "", columns: int = 0) -> dict[str, Shape]:
             f"ffn_down{suffix}.weight": (s.width, ff)}
 
 
-def _experts(s: Sizes, columns: int = EXPERT_FF) -> dict[str, Shape]:
-    return {"ffn_gate_inp.weight": (EXPERTS, s.width),
-            "ffn_gate_exps.weight": (EXPERTS, columns, s.width),
-            "ffn_up_exps.weight": (EXPERTS, columns, s.width),
-            "ffn_down_exps.weight": (EXPERTS, s.width, columns)}
+def _experts(s: Sizes, columns: int = 0) -> dict[str, Shape]:
+    columns = columns or s.expert_ff
+    return {"ffn_gate_inp.weight": (s.experts, s.width),
+            "ffn_gate_exps.weight": (s.experts, columns, s.width),
+            "ffn_up_exps.weight": (s.experts, columns, s.width),
+            "ffn_down_exps.weight": (s.experts, s.width, columns)}
 
 
 def _fused(s: Sizes) -> dict[str, Shape]:
@@ -129,8 +135,9 @@ def _qwen3moe(s: Sizes, _: int) -> dict[str, Shape]:
 def _gpt_oss(s: Sizes, _: int) -> dict[str, Shape]:
     return (_norms(s, "attn_norm", "post_attention_norm") | _attention(s, bias=True) | _experts(s)
             | {"attn_output.bias": (s.width,), "attn_sinks.weight": (s.heads,),
-               "ffn_gate_inp.bias": (EXPERTS,), "ffn_gate_exps.bias": (EXPERTS, EXPERT_FF),
-               "ffn_up_exps.bias": (EXPERTS, EXPERT_FF), "ffn_down_exps.bias": (EXPERTS, s.width)})
+               "ffn_gate_inp.bias": (s.experts,), "ffn_gate_exps.bias": (s.experts, s.expert_ff),
+               "ffn_up_exps.bias": (s.experts, s.expert_ff),
+               "ffn_down_exps.bias": (s.experts, s.width)})
 
 
 def _gemma2(s: Sizes, _: int) -> dict[str, Shape]:
@@ -184,12 +191,9 @@ def _glm4(s: Sizes, _: int) -> dict[str, Shape]:
             | {"ffn_up.weight": (2 * s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
 
 
-_DENSE_FIRST = 2  #: leading layers of a mixture without experts
-
-
 def _glm4moe_keys(s: Sizes) -> dict[str, Key]:
     return _glm4_keys(s) | _SPARSE | {
-        "expert_shared_count": 1, "leading_dense_block_count": _DENSE_FIRST,
+        "expert_shared_count": 1, "leading_dense_block_count": DENSE_FIRST,
         "expert_gating_func": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
         "nextn_predict_layers": 1}
 
@@ -197,9 +201,9 @@ def _glm4moe_keys(s: Sizes) -> dict[str, Key]:
 def _glm4moe(s: Sizes, i: int) -> dict[str, Shape]:
     found = (_norms(s, "attn_norm", "post_attention_norm") | _attention(s, bias=True)
              | _head_norms(s))
-    if i < _DENSE_FIRST:
+    if i < s.dense_first:
         return found | _dense(s)
-    found |= _experts(s) | _dense(s, "_shexp", EXPERT_FF) | {"exp_probs_b.bias": (EXPERTS,)}
+    found |= _experts(s) | _dense(s, "_shexp", s.expert_ff) | {"exp_probs_b.bias": (s.experts,)}
     if i == s.n_layer:
         found |= _norms(s, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {
             "nextn.eh_proj.weight": (s.width, 2 * s.width)}
@@ -218,7 +222,7 @@ def _deepseek2_lite_keys(s: Sizes) -> dict[str, Key]:
         "attention.head_count_kv": 1, "attention.kv_lora_rank": _LATENT,
         "attention.key_length": _LATENT + _ROTATED, "attention.value_length": _LATENT,
         "attention.key_length_mla": s.head + _ROTATED, "attention.value_length_mla": s.head,
-        "rope.dimension_count": _ROTATED, "leading_dense_block_count": _DENSE_FIRST,
+        "rope.dimension_count": _ROTATED, "leading_dense_block_count": DENSE_FIRST,
         "expert_shared_count": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
         "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.07}
@@ -231,7 +235,7 @@ def _deepseek2_lite(s: Sizes, i: int) -> dict[str, Shape]:
         "attn_k_b.weight": (s.heads, _LATENT, s.head),
         "attn_v_b.weight": (s.heads, s.head, _LATENT),
         "attn_output.weight": (s.width, s.heads * s.head)}
-    if i < _DENSE_FIRST:
+    if i < DENSE_FIRST:
         return found | _dense(s)
     return found | _experts(s) | _dense(s, "_shexp", 2 * EXPERT_FF)
 
@@ -242,7 +246,7 @@ def _deepseek2(s: Sizes, i: int) -> dict[str, Shape]:
     return found | {
         "attn_q_a.weight": (_LORA, s.width), "attn_q_a_norm.weight": (_LORA,),
         "attn_q_b.weight": (s.heads * (s.head + _ROTATED), _LORA)} | (
-            {} if i < _DENSE_FIRST else {"exp_probs_b.bias": (EXPERTS,)})
+            {} if i < DENSE_FIRST else {"exp_probs_b.bias": (EXPERTS,)})
 
 
 def _phi3(s: Sizes, _: int) -> dict[str, Shape]:

@@ -99,7 +99,7 @@ def _write(path: Path, spec: RandomSpec) -> None:
     writer.add_rope_freq_base(10000.0)
     if recipe is not None:
         for key, value in _keys(spec, recipe).items():
-            _add(writer, f"{recipe.architecture}.{key}", value)
+            add_key(writer, f"{recipe.architecture}.{key}", value)
     else:
         writer.add_head_count_kv(spec.n_head_kv)
         writer.add_rope_dimension_count(spec.n_embd // spec.n_head)
@@ -107,7 +107,7 @@ def _write(path: Path, spec: RandomSpec) -> None:
     if spec.n_expert:
         writer.add_expert_count(spec.n_expert)
         writer.add_expert_used_count(2)
-    _add_tokenizer(writer, spec.n_vocab)
+    add_tokenizer(writer, spec.n_vocab)
     weights = _weights(spec) if recipe is None else _by_recipe(spec, recipe)
     for name, data in weights.items():
         if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \
@@ -119,7 +119,7 @@ def _write(path: Path, spec: RandomSpec) -> None:
         if kind.name in ("F16", "Q8_0"):
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(name, _quantise(data, kind), raw_dtype=kind)
+            writer.add_tensor(name, quantise(data, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,7 +137,7 @@ def _keys(spec: RandomSpec, recipe: Recipe) -> dict[str, Key]:
     return usual | recipe.keys(_sizes(spec))
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Key) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Key) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -157,7 +157,7 @@ def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
               "output_norm.weight": (spec.n_embd,)}
     if not (spec.tied or recipe.tied):
         shapes["output.weight"] = (spec.n_vocab, spec.n_embd)
-    weights = {name: _drawn(rng, name, shape)
+    weights = {name: drawn(rng, name, shape)
                for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
     if "output.weight" not in weights:
         # or the likeliest token is the last one again, for ever
@@ -165,7 +165,7 @@ def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
     return weights
 
 
-def _drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatArray:
+def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatArray:
     """Values of a size that a trained model's might have, by what the tensor is."""
     if name.startswith("rope_"):
         return np.linspace(1, 8, shape[0]).astype(np.float32)
@@ -234,7 +234,7 @@ def _weights(spec: RandomSpec) -> dict[str, FloatArray]:
     return weights
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     tokens = byte_tokens() + [merge.replace(" ", "") for merge in _MERGES]
     n_normal = len(tokens)
     tokens += list(_CONTROL)
@@ -256,7 +256,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _quantise(data: FloatArray, kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+def quantise(data: FloatArray, kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
     """Rows in a type that gguf-py cannot write: by ggml, which every llama.cpp library has (the
     function for whole files is missing in prebuilt ones)."""
     from pipeinfer.llama import binding

@@ -37,6 +37,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from pipeinfer.files import check_writable
+from pipeinfer.lab.real_shapes import SHAPES, TYPES, write_shape
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -482,22 +483,39 @@ def _logits(path: Path, tokens: Sequence[int], threads: int) -> npt.NDArray[np.f
 
 
 @click.command("inflate")
-@click.argument("model", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("model", required=False,
+                type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--shape", type=click.Choice(list(SHAPES)), default=None,
+              help="Instead of MODEL: random weights in the shape of a well-known model.")
 @click.option("--n-embd", default=2048, show_default=True)
-@click.option("--n-layer", default=22, show_default=True)
+@click.option("--n-layer", default=None, type=click.IntRange(1),
+              help="[default: 22; with --shape all of its layers]")
 @click.option("--n-head", default=32, show_default=True)
 @click.option("--n-head-kv", default=8, show_default=True)
 @click.option("--n-ff", default=5632, show_default=True)
-@click.option("--type", "qtype", type=click.Choice(list(_QTYPES)), default="Q8_0")
+@click.option("--n-vocab", default=0, type=click.IntRange(0),
+              help="With --shape: number of tokens [default: the shape's].")
+@click.option("--vocabulary", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="With --shape: take the tokenizer of this GGUF file.")
+@click.option("--type", "qtype", type=click.Choice(sorted({*_QTYPES, *TYPES})), default="Q8_0",
+              show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--verify/--no-verify", "check", default=True,
               help="Compare the result with MODEL at the end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one machine-readable object.")
 def inflate_command(
-    model: Path, out: Path, qtype: str, seed: int, check: bool, as_json: bool, **shape: int
+    model: Path | None, out: Path, shape: str | None, n_layer: int | None, n_vocab: int,
+    vocabulary: Path | None, qtype: str, seed: int, check: bool, as_json: bool, **sizes: int
 ) -> None:
-    """Make a larger MODEL with the same outputs, to benchmark real compute (default: 1 B)."""
+    """Make a larger MODEL with the same outputs, to benchmark real compute (default: 1 B).
+
+    \b
+    pipeinfer inflate embedded.gguf -o big.gguf
+    pipeinfer inflate --shape llama-8b --type Q4_0 -o 8b.gguf
+    """
+    if (model is None) == (shape is None):
+        raise click.UsageError("give either MODEL or --shape")
     try:
         with click.progressbar(length=1, label="writing", file=sys.stderr, hidden=as_json) as bar:
 
@@ -506,18 +524,26 @@ def inflate_command(
                 bar.update(done - bar.pos)
 
             check_writable(out)
-            report = inflate(model, out, **shape, qtype=qtype, seed=seed, progress=progress)
+            started = time.monotonic()
+            if shape is not None:
+                parameters = write_shape(
+                    out, shape, qtype, layers=n_layer or 0, n_vocab=n_vocab, vocabulary=vocabulary,
+                    seed=seed, progress=progress)
+                result = {"parameters": parameters, "n_bytes": out.stat().st_size,
+                          "seconds": time.monotonic() - started}
+            elif model is not None:
+                result = asdict(inflate(model, out, n_layer=n_layer or 22, **sizes, qtype=qtype,
+                                        seed=seed, progress=progress))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    result = asdict(report) | (asdict(verify(model, out)) if check else {})
+    if model is not None and check:
+        result |= asdict(verify(model, out))
     if as_json:
         click.echo(json.dumps(result))
         return
-    click.echo(
-        f"{out}: {report.parameters / 1e6:.1f} M parameters, {report.n_bytes / 1e6:.1f} MB, "
-        f"{report.seconds:.1f} s"
-    )
-    if check:
+    click.echo(f"{out}: {result['parameters'] / 1e6:.1f} M parameters, "
+               f"{result['n_bytes'] / 1e6:.1f} MB, {result['seconds']:.1f} s")
+    if "positions" in result:
         click.echo(
             f"against {model}: logits differ by at most {result['max_logit_difference']:.2g} of "
             f"{result['max_logit']:.1f}, same choice at {result['argmax_agreement']:.2%} of "
