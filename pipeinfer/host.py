@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 from collections.abc import Set
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,17 @@ def cpu_features() -> tuple[str, ...]:
     """Return the instruction sets that decide whether a native build runs here."""
     flags = _processor_flags()
     return tuple(name for name in _FEATURES if name in flags)
+
+
+@cache
+def last_level_cache() -> int:
+    """Return the bytes of this processor's largest cache; 32 MiB where the system does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            text = path.read_text(encoding="ascii").strip()
+            sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
+    return max(sizes, default=32 << 20)
 
 
 def multiplies_bfloat16() -> bool:

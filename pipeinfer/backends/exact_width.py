@@ -10,28 +10,31 @@ The place of a cell in memory matters, too: see `backends.llamacpp.cell_order`.
 from __future__ import annotations
 
 import hashlib
-import statistics
+import json
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, FloatArray, Rows, make_rows
-from pipeinfer.models.shard_cache import cache_directory, recall, remember
+from pipeinfer.models.shard_cache import cache_directory, recall, remember, turn
 
 Indices = npt.NDArray[np.signedinteger]
 
 _CONTEXT = 40  #: tokens before the rows that are compared
 #: further contexts that the width must hold in: quantised activations hide a rounding error of a
 #: kernel more often than not, so rows of one context can agree where others do not
-_FURTHER = (0, 7, 23, 40, 11)
+FURTHER = (0, 7, 23, 40, 11)
 #: cells and rows of a batch beyond which the result is the same: search and curve need fewer
-_MOST_CELLS, _MOST_ROWS = 512, 64
-_UNKNOWN = 1e6  #: more than threads can wait: marks a curve that was not measured here
+_MOST_CELLS, _MOST_ROWS = 1024, 64
+FAR = 560  #: a context beyond the 512 cells from which some kernels split a row over threads
+_PROBE = 2  #: version of the search; raise it when it finds more
+#: options on which neither bits nor times of a decode depend
+_NO_BITS = ("layer_callbacks", "lend", "use_mlock", "validate")
 
 
 Progress = Callable[[int, int], None]
@@ -52,65 +55,79 @@ class Widths(Struct, frozen=True):
         return max(0.0, (self.curve[CURVE_ROWS.index(4)] - 1.0) / 3)
 
 
+class Excerpt(Protocol):
+    """A part of a loaded file that is measured in place of all of it."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the kinds of its layers; equal ones have equal results."""
+
+    def width(self, limit: int, progress: Progress | None) -> int:
+        """Return R of the whole file; arguments as for `exact_width`."""
+
+    def curve(self) -> tuple[float, ...]:
+        """Return `curve_of` the file's layers."""
+
+
 def known_widths(
     backend: Backend, identity: Sequence[object], limit: int = 16,
     progress: Progress | None = None, known_curve: Sequence[float] | None = None,
+    excerpt: Excerpt | None = None,
 ) -> Widths:
     """Return `exact_width` and the curve of a backend, stored in the shard cache after the first
     time.
 
-    The measurements can take minutes. A curve that was measured while other programs used the cores
-    is measured again at the next load, until a measurement was undisturbed; of two, the one with
-    less waiting is stored.
+    A process that finds another one measuring the same waits for its result.
 
     backend: to measure; its cache must be empty
-    identity: what the result depends on besides the backend's own sizes and options (model,
-        llama.cpp, threads, processor). Caches of 512 and more cells share a result, and so do
-        batches of 64 and more rows
+    identity: what the result depends on besides the backend's own sizes and options (library,
+        threads, processor; without an excerpt the model). Caches of 1,024 and more cells share a
+        result, and so do batches of 64 and more rows
     limit: largest width to try
     progress: called with (widths tried, limit)
     known_curve: used instead of measuring the curve
+    excerpt: is measured in place of the backend
     """
     info = backend.info
     limit = min(limit, int(getattr(backend, "exact_limit", limit)))
-    text = repr((identity, info.layers, min(info.n_ctx, _MOST_CELLS),
-                 min(info.n_batch, _MOST_ROWS), limit, getattr(backend, "options", None), _FURTHER))
-    name = f"widths-{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
-    path = cache_directory() / name
-    known = _widths_from(recall(path), limit)
-    if known is not None and (known[1] < measuring.DISTURBED or known_curve):
-        return known[0]
-    exact = known[0].exact if known else exact_width(backend, limit, progress=progress)
-    if known_curve:
-        curve, lost = tuple(known_curve), _UNKNOWN
-    else:
-        waited = measuring.watch()
-        curve, lost = curve_of(backend), waited()
-    if known is not None and lost >= known[1]:
-        return known[0]
-    found = Widths(exact, tuple(round(time, 3) for time in curve))
-    remember(path, [found.exact, *found.curve, round(lost, 3)])
-    return found
+    options = getattr(backend, "options", None)
+    kind = [info.layers] if excerpt is None else sorted(excerpt.names)
+    text = json.dumps([_PROBE, kind, identity, min(info.n_ctx, _MOST_CELLS),
+                       min(info.n_batch, _MOST_ROWS), {} if options is None else {
+                           name: value for name, value in structs.asdict(options).items()
+                           if name not in _NO_BITS}], default=str)
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    path = cache_directory() / f"widths-{digest}"
+    with turn(path, lambda: progress and progress(0, limit)):
+        known = _note_from(recall(path))
+        tried, exact, curve = known or (0, 0, ())
+        if exact == tried < limit:  # more rows may be exact, too
+            exact, tried = (exact_width(backend, limit, progress=progress) if excerpt is None
+                            else excerpt.width(limit, progress)), limit
+        if not (curve or known_curve):
+            curve = curve_of(backend) if excerpt is None else excerpt.curve()
+        if (tried, exact, curve) != known:
+            remember(path, [tried, exact, *curve])
+    return Widths(min(exact, limit), tuple(known_curve or curve))
 
 
-def _widths_from(note: object, limit: int) -> tuple[Widths, float] | None:
-    """The stored result of `known_widths` with the seconds per second that threads waited for cores
-    while it was measured; None if `note` is no such result.
-    """
-    if not isinstance(note, list) or len(note) != 2 + len(CURVE_ROWS):
+def _note_from(note: object) -> tuple[int, int, tuple[float, ...]] | None:
+    """The limit of a stored search, its result, and the curve, empty if none was measured; None if
+    `note` is nothing of the kind."""
+    if not isinstance(note, list) or len(note) not in (2, 2 + len(CURVE_ROWS)):
         return None
-    width, *curve, lost = note
-    if not isinstance(width, int) or not 1 <= width <= limit:
+    tried, width, *curve = note
+    if not isinstance(tried, int) or not isinstance(width, int) or not 1 <= width <= tried <= 4096:
         return None
     if not all(isinstance(time, int | float) and 0 < time < 1e6 for time in curve):
         return None
-    if not isinstance(lost, int | float) or not 0 <= lost <= _UNKNOWN:
-        return None
-    return Widths(width, tuple(map(float, curve))), float(lost)
+    return tried, width, tuple(map(float, curve))
 
 
 def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
-    """Return the times of decodes of CURVE_ROWS rows relative to one row (medians of `rounds`).
+    """Return the times of decodes of CURVE_ROWS rows relative to one row.
+
+    The shortest time of `rounds` counts, since other programs only lengthen it.
 
     Four rows may take less than three: some kernels process rows in fours, and the rest one by one.
     For widths that the backend cannot decode, every row counts like the first. The cache must be
@@ -130,16 +147,17 @@ def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
             backend.decode(rows, None if hidden is None else hidden[:width])
             times.append(time.perf_counter() - start)
             backend.seq_rm(ALL_SEQS, 0, END)
-        return statistics.median(times)
+        return min(times)
 
     one = max(seconds(1), 1e-9)
     most = min(info.n_batch, info.n_ctx)
-    return tuple(max(1.0, seconds(width) / one) if width <= most else float(width)
+    return tuple(round(max(1.0, seconds(width) / one), 3) if width <= most else float(width)
                  for width in CURVE_ROWS)
 
 
 def exact_width(
-    backend: Backend, limit: int = 16, seed: int = 0, progress: Progress | None = None
+    backend: Backend, limit: int = 16, seed: int = 0, progress: Progress | None = None,
+    contexts: Sequence[int] = FURTHER,
 ) -> int:
     """Return the largest R <= limit at which decodes of 2, 3, ... R rows are bit-equal to single
     rows.
@@ -147,6 +165,7 @@ def exact_width(
     backend: to measure; its cache must be empty, and is empty afterwards
     limit: largest width to try
     seed: of the random rows
+    contexts: numbers of tokens before the rows of further tries
     progress: called with (widths tried, limit)
 
     After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
@@ -166,7 +185,7 @@ def exact_width(
     rng = np.random.default_rng(seed)
     try:
         width = _Probe(backend, rng, min(_CONTEXT, room), limit, progress).run(limit)
-        for context in _FURTHER:
+        for context in contexts:
             if width == 1:
                 break
             backend.seq_rm(ALL_SEQS, 0, END)

@@ -383,9 +383,8 @@ class StageProcess:
 
     def _load(self, config: JobConfig, setup: Setup, piece: str, layers: tuple[int, int],
               kind: str, threads: int, report: Report) -> LoadedPart:
-        (start, stop), received, used = layers, 0, threads
+        (start, stop), received, shard = layers, 0, None
         backend: Backend
-        llama = None
         if kind == "torch":
             path = own_model(setup)
             report("loading", 0, 1)
@@ -402,7 +401,7 @@ class StageProcess:
                 setup, start=start, stop=stop, piece=piece), report)
             report("loading", 0, 1)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
-            backend = llama = LlamaCppBackend.load(
+            backend = LlamaCppBackend.load(
                 shard,
                 layers=layers,
                 n_layers_total=setup.n_layers,
@@ -419,19 +418,41 @@ class StageProcess:
                 ),
             )
         try:
-            # an exact limit of 1 may come from sums that are split by threads
-            with measuring.alone():
-                if llama is not None and not config.model.threads and llama.any_threads:
-                    used = settle_threads(llama, threads, lambda: report("measuring", 0, 1))
-                widths = known_widths(
-                    backend, (setup.fingerprint, version, threads, used, *host.cpu_features(),
-                              *filter(None, [piece, gpu_of(config.model, kind)])),
-                    limit=setup.exact or EXACT_LIMIT, known_curve=setup.curve,
-                    progress=lambda done, total: report("measuring", done, total))
+            widths, used = _measured(backend, shard, setup, (
+                version, *host.cpu_features(), gpu_of(config.model, kind)), piece, threads,
+                None if config.model.threads else threads, report)
         except BaseException:
             backend.close()
             raise
         return LoadedPart(layers, piece, backend, widths, used, received)
+
+
+def _measured(backend: Backend, shard: Path | None, setup: Setup, identity: tuple[object, ...],
+              piece: str, threads: int, most: int | None, report: Report) -> tuple[Widths, int]:
+    """Return the widths of a loaded shard and the threads that it uses for single rows.
+
+    shard: its file, where llama.cpp loaded it. most: threads among which to choose; None: `threads`
+    are fixed.
+    """
+    used, excerpt = threads, None
+    with measuring.alone(), contextlib.ExitStack() as stack:
+        if shard is not None:
+            from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+            from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
+
+            assert isinstance(backend, LlamaCppBackend)
+            excerpt = stack.enter_context(LoadedExcerpt.opened(shard, backend))
+            # an exact limit of 1 may come from sums that are split by threads
+            if most is not None and backend.any_threads:
+                used = settle_threads(backend if excerpt is None else excerpt.timed, most,
+                                      lambda: report("measuring", 0, 1))
+                backend.use_threads(used)
+        own = () if excerpt is not None else (setup.fingerprint, piece)
+        widths = known_widths(
+            backend, (*own, threads, *identity), limit=setup.exact or EXACT_LIMIT,
+            known_curve=setup.curve, excerpt=excerpt,
+            progress=lambda done, total: report("measuring", done, total))
+    return widths, used
 
 
 def gpu_of(config: ModelConfig, kind: str) -> str:

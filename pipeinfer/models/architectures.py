@@ -242,6 +242,16 @@ def windows_of(model: ModelFile, period: int) -> list[bool]:
     return [period == 0 or i % period < period - 1 for i in range(model.n_layers)]
 
 
+def kind_of_place(model: ModelFile, layer: int) -> list[int]:
+    """Return what a layer computes because of its place in the model: equal lists, equal ways."""
+    cut, arch = ARCHITECTURES[model.architecture], model.architecture
+    found = [layer % step_of(model)]
+    if cut.period and (_number(model, _WINDOW) or not cut.plain):
+        found.append(windows_of(model, cut.period)[layer])
+    return found + [_values(model, key)[layer] for key in cut.arrays
+                    if key != _PATTERN and model.is_array(f"{arch}.{key}")]
+
+
 def unused(model: ModelFile, start: int, stop: int) -> tuple[str, ...]:
     """Return tensors outside layers that these layers do not read; llama.cpp refuses such."""
     if model.architecture == "gemma4" and all(windows_of(model, 0)[start:stop]):

@@ -29,6 +29,7 @@ _BLOCK = 4 << 20
 _MOST_NOTE = 1 << 20
 _VERIFY = "PIPEINFER_VERIFY"
 _UNLOCKED_SECONDS = 60.0  #: age at which a temporary file without a lock is stale
+_PATIENCE = 120.0  #: seconds after which a value that another process finds out is found out here
 _STALE_SECONDS = 24 * 3600.0  #: the same on file systems without locks
 _log = logging.getLogger("pipeinfer.cache")
 
@@ -254,6 +255,33 @@ def _identity(path: Path) -> list[int]:
 
 
 # --- notes ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def turn(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
+    """Exclude other processes of this host that find out the same value.
+
+    path: of the value. waiting: called now and then. After _PATIENCE seconds, or where files cannot
+    be locked, proceed anyway: the value is found out twice then.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, handle)
+            deadline = time.monotonic() + _PATIENCE
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    stack.callback(_forget, f"{path}.lock")
+                    break
+                waiting()
+                time.sleep(0.05)
+        yield
+
+
+def _forget(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def remember(path: Path, value: Any) -> None:

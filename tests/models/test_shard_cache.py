@@ -212,8 +212,9 @@ def test_a_full_disk_loses_a_note_and_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("note", [
-    None, [], [4], ["4", *CURVE, 0], [99, *CURVE, 0], [True, *CURVE[:-1], float("nan"), 0],
-    [4, *CURVE[:-1], -1, 0], {"a": 1}, [4, *CURVE[:-1], 1e300, 0], [4, *CURVE], [4, *CURVE, -1]])
+    None, [], [4], [16, "4", *CURVE], [4, 99, *CURVE], [16, 4, *CURVE[:-1], float("nan")],
+    [16, 4, *CURVE[:-1], -1], {"a": 1}, [16, 4, *CURVE[:-1], 1e300], [16, 4, *CURVE, 1], [0, 0]])
 def test_widths_that_cannot_be_are_measured_again(note):
-    assert exact_width._widths_from(note, 16) is None
-    assert exact_width._widths_from([4, *CURVE, 0.5], 16) == (exact_width.Widths(4, CURVE), 0.5)
+    assert exact_width._note_from(note) is None
+    assert exact_width._note_from([16, 4, *CURVE]) == (16, 4, CURVE)
+    assert exact_width._note_from([16, 4]) == (16, 4, ())

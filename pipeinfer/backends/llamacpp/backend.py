@@ -50,6 +50,7 @@ _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
+_EXCERPT_CELLS, _EXCERPT_ROWS = 1024, 64  #: of a context for measurements: more change nothing
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
@@ -69,22 +70,23 @@ class LlamaCppBackend:
         self._memory = binding.llama_get_memory(context)
         self.info, self.options = info, options
         self._n_logits = n_logits or info.n_vocab  # a slice of the output head has fewer
+        self._owned = True  #: whether the model goes with this backend
         self._place, self._seen = (0, 0), np.empty((0, 0), np.float32)  # logits where they lie
-        self._most_threads = self._few_threads = binding.llama_n_threads(context)
+        self.most_threads = self._few_threads = binding.llama_n_threads(context)
         self._all_at_work = True
         #: rows that attention certainly processes as it does one; see `exact_width.exact_width`
-        self.exact_limit = options.exact_limit(info.n_ctx, self._most_threads)
+        self.exact_limit = options.exact_limit(info.n_ctx, self.most_threads)
         self.any_threads = self.exact_limit > 1  #: whether the number of threads changes no bits
         #: ids that hold dead cells: one for `cell_order`. Layers with a sliding window have a cache
         #: of their own. There llama.cpp treats a cell as free if it is behind the window and only
         #: one id holds it; so a second id holds them
         windows = binding.llama_model_n_swa(model) > 0
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
-        self._keeps_state = keeps_state(model)
+        self.keeps_state = keeps_state(model)
         self._guard = info.n_seq_max + 2 if windows else None
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
-            if (options.keep_order or windows) and not (options.gaps or self._keeps_state) \
+            if (options.keep_order or windows) and not (options.gaps or self.keeps_state) \
             else None
         self.capabilities = Capabilities(
             free_positions=options.gaps,
@@ -164,6 +166,27 @@ class LlamaCppBackend:
                 self.close()
                 raise
 
+    def excerpt(self, n_layers: int) -> LlamaCppBackend:
+        """Return a backend of the first `n_layers` layers, for measurements.
+
+        It shares the weights and has a context of its own; close it before this one. Its results
+        are hidden rows. Raises BackendError where there is no memory for the context.
+        """
+        info, start = self.info, self.info.layers[0]
+        info = structs.replace(
+            info, last=False, layers=(start, start + n_layers), n_seq_max=2,
+            n_ctx=min(info.n_ctx, _EXCERPT_CELLS), n_batch=min(info.n_batch, _EXCERPT_ROWS))
+        options = structs.replace(self.options, layer_callbacks=True, lend=False)
+        probe = _probe(self._model, info.layers, options, last=False,
+                       chooses_experts=self._probe is not None and self._probe.chooses_experts)
+        more = _WITH_WINDOWS if binding.llama_model_n_swa(self._model) > 0 else 0
+        context = make_context(
+            info.architecture, self._model, probe,
+            (info.n_ctx, info.n_seq_max + 1 + more, info.n_batch, self.most_threads), options)
+        found = LlamaCppBackend(self._model, context, probe, info, options)
+        found._owned, found.exact_limit = False, self.exact_limit
+        return found
+
     def sum_with(self, sums: PartSum | None) -> None:
         """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""
         if sums is not None and not self.options.on_cpu:
@@ -238,7 +261,7 @@ class LlamaCppBackend:
         if p0 >= p1 or self._closed():
             return
         if order is None:
-            every = range(self.info.n_seq_max) if self._keeps_state and seq_id == ALL_SEQS \
+            every = range(self.info.n_seq_max) if self.keeps_state and seq_id == ALL_SEQS \
                 else (seq_id,)  # llama.cpp takes no "all" there
             if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
                         for one in every]):
@@ -256,7 +279,7 @@ class LlamaCppBackend:
         """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
         if p0 >= p1 or src == dst or self._closed():
             return
-        if self._keeps_state:
+        if self.keeps_state:
             raise BackendError(_STATE)
         if self.options.validate:
             low = binding.llama_memory_seq_pos_min(self._memory, dst)
@@ -318,8 +341,8 @@ class LlamaCppBackend:
         self._set_threads(all_of_them=False)
 
     def _set_threads(self, *, all_of_them: bool) -> None:
-        count = self._most_threads if all_of_them else self._few_threads
-        binding.llama_set_n_threads(self._ctx, count, self._most_threads)
+        count = self.most_threads if all_of_them else self._few_threads
+        binding.llama_set_n_threads(self._ctx, count, self.most_threads)
         self._all_at_work = all_of_them
 
     def close(self) -> None:
@@ -328,7 +351,7 @@ class LlamaCppBackend:
         model, self._model = self._model, None
         if context is not None:
             binding.llama_free(context)
-        if model is not None:
+        if model is not None and self._owned:
             binding.llama_model_free(model)
 
     def _closed(self) -> bool:

@@ -92,7 +92,7 @@ class LayerProbe:
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
         self._sums: PartSum | None = None
-        self._routers = False
+        self.chooses_experts = False  #: whether it computes the routers of mixtures
         function = compiled_filter()
         if function is None:
             self.callback, self.data = self._own, None
@@ -121,7 +121,7 @@ class LayerProbe:
         own.elements_of = _address(binding.ggml_nelements)
         own.rows_of = _address(binding.ggml_nrows)
         own.dot = _address(routers.single_row_dot())
-        self._routers = True
+        self.chooses_experts = True
 
     def _look_inside(self) -> None:
         own = self._filter
@@ -143,7 +143,7 @@ class LayerProbe:
         """
         self.should_stop, self.hidden, self._given = should_stop, hidden, given
         self._filter.enters = given is not None
-        self._filter.row_by_row = self._routers and 1 < rows <= routers.MOST_ROWS
+        self._filter.row_by_row = self.chooses_experts and 1 < rows <= routers.MOST_ROWS
         self.hidden_done = self.stopped = self.entered = False
         self.error = None
         self._filter.wants = _SOME if should_stop is not None else \

@@ -1,0 +1,96 @@
+"""Measures a loaded file by its first layers of each kind and by rows of its output matrix.
+
+See `models.excerpt` for the choice. Times come from as many layers as the processor's caches cannot
+hold, since a single small layer would be read from there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from msgspec import structs
+
+from pipeinfer.backends.exact_width import FAR, FURTHER, Progress, curve_of, exact_width
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.host import last_level_cache
+from pipeinfer.models.excerpt import Kinds, kinds_of, write_head
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard_cache import cache_directory
+
+_CACHES = 4  #: times the last-level cache: least bytes of layers whose times count
+_MOST = 0.5  #: share of a file from which on all of it is timed
+_HEAD_CELLS = 256
+
+
+class LoadedExcerpt:
+    """The excerpt of one loaded backend; `exact_width.Excerpt`. Its timing backend is open within
+    `opened`.
+
+    names: of the kinds of its layers and of its output matrix
+    timed: the backend whose times count
+    """
+
+    def __init__(self, backend: LlamaCppBackend, model: ModelFile, kinds: Kinds) -> None:
+        self.names, self.timed = kinds.names, backend
+        self._backend, self._model, self._kinds = backend, model, kinds
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: str | os.PathLike[str], backend: LlamaCppBackend
+               ) -> Iterator[LoadedExcerpt | None]:
+        """Open the excerpt of the file at `path`; None where the whole has to be measured: layers
+        with a state, or architectures whose layers are not known to be alike."""
+        model = ModelFile(path)
+        kinds = None if backend.keeps_state else kinds_of(model, last=backend.info.last)
+        if kinds is None:
+            yield None
+            return
+        excerpt = cls(backend, model, kinds)
+        count = max(kinds.n_layers, layers_to_time(model))
+        if count > _MOST * model.n_layers:
+            yield excerpt
+            return
+        with closing(backend.excerpt(count)) as timed:
+            excerpt.timed = timed
+            yield excerpt
+
+    def width(self, limit: int, progress: Progress | None) -> int:
+        """Return R of the file. Raises what loading and decoding raise."""
+        with closing(self._backend.excerpt(self._kinds.n_layers)) as layers:
+            found = exact_width(layers, limit, progress=progress, contexts=(*FURTHER, FAR))
+        if found == 1 or not self._backend.info.last:
+            return found
+        handle, path = tempfile.mkstemp(suffix=".gguf", prefix="head.", dir=cache_directory())
+        os.close(handle)
+        try:
+            write_head(self._model, path)
+            with closing(self._head(Path(path))) as head:
+                return exact_width(head, found)
+        finally:
+            os.unlink(path)
+
+    def curve(self) -> tuple[float, ...]:
+        """Return the curve of the timed layers."""
+        return curve_of(self.timed)
+
+    def _head(self, path: Path) -> LlamaCppBackend:
+        options = structs.replace(
+            self._backend.options, layer_callbacks=False, gaps=False, huge_pages=False)
+        return LlamaCppBackend.load(
+            path, layers=(0, 1), n_layers_total=2, first=False, last=True, n_ctx=_HEAD_CELLS,
+            n_seq_max=2, n_batch=self._backend.info.n_batch, n_threads=self._backend.most_threads,
+            options=options)
+
+
+def layers_to_time(model: ModelFile) -> int:
+    """Return how many first layers of a file have more weights than the processor's caches hold."""
+    need, found = _CACHES * last_level_cache(), 0
+    for count, size in enumerate(model.layer_reads, 1):
+        found += size
+        if found >= need:
+            return count
+    return model.n_layers

@@ -1,0 +1,115 @@
+"""What is measured of a model file in place of all of it: some layers, and rows of its head.
+
+Whether rows keep the bits of single rows depends on the types, shapes and kernels of matrices, not
+on how many layers there are. So the first layers of a file, up to one of each kind, stand for all.
+The output matrix is tried apart, in a file with one empty layer. Reads headers and writes that
+file; runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from msgspec import Struct
+
+from pipeinfer.models.architectures import ARCHITECTURES, kind_of_place
+from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
+from pipeinfer.models.gguf_parts import (
+    TensorPart,
+    all_of,
+    blocks_of,
+    float_entry,
+    header_of,
+    rows_of,
+    text_entry,
+    uint_entry,
+    zeros,
+)
+
+_ROWS = 4096  #: of the output matrix that are tried: each is a product of its own
+_HEAD, _EMBEDDING, _NORM = "output.weight", "token_embd.weight", "output_norm.weight"
+_SMALL = 32  #: size of the empty layer's one head and of its feed forward
+_F32 = 0
+
+
+class Kinds(Struct, frozen=True):
+    """The kinds of layers of a file.
+
+    n_layers: the first so many contain one of each
+    names: one text for each kind and for the head, sorted; equal for files that compute alike
+    """
+
+    n_layers: int
+    names: tuple[str, ...]
+
+
+def kinds_of(model: ModelFile, *, last: bool) -> Kinds | None:
+    """Return the kinds of a file's layers; None for architectures whose layers may differ by
+    their place in ways that are not known.
+
+    last: whether the file is a last stage, whose output matrix is used.
+    """
+    if model.architecture not in ARCHITECTURES:
+        return None
+    layers: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
+    for tensor in model.tensors.values():
+        if tensor.layer is not None and tensor.layer < model.n_layers:
+            layers.setdefault(tensor.layer, []).append(
+                (tensor.name.split(".", 2)[2], tensor.type, tensor.shape))
+    heads = [model.arch_get(f"attention.{key}") for key in
+             ("head_count", "head_count_kv", "key_length", "value_length", "kv_lora_rank")]
+    found: dict[str, int] = {}
+    for layer in sorted(layers):
+        kind = [model.architecture, heads, kind_of_place(model, layer), sorted(layers[layer])]
+        found.setdefault(_name(kind), layer)
+    names = set(found)
+    if last:
+        head = _head_of(model)
+        names.add(_name(["head", head.type, head.shape[0]]))
+    return Kinds(1 + max(found.values(), default=0), tuple(sorted(names)))
+
+
+def _head_of(model: ModelFile) -> TensorInfo:
+    return model.tensors.get(_HEAD) or model.tensors[_EMBEDDING]
+
+
+def write_head(model: ModelFile, path: str | os.PathLike[str]) -> None:
+    """Write a model of one empty layer with the first rows of this one's output matrix.
+
+    Raises ModelError if the model cannot be read, OSError if `path` cannot be written.
+    """
+    head = _head_of(model)
+    width, rows = model.n_embd, min(head.shape[-1], _ROWS)
+    own = rows_of(head, head.name, (0, rows))
+    parts = [own] if head.name == _EMBEDDING else [zeros(_EMBEDDING, (width, rows)), own]
+    parts.append(all_of(model.tensors[_NORM], _NORM))
+    for name, shape in (("attn_norm", (width,)), ("attn_q", (width, _SMALL)),
+                        ("attn_k", (width, _SMALL)), ("attn_v", (width, _SMALL)),
+                        ("attn_output", (_SMALL, width)), ("ffn_norm", (width,)),
+                        ("ffn_gate", (width, _SMALL)), ("ffn_up", (width, _SMALL)),
+                        ("ffn_down", (_SMALL, width))):
+        parts.append(_empty(f"blk.0.{name}.weight", shape))
+    sizes = {"block_count": 1, "context_length": 1 << 12, "embedding_length": width,
+             "feed_forward_length": _SMALL, "attention.head_count": 1,
+             "attention.head_count_kv": 1, "attention.key_length": _SMALL,
+             "attention.value_length": _SMALL, "rope.dimension_count": _SMALL, "vocab_size": rows}
+    entries = [text_entry("general.architecture", "llama"),
+               uint_entry("general.alignment", DEFAULT_ALIGNMENT),
+               text_entry("tokenizer.ggml.model", "none"),
+               float_entry("llama.attention.layer_norm_rms_epsilon", 1e-5),
+               *(uint_entry(f"llama.{key}", value) for key, value in sizes.items())]
+    with Path(path).open("wb") as file:
+        for block in blocks_of(model, header_of(entries, parts), parts):
+            file.write(block)
+
+
+def _empty(name: str, shape: tuple[int, ...]) -> TensorPart:
+    count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+    return TensorPart(name, _F32, shape, 4 * count, None)
+
+
+def _name(kind: object) -> str:
+    return hashlib.blake2b(json.dumps(kind).encode(), digest_size=12).hexdigest()

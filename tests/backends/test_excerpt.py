@@ -1,0 +1,155 @@
+"""A few layers and rows of the output matrix give the R of the whole file."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+
+import pytest
+
+from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.llamacpp import excerpt
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
+from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
+from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.excerpt import kinds_of
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import extract_shard
+from tests.support.sample import full
+
+#: recipes whose layers llama.cpp can compute from the first one on, as of a whole model
+NAMES = ("llama", "qwen2", "qwen3", *RECIPES)
+
+
+def load(path, layers=None, total=None, n_ctx=1024, **options):
+    model = ModelFile(path)
+    start, stop = layers or (0, model.n_layers)
+    total = total or model.n_layers
+    return LlamaCppBackend.load(
+        path, layers=(start, stop), n_layers_total=total, first=start == 0, last=stop == total,
+        n_ctx=n_ctx, n_seq_max=3, n_batch=64, n_threads=2, options=LlamaOptions(**options))
+
+
+def spec_of(name, **changes):
+    return tiny(name, **changes) if name in RECIPES else RandomSpec(
+        name, n_embd=256, n_ff=512, **changes)
+
+
+def width_of(path, backend):
+    with LoadedExcerpt.opened(path, backend) as found:
+        assert found is not None
+        return found.width(16, None)
+
+
+#: rows of experts are too short for the blocks of k-quants
+CASES = [*itertools.product(NAMES, ("F16", "BF16", "Q8_0", "Q4_0")),
+         *itertools.product(("llama", "qwen2", "qwen3"), ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K"))]
+SAMPLED = (("llama", "Q8_0"), ("llama", "Q4_K_M"), ("gemma3", "F16"), ("gpt-oss", "Q8_0"),
+           ("qwen3moe", "Q4_0"), ("glm4moe", "Q8_0"))
+
+
+@pytest.mark.parametrize(("name", "qtype"), [case if case in SAMPLED else full(*case)
+                                             for case in CASES])
+def test_the_excerpt_gives_the_width_of_the_whole(name, qtype, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", spec_of(name, qtype=qtype))
+    with closing(load(path)) as backend:
+        found, whole = width_of(path, backend), exact_width(backend)
+    print(f"{name} {qtype}: {found} of the excerpt, {whole} of the whole")
+    assert 1 <= found <= whole
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_the_excerpt_of_a_shard(place, tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(
+        n_layer=6, n_embd=256, n_ff=512, qtype="Q4_K_M")))
+    start, stop = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}[place]
+    path = extract_shard(model, start, stop, cache_dir=tmp_path)
+    with closing(load(path, (start, stop), 6)) as backend:
+        assert 1 <= width_of(path, backend) <= exact_width(backend)
+
+
+def plant(monkeypatch, differs):
+    """Let rows of a decode differ from single rows where `differs(first position, rows)`."""
+    decode = LlamaCppBackend.decode
+
+    def planted(self, rows, hidden=None, should_stop=None):
+        result = decode(self, rows, hidden, should_stop)
+        if result is not None and len(rows) > 1 and differs(
+                self, int(rows.positions[0]), len(rows)):
+            result = result.copy()
+            result[len(rows) - 1, 3] += 1e-6 + abs(result[len(rows) - 1, 3]) * 1e-6
+        return result
+
+    monkeypatch.setattr(LlamaCppBackend, "decode", planted)
+
+
+def is_head(backend):
+    return backend.info.n_layers_total == 2
+
+
+@pytest.mark.parametrize(("differs", "expected"), [
+    (lambda backend, position, rows: rows == 7, 6),
+    (lambda backend, position, rows: rows > 4, 4),
+    (lambda backend, position, rows: position > 512, 1),
+    (lambda backend, position, rows: is_head(backend) and rows > 3, 3),
+    (lambda backend, position, rows: backend.info.layers[1] == 1 and rows > 8, 8),
+], ids=["one width", "a block of four", "beyond 512 cells", "the output matrix", "a layer"])
+def test_a_kernel_that_differs_is_found(differs, expected, monkeypatch, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", RandomSpec(
+        n_embd=256, n_ff=512, qtype="Q8_0", n_layer=4))
+    with closing(load(path)) as backend:
+        assert width_of(path, backend) > max(8, expected)
+        plant(monkeypatch, differs)
+        assert width_of(path, backend) == expected
+
+
+def test_kinds_are_the_same_for_other_weights_and_more_layers(tmp_path):
+    def kinds(number, **changes):
+        spec = RandomSpec(n_embd=256, **{"qtype": "Q8_0", "n_ff": 512, "seed": number} | changes)
+        return kinds_of(
+            ModelFile(write_random_model(tmp_path / f"{number}.gguf", spec)), last=True)
+
+    first = kinds(0)
+    assert first.n_layers == 1
+    assert first == kinds(1) == kinds(2, n_layer=9)
+    for number, changes in enumerate(({"n_ff": 768}, {"qtype": "Q4_0"}, {"n_head": 8}), 3):
+        assert kinds(number, **changes).names != first.names
+
+
+def test_as_many_layers_as_show_every_kind(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("gemma3")))
+    assert kinds_of(model, last=True).n_layers == 6  # the sixth has no sliding window
+    model = ModelFile(write_random_model(tmp_path / "d.gguf", tiny("glm4moe")))
+    assert kinds_of(model, last=True).n_layers == 3  # two are dense
+    model = ModelFile(write_random_model(tmp_path / "s.gguf", tiny("mamba")))
+    assert kinds_of(model, last=True) is None
+
+
+def test_times_come_from_layers_that_caches_cannot_hold(monkeypatch):
+    path = EMBEDDED / "target.gguf"
+    model = ModelFile(path)
+    layer = model.layer_bytes[0]
+    monkeypatch.setattr(excerpt, "last_level_cache", lambda: layer // 2)
+    assert excerpt.layers_to_time(model) == 2
+    with closing(load(path)) as backend:
+        with LoadedExcerpt.opened(path, backend) as found:
+            assert found.timed.info.layers == (0, 2)
+            assert len(found.curve()) == 6
+        monkeypatch.setattr(excerpt, "last_level_cache", lambda: model.nbytes)
+        with LoadedExcerpt.opened(path, backend) as found:
+            assert found.timed is backend
+        assert backend.decode is not None
+
+
+def test_the_backend_decodes_as_before_after_its_excerpt_was_measured():
+    path = EMBEDDED / "target.gguf"
+    from pipeinfer.core.types import make_rows
+
+    rows = make_rows([(5, 0, (0,), True), (6, 1, (0,), True)])
+    with closing(load(path)) as backend:
+        before = backend.decode(rows).tobytes()
+        backend.seq_rm(0, 0, 1 << 20)
+        width_of(path, backend)
+        assert backend.decode(rows).tobytes() == before
