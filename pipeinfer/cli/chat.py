@@ -18,8 +18,9 @@ from pipeinfer import host
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
 from pipeinfer.cli.chat_terminal import own_terminal
 from pipeinfer.cli.client import Remote
+from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fetch_models, leave, progress_hook
+from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fetch_models, leave
 from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 

@@ -13,13 +13,13 @@ import click
 from msgspec import structs
 
 from pipeinfer import host
+from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import (
     INTERRUPTED,
     Stopped,
     fetch_models,
     leave,
-    progress_hook,
     talk_past_the_launcher,
     watch_signals,
 )

@@ -17,8 +17,9 @@ from typing import Any
 import click
 
 from pipeinfer import host
+from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import Stopped, fetch_models, progress_hook
+from pipeinfer.cli.terminal import Stopped, fetch_models
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join

@@ -7,15 +7,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn
 
 import click
 
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.config import JobConfig, RequestConfig
+from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError, WorkerFailed
 from pipeinfer.models.locate import fetch, may_fetch
 
@@ -111,34 +110,3 @@ def show_over(text: str) -> None:
     if not sys.stderr.isatty() and host.launched_size() == 1:
         return
     click.echo(f"\r\x1b[K{text}", nl=False, err=True)
-
-
-def progress_hook(config: RequestConfig) -> Callable[[Mapping[int, Any]], None] | None:
-    """Return a function that shows the loading progress of all stages in one line; None without
-    a terminal.
-
-    mpirun gives its ranks pipes, so there the terminal itself is opened.
-    """
-    out: TextIO = sys.stderr
-    if config.json or host.launched_rank() > 0:
-        return None
-    if not out.isatty():
-        if host.launched_size() == 1:
-            return None
-        terminal = own_terminal()
-        if terminal is None:
-            return None
-        out = os.fdopen(terminal, "w", encoding="utf-8")
-
-    def show(states: Mapping[int, Any]) -> None:
-        parts = []
-        for node, state in sorted(states.items()):
-            share = f" {state.done / state.total:.0%}" if state.total > 1 else ""
-            parts.append(f"{state.spare or node} {state.phase}{share}")
-        done = all(state.ready for state in states.values())
-        spares = any(state.spare for state in states.values())
-        line = ("spare ranks: " if spares else "stages: ") + " | ".join(parts)
-        out.write("\r\x1b[K" + ("" if done else line[:160]))
-        out.flush()
-
-    return show

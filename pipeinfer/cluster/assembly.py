@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from pipeinfer.cluster.greeting import greet
 from pipeinfer.cluster.shard_transfer import Sender, SourceOf
@@ -60,6 +60,7 @@ class StageState(Struct):
 
     spare: the rank, if the node is a spare that only receives shards; 0 for a stage.
     phase: what it does now. done, total: how far it is in that phase.
+    since: when the phase began. heard: when its last message came. Both by `time.monotonic`.
     ready: its final answer.
     """
 
@@ -67,6 +68,8 @@ class StageState(Struct):
     phase: str = "waiting"
     done: int = 0
     total: int = 0
+    since: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
     ready: Ready | Received | None = None
 
 
@@ -465,34 +468,32 @@ class Assembly:
         sender = Sender(self._port, self._source_of)
         for node, setup in setups.items():
             self._port.send(node, Tag.TRANSACTION, setup)
-            if isinstance(setup, Setup) and setup.cores:  # measured on cores that others share
-                self._await_ready(sender, node)
-        self._await_ready(sender, *setups)
+        self._await_ready(sender)
 
-    def _await_ready(self, sender: Sender, *nodes: int) -> None:
-        """Receive messages until these nodes are ready, and send them the shards that they
-        request."""
-        port, states, timeout = self._port, self.states, self._config.cluster.timeout
-        last_news, grid = time.monotonic(), self.grid
-        while not all(states[node].ready for node in nodes):
+    def _await_ready(self, sender: Sender) -> None:
+        """Receive messages until all nodes are ready, and send them the shards that they request.
+
+        Raises TransportTimeout for a node that has sent nothing for the job's timeout.
+        """
+        port, states, grid = self._port, self.states, self.grid
+        while not all(state.ready for state in states.values()):
             envelope = take_result(port)
             busy = sender.pump()
+            for waiting in sender.hashing:
+                states[waiting].heard = time.monotonic()
             if envelope is None:
-                if busy:
-                    last_news = time.monotonic()
-                else:
+                if not busy:
                     port.wait(0.2)
-                if time.monotonic() - last_news > timeout:
-                    late = next(node for node in nodes if not states[node].ready)
-                    raise TransportTimeout(rank=0, peer=late, tag="Ready", run_id=None,
-                                           seconds=timeout)
+                self._check_news()
                 continue
-            last_news = time.monotonic()
             match envelope.message:
                 case ShardHave() as have:
+                    if have.node in states:
+                        states[have.node].heard = time.monotonic()
                     sender.hear(have)
                 case ShardWanted(port=name) as wanted if (node := grid.node(name)) in states:
                     assert node is not None
+                    states[node].heard = time.monotonic()
                     sender.offer(node, wanted.start, wanted.stop, wanted.piece)
                 case (Progress() | Ready() | Received()) as news if (
                         node := grid.node(news.port)) in states:
@@ -501,9 +502,21 @@ class Assembly:
                 case _:
                     pass  # of an earlier epoch
 
+    def _check_news(self) -> None:
+        now, timeout = time.monotonic(), self._config.cluster.timeout
+        for node, state in self.states.items():
+            if not state.ready and now - state.heard > timeout:
+                raise TransportTimeout(
+                    rank=0, peer=node, tag=f"Ready (rank {state.spare or self._rank_of(node)} is "
+                    f"{state.phase} since {now - state.since:.0f} s)", run_id=None,
+                    seconds=timeout)
+
     def _hear(self, state: StageState, news: Progress | Ready | Received) -> None:
+        state.heard = time.monotonic()
         match news:
             case Progress(phase=phase, done=done, total=total):
+                if phase != state.phase:
+                    state.since = state.heard
                 state.phase, state.done, state.total = phase, done, total
             case Ready() | Received():
                 state.phase, state.ready = "ready", news

@@ -7,7 +7,9 @@ Uses options, models and backends. How proposals travel is in `runtime.draft_ran
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -113,7 +115,7 @@ class DraftLoader:
 
 
 def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, int],
-               sizes: dict[str, int]) -> tuple[Backend, int]:
+               sizes: Mapping[str, Any]) -> tuple[Backend, int]:
     """Load layers of a draft; return the backend and its number of threads.
 
     layers: first layer, and the one after the last. sizes: see `cache_sizes`.

@@ -153,6 +153,11 @@ class Sender:
         more = [self._step(node, out) for node, out in self._outgoing.items() if not out.ended]
         return any(more)
 
+    @property
+    def hashing(self) -> list[int]:
+        """The nodes that wait while the bytes that they have are hashed here."""
+        return [node for node, out in self._outgoing.items() if out.offset < out.have]
+
     def _step(self, node: int, out: _Outgoing) -> bool:
         if out.offset < out.have:
             piece = self._next(out, min(CHUNK, out.have - out.offset))

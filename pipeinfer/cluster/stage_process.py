@@ -69,7 +69,7 @@ from pipeinfer.models.embedding import PIECE as EMBEDDING
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import shard_name
-from pipeinfer.models.shard_cache import cache_directory
+from pipeinfer.models.shard_cache import cache_directory, turn
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
@@ -276,7 +276,7 @@ class StageProcess:
                             functools.partial(self._embedding, config, setup, kind, report))
         widths = self._hooks.widths(widths)
         backend = self._hooks.backend(backend, in_team=team is not None)
-        report("loading", 1, 1)
+        report("starting", 1, 1)
         self._port.send(0, Tag.RESULT, self._ready(setup, backend, widths, team, kind, config))
         begun = 0 if team is None else team.count
         whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
@@ -399,7 +399,8 @@ class StageProcess:
                 setup.fingerprint, start, stop, piece))
             shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
                 setup, start=start, stop=stop, piece=piece), report)
-            report("loading", 0, 1)
+            size = shard.stat().st_size
+            report("loading", 0, size)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
             backend = LlamaCppBackend.load(
                 shard,
@@ -416,6 +417,7 @@ class StageProcess:
                     callbacks=not whole or config.speculation.policy != "iterative",
                     gaps=setup.gaps,
                 ),
+                progress=lambda share: report("loading", round(share * size), size),
             )
         try:
             widths, used = _measured(backend, shard, setup, (
@@ -436,6 +438,9 @@ def _measured(backend: Backend, shard: Path | None, setup: Setup, identity: tupl
     """
     used, excerpt = threads, None
     with measuring.alone(), contextlib.ExitStack() as stack:
+        if setup.cores:  # all ranks of this host use the same ones
+            stack.enter_context(turn(cache_directory() / "measuring", lambda: report(
+                "waiting for other ranks' measurements", 0, 1)))
         if shard is not None:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
             from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt

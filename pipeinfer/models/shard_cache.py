@@ -259,10 +259,11 @@ def _identity(path: Path) -> list[int]:
 
 @contextlib.contextmanager
 def turn(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Exclude other processes of this host that find out the same value.
+    """Exclude other processes of this host that use the same path, such as that of a value which
+    they find out.
 
-    path: of the value. waiting: called now and then. After _PATIENCE seconds, or where files cannot
-    be locked, proceed anyway: the value is found out twice then.
+    waiting: called now and then. After _PATIENCE seconds, or where files cannot be locked, proceed
+    anyway.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -272,16 +273,10 @@ def turn(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
             while time.monotonic() < deadline:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    stack.callback(_forget, f"{path}.lock")
                     break
                 waiting()
                 time.sleep(0.05)
         yield
-
-
-def _forget(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
 
 
 def remember(path: Path, value: Any) -> None:

@@ -96,4 +96,3 @@ def test_a_process_waits_for_another_one_that_measures_the_same(own_cache):
     assert known_widths(backend, ("model",), progress=progress) == first
     assert waited == [(0, 16)] * 3
     assert not any(entry[0] == "decode" for entry in backend.log)
-    assert not list(own_cache.glob("*.lock"))

@@ -8,6 +8,7 @@ from pipeinfer.cluster.assembly import Assembly
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
+    Progress,
     Ready,
     Receive,
     Received,
@@ -19,7 +20,7 @@ from pipeinfer.core.control import (
 from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.core.messages import Tag
 from pipeinfer.core.types import CURVE_ROWS
-from pipeinfer.errors import ClusterError, LinkCut, RankLost, WorkerFailed
+from pipeinfer.errors import ClusterError, LinkCut, RankLost, TransportTimeout, WorkerFailed
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.planner import Plan
@@ -141,6 +142,42 @@ def test_those_that_live_take_over_and_keep_their_width():
     (change,) = found.changes
     assert (change.lost, change.moved, change.epoch) == ((2,), 2, 1)
     assert "rank 2 is dead" in str(change)
+
+
+class Loading(Port):
+    """Stages answer nothing until every one has its setup; then those that are not `stuck`."""
+
+    def __init__(self, stuck=()):
+        super().__init__()
+        self.stuck, self.asked = stuck, []
+
+    def send(self, node, tag, message):
+        before = len(self._mail)
+        super().send(node, tag, message)
+        if isinstance(message, Setup):
+            self.asked.append(self._mail.pop())
+            self._mail += [Progress(message.port, "loading", 5, 9)]
+        if len(self.asked) == 3 and len(self._mail) > before:
+            self._mail += [one for one in self.asked if one.rank not in self.stuck]
+
+
+def test_all_stages_load_at_the_same_time():
+    """No stage waits for another one's Ready, whatever cores they use."""
+    port = Loading()
+    found = assembly(port, one_host=True)
+    found.threads = {1: 8, 2: 8, 3: 8}
+    found.start()
+    assert [one.rank for one in port.asked] == [1, 2, 3]
+    assert [setup.cores for setup in port.setups.values()] == [8, 8, 8]
+
+
+def test_a_stage_that_sends_nothing_is_named_with_its_phase():
+    """Though others send all the time."""
+    port = Loading(stuck=(2,))
+    found = assembly(port, timeout=0.2)
+    with pytest.raises(TransportTimeout, match=r"rank 2 is loading since 0 s") as said:
+        found.start()
+    assert said.value.peer == 2
 
 
 def test_a_spare_stands_in_and_is_prepared():

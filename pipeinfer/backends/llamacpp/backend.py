@@ -98,7 +98,7 @@ class LlamaCppBackend:
         self._batch = RowBatch(info, gaps=options.gaps, enters=self._enters)
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913 - a loaded file has that many sizes
         cls,
         path: str | os.PathLike[str],
         *,
@@ -111,6 +111,7 @@ class LlamaCppBackend:
         n_batch: int,
         n_threads: int,
         options: LlamaOptions | None = None,
+        progress: Callable[[float], object] = lambda _: None,
     ) -> LlamaCppBackend:
         """Load the file at `path` (a shard, or a whole model) with a cache of `n_ctx` cells.
 
@@ -118,14 +119,15 @@ class LlamaCppBackend:
         little. Call `ModelFile` on a file of unknown origin first.
 
         layers: which of the whole model's `n_layers_total` layers the file holds. n_ctx is
-        rounded up to a multiple of 256 by llama.cpp; `info` has what it became. Raises ModelError
+        rounded up to a multiple of 256 by llama.cpp; `info` has what it became. progress: see
+        `load_model`. Raises ModelError
         when the file cannot be loaded, BackendError when the cache cannot be made.
         """
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa)
         earlier = mappings(path)
-        model = load_model(path, options)
+        model = load_model(path, options, progress)
         try:
             n_layers = binding.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:

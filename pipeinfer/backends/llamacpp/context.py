@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec import Struct, structs
@@ -33,6 +35,8 @@ CACHE_TYPES = {
     "iq4_nl": (20, 18, 32),
 }
 FLASH = {"auto": -1, "off": 0, "on": 1}
+_LOAD_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)
+_REPORT = 0.25  #: seconds between two reports of the share that is loaded
 MAX_SEQS = 255  #: llama.cpp's 256, less one that `cell_order` needs
 
 
@@ -144,10 +148,18 @@ def check_sizes(
             raise BackendError(f"{flag} {kind}: choose from {', '.join(CACHE_TYPES)}")
 
 
-def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
-    """Load the model at `path`. Raises ModelError with llama.cpp's reason where that fails."""
+def load_model(path: str | os.PathLike[str], options: LlamaOptions,
+               progress: Callable[[float], object] = lambda _: None) -> Any:
+    """Load the model at `path`.
+
+    progress: called with the share that is loaded, 0 to 1, some times a second at most; an
+    exception that it raises ends the loading and is raised.
+    Raises ModelError with llama.cpp's reason where loading fails.
+    """
     clear_log()
     params = model_params(options.n_gpu_layers)
+    watch = _LoadWatch(progress)
+    params.progress_callback = ctypes.cast(watch.callback, ctypes.c_void_p).value
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
@@ -155,9 +167,33 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions) -> Any:
     params.use_extra_bufts = options.repack == "on" or (
         options.repack == "auto" and may_repack(file))
     model = binding.llama_model_load_from_file(os.fsencode(path), params)
+    if watch.error is not None:
+        if model:
+            binding.llama_model_free(model)
+        raise watch.error
     if not model:
         raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")
     return model
+
+
+class _LoadWatch:
+    """llama.cpp's callback while it loads; error: what `progress` raised."""
+
+    def __init__(self, progress: Callable[[float], object]) -> None:
+        self.error: BaseException | None = None
+        self._progress, self._next = progress, 0.0
+        self.callback = _LOAD_CALLBACK(self._call)
+
+    def _call(self, share: float, _data: int | None) -> bool:
+        if time.monotonic() < self._next:
+            return True
+        try:
+            self._progress(share)
+        except BaseException as error:  # an exception cannot cross C
+            self.error = error
+            return False
+        self._next = time.monotonic() + _REPORT
+        return True
 
 
 def make_context(

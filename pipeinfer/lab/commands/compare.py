@@ -15,9 +15,10 @@ from pathlib import Path
 import click
 
 from pipeinfer import host
+from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.summary import flops_of
-from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
+from pipeinfer.cli.terminal import fetch_models, show_over
 from pipeinfer.cluster.generate import (
     Generated,
     draw_seed,

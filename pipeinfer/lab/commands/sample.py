@@ -17,8 +17,9 @@ import click
 import numpy as np
 
 from pipeinfer import host
+from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import ENV_PREFIX, JOB, config_options
-from pipeinfer.cli.terminal import fetch_models, progress_hook, show_over
+from pipeinfer.cli.terminal import fetch_models, show_over
 from pipeinfer.cluster import features
 from pipeinfer.cluster.generate import (
     Generated,
