@@ -6,6 +6,7 @@ Each route checks, submits and answers a request; other modules do the work.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -15,28 +16,26 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from pipeinfer import __version__
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import chat, prompts, requests
+from pipeinfer.server import chat, prompts
 from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.asker import current
-from pipeinfer.server.asking_again import Kind, RepeatedRequests
+from pipeinfer.server.asking_again import Kind, RepeatedRequests, writer_of
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
-from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
-from pipeinfer.server.responses import ResponsesWriter
+from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
-from pipeinfer.server.streaming import AnswerJob, ClientLeft, EventStream, events, pipeline, whole
+from pipeinfer.server.streaming import ClientLeft, EventStream, events, pipeline, whole
 from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
@@ -96,38 +95,15 @@ class Server:
 
     async def completions(self, body: schema.CompletionRequest, request: Request) -> Response:
         """Continue texts, given as text or as token ids."""
-        if (before := await self.again.known("text", body, request)) is not None:
-            return before
-        tokenizer = self._ready(body)
-        wanted = await requests.completion(body, self.settings, tokenizer,
-                                           self._compiler(tokenizer), self._n_ctx)
-        return await self._answer(
-            "text", body, ResponsesWriter(wanted, self.settings.name, tokenizer, is_chat=False),
-            request)
+        return await self._generate("text", body, request)
 
     async def chat_completions(self, body: schema.ChatRequest, request: Request) -> Response:
         """Answer a conversation, by the model's own chat template."""
-        if (before := await self.again.known("chat", body, request)) is not None:
-            return before
-        tokenizer = self._ready(body)
-        found = await requests.conversation(body, self.settings, tokenizer,
-                                            self._compiler(tokenizer), self._n_ctx)
-        return await self._answer(
-            "chat", body, ResponsesWriter(found.asked, self.settings.name, tokenizer, is_chat=True,
-                                 tools=found.tools), request)
+        return await self._generate("chat", body, request)
 
     async def responses(self, body: items.ResponseRequest, request: Request) -> Response:
         """Answer items as OpenAI's Responses API does."""
-        if (before := await self.again.known("items", body, request)) is not None:
-            return before
-        asked = items.to_chat(body)
-        tokenizer = self._ready(asked)
-        with items.own_names():
-            found = await requests.conversation(asked, self.settings, tokenizer,
-                                                self._compiler(tokenizer), self._n_ctx)
-        return await self._answer("items", body, ItemWriter(
-            found.asked, self.settings.name, tokenizer, is_chat=True, tools=found.tools,
-            request=body), request)
+        return await self._generate("items", body, request)
 
     async def embeddings(self) -> Response:
         """Not there: this server generates text. Clients try again after a 5xx, in vain."""
@@ -135,23 +111,30 @@ class Server:
                             "server for them, such as llama-server --embedding with an embedding "
                             "model", code="not_supported")
 
-    async def _answer(self, kind: Kind, body: BaseModel, writer: ResponsesWriter, request: Request
-                      ) -> Response:
+    async def _generate(
+        self, kind: Kind,
+        body: schema.CompletionRequest | schema.ChatRequest | items.ResponseRequest,
+        request: Request,
+    ) -> Response:
+        if (before := await self.again.known(kind, body, request)) is not None:
+            return before
+        wanted = items.to_chat(body) if isinstance(body, items.ResponseRequest) else body
+        tokenizer = self.hub.check_ready()
+        self._check_model(wanted.model)
+        self.hub.check_room(1)  # before any work on the prompt
+        model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
+        with items.own_names() if wanted is not body else contextlib.nullcontext():
+            asked = await asyncio.to_thread(request_of, wanted, model)
+        writer = writer_of(kind, body, asked, self.settings.name, tokenizer)
         current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
             return kept
-        job = AnswerJob(self.hub, writer.asked)
+        job = self.hub.submit(asked)
         writer.start(job.generations)
-        if writer.asked.stream:
+        if asked.stream:
             return EventStream(events(job, writer), self.settings.client_timeout,
                                lambda: job.abort("disconnected"))
         return Reply(await whole(job, writer, request))
-
-    def _ready(self, body: schema.Sampling) -> Tokenizer:
-        tokenizer = self.hub.check_ready()
-        self._check_model(body.model)
-        self.hub.check_room(1)  # before any work on the prompt
-        return tokenizer
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name and not self.settings.any_name:
@@ -174,17 +157,17 @@ class Server:
     async def tokenize(self, body: schema.TokenizeRequest) -> Response:
         """The token ids of a text."""
         tokenizer = self.hub.check_ready()
-        tokens = await prompts.encode(tokenizer, body.content, special=body.parse_special,
-                                      add_bos=None if body.add_special else False)
-        if not body.with_pieces:
-            return Reply(replies.Tokens(tokens=tokens))
 
-        def pieces() -> Response:
-            return Reply(replies.Tokens(tokens=[
+        def tokens() -> replies.Tokens:
+            found = prompts.encode(tokenizer, body.content, special=body.parse_special,
+                                   add_bos=None if body.add_special else False)
+            if not body.with_pieces:
+                return replies.Tokens(tokens=found)
+            return replies.Tokens(tokens=[
                 replies.Piece(id=token, piece=_readable(tokenizer.piece(token, special=True)))
-                for token in tokens]))
+                for token in found])
 
-        return await asyncio.to_thread(pieces)
+        return Reply(await asyncio.to_thread(tokens))
 
     async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
         """The text that token ids stand for."""
@@ -196,8 +179,9 @@ class Server:
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
         tokenizer = self.hub.check_ready()
-        offered = chat.offered_by(body, tokenizer.chat_template or "")
-        text = await chat.render(body, tokenizer, offered, body.add_generation_prompt)
+        offered = chat.offered_by(body, tokenizer)
+        text = await asyncio.to_thread(
+            chat.render, body, tokenizer, offered, body.add_generation_prompt)
         return Reply(replies.Prompt(prompt=text))
 
     # --- state of the server ------------------------------------------------------------------
@@ -396,7 +380,7 @@ def _readable(piece: bytes) -> str | list[int]:
 
 def _defaults(params: SamplingParams) -> dict[str, Any]:
     """Return the default values of the sampling fields that a request may set."""
-    return {name: getattr(params, name) for name in (*requests.NAMES, "logit_bias")}
+    return {name: getattr(params, name) for name in (*NAMES, "logit_bias")}
 
 
 def _token_text(tokenizer: Tokenizer, token: int | None) -> str:

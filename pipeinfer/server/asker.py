@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pipeinfer.server.choice import Generation
     from pipeinfer.server.keys import Meter
-    from pipeinfer.server.requests import Asked
+    from pipeinfer.server.requests import EngineRequest
 
 
 class Trace(Protocol):
@@ -29,7 +29,7 @@ class Trace(Protocol):
     def about(self, answer_id: str) -> None:
         """Record the answer's id."""
 
-    def began(self, generation: Generation, asked: Asked) -> None:
+    def began(self, generation: Generation, asked: EngineRequest) -> None:
         """Record that a choice is sent to the engine."""
 
     def first(self, generation: Generation) -> None:
@@ -65,7 +65,7 @@ class Asker:
         if self.trace is not None:
             self.trace.about(answer_id)
 
-    def began(self, generation: Generation, asked: Asked) -> None:
+    def began(self, generation: Generation, asked: EngineRequest) -> None:
         """Record that a choice is sent to the engine. A prompt counts once for all its choices."""
         if self.meter is not None and generation.index % asked.n == 0:
             self.meter.used(generation.counts.prompt, time.monotonic())

@@ -21,6 +21,7 @@ from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.journal import Begun
 from pipeinfer.server.kept import Archive, Follower, Kept, check_key, digest_of, identity, owner_of
 from pipeinfer.server.middleware import key_of
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Deleted, Reply
 from pipeinfer.server.streaming import EventStream, events, whole
@@ -62,12 +63,11 @@ class RepeatedRequests:
         begun = Begun(
             writer.answer_id, writer.created, kind, self._owner(request),
             request.headers.get("idempotency-key", ""), _digest(body),
-            identity(self._hub.settings), str(self._hub.facts.get("bits", "")), writer.asked,
-            writer.tools,
+            identity(self._hub.settings), str(self._hub.facts.get("bits", "")),
+            dataclasses.replace(writer.asked, tools=None), writer.asked.tools,
             body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None,
             current().traceparent)
-        kept = archive.begin(begun, self._hub.check_ready())
-        return await self.answer(kept, request)
+        return await self.answer(archive.begin(begun), request)
 
     async def retrieve(self, name: str, request: Request, stream: bool = False) -> Response:
         """An answer by its id: the whole, or with stream: true its events, from the one after
@@ -113,14 +113,11 @@ class RepeatedRequests:
 
     def _writer(self, kept: Kept, tokenizer: Tokenizer, stream: bool) -> ResponsesWriter:
         begun = kept.record.begun
-        asked = dataclasses.replace(begun.asked, stream=stream)
-        more: dict[str, Any] = {"is_chat": begun.kind != "text", "tools": begun.tools,
-                                "answer_id": begun.id, "created": begun.at, "kept": True}
-        name = self._hub.settings.name
-        if begun.kind == "items":
-            body = items.ResponseRequest.model_validate(begun.request)
-            return ItemWriter(asked, name, tokenizer, request=body, **more)
-        return ResponsesWriter(asked, name, tokenizer, **more)
+        asked = dataclasses.replace(begun.asked, stream=stream, tools=begun.tools)
+        body = items.ResponseRequest.model_validate(begun.request) \
+            if begun.kind == "items" else None
+        return writer_of(begun.kind, body, asked, self._hub.settings.name, tokenizer,
+                         answer_id=begun.id, created=begun.at, kept=True)
 
     def _find(self, name: str, request: Request) -> Kept:
         archive: Archive | None = self._hub.archive
@@ -132,6 +129,14 @@ class RepeatedRequests:
 
     def _owner(self, request: Request) -> str:
         return owner_of(key_of(dict(request.scope["headers"])), self._hub.settings)
+
+
+def writer_of(kind: str, body: BaseModel | None, asked: EngineRequest, name: str,
+              tokenizer: Tokenizer, **more: Any) -> ResponsesWriter:
+    """Return what writes the answer to a request of this kind. body: as the client sent it."""
+    if isinstance(body, items.ResponseRequest):
+        return ItemWriter(asked, name, tokenizer, is_chat=True, request=body, **more)
+    return ResponsesWriter(asked, name, tokenizer, is_chat=kind != "text", **more)
 
 
 def _digest(body: BaseModel) -> str:

@@ -5,7 +5,6 @@ Uses templates and the vocabulary; no sampling, no HTTP and no engine.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +19,33 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
+from pipeinfer.strategies.decomposers.base import Specification
+from pipeinfer.strategies.decomposers.prompts import opening, texts_of
 
 T = TypeVar("T")
 MOST_CALLS = 16  #: of one answer: a weak model would call functions forever
 
 
-def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
-            offered: ToolUse | None) -> str:
+def prompt_of(request: schema.ChatRequest, settings: Settings, tokenizer: Tokenizer,
+              params: SamplingParams, offered: ToolUse | None
+              ) -> tuple[list[int], Specification | None]:
+    """Return the prompt as tokens, and how the answer is decomposed, None if it is not.
+
+    Control tokens in contents stay text. Raises ApiError.
+    """
+    method = _method_of(request, settings, params, offered)
+    if not method:
+        return _templated(tokenizer.encode_chat, request, tokenizer, offered, True), None
+    messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
+    try:
+        opened = opening(tokenizer, texts_of(Path(settings.model)), method, messages)
+    except RequestError as error:
+        raise bad(str(error), "messages") from error
+    return list(opened.prompt), opened.decompose
+
+
+def _method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
+               offered: ToolUse | None) -> str:
     """Return the method that decomposes the answer, "" for none.
 
     Raises ApiError if a request names a method that it cannot have. The server's default method is
@@ -49,38 +67,15 @@ def method_of(request: schema.ChatRequest, settings: Settings, params: SamplingP
     return "" if problem else method
 
 
-async def open_response(method: str, request: schema.ChatRequest, settings: Settings,
-                   tokenizer: Tokenizer) -> Opening:
-    """Return the main thread's prompt and how the answer is decomposed. Raises ApiError."""
-    messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
-
-    def open_it() -> Opening:
-        return opening(tokenizer, texts_of(Path(settings.model)), method, messages)
-
-    try:
-        return await asyncio.to_thread(open_it)
-    except RequestError as error:
-        raise bad(str(error), "messages") from error
-
-
-async def render(
+def render(
     request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None,
     add_generation_prompt: bool = True,
 ) -> str:
     """Return the prompt of a conversation as text. Raises ApiError when the template refuses it."""
-    return await _templated(tokenizer.apply_chat, request, tokenizer, tools, add_generation_prompt)
+    return _templated(tokenizer.apply_chat, request, tokenizer, tools, add_generation_prompt)
 
 
-async def encode(request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None
-                 ) -> list[int]:
-    """Return the prompt of a conversation as tokens; control tokens in contents stay text.
-
-    Raises ApiError as `render` does.
-    """
-    return await _templated(tokenizer.encode_chat, request, tokenizer, tools, True)
-
-
-async def _templated(
+def _templated(
     make: Callable[..., T], request: schema.Conversation, tokenizer: Tokenizer,
     tools: ToolUse | None, add_generation_prompt: bool,
 ) -> T:
@@ -107,7 +102,7 @@ async def _templated(
             return make(plain, add_generation_prompt, tools=None, variables=variables)
 
     try:
-        return await asyncio.to_thread(made)
+        return made()
     except RequestError as error:
         raise bad(str(error), "messages") from error
 
@@ -134,21 +129,22 @@ def knows_tools(template: str) -> bool:
     return "tools" in template
 
 
-def offered_by(request: schema.Conversation, template: str) -> ToolUse | None:
+def offered_by(request: schema.Conversation, tokenizer: Tokenizer) -> ToolUse | None:
     """Return the tools that a request offers, if the model decides about calls; None without
     tools."""
     if not request.tools:
         return None
+    template = tokenizer.chat_template or ""
     most = 1 if request.parallel_tool_calls is False else MOST_CALLS
     return ToolUse([tool.model_dump(exclude_none=True) for tool in request.tools],
                    tools.is_hermes(template) or not knows_tools(template), most)
 
 
-def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer) -> ToolUse | None:
+def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer) -> ToolUse | None:
     """Return the tools for the model, with a grammar if calls are to be enforced. Raises
     ApiError."""
     choice = request.tool_choice
-    offered = offered_by(request, template)
+    offered = offered_by(request, tokenizer)
     if offered is None and choice not in (None, "none", "auto"):
         raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
     if offered is None or choice == "none":
@@ -156,7 +152,8 @@ def tools_of(request: schema.ChatRequest, template: str, tokenizer: Tokenizer) -
     functions, required, most = [tool["function"] for tool in offered.tools], False, offered.most
     if choice in (None, "auto"):
         free = (request.response_format is None or request.response_format.type == "text")
-        if knows_tools(template) or request.grammar or request.ignore_eos or not free:
+        knows = knows_tools(tokenizer.chat_template or "")
+        if knows or request.grammar or request.ignore_eos or not free:
             return offered
     else:
         required = True

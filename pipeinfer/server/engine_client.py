@@ -11,7 +11,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
 
@@ -19,9 +19,9 @@ from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
-from pipeinfer.server.choice import Generation
+from pipeinfer.server.choice import Choices, Generation
 from pipeinfer.server.engine_line import EngineLine
-from pipeinfer.server.errors import ApiError, Failure
+from pipeinfer.server.errors import ApiError, Failure, for_failure
 from pipeinfer.server.frames import (
     Abort,
     Bye,
@@ -45,7 +45,7 @@ from pipeinfer.server.frames import (
     Watch,
 )
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.tracing import Tracer
 from pipeinfer.server.watcher import Watcher
@@ -80,6 +80,38 @@ class _Open:
     handed: bool = False
     bits: object = None
     before: bool = False
+
+
+class Job(Choices):
+    """The choices of one request in the engine."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self.generations = []
+        self.news = asyncio.Event()
+        self.deadline = time.monotonic() + hub.settings.request_timeout
+
+    def abort(self, reason: str) -> None:
+        """End the choices, because the client has gone; without effect after the end."""
+        for generation in self.generations:
+            self._hub.abort(generation, reason)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for news; return whether there are any. Raises ApiError (504) at the request's
+        deadline."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            self.abort("timeout")
+            raise for_failure(Failure("timeout", "the request took longer than the "
+                                      f"{self._hub.settings.request_timeout:g} s that this server "
+                                      "allows"))
+        try:
+            async with asyncio.timeout(min(seconds, left)):
+                await self.news.wait()
+        except TimeoutError:
+            return False
+        self.news.clear()
+        return True
 
 
 class Hub:
@@ -136,40 +168,39 @@ class Hub:
                                 f"and {self.settings.queue} are waiting; try "
                                 "again later", code="queue_full")
 
-    def submit(
-        self, asked: Asked, prompt: Sequence[int], index: int, news: asyncio.Event
-    ) -> Generation:
-        """Send choice number `index` of a request to the engine; return it. Call `check_room`
-        first.
-
-        prompt: its tokens. news: set when the choice has something to fetch.
-        """
+    def submit(self, request: EngineRequest) -> Job:
+        """Send every choice of a request to the engine. Raises ApiError if there is no room."""
         tokenizer = self.check_ready()
-        generation = Generation(self.new_id(), index, len(prompt), tokenizer, asked.stops, news)
-        self.add(generation, asked)
-        return generation
+        self.check_room(request.count)
+        job = Job(self)
+        for index in range(request.count):
+            prompt, _ = request.choice(index)
+            generation = Generation(
+                self.new_id(), index, len(prompt), tokenizer, request.stops, job.news)
+            job.generations.append(generation)
+            self.add(generation, request)
+        return job
 
     def new_id(self) -> int:
         """Return the id of a new choice."""
         return next(self._ids)
 
-    def add(self, generation: Generation, asked: Asked, before: bool = False, bits: object = None
-            ) -> None:
+    def add(self, generation: Generation, request: EngineRequest, before: bool = False,
+            bits: object = None) -> None:
         """Send a choice of a request to the engine.
 
         before: an earlier process's engine had begun it, and clients may have more tokens than
             `generation`.
         bits: of that engine's facts.
         """
-        index, request_id = generation.index, generation.request_id
-        prompt = asked.prompts[index // asked.n]
+        request_id, (prompt, params) = generation.request_id, request.choice(generation.index)
         asker = generation.asker = current()
         # what a process before this one had begun has no asker here
         pool = asker.pool if self.settings.remember_answers and not before else 0
         one = self.open[request_id] = _Open(generation, Submit(
-            request_id, tuple(prompt), asked.max_tokens, asked.params_of(index, len(prompt)),
-            asked.ignore_eos, asked.decompose, pool=pool), before, bits, before)
-        asker.began(generation, asked)
+            request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
+            request.decompose, pool=pool), before, bits, before)
+        asker.began(generation, request)
         if self.state == "ready":
             self._hand_over(one)
 

@@ -1,8 +1,7 @@
-"""The grammar of a request's answer, compiled outside the event loop."""
+"""The grammar of a request's answer."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Any
 
@@ -15,28 +14,25 @@ from pipeinfer.server.errors import bad
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, outside the event loop."""
+    """Compiles grammars for one vocabulary; threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 
-    async def compile(self, kind: str, text: Any, param: str) -> str:
+    def compile(self, kind: str, text: Any, param: str) -> str:
         """Return the compiled grammar. Raises ApiError with `param` when it cannot be used."""
         try:
-            return await asyncio.to_thread(self._compile, kind, text)
+            with self._lock:
+                if self._vocabulary is None:
+                    self._vocabulary = Vocabulary.of(self._tokenizer)
+            return compile_grammar(kind, text, self._vocabulary)
         except RequestError as error:
             raise bad(str(error), param, "invalid_grammar") from error
 
-    def _compile(self, kind: str, text: Any) -> str:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = Vocabulary.of(self._tokenizer)
-        return compile_grammar(kind, text, self._vocabulary)
 
-
-async def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") -> str:
+def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") -> str:
     """Return the compiled grammar that a request needs, "" for none. Raises ApiError.
 
     forced: a lark grammar that a tool choice needs.
@@ -65,4 +61,4 @@ async def constrain(request: schema.Sampling, grammars: Grammars, forced: str = 
     if request.ignore_eos:
         raise bad(f"ignore_eos cannot be combined with {param}: a grammar decides where the text "
                   "ends", "ignore_eos")
-    return await grammars.compile(kind, text, param)
+    return grammars.compile(kind, text, param)

@@ -29,7 +29,7 @@ import msgspec
 from pipeinfer.errors import UsageError
 from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.errors import Failure
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 
 VERSION = 1
 _LOCK_SECONDS = 10.0  #: that another server, which is ending, may take to unlock the file
@@ -61,7 +61,7 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     body: str
     model: str
     bits: str
-    asked: Asked
+    asked: EngineRequest
     tools: ToolUse | None = None
     request: dict[str, Any] | None = None
     traceparent: str = ""

@@ -21,7 +21,7 @@ from pipeinfer.server.choice import Choices, Generation
 from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, ChoiceEnded, Gone, Journal, Record, Story, TokenRows
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.tracing import Tracer
 
@@ -41,8 +41,8 @@ class JournaledHub(Protocol):
     def new_id(self) -> int:
         """Return the id of a new choice."""
 
-    def add(self, generation: Generation, asked: Asked, before: bool = False, bits: object = None
-            ) -> None:
+    def add(self, generation: Generation, request: EngineRequest, before: bool = False,
+            bits: object = None) -> None:
         """Send a choice of a request to the engine."""
 
     def abort(self, generation: Generation, reason: str) -> None:
@@ -160,8 +160,9 @@ class Kept:
 
     def _make(self, tokenizer: Tokenizer, index: int) -> Recorded:
         asked, story = self.record.begun.asked, self.record.stories[index]
-        made = Recorded(self.archive.hub.new_id(), index, len(asked.prompts[index // asked.n]),
-                        tokenizer, asked.stops, asyncio.Event())
+        prompt, _ = asked.choice(index)
+        made = Recorded(self.archive.hub.new_id(), index, len(prompt), tokenizer, asked.stops,
+                        asyncio.Event())
         made.story, made.kept = story, self
         self.generations[index] = made
         made.tell_again()
@@ -236,9 +237,9 @@ class Archive:
                 return kept
         return None
 
-    def begin(self, begun: Begun, tokenizer: Tokenizer) -> Kept:
+    def begin(self, begun: Begun) -> Kept:
         """Journal a new request and submit it. Raises ApiError when the queue is full."""
-        self.hub.check_ready()
+        tokenizer = self.hub.check_ready()
         self.hub.check_room(begun.asked.count)
         record = Record(begun, [Story() for _ in range(begun.asked.count)])
         kept = self._kept[begun.id] = Kept(self, record, alone=not begun.key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -12,17 +11,11 @@ from pipeinfer.server.errors import bad
 
 _log = logging.getLogger("pipeinfer.server")
 _noted: set[str] = set()  # a client must not fill the log
-_LONG = 4096  #: characters above which a text is tokenised outside the event loop
 
 
-async def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
-    """Return the token ids of a text; a long text is tokenised outside the event loop.
-
-    Raises ApiError.
-    """
+def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
+    """Return the token ids of a text. Raises ApiError."""
     try:
-        if len(text) > _LONG:
-            return await asyncio.to_thread(tokenizer.encode, text, **how)
         return tokenizer.encode(text, **how)
     except RequestError as error:
         raise bad(str(error), "prompt") from error
@@ -49,8 +42,8 @@ def check_lengths(prompts: list[list[int]], n_ctx: int, param: str = "prompt") -
                       f"shorten the {param}", param, "context_length_exceeded")
 
 
-async def prompts_of(prompt: Any, tokenizer: Tokenizer, special: bool
-                     ) -> tuple[list[str], list[list[int]]]:
+def prompts_of(prompt: Any, tokenizer: Tokenizer, special: bool
+               ) -> tuple[list[str], list[list[int]]]:
     """Return texts ("" if token ids were given) and token ids of each prompt.
 
     special: whether control tokens in a text are recognised. If not, the log notes that once.
@@ -62,7 +55,7 @@ async def prompts_of(prompt: Any, tokenizer: Tokenizer, special: bool
     if isinstance(prompt[0], str):
         if not special:
             _note_marks(tokenizer, prompt)
-        return list(prompt), [await encode(tokenizer, text, special=special) for text in prompt]
+        return list(prompt), [encode(tokenizer, text, special=special) for text in prompt]
     return [""] * len(prompt), [check_tokens(p, tokenizer) for p in prompt]
 
 

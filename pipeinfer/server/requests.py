@@ -1,14 +1,15 @@
-"""Converts a request to the engine's form: sampling fields, stop strings, prompts as tokens.
+"""Converts a client's request to the engine's form: sampling fields, stop strings, prompts as
+tokens, tools, a grammar.
 
-It checks what the schema cannot express (the vocabulary, the context, fields that exclude each
-other), with `prompts`, `chat` and `grammars`. It uses no HTTP and no engine.
+`request_of` checks what the schema cannot express (the vocabulary, the context, fields that exclude
+each other), with `prompts`, `chat` and `grammars`. It uses no HTTP and no engine.
 """
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -27,13 +28,23 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_p
           "frequency_penalty", "repeat_last_n")
 
 
+class ServedModel(NamedTuple):
+    """The model for which requests are checked. n_ctx: its context in tokens."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    grammars: Grammars
+    n_ctx: int
+
+
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked request.
+class EngineRequest:
+    """A checked request with all of its choices. The journal stores it.
 
     prompts: token ids of each. texts: of each, "" if it was given as tokens.
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
     usage, detail: whether the answer includes these. decompose: for a response in threads.
+    tools: whose calls are to be parsed, None for no tools.
     """
 
     prompts: list[list[int]]
@@ -50,76 +61,66 @@ class Asked:
     logprobs: bool = False
     echo: bool = False
     decompose: Specification | None = None
+    tools: chat.ToolUse | None = None
 
     @property
     def count(self) -> int:
         """The number of choices of the request: prompts times n."""
         return len(self.prompts) * self.n
 
-    def params_of(self, index: int, n_prompt: int) -> SamplingParams:
-        """Return the params of choice number `index`, with its noise key and the start of its
-        grammar."""
-        start = n_prompt if self.params.grammar else 0
-        return structs.replace(
-            self.params, key=noise_key(self.seed, index % self.n), grammar_start=start)
+    def choice(self, index: int) -> tuple[list[int], SamplingParams]:
+        """Return the prompt and the params of choice number `index`, with its noise key and the
+        start of its grammar."""
+        prompt = self.prompts[index // self.n]
+        return prompt, structs.replace(
+            self.params, key=noise_key(self.seed, index % self.n),
+            grammar_start=len(prompt) if self.params.grammar else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A checked chat request. tools: whose calls are to be parsed, None for no tools."""
+def request_of(body: schema.CompletionRequest | schema.ChatRequest, server: ServedModel
+               ) -> EngineRequest:
+    """Return a client's request in the engine's form.
 
-    asked: Asked
-    tools: chat.ToolUse | None
+    Templates, long texts and grammars take time, so call it outside the event loop.
+    Raises ApiError.
+    """
+    if isinstance(body, schema.ChatRequest):
+        return _conversation(body, server)
+    return _completion(body, server)
 
 
-async def completion(
-    request: schema.CompletionRequest, settings: Settings, tokenizer: Tokenizer,
-    grammars: Grammars, n_ctx: int,
-) -> Asked:
-    """Check a completion request. Raises ApiError."""
-    texts, tokens = await prompts.prompts_of(request.prompt, tokenizer, bool(request.parse_special))
-    prompts.check_lengths(tokens, n_ctx)
+def _completion(request: schema.CompletionRequest, server: ServedModel) -> EngineRequest:
+    tokenizer = server.tokenizer
+    texts, tokens = prompts.prompts_of(request.prompt, tokenizer, bool(request.parse_special))
+    prompts.check_lengths(tokens, server.n_ctx)
     if request.echo and request.logprobs is not None:
         raise bad("echo with logprobs is not supported: prompts are not scored", "echo")
     n_logprobs = -1 if request.logprobs is None else request.logprobs
     if request.echo:
         texts = [t or tokenizer.decode(p) for t, p in zip(texts, tokens, strict=True)]
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    params = _sampling(request, settings, tokenizer, n_logprobs)
-    shared = _common(request, settings)
-    params = structs.replace(params, grammar=await constrain(request, grammars))
-    return Asked(tokens, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0,
-                 echo=bool(request.echo), params=params, **shared)
+    params = _sampling(request, server, n_logprobs)
+    shared = _common(request, server.settings)
+    params = structs.replace(params, grammar=constrain(request, server.grammars))
+    return EngineRequest(tokens, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0,
+                         echo=bool(request.echo), params=params, **shared)
 
 
-async def conversation(
-    request: schema.ChatRequest, settings: Settings, tokenizer: Tokenizer, grammars: Grammars,
-    n_ctx: int,
-) -> Chat:
-    """Check a chat request. Raises ApiError."""
-    max_tokens, n_logprobs = _chat_limits(request, n_ctx)
-    params = _sampling(request, settings, tokenizer, n_logprobs)
-    template = tokenizer.chat_template or ""
-    offered = chat.tools_of(request, template, tokenizer)
-    params = structs.replace(params, grammar=await constrain(
-        request, grammars, offered.grammar if offered else ""))
-    decompose = None
-    if method := chat.method_of(request, settings, params, offered):
-        opened = await chat.open_response(method, request, settings, tokenizer)
-        prompt, decompose = list(opened.prompt), opened.decompose
-    else:
-        prompt = await chat.encode(request, tokenizer, offered)
-    prompts.check_lengths([prompt], n_ctx, "messages")
-    return Chat(
-        Asked([prompt], [""], max_tokens=max_tokens, params=params, logprobs=n_logprobs >= 0,
-              decompose=decompose, **_common(request, settings)),
-        offered,
-    )
+def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineRequest:
+    settings, tokenizer = server.settings, server.tokenizer
+    max_tokens, n_logprobs = _chat_limits(request, server.n_ctx)
+    params = _sampling(request, server, n_logprobs)
+    offered = chat.tools_of(request, tokenizer)
+    params = structs.replace(params, grammar=constrain(
+        request, server.grammars, offered.grammar if offered else ""))
+    prompt, decompose = chat.prompt_of(request, settings, tokenizer, params, offered)
+    prompts.check_lengths([prompt], server.n_ctx, "messages")
+    return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
+                         logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
+                         **_common(request, settings))
 
 
-def _sampling(
-    request: schema.Sampling, settings: Settings, tokenizer: Tokenizer, n_logprobs: int,
-) -> SamplingParams:
+def _sampling(request: schema.Sampling, server: ServedModel, n_logprobs: int) -> SamplingParams:
     """Return the sampling params of a request, with the server's defaults for missing fields.
 
     Raises ApiError for a bias of a token outside the vocabulary.
@@ -127,12 +128,12 @@ def _sampling(
     values: dict[str, Any] = {name: given for name in NAMES
                               if (given := getattr(request, name)) is not None}
     if request.logit_bias is not None:
-        values["logit_bias"] = _biases(request.logit_bias, tokenizer)
-    return structs.replace(settings.defaults, n_logprobs=n_logprobs, **values)
+        values["logit_bias"] = _biases(request.logit_bias, server.tokenizer)
+    return structs.replace(server.settings.defaults, n_logprobs=n_logprobs, **values)
 
 
 def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
-    """Return the fields of Asked that both kinds of request share. Raises ApiError."""
+    """Return the fields that both kinds of request share. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad("best_of other than n is not supported", "best_of")
     if request.stream_options is not None and not request.stream:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import AnswerPiece, Delta, Generation
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.schema_replies import (
     Alternative,
     ChatChoice,
@@ -59,16 +58,13 @@ class ResponseChoice:
 class ResponsesWriter:
     """Writes one request's answer.
 
-    asked: the request. model: name in the answer. tools: whose calls are to be parsed, None for
-        none.
-    answer_id: "" for a new one.
+    asked: the request. model: name in the answer. answer_id: "" for a new one.
     """
 
-    asked: Asked
+    asked: EngineRequest
     model: str
     tokenizer: Tokenizer
     is_chat: bool
-    tools: ToolUse | None = None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     kept: bool = False  #: whether it is journaled, so that it can be requested again
@@ -83,8 +79,8 @@ class ResponsesWriter:
         """Set the choices, in the order of their indices."""
         for generation in generations:
             parser = None
-            if self.tools is not None:
-                parser = CallParser(self.tools.hermes, self.tools.most, pieces=self.asked.stream)
+            if (tools := self.asked.tools) is not None:
+                parser = CallParser(tools.hermes, tools.most, pieces=self.asked.stream)
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
             self.choices.append(ResponseChoice(generation, parser, text))
 

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -20,10 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeinfer.server.choice import Choices
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, Failure, for_failure
-from pipeinfer.server.requests import Asked
 from pipeinfer.server.responses import ResponsesWriter
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
@@ -51,44 +48,6 @@ class Work(Protocol):
 
     async def wait(self, seconds: float) -> bool:
         """Wait for news; return whether there are any. Raises ApiError."""
-
-
-class AnswerJob(Choices):
-    """The choices of one request in the engine."""
-
-    def __init__(self, hub: Hub, asked: Asked) -> None:
-        """Submit them all. Raises ApiError when there is no room."""
-        hub.check_ready()
-        hub.check_room(asked.count)
-        self._hub = hub
-        self.news = asyncio.Event()
-        self.deadline = time.monotonic() + hub.settings.request_timeout
-        self.generations = [
-            hub.submit(asked, prompt, p * asked.n + c, self.news)
-            for p, prompt in enumerate(asked.prompts) for c in range(asked.n)
-        ]
-
-    def abort(self, reason: str) -> None:
-        """End the choices, because the client has gone; without effect after the end."""
-        for generation in self.generations:
-            self._hub.abort(generation, reason)
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait for news; return whether there are any. Raises ApiError (504) at the request's
-        deadline."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            self.abort("timeout")
-            raise for_failure(Failure("timeout", "the request took longer than the "
-                                      f"{self._hub.settings.request_timeout:g} s that this server "
-                                      "allows"))
-        try:
-            async with asyncio.timeout(min(seconds, left)):
-                await self.news.wait()
-        except TimeoutError:
-            return False
-        self.news.clear()
-        return True
 
 
 async def whole(job: Work, writer: ResponsesWriter, request: Request) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from pipeinfer.server.choice import Generation
-    from pipeinfer.server.requests import Asked
+    from pipeinfer.server.requests import EngineRequest
 
 #: the operation of each path, by the conventions
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat",
@@ -130,7 +130,7 @@ class RequestTrace:
         """Record the answer's id."""
         self._span.set_attribute("gen_ai.response.id", answer_id)
 
-    def began(self, generation: Generation, asked: Asked) -> None:
+    def began(self, generation: Generation, asked: EngineRequest) -> None:
         """Record that a choice is sent to the engine."""
         self._holders += 1
         if generation.index % asked.n == 0:

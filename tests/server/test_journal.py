@@ -26,12 +26,13 @@ from pipeinfer.server.journal import (
     TokenRows,
     check,
 )
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.strategies.decomposers.base import Specification
 
-ASKED = Asked([[1, 2, 3]], ["é\n"], n=2, max_tokens=9, seed=2**62, stops=["\n\n"], logprobs=True,
-              params=SamplingParams(temperature=0.7, logit_bias=((5, -1.5),), key=2**64 - 1),
-              decompose=Specification("skeleton", (1, 2), "p", "s", True))
+ASKED = EngineRequest(
+    [[1, 2, 3]], ["é\n"], n=2, max_tokens=9, seed=2**62, stops=["\n\n"], logprobs=True,
+    params=SamplingParams(temperature=0.7, logit_bias=((5, -1.5),), key=2**64 - 1),
+    decompose=Specification("skeleton", (1, 2), "p", "s", True))
 ROWS = [(7, True, -0.5, ((7, -0.5), (8, -3.0)), None), (9, False, None, (), b"\xff\x00")]
 
 

@@ -25,7 +25,7 @@ from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
 from pipeinfer.server.frames import Rebalanced
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
@@ -43,10 +43,10 @@ SHAPES = {
 
 def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompts=1, **fields):
     """A ResponsesWriter whose choices have said these texts, and the generations that say them."""
-    asked = Asked([[1, 2, 3]] * prompts, ["the prompt"] * prompts, n=fields.pop("n", 1),
-                  max_tokens=9, params=SamplingParams(), seed=1, **fields)
-    made = ResponsesWriter(asked, "m", tokenizer, is_chat=is_chat, created=5,
-                  tools=ToolUse([], True, 16) if with_tools else None)
+    asked = EngineRequest([[1, 2, 3]] * prompts, ["the prompt"] * prompts, n=fields.pop("n", 1),
+                          max_tokens=9, params=SamplingParams(), seed=1,
+                          tools=ToolUse([], True, 16) if with_tools else None, **fields)
+    made = ResponsesWriter(asked, "m", tokenizer, is_chat=is_chat, created=5)
     made.answer_id = "id"
     generations = []
     for index in range(asked.count):

@@ -22,7 +22,7 @@ from pipeinfer.server.asker import asking
 from pipeinfer.server.engine_client import Hub
 from pipeinfer.server.frames import Changed, Ended, Failed, News, Ready, Token
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.requests import Asked
+from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 from tests.rig import launch
 from tests.rig.server_peer import FACTS, SECONDS, front
@@ -77,10 +77,10 @@ def test_a_span_has_the_requests_figures_and_what_happened_meanwhile():
         with contextlib.closing(open_tokenizer(MODEL)) as hub.tokenizer:
             hub.handle(Ready(FACTS | {"bits": "a"}))
             trace = hub.tracer.request("/v1/completions", {b"traceparent": CALLER.encode()})
-            asked = Asked([[1, 2, 3]], [""], 2, 9, SamplingParams(temperature=0.5, top_k=7), seed=4)
+            asked = EngineRequest([[1, 2, 3]], [""], 2, 9,
+                                  SamplingParams(temperature=0.5, top_k=7), seed=4)
             with asking(trace=trace):
-                first, second = (hub.submit(asked, asked.prompts[0], i, asyncio.Event())
-                                 for i in range(2))
+                first, second = hub.submit(asked).generations
             hub.handle(News((Token(first.request_id, 5, False, None, (), None),)))
             hub.handle(Changed(FACTS | {"bits": "a"} | LOST, ""))
             hub.handle(Failed("rank 0 has died"))
