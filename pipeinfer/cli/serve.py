@@ -73,7 +73,7 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
         return http_process.listen(config.host, config.port, config.client_timeout)
 
     door = http_process.door_here()
-    child = http_process.start(settings, listener()) if door is None \
+    child = http_process.start_own(settings, listener()) if door is None \
         else http_process.enter(door, settings, listener)
 
     def progress(states: Any) -> None:

@@ -1,11 +1,64 @@
-"""`python -m pipeinfer.server LINK LISTENER`: the HTTP process, see `http_server`."""
+"""The HTTP process: `python -m pipeinfer.server ENTRANCE [CONTROL]`.
 
+ENTRANCE is a listening Unix socket, at which engines enter: rank 0 connects and sends its settings;
+the first one also passes the listening socket for clients. Rank 0 starts the process, or a
+supervisor does, with CONTROL, by which it controls it (`control`).
+
+With a supervisor the process outlives the job: when a job has ended, requests wait for the next
+one; if that has connected while the other one served, it continues them at once. It ends after
+rank 0's Bye (exit status 0), on SIGTERM, which means that no job follows, or with its parent.
+Without one it ends with its first engine (exit status 0 after Bye, else 1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
 import sys
+from collections.abc import Callable
 
 from pipeinfer.loading import uncollected
+from pipeinfer.server.entrance import Entrance, Guest
 
-with uncollected():
-    from pipeinfer.server.http_server import main
+_SET_DEATH_SIGNAL = 1  #: of prctl
+
+
+def main() -> int:
+    """Serve until no further engine comes; return the exit status."""
+    listener, *more = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if more:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        _end_with_parent()
+    entrance = Entrance(listener)
+    try:
+        while (guest := entrance.first()) is None:
+            if not more:
+                return 1  # rank 0 has gone already
+        return serving()(entrance, guest, more[0] if more else None)
+    finally:
+        entrance.close()
+
+
+def serving() -> Callable[[Entrance, Guest, socket.socket | None], int]:
+    """Import what answers clients, after the first engine has entered, which need not wait."""
+    with uncollected():
+        from pipeinfer.server.http_server import run
+
+    return run
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
 
 if __name__ == "__main__":
     sys.exit(main())

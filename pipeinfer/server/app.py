@@ -28,7 +28,7 @@ from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.asker import current
 from pipeinfer.server.asking_again import Kind, RepeatedRequests, writer_of
-from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
@@ -69,14 +69,14 @@ _STREAM: _Responses = {200: {
 
 
 class Server:
-    """The HTTP application over one hub."""
+    """The HTTP application over one client."""
 
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
-        self.settings = hub.settings
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.settings = client.settings
         self.created = int(time.time())
         self._grammars: Grammars | None = None
-        self.again = RepeatedRequests(hub)
+        self.again = RepeatedRequests(client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
             description="A large language model over a cluster, with the OpenAI API.",
@@ -89,7 +89,7 @@ class Server:
     def asgi(self) -> ASGIApp:
         """The application with its middleware."""
         public = frozenset({"/health", *self.files})
-        return surround(self.app, self.settings, self.hub.metrics, public, self.hub.tracer)
+        return surround(self.app, self.settings, self.client.metrics, public, self.client.tracer)
 
     # --- requests for answers -----------------------------------------------------------------
 
@@ -119,9 +119,9 @@ class Server:
         if (before := await self.again.known(kind, body, request)) is not None:
             return before
         wanted = items.to_chat(body) if isinstance(body, items.ResponseRequest) else body
-        tokenizer = self.hub.check_ready()
+        tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
-        self.hub.check_room(1)  # before any work on the prompt
+        self.client.check_room(1)  # before any work on the prompt
         model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
         with items.own_names() if wanted is not body else contextlib.nullcontext():
             asked = await asyncio.to_thread(request_of, wanted, model)
@@ -129,7 +129,7 @@ class Server:
         current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
             return kept
-        job = self.hub.submit(asked)
+        job = self.client.submit(asked)
         writer.start(job.generations)
         if asked.stream:
             return EventStream(events(job, writer), self.settings.client_timeout,
@@ -150,13 +150,13 @@ class Server:
 
     @property
     def _n_ctx(self) -> int:
-        return int(self.hub.facts["n_ctx"])
+        return int(self.client.facts["n_ctx"])
 
     # --- text and tokens ----------------------------------------------------------------------
 
     async def tokenize(self, body: schema.TokenizeRequest) -> Response:
         """The token ids of a text."""
-        tokenizer = self.hub.check_ready()
+        tokenizer = self.client.check_ready()
 
         def tokens() -> replies.Tokens:
             found = prompts.encode(tokenizer, body.content, special=body.parse_special,
@@ -171,14 +171,14 @@ class Server:
 
     async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
         """The text that token ids stand for."""
-        tokenizer = self.hub.check_ready()
+        tokenizer = self.client.check_ready()
         tokens = prompts.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
         return Reply(replies.Content(content=content))
 
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
         """What the model would get for a conversation."""
-        tokenizer = self.hub.check_ready()
+        tokenizer = self.client.check_ready()
         offered = chat.offered_by(body, tokenizer)
         text = await asyncio.to_thread(
             chat.render, body, tokenizer, offered, body.add_generation_prompt)
@@ -198,8 +198,8 @@ class Server:
     def _model(self) -> replies.Model:
         model: replies.Model = {"id": self.settings.name, "object": "model",
                                 "created": self.created, "owned_by": "pipeinfer"}
-        if self.hub.state == "ready" and self.hub.tokenizer is not None:
-            template = self.hub.tokenizer.chat_template or ""
+        if self.client.state == "ready" and self.client.tokenizer is not None:
+            template = self.client.tokenizer.chat_template or ""
             model["context_length"] = self._n_ctx
             model["capabilities"] = {
                 "chat": True, "chat_template": bool(template), "completions": True,
@@ -210,43 +210,43 @@ class Server:
 
     async def health(self) -> Response:
         """Whether requests are taken."""
-        hub = self.hub
-        state = "loading" if hub.tokenizer is None and hub.state == "ready" else hub.state
+        client = self.client
+        state = "loading" if client.tokenizer is None and client.state == "ready" else client.state
         if state == "ready":
-            facts = hub.facts
+            facts = client.facts
             return Reply(replies.Health(
                 status="ok",
                 recoveries=sum(bool(change["lost"]) for change in facts.get("changes", ())),
                 lost=facts.get("lost", [])))
         body = replies.Health(status=state)
         if state == "loading":
-            body["stages"] = hub.loading
-        if hub.reason:
-            body["reason"] = hub.reason
+            body["stages"] = client.loading
+        if client.reason:
+            body["reason"] = client.reason
         return Reply(body, 503, {"Retry-After": "2"})
 
     async def metrics(self) -> Response:
         """The server's metrics in the text format of Prometheus."""
-        hub = self.hub
-        ready = hub.state == "ready" and hub.tokenizer is not None
-        return Response(hub.metrics.render(len(hub.open), ready), media_type=CONTENT_TYPE)
+        client = self.client
+        ready = client.state == "ready" and client.tokenizer is not None
+        return Response(client.metrics.render(len(client.open), ready), media_type=CONTENT_TYPE)
 
     async def props(self) -> Response:
         """What the server is and does."""
-        tokenizer, settings = self.hub.check_ready(), self.settings
+        tokenizer, settings = self.client.check_ready(), self.settings
         return Reply(replies.Props(
             model_alias=settings.name, total_slots=settings.parallel, n_ctx=self._n_ctx,
             chat_template=tokenizer.chat_template or "",
             bos_token=_token_text(tokenizer, tokenizer.bos_id),
             eos_token=_token_text(tokenizer, tokenizer.eos_id),
             build_info=f"pipeinfer {__version__}",
-            default_generation_settings=_defaults(settings.defaults), pipeinfer=self.hub.facts,
+            default_generation_settings=_defaults(settings.defaults), pipeinfer=self.client.facts,
         ))
 
     async def slots(self) -> Response:
         """The places for requests and who has them, as of the engine's last report."""
-        self.hub.check_ready()
-        lanes = list(self.hub.status.get("lanes", ()))
+        self.client.check_ready()
+        lanes = list(self.client.status.get("lanes", ()))
         return Reply([
             replies.Slot(id=i, n_ctx=self._n_ctx, is_processing=i < len(lanes),
                          lane=lanes[i] if i < len(lanes) else None)
@@ -255,21 +255,21 @@ class Server:
     async def rebalance(self, body: schema.RebalanceRequest) -> Response:
         """Deal the layers out by what each stage takes now; running requests go on."""
         del body  # that it came is enough: see its class
-        found = await self.hub.rebalance(self.settings.request_timeout)
+        found = await self.client.rebalance(self.settings.request_timeout)
         return Reply(replies.Rebalanced(
-            changed=found.changed, message=found.message, stages=self.hub.facts["stages"]))
+            changed=found.changed, message=found.message, stages=self.client.facts["stages"]))
 
     async def rebalance_plan(self) -> Response:
         """What a rebalance would change now; nothing is changed."""
-        found = await self.hub.rebalance(self.settings.request_timeout, preview=True)
-        stages = list(found.stages) if found.changed else self.hub.facts["stages"]
+        found = await self.client.rebalance(self.settings.request_timeout, preview=True)
+        stages = list(found.stages) if found.changed else self.client.facts["stages"]
         return Reply(replies.RebalancePlan(changes=found.changed, message=found.message,
                                            gain=found.gain, stages=stages))
 
     async def watch(self) -> Response:
         """The engine's status and runs as server-sent events, for the page."""
-        self.hub.check_watchers()
-        return EventStream(pipeline(self.hub), self.settings.client_timeout)
+        self.client.check_watchers()
+        return EventStream(pipeline(self.client), self.settings.client_timeout)
 
     # --- assembly -----------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Server:
         return paths
 
     def _add_handlers(self) -> None:
-        metrics = self.hub.metrics
+        metrics = self.client.metrics
 
         def reply(error: ApiError) -> Response:
             if error.status in (429, 503):

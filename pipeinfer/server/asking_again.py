@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import schema_items as items
 from pipeinfer.server.asker import current
-from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.journal import Begun
@@ -32,8 +32,8 @@ Kind: TypeAlias = Literal["chat", "text", "items"]
 class RepeatedRequests:
     """The server's access to journaled answers."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     async def known(self, kind: Kind, body: BaseModel, request: Request) -> Response | None:
         """Return the answer to an earlier request with the same Idempotency-Key, None if there
@@ -42,10 +42,10 @@ class RepeatedRequests:
         Raises ApiError.
         """
         key = check_key(request.headers.get("idempotency-key", ""))
-        if self._hub.archive is None or not key:
+        if self._client.archive is None or not key:
             return None
-        self._hub.check_ready()
-        kept = self._hub.archive.of_key(self._owner(request), kind, key, _digest(body))
+        self._client.check_ready()
+        kept = self._client.archive.of_key(self._owner(request), kind, key, _digest(body))
         return None if kept is None else await self.answer(kept, request, after=_after(request))
 
     async def keep(self, kind: Kind, body: BaseModel, writer: ResponsesWriter, request: Request
@@ -55,7 +55,7 @@ class RepeatedRequests:
 
         Raises ApiError.
         """
-        archive = self._hub.archive
+        archive = self._client.archive
         if archive is None or getattr(body, "store", None) is False:
             return None
         if (before := await self.known(kind, body, request)) is not None:
@@ -63,7 +63,7 @@ class RepeatedRequests:
         begun = Begun(
             writer.answer_id, writer.created, kind, self._owner(request),
             request.headers.get("idempotency-key", ""), _digest(body),
-            identity(self._hub.settings), str(self._hub.facts.get("bits", "")),
+            identity(self._client.settings), str(self._client.facts.get("bits", "")),
             dataclasses.replace(writer.asked, tools=None), writer.asked.tools,
             body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None,
             current().traceparent)
@@ -76,7 +76,7 @@ class RepeatedRequests:
         if stream:
             return await self.answer(kept, request, stream=True, after=_after(request))
         if kept.record.begun.kind == "items" and not kept.ended:
-            writer = self._writer(kept, self._hub.check_ready(), stream=False)
+            writer = self._writer(kept, self._client.check_ready(), stream=False)
             assert isinstance(writer, ItemWriter)
             return Reply(writer.now())
         return await self.answer(kept, request, stream=False)
@@ -101,7 +101,7 @@ class RepeatedRequests:
         if asked.count > 1 and after >= 0:
             raise bad("an answer of several choices streams from its beginning alone: leave "
                       "starting_after out", "starting_after")
-        tokenizer = self._hub.check_ready()
+        tokenizer = self._client.check_ready()
         writer = self._writer(kept, tokenizer, stream)
         follower = Follower(kept, tokenizer)
         writer.start(follower.generations)
@@ -109,26 +109,26 @@ class RepeatedRequests:
             return Reply(await whole(follower, writer, request))
         return EventStream(
             events(follower, writer, after if asked.count == 1 else None),
-            self._hub.settings.client_timeout, lambda: follower.abort("disconnected"))
+            self._client.settings.client_timeout, lambda: follower.abort("disconnected"))
 
     def _writer(self, kept: Kept, tokenizer: Tokenizer, stream: bool) -> ResponsesWriter:
         begun = kept.record.begun
         asked = dataclasses.replace(begun.asked, stream=stream, tools=begun.tools)
         body = items.ResponseRequest.model_validate(begun.request) \
             if begun.kind == "items" else None
-        return writer_of(begun.kind, body, asked, self._hub.settings.name, tokenizer,
+        return writer_of(begun.kind, body, asked, self._client.settings.name, tokenizer,
                          answer_id=begun.id, created=begun.at, kept=True)
 
     def _find(self, name: str, request: Request) -> Kept:
-        archive: Archive | None = self._hub.archive
+        archive: Archive | None = self._client.archive
         if archive is None:
-            self._hub.check_ready()
+            self._client.check_ready()
             raise ApiError(404, "this server keeps no answers: start it with --journal FILE",
                            code="not_found")
         return archive.find(self._owner(request), name)
 
     def _owner(self, request: Request) -> str:
-        return owner_of(key_of(dict(request.scope["headers"])), self._hub.settings)
+        return owner_of(key_of(dict(request.scope["headers"])), self._client.settings)
 
 
 def writer_of(kind: str, body: BaseModel | None, asked: EngineRequest, name: str,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.errors import Failure
+from pipeinfer.server.errors import Failure, for_failure
 
 _MODEL_ENDS = frozenset({"stop", "length", "context"})
 
@@ -198,3 +198,36 @@ class Choices:
     def ended(self) -> bool:
         """Whether every choice has ended, as far as it was read."""
         return all(g.ended for g in self.generations)
+
+
+class Job(Choices):
+    """The choices of one request in the engine."""
+
+    def __init__(self, timeout: float, abort: Callable[[Generation, str], None]) -> None:
+        """timeout: seconds until `wait` fails. abort: ends a choice in the engine."""
+        self.generations = []
+        self.news = asyncio.Event()
+        self._timeout, self._abort = timeout, abort
+        self._deadline = time.monotonic() + timeout
+
+    def abort(self, reason: str) -> None:
+        """End the choices, because the client has gone; without effect after the end."""
+        for generation in self.generations:
+            self._abort(generation, reason)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for news; return whether there are any. Raises ApiError (504) at the request's
+        deadline."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            self.abort("timeout")
+            raise for_failure(Failure("timeout", "the request took longer than the "
+                                      f"{self._timeout:g} s that this server "
+                                      "allows"))
+        try:
+            async with asyncio.timeout(min(seconds, left)):
+                await self.news.wait()
+        except TimeoutError:
+            return False
+        self.news.clear()
+        return True

@@ -1,4 +1,5 @@
-"""The HTTP process's view of the engine: open choices, the engine's state, watchers.
+"""The HTTP process's view of the engine: open choices, the engine's state, watchers; and which of
+the engines that have connected serves.
 
 One object per process, used in its event loop only. It handles frames and choices, no HTTP.
 """
@@ -9,9 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
 
@@ -19,9 +19,9 @@ from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
-from pipeinfer.server.choice import Choices, Generation
-from pipeinfer.server.engine_line import EngineLine
-from pipeinfer.server.errors import ApiError, Failure, for_failure
+from pipeinfer.server.choice import Generation, Job
+from pipeinfer.server.engines import ConnectedEngine
+from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
     Abort,
     Bye,
@@ -82,47 +82,21 @@ class _Open:
     before: bool = False
 
 
-class Job(Choices):
-    """The choices of one request in the engine."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self.generations = []
-        self.news = asyncio.Event()
-        self.deadline = time.monotonic() + hub.settings.request_timeout
-
-    def abort(self, reason: str) -> None:
-        """End the choices, because the client has gone; without effect after the end."""
-        for generation in self.generations:
-            self._hub.abort(generation, reason)
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait for news; return whether there are any. Raises ApiError (504) at the request's
-        deadline."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            self.abort("timeout")
-            raise for_failure(Failure("timeout", "the request took longer than the "
-                                      f"{self._hub.settings.request_timeout:g} s that this server "
-                                      "allows"))
-        try:
-            async with asyncio.timeout(min(seconds, left)):
-                await self.news.wait()
-        except TimeoutError:
-            return False
-        self.news.clear()
-        return True
-
-
-class Hub:
-    """The open choices and the engine's state; `reason` tells why the engine failed.
+class EngineClient:
+    """The open choices and the state of the engine that serves; `reason`: why it failed. One more
+    engine may wait.
 
     outlives: whether another engine may follow a failed one. Until then requests wait, and the new
         engine continues them after the tokens that they have.
+    url: the address for clients.
+    renewed: called when the settings have changed.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, *, outlives: bool = False) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, *, outlives: bool = False,
+                 url: str = "") -> None:
         self.settings, self.metrics, self.outlives = settings, metrics, outlives
+        self.url = url
+        self.renewed: Callable[[], None] = _nothing
         self.state: State = "loading"
         self.reason = ""
         self.loading: dict[str, Any] = {}
@@ -133,14 +107,42 @@ class Hub:
         self.archive: Archive | None = None  #: of the journal, where there is one
         self.tracer = Tracer(settings.otlp, settings.name) if settings.otlp else None
         self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
+        self.waiting = 0  #: requests that wait for admission
         self._ids = itertools.count(1)
-        self._line: EngineLine | None = None
+        self._serves: ConnectedEngine | None = None
+        self._next: ConnectedEngine | None = None
+        self._standby = False  #: whether the next engine waits for `swap`
+        self._new_model = False  #: whether the next one may have another model under the same name
+        self._moving = False  #: whether the engine's own end is not that of the service
+        self._reading: set[asyncio.Task[None]] = set()
+        self._admits = asyncio.Event()
+        self._admits.set()
         self._watchers: set[Watcher] = set()
         self._rebalances: dict[int, asyncio.Future[Rebalanced]] = {}
         self._patience: asyncio.TimerHandle | None = None
         self._gave_up = False  #: the engine has been away for too long
 
     # --- requests -----------------------------------------------------------------------------
+
+    async def admission(self) -> None:
+        """Return when a new request may enter, or after --restart-timeout."""
+        if self._admits.is_set() or self.waiting >= self.settings.most_open:
+            return
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(self.settings.restart_timeout):
+                await self._admits.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.waiting -= 1
+
+    def hold(self, on: bool) -> None:
+        """Hold new requests from now on, or admit all of them."""
+        if on:
+            self._admits.clear()
+        else:
+            self._admits.set()
 
     def check_ready(self) -> Tokenizer:
         """Return the vocabulary if requests can be accepted. Raises ApiError (503) otherwise."""
@@ -158,7 +160,10 @@ class Hub:
 
     def check_room(self, count: int) -> None:
         """Raise ApiError: 400 for more choices than are ever allowed, 429 for more than are
-        allowed now."""
+        allowed now. No request overtakes those that wait for admission."""
+        if not self._admits.is_set():
+            raise ApiError(429, "the server is being changed and enough requests wait; try again "
+                                "later", code="queue_full")
         most = self.settings.most_open
         if count > most:
             raise ApiError(400, f"the request asks for {count} choices; this server allows at most "
@@ -172,7 +177,7 @@ class Hub:
         """Send every choice of a request to the engine. Raises ApiError if there is no room."""
         tokenizer = self.check_ready()
         self.check_room(request.count)
-        job = Job(self)
+        job = Job(self.settings.request_timeout, self.abort)
         for index in range(request.count):
             prompt, _ = request.choice(index)
             generation = Generation(
@@ -255,21 +260,7 @@ class Hub:
             if not self._watchers:
                 self._send(Watch(False))
 
-    # --- the link -----------------------------------------------------------------------------
-
-    async def run(self, sock: socket.socket) -> None:
-        """Handle the link's frames until the engine has gone."""
-        line = await EngineLine.open(sock)
-        self._line, line.hear = line, self.handle
-        reason = await line.run(until=self._over)
-        if not self._over():
-            self._lost(reason)
-        if self.state != "restarting":
-            self.left.set()
-
-    def _over(self) -> bool:
-        """Whether further frames of the engine are to be ignored."""
-        return self.state in ("failed", "stopped")
+    # --- frames -------------------------------------------------------------------------------
 
     def handle(self, frame: EngineFrame) -> None:
         """Apply one frame of the engine to choices, status and watchers."""
@@ -295,6 +286,8 @@ class Hub:
             case Rebalanced(number):
                 if (waiting := self._rebalances.pop(number, None)) is not None:
                     waiting.set_result(frame)
+            case Draining() | Bye() if self._moving:
+                pass
             case Draining():
                 self.state = "draining"
                 self._show({"op": "state", "state": self.state})
@@ -344,6 +337,101 @@ class Hub:
 
     # --- engines that come and go -------------------------------------------------------------
 
+    def enter(self, engine: ConnectedEngine) -> None:
+        """Handle a new engine. It takes over at once, unless another one serves or it is to
+        wait."""
+        if self._next is not None:
+            self._next.close()
+        self._next = engine
+        if self._serves is not None and (
+                self._new_model or engine.settings.model != self.settings.model):
+            engine.load(lambda: self._loaded(engine))
+        task = asyncio.create_task(self._read(engine))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+        self._take_next()
+
+    async def _read(self, engine: ConnectedEngine) -> None:
+        reason = await engine.read(until=lambda: engine is self._serves and self._over())
+        engine.lose(reason)
+        if engine is self._next and not self._standby:
+            self._next = None
+        if engine is not self._serves:
+            return
+        if not self._over():
+            self._lost(reason)
+        if self.state == "restarting":
+            self._take_next()
+        else:
+            self.left.set()
+
+    def _over(self) -> bool:
+        """Whether further frames of the engine are to be ignored."""
+        return self.state in ("failed", "stopped")
+
+    def _take_next(self) -> None:
+        """Let the next engine serve if there is no other any more."""
+        engine, before = self._next, self._serves
+        if engine is None or self._standby or (before is not None and before.state != "gone"):
+            return
+        new_model, self._new_model, self._next = self._new_model, False, None
+        old, self.settings = self.settings, engine.settings
+        self._serves = engine
+        if engine.settings != old or new_model:
+            self.renewed()
+        if before is not None and (engine.settings.model != old.model or new_model):
+            self.end_all("the server has come back with another model")
+            self.tokenizer = engine.tokenizer
+        engine.serve(self.handle)
+
+    def _loaded(self, engine: ConnectedEngine) -> None:
+        """Handle the end of loading an engine's vocabulary, successful or not."""
+        if engine is self._serves:
+            self.tokenizer = engine.tokenizer
+            if engine.tokenizer is None:
+                self.fail(engine.reason)
+                self.left.set()
+
+    def move(self, why: str, new_model: bool) -> None:
+        """Prepare for the end of the engine: its further frames count, except for Bye and
+        Draining."""
+        self._moving, self._new_model = True, new_model
+        self._lost(why)
+
+    def wait_for_swap(self, on: bool, new_model: bool) -> None:
+        """Set whether the next engine loads alongside the serving one; if not, disconnect one
+        that does."""
+        self._standby, self._new_model = on, new_model
+        if not on and self._next is not None:
+            self._next.close()
+            self._next = None
+
+    def swap(self, why: str, lost: bool) -> bool:
+        """Let the next engine take over; return whether it does. A repeated call is harmless.
+
+        lost: the serving engine has ended, even if its link is not closed yet. Then an engine that
+            connects later takes over, too.
+        """
+        serves = self._serves is not None and self._serves.state != "gone"
+        if self._next is not None and self._next.state == "gone":
+            return False
+        if self._next is None and self._standby and serves and not lost:
+            return False  # none has entered
+        if self._serves is not None and serves and (lost or self._next is not None):
+            self._serves.lose(why)
+            self._lost(why)
+        self._standby = False
+        self._take_next()
+        return True
+
+    def standby(self) -> tuple[str, str]:
+        """Return the progress of the next engine ("" if none is to come), and why it has gone."""
+        if self._next is None:
+            return "expected" * self._standby, ""
+        return self._next.state, self._next.reason
+
+    # --- their states -------------------------------------------------------------------------
+
     def _welcome(self, facts: dict[str, Any]) -> None:
         """Handle an engine that accepts requests: send it those that wait."""
         if self._patience is not None:
@@ -351,12 +439,14 @@ class Hub:
         if self.state == "restarting":
             self.metrics.restarted()
         self._patience, self._gave_up, self.reason = None, False, ""
+        self._moving = False
         self.state, self.facts, self.status = "ready", facts, {}
         if self._watchers:
             self._send(Watch(True))
             self._show({"op": "facts", "state": self.state, "facts": facts})
         for one in list(self.open.values()):
             self._hand_over(one)
+        self._admits.set()
 
     def _hand_over(self, one: _Open) -> None:
         """Let the engine continue a choice after the tokens that it has."""
@@ -401,10 +491,12 @@ class Hub:
         self._end_all(Failure("failed", reason))
 
     def leave(self) -> None:
-        """Record that no engine follows."""
+        """Record that no engine follows. Waiting requests are admitted, so that they get an
+        error."""
         if self.state != "stopped":
             self.fail(self.reason or "the server was ended")
         self.left.set()
+        self._admits.set()
 
     def _end_all(self, failure: Failure) -> None:
         for one in self.open.values():
@@ -434,5 +526,9 @@ class Hub:
             watcher.push(frame)
 
     def _send(self, frame: ClientFrame) -> None:
-        if self._line is not None:
-            self._line.send(frame)
+        if self._serves is not None:
+            self._serves.send(frame)
+
+
+def _nothing() -> None:
+    pass

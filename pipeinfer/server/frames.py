@@ -143,7 +143,7 @@ class Bye(Frame, frozen=True):
 
 
 class Welcome(Frame, frozen=True):
-    """The first frame of an HTTP process that ran before rank 0.
+    """The first frame to a rank 0 that enters.
 
     url: its address for clients; "" if rank 0 must send a listening socket with its settings.
     """

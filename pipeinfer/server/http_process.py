@@ -1,9 +1,8 @@
-"""Starts and ends the HTTP process, a child of rank 0 in a session of its own; or connects to
-the one of the supervisor, which outlives the job (`door`).
+"""Starts the HTTP process, enters it as rank 0, and ends it.
 
-The child is started before MPI, because a process that uses MPI must not fork. It inherits a
-listening socket and one end of a socket pair, over which it receives its settings, so that keys
-are on no command line and in no environment.
+Rank 0 starts one in a session of its own, or enters that of the supervisor, which outlives the job.
+It is started before MPI, because a process that uses MPI must not fork. It receives its settings
+over the link, so that keys are on no command line and in no environment.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -31,7 +30,7 @@ from pipeinfer.server.settings import Settings
 
 _BACKLOG = 1024
 _SEND_BUFFER = 512 << 10  #: bytes of an answer that the kernel holds for a slow reader
-_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+_NOT_ITS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "PIPEINFER_API_KEY")  #: of its environment
 _WORDS_SECONDS = 2.0
 _ENTER_SECONDS = 20.0
 DOOR = "PIPEINFER_DOOR"  #: host:path of the supervisor's HTTP process
@@ -106,22 +105,43 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
     return sock
 
 
-def start(settings: Settings, listener: socket.socket) -> Child:
-    """Start the HTTP process with `listener`, which is closed here."""
-    url = url_of(listener, settings)
-    ours, theirs = socket.socketpair()
-    environ = {k: v for k, v in os.environ.items()
-               if not k.startswith(_LAUNCHER) and k != "PIPEINFER_API_KEY"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeinfer.server", str(theirs.fileno()), str(listener.fileno())],
-        pass_fds=(theirs.fileno(), listener.fileno()), env=environ, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-    )
-    theirs.close()
-    listener.close()
-    link = Link(ours)
-    link.send(_for_url(settings, url))
-    return Child(process, link, url)
+def entrance(path: str) -> socket.socket:
+    """Return the socket at which engines enter. Raises UsageError if it cannot be made."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise UsageError(f"cannot make the socket {path}: {error}; set TMPDIR to another folder "
+                         "with a short name") from error
+    sock.listen(4)
+    return sock
+
+
+def start(listener: socket.socket, environ: Mapping[str, str],
+          control: socket.socket | None = None) -> subprocess.Popen[bytes]:
+    """Start the HTTP process, see `server.__main__`.
+
+    listener: from `entrance`. control: link to a supervisor, if it has one. Close both afterwards.
+    """
+    files = [sock.fileno() for sock in (listener, control) if sock is not None]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeinfer.server", *map(str, files)], pass_fds=files,
+        env={k: v for k, v in environ.items() if not k.startswith(_NOT_ITS)},
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def start_own(settings: Settings, listener: socket.socket) -> Child:
+    """Start an HTTP process with `listener`, which is closed here, and enter it as rank 0."""
+    link = socket.socket(socket.AF_UNIX)
+    # when the folder has gone, no other process can enter
+    with listener, tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, \
+            entrance(f"{folder}/engines") as waiting:
+        link.connect(waiting.getsockname())
+        process = start(waiting, os.environ)
+        url = url_of(listener, settings)
+        _send_settings(link, settings, url, listener)
+    return Child(process, Link(link), url)
 
 
 def door_here() -> str | None:
@@ -139,16 +159,14 @@ def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> C
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(_ENTER_SECONDS)
     try:
-        _connect(sock, path)
+        sock.connect(path)
         url = first_frame(sock, GREETING).url
         if url:
-            sock.sendall(encode(_for_url(settings, url)))
+            _send_settings(sock, settings, url)
         else:
             with make() as listener:
                 url = url_of(listener, settings)
-                body = encode(_for_url(settings, url))
-                sent = socket.send_fds(sock, [body], [listener.fileno()])
-                sock.sendall(body[sent:])
+                _send_settings(sock, settings, url, listener)
     except (OSError, EOFError) as error:
         sock.close()
         raise ClusterError(f"the HTTP process at {path} does not answer ({error}): start the "
@@ -158,19 +176,6 @@ def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> C
         raise
     sock.settimeout(None)
     return Child(None, Link(sock), url)
-
-
-def _connect(sock: socket.socket, path: str) -> None:
-    """Connect, and wait for the socket if it does not exist yet."""
-    deadline = time.monotonic() + _ENTER_SECONDS
-    while True:
-        try:
-            sock.connect(path)
-            return
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 def first_frame(sock: socket.socket, kinds: Kinds[T], begun: bytes = b"") -> T:
@@ -198,7 +203,11 @@ def url_of(listener: socket.socket, settings: Settings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _for_url(settings: Settings, url: str) -> Settings:
-    """Return the settings; on a loopback address only this host's names are accepted."""
+def _send_settings(link: socket.socket, settings: Settings, url: str,
+                   listener: socket.socket | None = None) -> None:
+    """Send the first frame and the listening socket. On a loopback address only this host's names
+    are accepted."""
     local = ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback
-    return structs.replace(settings, check_hosts=True) if local else settings
+    body = encode(structs.replace(settings, check_hosts=True) if local else settings)
+    sent = socket.send_fds(link, [body], [listener.fileno()] if listener is not None else [])
+    link.sendall(body[sent:])

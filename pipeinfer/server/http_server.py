@@ -1,8 +1,6 @@
-"""The HTTP process: `python -m pipeinfer.server LINK LISTENER`, started by rank 0 only. The
-process that the supervisor starts is `door`.
+"""What the HTTP process does once its first engine has entered: it answers clients.
 
-LINK is one end of a socket pair to rank 0, LISTENER a listening socket. The process ends when rank
-0 sends Bye (exit status 0) or has gone (1).
+`__main__` starts it.
 """
 
 from __future__ import annotations
@@ -13,29 +11,27 @@ import logging
 import resource
 import signal
 import socket
-import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
 
 from pipeinfer.errors import PipeinferError
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import chat_template
 from pipeinfer.server import tls
 from pipeinfer.server.app import Server
-from pipeinfer.server.engine_client import Hub
-from pipeinfer.server.frames import FIRST
-from pipeinfer.server.http_process import first_frame
+from pipeinfer.server.control import obey
+from pipeinfer.server.engine_client import EngineClient
+from pipeinfer.server.engines import ConnectedEngine, vocabulary
+from pipeinfer.server.entrance import Entrance, Guest
+from pipeinfer.server.http_process import url_of
 from pipeinfer.server.journal import Journal
 from pipeinfer.server.kept import Archive
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 
-_START_SECONDS = 30.0
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
 _KEEP_ALIVE = 30
@@ -49,20 +45,32 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def main() -> int:
-    """Serve until rank 0 has gone; return the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+class _Current:
+    """The application with the settings of the present engine. New requests wait while the client
+    holds them."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client, self._app = client, Server(client).asgi
+        client.renewed = self._renew
+
+    def _renew(self) -> None:
+        self._app = Server(self._client).asgi
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await self._client.admission()
+        await self._app(scope, receive, send)
+
+
+def run(entrance: Entrance, guest: Guest, control: socket.socket | None) -> int:
+    """Serve until no further engine comes; return the exit status.
+
+    guest: the first engine. control: link to the supervisor, None if there is none; then no other
+        engine follows.
+    """
     prepare()
-    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    link.settimeout(_START_SECONDS)
-    try:
-        settings = first_frame(link, FIRST)
-    except (EOFError, OSError):
-        return 1  # rank 0 has gone already
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        hub = Hub(settings, Metrics())
-        return runner.run(serve(hub, hub.run(link), Server(hub).asgi, listener))
+        return runner.run(_serve(entrance, guest, control))
 
 
 def prepare() -> None:
@@ -73,11 +81,16 @@ def prepare() -> None:
     logging.basicConfig(format="pipeinfer: %(message)s", level=logging.WARNING)
 
 
-async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, listener: socket.socket
-                ) -> int:
-    """Answer clients until `follow`, which handles rank 0's link, has ended, or no rank 0
-    follows; return the exit status."""
-    settings = hub.settings
+async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None) -> int:
+    settings, listener = guest.settings, guest.listener
+    assert listener is not None
+    client = EngineClient(settings, Metrics(), outlives=control is not None,
+                          url=url_of(listener, settings))
+    app = _Current(client)
+    tasks = []
+    if control is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.leave)
+        tasks.append(asyncio.create_task(obey(client, control)))
     config = uvicorn.Config(
         app, http=Connection, ws="none", lifespan="off", log_level="warning",
         access_log=False,
@@ -88,42 +101,47 @@ async def serve(hub: Hub, follow: Coroutine[Any, Any, None], app: ASGIApp, liste
     )
     config.load()
     server = _Uvicorn(config)
-    following = asyncio.create_task(follow)
-    loading = asyncio.create_task(load(hub))
+    following = asyncio.create_task(_follow(client, entrance, guest))
+    loading = asyncio.create_task(load(client))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    renewing = None
     if config.ssl is not None:
         files = tls.Files(settings.certificate, settings.private_key)
-        renewing = asyncio.create_task(tls.renew(config.ssl, files))
-    await asyncio.wait((asyncio.create_task(hub.left.wait()), serving, following),
+        tasks.append(asyncio.create_task(tls.renew(config.ssl, files)))
+    await asyncio.wait((asyncio.create_task(client.left.wait()), serving, following),
                        return_when=asyncio.FIRST_COMPLETED)
-    failed = hub.state != "stopped"
+    failed = client.state != "stopped"
     if failed:
         await asyncio.wait((serving,), timeout=_STATE_SECONDS)
     server.should_exit = True
-    if hub.left.is_set():
+    if client.left.is_set():
         following.cancel()
     await asyncio.gather(serving, following, loading, return_exceptions=True)
-    if renewing is not None:
-        renewing.cancel()
-    if hub.archive is not None:
-        await hub.archive.close()
-    if hub.tracer is not None:
-        hub.tracer.close()
+    for task in tasks:
+        task.cancel()
+    if client.archive is not None:
+        await client.archive.close()
+    if client.tracer is not None:
+        client.tracer.close()
     return int(failed)
 
 
-async def load(hub: Hub) -> None:
+async def _follow(client: EngineClient, entrance: Entrance, guest: Guest) -> None:
+    """Accept one engine after the other; the client decides which one serves."""
+    while True:
+        client.enter(await ConnectedEngine.over(guest.link, guest.settings))
+        guest = await entrance.next(client.url)
+
+
+async def load(client: EngineClient) -> None:
     """Load the vocabulary and the journal, while the stages load."""
     chat_template.prepare()
     try:
-        tokenizer = await asyncio.to_thread(open_tokenizer, hub.settings.model)
-        await asyncio.to_thread(lambda: (tokenizer.eog_ids, tokenizer.marks.pattern))
-        if hub.settings.journal and hub.archive is None:
-            journal = await asyncio.to_thread(Journal, Path(hub.settings.journal))
-            hub.archive = Archive(hub, journal)
-            hub.archive.go_on(tokenizer)
-        hub.tokenizer = tokenizer
+        tokenizer = await asyncio.to_thread(vocabulary, client.settings.model)
+        if client.settings.journal and client.archive is None:
+            journal = await asyncio.to_thread(Journal, Path(client.settings.journal))
+            client.archive = Archive(client, journal)
+            client.archive.go_on(tokenizer)
+        client.tokenizer = tokenizer
     except PipeinferError as error:
         logging.getLogger("pipeinfer.server").error("%s", error)
-        hub.fail(str(error))
+        client.fail(str(error))

@@ -3,7 +3,7 @@
 A journaled request runs by itself. Clients follow it, from its first token or from a later event,
 as often as they like. For each of them the answer is written again from the request and its
 tokens, one token at a time, so that every event has the same number for every client. This module
-uses choices, the hub and the journal, no HTTP.
+uses choices, the engine client and the journal, no HTTP.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipeinfer.server.settings import Settings
 from pipeinfer.server.tracing import Tracer
 
 
-class JournaledHub(Protocol):
-    """What journaled requests need of the hub; see `engine_client.Hub` for each."""
+class JournaledClient(Protocol):
+    """What journaled requests need of the engine; see `engine_client.EngineClient` for each."""
 
     settings: Settings
     metrics: Metrics
@@ -127,7 +127,7 @@ class Kept:
     @property
     def bits(self) -> str:
         """`bits` of the present engine."""
-        return str(self.archive.hub.facts.get("bits", ""))
+        return str(self.archive.client.facts.get("bits", ""))
 
     @property
     def ended(self) -> bool:
@@ -137,20 +137,20 @@ class Kept:
     def run(self, tokenizer: Tokenizer, before: bool) -> None:
         """Submit the choices that have not ended. before: whether an earlier process has begun
         them."""
-        hub, begun = self.archive.hub, self.record.begun
+        client, begun = self.archive.client, self.record.begun
         trace = None
-        if before and hub.tracer is not None:
-            trace = hub.tracer.replay(begun.kind, begun.traceparent, begun.id)
+        if before and client.tracer is not None:
+            trace = client.tracer.replay(begun.kind, begun.traceparent, begun.id)
             trace.event("journal replay", tokens=sum(len(s.rows) for s in self.record.stories))
         with asking(trace=trace):
             for index, story in enumerate(self.record.stories):
                 if story.end is None:
-                    hub.add(self._make(tokenizer, index), begun.asked, before,
+                    client.add(self._make(tokenizer, index), begun.asked, before,
                             story.bits or begun.bits)
         if trace is not None:
             trace.release()
         self._limit = asyncio.get_running_loop().call_later(
-            hub.settings.request_timeout, self.abort, "timeout")
+            client.settings.request_timeout, self.abort, "timeout")
 
     def refuse(self, tokenizer: Tokenizer, reason: str) -> None:
         """End with an error the choices that have not ended."""
@@ -161,7 +161,7 @@ class Kept:
     def _make(self, tokenizer: Tokenizer, index: int) -> Recorded:
         asked, story = self.record.begun.asked, self.record.stories[index]
         prompt, _ = asked.choice(index)
-        made = Recorded(self.archive.hub.new_id(), index, len(prompt), tokenizer, asked.stops,
+        made = Recorded(self.archive.client.new_id(), index, len(prompt), tokenizer, asked.stops,
                         asyncio.Event())
         made.story, made.kept = story, self
         self.generations[index] = made
@@ -172,13 +172,13 @@ class Kept:
         """End every choice."""
         for generation in self.generations:
             if generation is not None:
-                self.archive.hub.abort(generation, reason)
+                self.archive.client.abort(generation, reason)
 
     def over(self, generation: Recorded, end: ChoiceEnded) -> None:
         """Handle the end of a choice. If it failed because the server ends, it continues after
         the restart."""
         self.last[generation.index] = end
-        if self.archive.hub.state not in _LEAVING or end.failure is None:
+        if self.archive.client.state not in _LEAVING or end.failure is None:
             generation.story.end = end
             self.archive.write(self, generation.index, end)
         if self.ended and self._limit is not None:
@@ -193,9 +193,9 @@ class Kept:
 class Archive:
     """The journaled requests of a server and their journal."""
 
-    def __init__(self, hub: JournaledHub, journal: Journal) -> None:
+    def __init__(self, client: JournaledClient, journal: Journal) -> None:
         """Read the journal. Raises UsageError."""
-        self.hub, self._journal = hub, journal
+        self.client, self._journal = client, journal
         self._kept = {name: Kept(self, record, alone=False)
                       for name, record in journal.read().items()}
         self._rewritten = journal.size
@@ -206,7 +206,7 @@ class Archive:
         for kept in self._kept.values():
             if kept.ended:
                 continue
-            if kept.record.begun.model == identity(self.hub.settings):
+            if kept.record.begun.model == identity(self.client.settings):
                 kept.run(tokenizer, before=True)
             else:
                 kept.refuse(tokenizer, "the server has come back with another model")
@@ -239,8 +239,8 @@ class Archive:
 
     def begin(self, begun: Begun) -> Kept:
         """Journal a new request and submit it. Raises ApiError when the queue is full."""
-        tokenizer = self.hub.check_ready()
-        self.hub.check_room(begun.asked.count)
+        tokenizer = self.client.check_ready()
+        self.client.check_room(begun.asked.count)
         record = Record(begun, [Story() for _ in range(begun.asked.count)])
         kept = self._kept[begun.id] = Kept(self, record, alone=not begun.key)
         self._journal.hold(record, begun)
@@ -255,7 +255,7 @@ class Archive:
         kept.abort(reason)
 
     def _check_model(self, kept: Kept) -> None:
-        if kept.record.begun.model != identity(self.hub.settings):
+        if kept.record.begun.model != identity(self.client.settings):
             raise ApiError(409, "this answer was begun by another model than the one that is "
                                 "served now", code="other_model")
 
@@ -271,14 +271,14 @@ class Archive:
         journal = self._journal
         try:
             while True:
-                await asyncio.sleep(self.hub.settings.journal_sync)
+                await asyncio.sleep(self.client.settings.journal_sync)
                 self._write()
                 if not journal.problem and (error := await asyncio.to_thread(journal.sync)):
                     journal.failed(error)
                 self._forget()
                 if journal.problem or journal.size > max(self._limit, 2 * self._rewritten):
                     await self._rewrite()
-                self.hub.metrics.journal(journal.size, bool(journal.problem))
+                self.client.metrics.journal(journal.size, bool(journal.problem))
         finally:
             self._write()
             journal.close()
@@ -301,11 +301,11 @@ class Archive:
 
     @property
     def _limit(self) -> int:
-        return self.hub.settings.journal_size << 20
+        return self.client.settings.journal_size << 20
 
     def _forget(self) -> None:
         """Delete requests whose time is over, and the oldest if there are too many bytes."""
-        now, settings = time.time(), self.hub.settings
+        now, settings = time.time(), self.client.settings
         done = sorted((kept for kept in self._kept.values() if kept.record.ended),
                       key=lambda kept: kept.record.ended)
         total = sum(kept.record.size for kept in self._kept.values())

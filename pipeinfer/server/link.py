@@ -16,13 +16,18 @@ from collections.abc import Callable
 from pipeinfer.errors import ClusterError, ProtocolError
 from pipeinfer.server.frames import (
     FROM_CLIENT,
+    GREETING,
     ClientFrame,
     EngineFrame,
     FrameReader,
+    Kinds,
+    Welcome,
     encode,
 )
 from pipeinfer.server.settings import Settings
 
+#: who has started the HTTP process need not read its greeting first
+_KINDS: Kinds[ClientFrame | Welcome] = {**FROM_CLIENT, **GREETING}
 MAX_BACKLOG = 64 << 20  #: unsent bytes above which the other end counts as dead
 
 
@@ -99,10 +104,11 @@ class Link:
         self._sock.close()
 
     def _read(self) -> None:
-        frames = FrameReader(FROM_CLIENT)
+        frames = FrameReader(_KINDS)
         try:
             while data := self._sock.recv(1 << 16):
-                self._arrived.extend(frames.feed(data))
+                self._arrived.extend(frame for frame in frames.feed(data)
+                                     if not isinstance(frame, Welcome))
                 self.on_frame()
         except OSError:
             pass

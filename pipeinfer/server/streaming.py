@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, for_failure
 from pipeinfer.server.responses import ResponsesWriter
 
@@ -200,13 +200,13 @@ class EventStream(Response):
             await send(message)
 
 
-async def pipeline(hub: Hub) -> AsyncGenerator[bytes, None]:
+async def pipeline(client: EngineClient) -> AsyncGenerator[bytes, None]:
     """Yield the events for the web page: the facts, then status and runs as they come."""
-    with hub.watch() as watcher:
-        yield event({"op": "facts", "state": hub.state, "facts": hub.facts})
-        if hub.status:
-            yield event(hub.status)
-        while not hub.left.is_set():
+    with client.watch() as watcher:
+        yield event({"op": "facts", "state": client.state, "facts": client.facts})
+        if client.status:
+            yield event(client.status)
+        while not client.left.is_set():
             try:
                 async with asyncio.timeout(_PING_SECONDS):
                     await watcher.news.wait()

@@ -11,18 +11,18 @@ import json
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.cluster.cleanup import VARIABLE
+from pipeinfer.server import http_process
 from pipeinfer.server.orders import Look, Order, encode
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two checks whether it answers
 _MISSED = 4  #: successive missing answers after which it counts as hanging
-_NOT_ITS = ("PIPEINFER_JOB", "PIPEINFER_API_KEY")  #: not part of the job; rank 0 sends the keys
 _END = 15.0  #: seconds to end the streams of clients
 
 
@@ -56,12 +56,10 @@ class HttpDoor:
         self._folder = Path(tempfile.mkdtemp(prefix="pipeinfer-door-"))
         path = self._folder / "door"
         ours, theirs = socket.socketpair()
-        environ = {k: v for k, v in self._environ.items() if k not in _NOT_ITS}
-        with theirs:  # its death signal depends on the starting thread, so start it in this one
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeinfer.server.door", str(path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,
-                pass_fds=(theirs.fileno(),), start_new_session=True)
+        with theirs, http_process.entrance(str(path)) as entrance:
+            # its death signal depends on the starting thread, so start it in this one
+            self._process = http_process.start(
+                entrance, {k: v for k, v in self._environ.items() if k != VARIABLE}, theirs)
         self._environ["PIPEINFER_DOOR"] = f"{socket.gethostname()}:{path}"
         self._link = await asyncio.open_connection(sock=ours)
         self._watching = asyncio.create_task(self._watch(self._process))

@@ -278,7 +278,7 @@ def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
                    requests.post(url, json=body, stream=True, timeout=90)]
         (first, begun, _), (_, _, name) = (read(stream, 6) for stream in streams)
         (door,) = (p for p in psutil.Process(served.process.pid).children(recursive=True)
-                   if "pipeinfer.server.door" in p.cmdline())
+                   if "pipeinfer.server" in p.cmdline())
         door.kill()
         psutil.wait_procs([door], timeout=10)
         served.until(lambda: served.health()[0] == 200, "the server", 90)

@@ -136,7 +136,7 @@ class Front:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         listener = http_process.listen("127.0.0.1", 0, settings.get("client_timeout", 60.0))
-        self.child = http_process.start(Settings(str(model), "m", **settings), listener)
+        self.child = http_process.start_own(Settings(str(model), "m", **settings), listener)
         self.tokenizer = open_tokenizer(model)
         self.peer = Peer(self.child.link, self.tokenizer)
         self.url = self.child.url

@@ -29,6 +29,7 @@ class Kept(Door):
         """kill -9, and another one; it has heard of no rank 0 yet."""
         self.process.kill()
         self.process.wait(SECONDS)
+        self.control.close()
         self.children[-1].link.close()
         self.peer.close()
         self.count += 1

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,8 +17,7 @@ import requests
 
 from pipeinfer.errors import ClusterError
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.server import door as door_module
-from pipeinfer.server import http_process
+from pipeinfer.server import entrance, http_process
 from pipeinfer.server.frames import (
     GREETING,
     Abort,
@@ -40,6 +37,13 @@ MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded
 TEXT = "one two three four five six"
 
 
+def spawn(path):
+    """The process with a supervisor, and that one's end of the link."""
+    ours, theirs = socket.socketpair()
+    with theirs, http_process.entrance(str(path)) as listener:
+        return http_process.start(listener, os.environ, theirs), ours
+
+
 class Door:
     """The process, its folder, and whoever is rank 0."""
 
@@ -54,8 +58,8 @@ class Door:
         self.enter()
 
     def spawn(self):
-        return subprocess.Popen([sys.executable, "-m", "pipeinfer.server.door", str(self.path)],
-                                stdin=subprocess.DEVNULL)
+        process, self.control = spawn(self.path)
+        return process
 
     def enter(self, settings=None, answer=lambda frame: None, **facts):
         """A new rank 0, ready for requests."""
@@ -97,6 +101,7 @@ class Door:
         if self.health()[1].get("status") == "restarting":
             self.process.terminate()
         self.process.wait(SECONDS)
+        self.control.close()
         for child in self.children:
             child.link.close()
         self.peer.close()
@@ -278,25 +283,23 @@ def test_what_comes_with_the_settings_is_not_lost(door):
 def test_without_a_rank_0_it_ends_when_told_to(tmp_path):
     path = tmp_path / "inner" / "door"
     path.parent.mkdir()
-    process = subprocess.Popen([sys.executable, "-m", "pipeinfer.server.door", str(path)])
-    deadline = time.monotonic() + SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    process, control = spawn(path)
+    with control, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(path))
+        assert http_process.first_frame(stranger, GREETING).url == ""  # it waits
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == 0
     assert not path.parent.exists()
 
 
 def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
-    entrance = door_module.Entrance(str(tmp_path / "door"))
-    monkeypatch.setattr(door_module.os, "getuid", lambda: os.geteuid() + 1)
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(tmp_path / "door"))
-        assert entrance._admit(entrance._socket.accept()[0]) is None
+    monkeypatch.setattr(entrance.os, "getuid", lambda: os.geteuid() + 1)
+    path = str(tmp_path / "door")
+    with http_process.entrance(path) as listener, socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(path)
+        assert entrance.Entrance(listener).first() is None
         assert stranger.recv(100) == b""  # not even a greeting
     assert "belongs to another user" in caplog.text
-    entrance._socket.close()
 
 
 def test_rank_0_hears_where_nobody_waits(tmp_path, monkeypatch):

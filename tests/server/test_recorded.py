@@ -21,7 +21,7 @@ from pipeinfer.server import tools
 from pipeinfer.server.app import Server
 from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import Generation
-from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
 from pipeinfer.server.frames import Rebalanced
 from pipeinfer.server.metrics import Metrics
@@ -74,7 +74,7 @@ def streamed(made):
 
 def asking(tokenizer):
     """What the other routes answer."""
-    hub = Hub(Settings("m.gguf", "m", parallel=2), Metrics())
+    hub = EngineClient(Settings("m.gguf", "m", parallel=2), Metrics())
     server = Server(hub)
     server.created = 5
     yield "health loading", server.health()
@@ -135,7 +135,7 @@ def record():
         found[f"error {name}"] = Reply(error.body(), error.status).body.decode()
         found[f"error {name} stream"] = event(error.body()).decode()
     half = schema.Message(role="user", content="\ud83d")
-    hub = Hub(Settings("m.gguf", "m"), Metrics())
+    hub = EngineClient(Settings("m.gguf", "m"), Metrics())
     hub.state, hub.tokenizer = "ready", tokenizer
     answer = asyncio.run(Server(hub).apply_template(schema.TemplateRequest(messages=[half])))
     found["template of half a pair"] = answer.body.decode()

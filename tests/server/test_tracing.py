@@ -19,7 +19,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server import tracing
 from pipeinfer.server.asker import asking
-from pipeinfer.server.engine_client import Hub
+from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.frames import Changed, Ended, Failed, News, Ready, Token
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
@@ -72,7 +72,7 @@ def test_a_span_has_the_requests_figures_and_what_happened_meanwhile():
     kept = InMemorySpanExporter()
 
     async def run():
-        hub = Hub(Settings("m", "m"), Metrics(), outlives=True)
+        hub = EngineClient(Settings("m", "m"), Metrics(), outlives=True)
         hub.tracer = tracing.Tracer("", "m", SimpleSpanProcessor(kept))
         with contextlib.closing(open_tokenizer(MODEL)) as hub.tokenizer:
             hub.handle(Ready(FACTS | {"bits": "a"}))

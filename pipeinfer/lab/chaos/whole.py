@@ -112,7 +112,7 @@ def processes(job: ServerJob, who: str) -> list[psutil.Process]:
     if who == "head":
         return [ranks[0]] if 0 in ranks else []
     if who == "door":
-        return [p for p in job.processes() if "pipeinfer.server.door" in _line(p)]
+        return [p for p in job.processes() if "pipeinfer.server" in _line(p)]
     launchers = [p for p in job.processes() if (line := _line(p))
                  and os.path.basename(line[0]).startswith(("mpirun", "prterun", "mpiexec"))]
     return launchers if who == "mpirun" else [*launchers, *ranks.values()]
