@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
-from typing import Any, assert_never
+from typing import assert_never
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server.engine_client import EngineClient
-from pipeinfer.server.orders import Hold, Look, Move, Standby, Swap, decode, number_of
+from pipeinfer.server.orders import (
+    Answer,
+    Hold,
+    Look,
+    Move,
+    Standby,
+    Swap,
+    decode,
+    encode_answer,
+    number_of,
+)
 
 
 async def obey(client: EngineClient, sock: socket.socket) -> None:
@@ -21,20 +30,20 @@ async def obey(client: EngineClient, sock: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     with contextlib.suppress(OSError):
         while line := await reader.readline():
-            writer.write(json.dumps(_answer(client, line)).encode() + b"\n")
+            writer.write(encode_answer(_answer(client, line)))
             await writer.drain()
     writer.close()
 
 
-def _answer(client: EngineClient, line: bytes) -> dict[str, Any]:
+def _answer(client: EngineClient, line: bytes) -> Answer:
     try:
         order = decode(line)
     except ProtocolError as error:
-        return {"error": str(error), "number": number_of(line)}
-    found: dict[str, Any] = {}
+        return Answer(error=str(error), number=number_of(line))
+    swapped = False
     match order:
         case Look():
-            found = _state(client)
+            pass
         case Hold(on):
             client.hold(on)
         case Move(why, new_model):
@@ -42,18 +51,13 @@ def _answer(client: EngineClient, line: bytes) -> dict[str, Any]:
         case Standby(on, new_model):
             client.wait_for_swap(on, new_model)
         case Swap(why, lost):
-            found = {"swapped": client.swap(why, lost)}
+            swapped = client.swap(why, lost)
         case _:
             assert_never(order)
-    return {"open": len(client.open), **found, "number": order.number}
-
-
-def _state(client: EngineClient) -> dict[str, Any]:
     loads = client.tokenizer is None and client.state == "ready"
     progress, reason = client.standby()
-    return {"beside": progress, "beside_reason": reason,
-            "state": "loading" if loads else client.state, "reason": client.reason,
-            "url": client.url, "waiting": client.waiting, "model": client.settings.model,
-            "name": client.settings.name, "lost": client.facts.get("lost", []),
-            "ranks": client.facts.get("ranks", []),
-            "stages": len({one["stage"] for one in client.facts.get("stages", ())})}
+    return Answer(
+        number=order.number, swapped=swapped, state="loading" if loads else client.state,
+        reason=client.reason, url=client.url, open=len(client.open), waiting=client.waiting,
+        model=client.settings.model, name=client.settings.name,
+        lost=tuple(client.facts.get("lost", ())), standby=progress, standby_reason=reason)

@@ -1,5 +1,5 @@
-"""The supervisor's orders to the HTTP process that outlives the job: one JSON object a line, and
-one with the same `number` in answer.
+"""The supervisor's orders to the HTTP process that outlives the job, and their answers: JSON lines.
+An answer has the `number` of its order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Order(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_
 
 
 class Look(_Order, frozen=True):
-    """Return the state."""
+    """Change nothing; as every answer, that to this order has the state."""
 
 
 class Hold(_Order, frozen=True):
@@ -51,7 +51,7 @@ class Standby(_Order, frozen=True):
 
 
 class Swap(_Order, frozen=True):
-    """Give every open request to the next engine; the answer has "swapped".
+    """Give every open request to the next engine; the answer has `swapped`.
 
     why: for clients.
     lost: whether the serving engine has ended.
@@ -62,7 +62,35 @@ class Swap(_Order, frozen=True):
 
 
 Order: TypeAlias = Look | Hold | Move | Standby | Swap
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """The state of the HTTP process after an order. Without any field: no answer has come.
+
+    state: "" without an answer. reason: why the engine failed. url: the address for clients.
+    open: requests that have not ended. waiting: those that wait for admission.
+    model, name: path and name of the served model. lost: the job's ranks that have died.
+    standby: progress of the next engine, "" if none is to come. standby_reason: why it has gone.
+    swapped: whether the next engine took over. error: why the order was not executed.
+    """
+
+    number: int = 0
+    state: str = ""
+    reason: str = ""
+    url: str = ""
+    open: int = 0
+    waiting: int = 0
+    model: str = ""
+    name: str = ""
+    lost: tuple[int, ...] = ()
+    standby: str = ""
+    standby_reason: str = ""
+    swapped: bool = False
+    error: str = ""
+
+
 _decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_answers = msgspec.json.Decoder(Answer)
 _encoder = msgspec.json.Encoder()
 
 
@@ -84,6 +112,19 @@ def decode(line: bytes) -> Order:
         return _decoder.decode(line)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"no such order: {error}") from error
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Return the line of an answer."""
+    return _encoder.encode(answer) + b"\n"
+
+
+def decode_answer(line: bytes) -> Answer:
+    """Return the answer in a line. Raises ProtocolError."""
+    try:
+        return _answers.decode(line)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"no such answer: {error}") from error
 
 
 def number_of(line: bytes) -> int:

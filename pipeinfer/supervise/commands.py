@@ -17,7 +17,7 @@ import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.supervise.commands_socket import call
+from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, Status, call
 from pipeinfer.supervise.overlap import OVERLAPS, Overlap
 from pipeinfer.supervise.state import Folder
 
@@ -31,7 +31,7 @@ _name = click.option("--name", default="default", show_default=True,
 _wait = click.option("--wait", type=click.FloatRange(min=0), default=120.0, show_default=True,
                      help="Seconds for open requests to end first, where answers could change.")
 _overlap = click.option("--overlap", type=click.Choice(OVERLAPS),
-                        help=f"{_OVERLAP} [default: as `up` was told]")
+                        help=f"{_OVERLAP} [default: that of `up`]")
 
 
 @click.command("up", context_settings=_WORDS)
@@ -40,7 +40,8 @@ _overlap = click.option("--overlap", type=click.Choice(OVERLAPS),
 @click.option("-np", "ranks", type=click.IntRange(1), help="Ranks. [default: one per slot of the "
                                                            "hostfile; 1 without]")
 @click.option("--restarts", type=click.IntRange(0), default=20, show_default=True,
-              help="How often a job that failed is started again; counted anew after ten minutes.")
+              help="How often a job that failed is started again; the count begins again after "
+                   "ten minutes.")
 @click.option("--all-hosts", is_flag=True, help="Refuse to start while a host is missing.")
 @click.option("--ask-hosts-every", "every", type=click.FloatRange(0), default=60.0,
               show_default=True, help="Seconds between two times that missing hosts are asked; "
@@ -183,7 +184,7 @@ def _go_into_the_background(folder: Folder) -> None:
 def status_command(name: str, as_json: bool) -> None:
     """Show what `pipeinfer up` is at. Exit code 0: ready; 1: not ready; 2: nothing is up."""
     folder = Folder(name)
-    found = call(folder, _tell, 20.0, op="status")
+    found = call(folder, _report, 20.0, Status())
     found.pop("ok", None)
     if as_json:
         click.echo(json.dumps(found))
@@ -244,7 +245,7 @@ def down_command(name: str, now: bool, timeout: float) -> None:
     """End what `pipeinfer up` keeps: running requests end first (--drain-seconds of serve)."""
     folder = Folder(name)
     deadline = time.monotonic() + timeout
-    call(folder, _tell, timeout, op="down", now=now)
+    call(folder, _report, timeout, Down(now))
     while folder.alive:
         if time.monotonic() > deadline:
             raise RequestError(f"it has not ended within {timeout:g} s: `pipeinfer down --now` "
@@ -259,11 +260,11 @@ def down_command(name: str, now: bool, timeout: float) -> None:
                                                            "to `up`.")
 @_wait
 @_overlap
-def rescale_command(name: str, ranks: int | None, wait: float, overlap: str | None) -> None:
+def rescale_command(name: str, ranks: int | None, wait: float, overlap: Overlap | None
+                    ) -> None:
     """Move the job to the hosts that answer now, with lost ranks back and new lines of the
     hostfile. Open requests go on with the same tokens."""
-    found = call(Folder(name), _tell, wait + 900.0, op="rescale", ranks=ranks, wait=wait,
-                 overlap=overlap)
+    found = call(Folder(name), _report, wait + 900.0, Rescale(ranks, wait, overlap))
     click.echo(found["message"])
 
 
@@ -274,9 +275,9 @@ def rescale_command(name: str, ranks: int | None, wait: float, overlap: str | No
                                             "with another model they end with an error.")
 @_overlap
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
-def reload_command(name: str, wait: float, force: bool, overlap: str | None,
+def reload_command(name: str, wait: float, force: bool, overlap: Overlap | None,
                    words: tuple[str, ...]) -> None:
-    """Start the server anew: with other options, or because a file has changed.
+    """Start the server again: with other options, or because a file has changed.
 
     \b
         pipeinfer reload
@@ -287,12 +288,12 @@ def reload_command(name: str, wait: float, force: bool, overlap: str | None,
     work are taken back. Address, HTTPS and --journal cannot change; relative paths are those of
     `pipeinfer up`.
     """
-    found = call(Folder(name), _tell, wait + 900.0, op="reload", words=list(words), wait=wait,
-                 force=force, overlap=overlap)
+    found = call(Folder(name), _report, wait + 900.0,
+                 Reload(list(words), wait, force, overlap))
     click.echo(found["message"])
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     click.echo(f"pipeinfer: {text}", err=True)
 
 

@@ -1,7 +1,8 @@
 """The socket by which `pipeinfer status`, `down`, `rescale` and `reload` control the supervisor.
 
-A command is one JSON object in one line. The answer is lines of {"say": TEXT} and one last object.
-This module contains no command; it checks the user and ensures that each command is answered.
+A command is one JSON object in one line. The answer is lines of {"say": TEXT} and one last object,
+{"error": TEXT} if the command failed. This module executes no command; it checks the user and
+ensures that each command is answered.
 """
 
 from __future__ import annotations
@@ -9,28 +10,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pipeinfer.errors import PipeinferError, RequestError
+from pipeinfer.supervise.overlap import Overlap
 from pipeinfer.supervise.state import Folder, is_ours
 
+
+class _Command(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower):
+    pass
+
+
+class Status(_Command, frozen=True):
+    """Return the state."""
+
+
+class Down(_Command, frozen=True):
+    """End the job and the supervisor. now: without waiting for running requests."""
+
+    now: bool = False
+
+
+class Rescale(_Command, frozen=True):
+    """Move the job to the hosts that answer.
+
+    ranks: None for as many as before. wait: seconds for open requests to end, if they must.
+    overlap: None for that of the supervisor.
+    """
+
+    ranks: int | None = None
+    wait: float = 0.0
+    overlap: Overlap | None = None
+
+
+class Reload(_Command, frozen=True):
+    """Start the server again.
+
+    words: its options, empty for the same. wait, overlap: as for `Rescale`.
+    force: continue after `wait` with requests still open.
+    """
+
+    words: list[str] = []
+    wait: float = 0.0
+    force: bool = False
+    overlap: Overlap | None = None
+
+
+Command: TypeAlias = Status | Down | Rescale | Reload
+Report: TypeAlias = Callable[[str], None]
+_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _MOST = 1 << 18  #: bytes of a command
 _READ = 10.0  #: seconds for a command to arrive
-Command: TypeAlias = Callable[[dict[str, Any], Callable[[str], None]], Awaitable[dict[str, Any]]]
 
 
 class Commands:
-    """The supervisor's end of the socket, in `folder`. known: the commands by name."""
+    """The supervisor's end of the socket, in `folder`. execute: called with each command."""
 
-    def __init__(self, folder: Folder, known: Mapping[str, Command]) -> None:
-        self._folder, self._known = folder, known
+    def __init__(self, folder: Folder,
+                 execute: Callable[[Command, Report], Awaitable[dict[str, Any]]]) -> None:
+        self._folder, self._execute = folder, execute
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Start to accept commands."""
-        self._server = await asyncio.start_unix_server(self._hear, sock=self._folder.listen(),
+        self._server = await asyncio.start_unix_server(self._serve, sock=self._folder.listen(),
                                                        limit=_MOST)
 
     async def close(self) -> None:
@@ -42,7 +89,7 @@ class Commands:
         await asyncio.gather(*self._open, return_exceptions=True)
         self._folder.unlisten()
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -63,42 +110,38 @@ class Commands:
             self._open.discard(task)
             writer.close()
 
-    async def _answer(self, line: bytes, tell: Callable[[str], None]) -> dict[str, Any]:
+    async def _answer(self, line: bytes, report: Report) -> dict[str, Any]:
         try:
-            asked = json.loads(line)
-            command = self._known.get(asked.get("op"))
-        except (ValueError, AttributeError):
-            return {"error": "that is no command"}
-        if command is None:
-            return {"error": f"there is no command {asked.get('op')!r}"}
+            command = _decoder.decode(line)
+        except msgspec.DecodeError as error:
+            return {"error": f"there is no such command: {error}"}
         try:
-            return {"ok": True, **await command(asked, tell)}
+            return {"ok": True, **await self._execute(command, report)}
         except PipeinferError as error:
             return {"error": str(error)}
         except Exception as error:  # the caller gets the error, and the job goes on
             return {"error": f"{type(error).__name__}: {error} (this is a bug)"}
 
 
-def call(folder: Folder, tell: Callable[[str], None], timeout: float, **asked: Any
-         ) -> dict[str, Any]:
+def call(folder: Folder, report: Report, timeout: float, command: Command) -> dict[str, Any]:
     """Send a command to the supervisor of `folder`; return the answer.
 
-    tell: called with each line of progress. timeout: seconds.
+    report: called with each line of progress. timeout: seconds.
     Raises UsageError if there is no supervisor, RequestError if it refuses or does not answer.
     """
     with folder.connect() as link:
         link.settimeout(timeout)
         try:
-            link.sendall(json.dumps(asked).encode() + b"\n")
+            link.sendall(msgspec.json.encode(command) + b"\n")
             with link.makefile("rb") as lines:
                 for line in lines:
-                    found: dict[str, Any] = json.loads(line)
-                    if "say" in found:
-                        tell(str(found["say"]))
-                    elif "error" in found:
-                        raise RequestError(str(found["error"]))
-                    else:
-                        return found
+                    match json.loads(line):
+                        case {"say": str(text)}:
+                            report(text)
+                        case {"error": str(text)}:
+                            raise RequestError(text)
+                        case dict() as found:
+                            return found
         except TimeoutError as error:
             raise RequestError(f"no answer within {timeout:g} s: see `pipeinfer status` and "
                                f"{folder.path / 'logs'}") from error

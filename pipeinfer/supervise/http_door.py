@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipeinfer.cluster.cleanup import VARIABLE
+from pipeinfer.errors import ProtocolError
 from pipeinfer.server import http_process
-from pipeinfer.server.orders import Look, Order, encode
+from pipeinfer.server.orders import Answer, Look, Order, decode_answer, encode
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two checks whether it answers
@@ -74,31 +73,31 @@ class HttpDoor:
             await asyncio.sleep(_EVERY)
             if process.poll() is not None:
                 return
-            if await self.ask(Look()):
+            if (await self.ask(Look())).state:
                 missed = 0
             elif self._answered:
                 missed += 1
         self._say("the HTTP process does not answer any more: killed")
         process.kill()
 
-    async def ask(self, order: Order) -> dict[str, Any]:
-        """Send an order and return the answer, {} if there is none (in time)."""
+    async def ask(self, order: Order) -> Answer:
+        """Send an order and return the answer, one without a state if there is none (in time)."""
         async with self._asking:
             if self._link is None or not self.pid:
-                return {}
+                return Answer()
             reader, writer = self._link
             self._number += 1
             try:
                 writer.write(encode(order, self._number))
                 async with asyncio.timeout(_ANSWER):
                     while line := await reader.readline():
-                        found: dict[str, Any] = json.loads(line)
+                        found = decode_answer(line)
                         self._answered = True
-                        if found.get("number") == self._number:  # not a late one
+                        if found.number == self._number:  # not a late one
                             return found
-            except (OSError, ValueError):  # TimeoutError is the former
+            except (OSError, ValueError, ProtocolError):  # TimeoutError is the former
                 pass
-            return {}
+            return Answer()
 
     async def close(self) -> None:
         """End the process: no further job comes."""

@@ -6,17 +6,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any
+from typing import Any, assert_never
 
 from typing_extensions import override
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
-from pipeinfer.server.orders import Look
+from pipeinfer.server.orders import Answer, Look
 from pipeinfer.supervise.changes import is_wide
-from pipeinfer.supervise.commands_socket import Commands
-from pipeinfer.supervise.moves import JobChange, Mover, Tell, identity
-from pipeinfer.supervise.overlap import OVERLAPS, Overlap
+from pipeinfer.supervise.commands_socket import (
+    Command,
+    Commands,
+    Down,
+    Reload,
+    Report,
+    Rescale,
+    Status,
+)
+from pipeinfer.supervise.moves import JobChange, Mover, identity
+from pipeinfer.supervise.overlap import Overlap
 from pipeinfer.supervise.rules import BackOff, Comeback
 from pipeinfer.supervise.serving import Serving, command_of
 from pipeinfer.supervise.state import Folder
@@ -36,13 +44,13 @@ class Keeper(Mover):
     overlap: whether both jobs run at the same time during a move.
     """
 
-    def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell, *,
+    def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report, *,
                  left: tuple[str, list[str]], every: float, auto: bool,
                  overlap: Overlap) -> None:
         super().__init__(serving, restarts, folder, say)
         self._auto, self._overlap = auto, overlap
         self._left, self._comeback = left, Comeback(every)
-        self._seen: dict[str, Any] = {}
+        self._seen = Answer()
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
         self._since = time.time()
@@ -50,9 +58,7 @@ class Keeper(Mover):
 
     async def run(self) -> int:
         """Run jobs until the end; return the exit status of the last one."""
-        commands = Commands(self._folder, {
-            "status": self._status, "down": self._down, "rescale": self._rescale,
-            "reload": self._reload})
+        commands = Commands(self._folder, self._execute)
         await commands.start()
         if self._left[0]:
             await self.clean(*self._left)
@@ -71,7 +77,7 @@ class Keeper(Mover):
     @override
     def begun(self) -> dict[str, Any]:
         row = super().begun()
-        self._seen = {}
+        self._seen = Answer()
         self._back.clear()
         self._write()
         return row
@@ -108,13 +114,13 @@ class Keeper(Mover):
         if self.current is None:
             return
         self._seen = seen
-        if seen.get("state") != "ready" or self._meant:
+        if seen.state != "ready" or self._meant:
             return
         if not self._ready.is_set() and not self.asked:
             self._phase, self._undo = "ready", None
-            self._model, self._quiet_since = identity(seen["model"]), time.monotonic()
+            self._model, self._quiet_since = identity(seen.model), time.monotonic()
             self._ready.set()
-        if seen["open"]:
+        if seen.open:
             self._quiet_since = time.monotonic()
 
     async def _ask_missing(self) -> None:
@@ -122,7 +128,7 @@ class Keeper(Mover):
         if not self._ready.is_set() or self._busy.locked():
             return
         now, roster = time.monotonic(), self._serving.roster
-        entries = self._serving.hosts_of(self._seen.get("lost", []))
+        entries = self._serving.hosts_of(self._seen.lost)
         if roster is not None:
             entries |= {entry.host: entry for entry in roster.missing}
         known = {entry.host for entry in roster.used} if roster is not None else {"this host"}
@@ -151,10 +157,10 @@ class Keeper(Mover):
         if self._back and self._auto and quiet and self._ready.is_set() and not self._busy.locked():
             await self._with_hosts(self.say, 0, 1.0, self._overlap)
 
-    async def _with_hosts(self, tell: Tell, ranks: int, wait: float, overlap: Overlap) -> str:
+    async def _with_hosts(self, report: Report, ranks: int, wait: float, overlap: Overlap) -> str:
         """Move the job to the hosts that answer now; return the outcome in words.
 
-        tell: called with each line of progress. ranks: number of ranks, 0 for as many as before.
+        report: called with each line of progress. ranks: number of ranks, 0 for as many as before.
         wait: seconds for open requests to end, if they must. overlap: see `Change`.
         """
         async with self._only():
@@ -170,13 +176,13 @@ class Keeper(Mover):
                 serving.want(ranks)
             try:
                 for line in await asyncio.to_thread(serving.ask_hosts):
-                    tell(line)
-                if serving.place == before[1] and not self._seen.get("lost"):
+                    report(line)
+                if serving.place == before[1] and not self._seen.lost:
                     self._back.clear()
                     return f"nothing to move: the job has all {serving.ranks} ranks that it can"
                 waits = "with slices another number of ranks may compute otherwise" \
                     if is_wide(serving.values) else ""
-                said = await self._move(tell, JobChange(
+                said = await self._move(report, JobChange(
                     f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
                     wait=wait))
                 for host in self._back:  # so that a further loss lengthens the next wait
@@ -190,40 +196,36 @@ class Keeper(Mover):
 
     # --- commands -----------------------------------------------------------------------------
 
-    async def _status(self, asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        del asked, tell
-        await self._look()
-        return self._state()
+    async def _execute(self, command: Command, report: Report) -> dict[str, Any]:
+        match command:
+            case Status():
+                await self._look()
+                return self._state()
+            case Down(now):
+                report(f"{self._seen.open} requests are open")
+                self.stop(at_once=now)
+                return {"message": "ending"}
+            case Rescale(ranks, wait, overlap):
+                return {"message": await self._with_hosts(
+                    report, ranks or 0, wait, overlap or self._overlap)}
+            case Reload():
+                return {"message": await self._reload(command, report)}
+            case _:
+                assert_never(command)
 
-    async def _down(self, asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        tell(f"{self._seen.get('open', 0)} requests are open")
-        self.stop(at_once=bool(asked.get("now")))
-        return {"message": "ending"}
-
-    async def _rescale(self, asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        return {"message": await self._with_hosts(tell, int(asked.get("ranks") or 0),
-                                                  float(asked.get("wait") or 0),
-                                                  self._overlap_of(asked))}
-
-    def _overlap_of(self, asked: dict[str, Any]) -> Overlap:
-        found: Overlap = asked["overlap"] if asked.get("overlap") in OVERLAPS else self._overlap
-        return found
-
-    async def _reload(self, asked: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        given = asked.get("words") or []
-        words = command_of(given) if given else self._serving.words
+    async def _reload(self, command: Reload, report: Report) -> str:
+        words = command_of(command.words) if command.words else self._serving.words
         async with self._only():
             differ = self._serving.risky(words)
             new_model = bool({"model", "hf_repo", "hf_file"} & set(differ))
             why = f"answers depend on {', '.join(differ)}" if differ else ""
-            if not new_model and identity(self._seen.get("model", "")) != self._model:
+            if not new_model and identity(self._seen.model) != self._model:
                 new_model, why = True, "the model's file is another one"
             old = self._serving.words
-            message = await self._move(tell, JobChange(
+            return await self._move(report, JobChange(
                 "the server is reloaded", lambda: self._serving.use(old),
-                self._overlap_of(asked), words if given else None, why,
-                float(asked.get("wait") or 0), bool(asked.get("force")), new_model))
-        return {"message": message}
+                command.overlap or self._overlap, words if command.words else None, why,
+                command.wait, command.force, new_model))
 
     # --- reporting ----------------------------------------------------------------------------
 
@@ -245,13 +247,12 @@ class Keeper(Mover):
                 one["why"] = self._absent.get(str(one["host"]), "")
         return {"name": self._folder.name, "pid": os.getpid(), "job": self._serving.name,
                 "since": self._since, "phase": self._phase, "ready": self._ready.is_set(),
-                "url": seen.get("url", ""), "model": seen.get("name", ""),
-                "server": seen.get("state", ""), "reason": seen.get("reason", ""),
-                "open": seen.get("open", 0), "held": seen.get("waiting", 0),
+                "url": seen.url, "model": seen.name, "server": seen.state, "reason": seen.reason,
+                "open": seen.open, "held": seen.waiting,
                 "door_pid": self._http.pid, "words": served.get("words", []),
                 "ranks": served.get("ranks", 0), "wanted": self._serving.wanted,
                 "next": self._loading(), "not_moved": self._failed_move,
-                "lost": seen.get("lost", []), "hosts": hosts,
+                "lost": list(seen.lost), "hosts": hosts,
                 "starts": self._history, "logs": str(self._folder.path / "logs")}
 
     def _loading(self) -> dict[str, Any]:

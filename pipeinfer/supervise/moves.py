@@ -14,13 +14,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from typing_extensions import override
 
 from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Hold, Look, Move, Standby, Swap
 from pipeinfer.supervise import room
+from pipeinfer.supervise.commands_socket import Report
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.overlap import Overlap, OverlapChoice, choose, inherits
 from pipeinfer.supervise.serving import Serving
@@ -31,7 +32,6 @@ _END = 2.0  #: seconds for a moved job to end before it is killed
 _BEGIN = 600.0  #: seconds for the next one to be ready
 _LOOK = 0.2  #: seconds between two checks whether it is ready
 _HISTORY = 20
-Tell: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _Next:
 class Mover(Supervisor):
     """A supervisor that can move its job. folder: where its logs are."""
 
-    def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Tell) -> None:
+    def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report) -> None:
         door = HttpDoor(serving.environ, say)
         super().__init__(serving, restarts, door, say)
         self._serving, self._http, self._folder = serving, door, folder
@@ -153,7 +153,7 @@ class Mover(Supervisor):
                 self._failed_move = str(error)
                 raise
 
-    async def _move(self, tell: Tell, change: JobChange) -> str:
+    async def _move(self, report: Report, change: JobChange) -> str:
         """Replace the serving job by the next one; return the outcome in words.
 
         Raises UsageError if that was not done.
@@ -162,12 +162,12 @@ class Mover(Supervisor):
         if change.words is not None:
             self._serving.use(change.words)
         choice = await asyncio.to_thread(self._choose, change.overlap)
-        if choice.beside:
-            tell(f"the next job loads while this one serves ({choice.why})")
-            return await self._standby(tell, change)
+        if choice.both:
+            report(f"the next job loads while this one serves ({choice.why})")
+            return await self._standby(report, change)
         self._serving.use(before)
-        tell(f"this job ends before the next one loads ({choice.why})")
-        return await self._one_after_the_other(tell, change)
+        report(f"this job ends before the next one loads ({choice.why})")
+        return await self._one_after_the_other(report, change)
 
     def _choose(self, overlap: Overlap) -> OverlapChoice:
         serving = self._serving
@@ -175,16 +175,16 @@ class Mover(Supervisor):
             serving.config.job, serving.ranks, serving.roster)
         return choose(overlap, *known)
 
-    async def _one_after_the_other(self, tell: Tell, change: JobChange) -> str:
+    async def _one_after_the_other(self, report: Report, change: JobChange) -> str:
         if change.waits:
-            await self._until_none_is_open(tell, change)
+            await self._until_none_is_open(report, change)
         running = self.current
         if running is None or self.asked:
             await self._http.ask(Hold(on=False))
             raise UsageError("the job has ended meanwhile")
         self._meant, self._refused = True, ""
         order = Move(why=change.why, new_model=change.new_model)
-        count = (await self._http.ask(order)).get("open", 0)
+        count = (await self._http.ask(order)).open
         self.say(f"{change.why}; {count} open requests wait")
         self._ready.clear()
         self._phase, began = "moving", time.monotonic()
@@ -219,27 +219,27 @@ class Mover(Supervisor):
         running.job.end()
         asyncio.get_running_loop().call_later(_END, kill)
 
-    async def _until_none_is_open(self, tell: Tell, change: JobChange,
+    async def _until_none_is_open(self, report: Report, change: JobChange,
                                   following: _Next | None = None) -> None:
         """Hold new requests and wait until the open ones have ended, at most for a time, or
         until the serving job has died while `following` loads.
 
         Raises UsageError if requests are still open, unless the change forces the move.
         """
-        wait, told = change.wait, False
+        wait, waited = change.wait, False
         deadline = time.monotonic() + wait
         found = await self._http.ask(Hold(on=True))
-        while found.get("open", 0) and not self.asked and self._next is following:
-            if not told:
-                told = True
-                tell(f"{change.waits}: waiting for {found['open']} open requests, {wait:g} s at "
+        while found.open and not self.asked and self._next is following:
+            if not waited:
+                waited = True
+                report(f"{change.waits}: waiting for {found.open} open requests, {wait:g} s at "
                      "most; new ones wait")
             if time.monotonic() > deadline:
                 if change.force:
-                    tell(f"{found['open']} requests have not ended")
+                    report(f"{found.open} requests have not ended")
                     return
                 await self._http.ask(Hold(on=False))
-                raise UsageError(f"{found['open']} requests still run after {wait:g} s, so nothing "
+                raise UsageError(f"{found.open} requests still run after {wait:g} s, so nothing "
                                  "was changed: --wait S waits for longer, --force does not wait "
                                  "for them")
             await asyncio.sleep(0.25)
@@ -247,7 +247,7 @@ class Mover(Supervisor):
 
     # --- both at a time -----------------------------------------------------------------------
 
-    async def _standby(self, tell: Tell, change: JobChange) -> str:
+    async def _standby(self, report: Report, change: JobChange) -> str:
         """Start the next job, wait until it is ready, and let it take over."""
         began, self._refused = time.monotonic(), ""
         following: _Next | None = None
@@ -258,7 +258,7 @@ class Mover(Supervisor):
             self.say(f"{change.why}: the next job loads while this one serves")
             await self._until_it_could(following)
             if change.waits and self._next is following:
-                await self._until_none_is_open(tell, change, following)
+                await self._until_none_is_open(report, change, following)
             if self._next is following:
                 return await self._swap(following, began)
         except BaseException as error:
@@ -281,8 +281,7 @@ class Mover(Supervisor):
         logs = self._folder.path / "logs"
         while self._next is following:
             found = await self._http.ask(Look())
-            state = found.get("beside")
-            if state == "ready":
+            if found.standby == "ready":
                 return
             if self.asked:
                 raise UsageError("the server is ending")
@@ -292,7 +291,7 @@ class Mover(Supervisor):
                     time.monotonic() - running.began, 1)}
                 raise UsageError(f"the next job does not start (exit code {running.row['exit']}; "
                                  f"{why or f'see {logs}'}): nothing was changed")
-            if state == "gone":  # it ends by itself; then its exit code gives the reason
+            if found.standby == "gone":  # it ends by itself; then its exit code gives the reason
                 deadline = min(deadline, time.monotonic() + 10 * _END)
             if time.monotonic() > deadline:
                 raise UsageError(f"the next job is not ready after {_BEGIN:g} s (see {logs}): "
@@ -303,20 +302,18 @@ class Mover(Supervisor):
         """Let the next job serve from now on, and end the old one."""
         change, old = following.change, self.current
         found = await self._http.ask(Swap(why=change.why, lost=False))
-        if not found:  # it has been too busy to answer in time
+        if not found.state:  # it has been too busy to answer in time
             found = await self._http.ask(Swap(why=change.why, lost=False))
-        if not found.get("swapped") or old is None:
+        if not found.swapped or old is None:
             raise UsageError("the next job has failed just before it took over: nothing was "
                              "changed")
         self._next, self.heir, self._meant = None, following.running, True
         self._take_note()
-        seen = await self._http.ask(Look())
-        self._model = identity(str(seen.get("model", "")))
+        self._model = identity(found.model)
         self._end(old)
         while self.current is not following.running and not following.running.ends.done():
             await asyncio.sleep(0.05)
-        return self._done(f"{change.why}: the next job has taken over", began,
-                          int(found.get("open", 0)))
+        return self._done(f"{change.why}: the next job has taken over", began, found.open)
 
     async def _inherit(self, following: _Next) -> bool:
         """Handle the death of the serving job while the next one loads; return whether that one
@@ -330,11 +327,10 @@ class Mover(Supervisor):
         change = following.change
         self._ready.clear()
         seen = await self._http.ask(Look())
-        takes = inherits(reachable=bool(seen), same=not change.waits,
-                         open_requests=int(seen.get("open", 0)), force=change.force)
+        takes = inherits(reachable=bool(seen.state), same=not change.waits,
+                         open_requests=seen.open, force=change.force)
         if takes and not following.running.ends.done() and (
-                await self._http.ask(Swap(why="the job has ended", lost=True))
-                ).get("swapped"):
+                await self._http.ask(Swap(why="the job has ended", lost=True))).swapped:
             self.say("the job has ended while the next one loads, which follows it")
             self.heir, self._undo, self._phase = following.running, change.undo, "starting"
             self._take_note()

@@ -33,7 +33,7 @@ class Room:
 class OverlapChoice:
     """Whether both jobs run at the same time; and why not, or how much memory there is."""
 
-    beside: bool
+    both: bool
     why: str
 
 

@@ -32,7 +32,7 @@ def test_one_that_hangs_is_killed(monkeypatch):
             http_process.enter, path, Settings(str(MODEL), "m"),
             lambda: http_process.listen("127.0.0.1", 0, SECONDS))
         async with asyncio.timeout(SECONDS):
-            while not await door.ask(Look()):
+            while not (await door.ask(Look())).state:
                 await asyncio.sleep(0.05)
             assert not said
             os.kill(door.pid, signal.SIGSTOP)

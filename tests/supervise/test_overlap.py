@@ -12,7 +12,7 @@ from pipeinfer.supervise.overlap import RESERVE, Room, choose, inherits
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(("overlap", "rooms", "unknown", "beside", "says"), [
+@pytest.mark.parametrize(("overlap", "rooms", "unknown", "both", "says"), [
     ("auto", [Room("a", 9 * GIB, 4 * GIB), Room("b", 5 * GIB, 4 * GIB)], "", True, "b has 5.0"),
     ("auto", [Room("a", 9 * GIB, 4 * GIB), Room("b", 4.8 * GIB, 4 * GIB)], "", False,
      "b has 4.8 GiB free, the next job needs 4.9 there"),
@@ -22,9 +22,9 @@ GIB = 1 << 30
     ("auto", [], "memory of GPUs is not asked for", False, "GPUs"),
     ("always", [Room("a", 1.0, 4 * GIB)], "", True, "--overlap always"),
     ("never", [Room("a", 9 * GIB, 1.0)], "", False, "--overlap never")])
-def test_where_memory_allows_it(overlap, rooms, unknown, beside, says):
+def test_where_memory_allows_it(overlap, rooms, unknown, both, says):
     choice = choose(overlap, rooms, unknown)
-    assert choice.beside is beside
+    assert choice.both is both
     assert says in choice.why
 
 

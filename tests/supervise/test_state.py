@@ -11,7 +11,7 @@ import pytest
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.supervise import commands_socket, state
 from pipeinfer.supervise.commands import lines_of
-from pipeinfer.supervise.commands_socket import Commands, call
+from pipeinfer.supervise.commands_socket import Commands, Down, Rescale, call
 from pipeinfer.supervise.logs import Logs
 from pipeinfer.supervise.state import Folder
 
@@ -71,25 +71,25 @@ def serve(folder, commands):
     return end
 
 
-async def greet(asked, tell):
+async def execute(command, tell):
     tell("wait")
-    if "name" not in asked:
+    if not isinstance(command, Rescale):
         raise UsageError("who?")
-    return {"hello": asked["name"]}
+    return {"ranks": command.ranks}
 
 
 def test_a_command_gets_what_is_said_and_one_answer(folder, monkeypatch):
-    end, heard = serve(folder, {"greet": greet}), []
+    end, heard = serve(folder, execute), []
     try:
         assert (folder.path / "control").stat().st_mode & 0o777 == 0o600
-        assert call(folder, heard.append, 10, op="greet", name="a")["hello"] == "a"
+        assert call(folder, heard.append, 10, Rescale(3))["ranks"] == 3
         assert heard == ["wait"]
-        for asked, says in (({"op": "greet"}, "who?"), ({"op": "bad"}, "no command 'bad'")):
+        for command, says in ((Down(), "who?"), (Rescale(overlap="bad"), "no such command: .*bad")):
             with pytest.raises(RequestError, match=says):
-                call(folder, heard.append, 10, **asked)
+                call(folder, heard.append, 10, command)
         monkeypatch.setattr(commands_socket, "is_ours", lambda link: False)
         with pytest.raises(RequestError, match=r"ended before it answered|connection was lost"):
-            call(folder, heard.append, 10, op="greet", name="another user")
+            call(folder, heard.append, 10, Rescale(3))
     finally:
         end()
     assert not (folder.path / "control").exists()

@@ -17,7 +17,7 @@ import requests
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import RequestError
-from pipeinfer.supervise.commands_socket import call
+from pipeinfer.supervise.commands_socket import Reload, Rescale, Status, call
 from pipeinfer.supervise.state import Folder
 from tests.mpi.test_supervised import Stream, job_processes
 from tests.rig import launch
@@ -44,7 +44,7 @@ class Up:
 
     def status(self):
         """What `pipeinfer status --json` shows, without a process of its own."""
-        return call(Folder("default"), print, 20, op="status")
+        return call(Folder("default"), print, 20, Status())
 
 
 @contextlib.contextmanager
@@ -78,8 +78,8 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert len(whole) == 120
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
-        said = call(Folder("default"), print, 120, op="rescale", ranks=3,
-                    overlap="never")["message"]
+        said = call(Folder("default"), print, 120, Rescale(3, overlap="never")
+                    )["message"]
         assert "moved to 3 ranks: ready again after" in said
         assert stream.ended().tokens == whole
         assert stream.last["timings"]["restarts_n"] == 1
@@ -103,14 +103,14 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
 class Asked(threading.Thread):
     """A command to the supervisor, meanwhile."""
 
-    def __init__(self, **order):
+    def __init__(self, command):
         super().__init__(daemon=True)
         self.heard, self.message = [], ""
-        self._order = order
+        self._command = command
         self.start()
 
     def run(self):
-        self.message = call(Folder("default"), self.heard.append, 150, **self._order)["message"]
+        self.message = call(Folder("default"), self.heard.append, 150, self._command)["message"]
 
 
 def new_jobs(served):
@@ -154,11 +154,11 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
         served = one.served
         stream = Stream(served)
         with pytest.raises(RequestError, match=r"the next job does not start \(exit code 3"):
-            call(Folder("default"), print, 120, op="reload", words=[
-                *slow, "-m", str(tmp_path / "none")])
+            call(Folder("default"), print, 120, Reload([
+                *slow, "-m", str(tmp_path / "none")]))
         assert new_jobs(served) == 0
         assert "does not start" in one.status()["not_moved"]
-        order = Asked(op="reload", words=quick)
+        order = Asked(Reload(quick))
         with stopped(served, 3):
             seen = len(stream.tokens)
             served.until(lambda: len(stream.tokens) > seen + 2, "tokens of the old ranks")
@@ -173,10 +173,10 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
         assert stream.last["timings"]["same_arithmetic"] is True
         assert one.status()["words"] == quick
 
-        call(Folder("default"), print, 120, op="reload", words=slow)
+        call(Folder("default"), print, 120, Reload(slow))
         stream = Stream(served)
         served.until(lambda: stream.tokens, "tokens of the old ranks")
-        order = Asked(op="reload", words=quick)
+        order = Asked(Reload(quick))
         with stopped(served, 5):
             assert cleanup.end(cleanup.numbered(one.status()["job"], 4))  # its launcher, too
         order.join(120)
@@ -201,8 +201,8 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
         (tmp_path / "new.gguf").replace(model)
         heard = []
         with pytest.raises(RequestError, match="1 requests still run after 0 s, so nothing was ch"):
-            call(folder, heard.append, 60, op="reload", wait=0, overlap="never")
-        call(folder, heard.append, 90, op="reload", wait=60, overlap="never")
+            call(folder, heard.append, 60, Reload(overlap="never"))
+        call(folder, heard.append, 90, Reload(wait=60, overlap="never"))
         assert heard[-1].startswith("the model's file is another one: waiting for 1 open")
         assert stream.ended().tokens == whole
         assert stream.last["timings"].get("restarts_n") is None
@@ -212,7 +212,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
                            (["--port", "1"], "--port cannot change while .* give --port"),
                            (["--nothing"], "serve: No such option")):
             with pytest.raises(RequestError, match=says):
-                call(folder, heard.append, 90, op="reload", words=[*words, *more])
+                call(folder, heard.append, 90, Reload([*words, *more]))
         assert folder.read()["words"] == words
 
         (rank,) = (p for p in job_processes(folder.read()["job"]).values()
