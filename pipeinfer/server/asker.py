@@ -90,8 +90,8 @@ class Asker:
             self.trace.ended(generation)
 
 
-NOBODY = Asker()
-_ASKER: ContextVar[Asker] = ContextVar("asker", default=NOBODY)
+_NO_CLIENT = Asker()
+_ASKER: ContextVar[Asker] = ContextVar("asker", default=_NO_CLIENT)
 
 
 def current() -> Asker:

@@ -132,7 +132,7 @@ class Engine:
         """Return the message for a rebalance that moves nothing."""
         if is_cut(self._session.assembly.held):
             return (f"the slices {verb} where they are: no other places for them are faster, and "
-                    "they are never cut anew while a job runs")
+                    "they are never cut again while a job runs")
         return f"the layers {verb} as they are: no other plan is faster"
 
     def _submit(self, frame: Submit) -> None:

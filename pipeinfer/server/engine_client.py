@@ -280,7 +280,7 @@ class EngineClient:
                 self._welcome(facts)
             case Changed(facts):
                 for change in facts.get("changes", ())[len(self.facts.get("changes", ())):]:
-                    self._tell("recovery" if change["lost"] else "move", why=change["why"])
+                    self._trace("recovery" if change["lost"] else "move", why=change["why"])
                 self.facts = facts
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
             case Rebalanced(number):
@@ -469,7 +469,7 @@ class EngineClient:
             self.fail(reason)
         elif self.state != "restarting":
             self.state, self.reason = "restarting", reason
-            self._tell("pause", why=reason)
+            self._trace("pause", why=reason)
             self._patience = asyncio.get_running_loop().call_later(
                 self.settings.restart_timeout, self._give_up)
             self._end_rebalances(reason)
@@ -512,7 +512,7 @@ class EngineClient:
                 waiting.set_exception(ApiError(503, message, code=(
                     "cluster_failed" if kind == "failed" else "shutting_down")))
 
-    def _tell(self, event: str, **attributes: str) -> None:
+    def _trace(self, event: str, **attributes: str) -> None:
         """Record an event in the trace of every open request."""
         for asker in {one.generation.asker for one in self.open.values()}:
             asker.event(event, **attributes)

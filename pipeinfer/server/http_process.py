@@ -47,13 +47,13 @@ class Child:
     process: subprocess.Popen[bytes] | None
     link: Link
     url: str
-    told: bool = False  #: whether `fail` was called
+    failed: bool = False  #: whether `fail` was called
 
     def fail(self, message: str) -> None:
         """Send it (once) the reason why the job ends; it ends its streams and exits by itself."""
-        if self.told:
+        if self.failed:
             return
-        self.told = True
+        self.failed = True
         with contextlib.suppress(Exception):
             self.link.send(Failed(message))
             self.link.flush(_WORDS_SECONDS)

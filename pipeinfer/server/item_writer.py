@@ -38,9 +38,9 @@ class ItemWriter(ResponsesWriter):
 
     @override
     def opening(self) -> list[Mapping[str, Any]]:
-        self._tell("response.created", response=self._response("in_progress"))
-        self._tell("response.in_progress", response=self._response("in_progress"))
-        return self._told()
+        self._add("response.created", response=self._response("in_progress"))
+        self._add("response.in_progress", response=self._response("in_progress"))
+        return self._taken()
 
     @override
     def chunks(self, choice: ResponseChoice) -> list[Mapping[str, Any]]:
@@ -49,8 +49,8 @@ class ItemWriter(ResponsesWriter):
         if ended:
             choice.done = True
             status = self._status(choice)
-            self._tell(f"response.{status}", response=self._response(status))
-        return self._told()
+            self._add(f"response.{status}", response=self._response(status))
+        return self._taken()
 
     @override
     def closing(self) -> list[Mapping[str, Any]]:
@@ -62,8 +62,8 @@ class ItemWriter(ResponsesWriter):
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         if self.kept:  # a client that requests the answer again may get the event with this number
             self._count = max(0, self._count - 1)
-        self._tell("response.failed", response=response)
-        return self._told()[0]
+        self._add("response.failed", response=response)
+        return self._taken()[0]
 
     def now(self) -> dict[str, Any]:
         """Return the answer before it is complete."""
@@ -85,7 +85,7 @@ class ItemWriter(ResponsesWriter):
             self._words(content)
         for call in calls:
             if isinstance(call, Call):
-                choice.told += 1
+                choice.written += 1
                 self._begin({"id": self._new_id("fc"), "type": "function_call",
                              "status": "in_progress", "call_id": call.call_id, "name": call.name,
                              "arguments": ""})
@@ -113,7 +113,7 @@ class ItemWriter(ResponsesWriter):
     def _begin(self, item: dict[str, Any]) -> None:
         self._finish("completed")
         self.items.append(item)
-        self._tell("response.output_item.added", output_index=len(self.items) - 1,
+        self._add("response.output_item.added", output_index=len(self.items) - 1,
                    item=dict(item))
 
     def _new_id(self, kind: str) -> str:
@@ -134,19 +134,19 @@ class ItemWriter(ResponsesWriter):
         else:
             self._of_item("response.function_call_arguments.done", name=item["name"],
                           arguments=item["arguments"])
-        self._tell("response.output_item.done", output_index=len(self.items) - 1, item=dict(item))
+        self._add("response.output_item.done", output_index=len(self.items) - 1, item=dict(item))
 
     def _of_item(self, kind: str, **fields: Any) -> None:
-        self._tell(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+        self._add(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _add(self, kind: str, **fields: Any) -> None:
         if self.asked.stream:
             self._events.append({"type": kind, "sequence_number": self._count, **fields})
             self._count += 1
 
-    def _told(self) -> list[Mapping[str, Any]]:
-        told, self._events = self._events, []
-        return told
+    def _taken(self) -> list[Mapping[str, Any]]:
+        taken, self._events = self._events, []
+        return taken
 
     def _status(self, choice: ResponseChoice) -> str:
         return "incomplete" if self._reason(choice) == "length" else "completed"

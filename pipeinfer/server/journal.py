@@ -155,7 +155,7 @@ def check(path: str) -> Path:
         raise _not_ours(whole)
     if not os.access(whole.parent, os.W_OK):
         raise UsageError(f"--journal {path}: its folder must be writable, too, because the file is "
-                         "written anew from time to time")
+                         "rewritten from time to time")
     return whole
 
 
@@ -257,11 +257,11 @@ class Journal:
 
     def render(self, records: Iterable[Record]) -> tuple[int, int] | OSError:
         """Write a new file with these requests; return its descriptor and size, or the error."""
-        beside = self.path.with_name(self.path.name + ".new")
+        replacement = self.path.with_name(self.path.name + ".new")
         made = -1
         try:
-            beside.unlink(missing_ok=True)
-            made = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            replacement.unlink(missing_ok=True)
+            made = os.open(replacement, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             size = _write(made, _line(JournalHead(VERSION)))
             for record in records:
                 size += _write(made, b"".join(map(_line, record.entries())))
@@ -270,7 +270,7 @@ class Journal:
             if made >= 0:
                 os.close(made)
             with contextlib.suppress(OSError):
-                beside.unlink()
+                replacement.unlink()
             return error
         return made, size
 
@@ -280,11 +280,11 @@ class Journal:
         if isinstance(made, OSError):
             self.failed(made)
             return
-        beside = self.path.with_name(self.path.name + ".new")
+        replacement = self.path.with_name(self.path.name + ".new")
         try:
             size = made[1] + _write(made[0], b"".join(since))
             fcntl.flock(made[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.replace(beside, self.path)
+            os.replace(replacement, self.path)
         except OSError as error:
             os.close(made[0])
             self.failed(error)

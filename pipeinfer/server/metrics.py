@@ -49,7 +49,7 @@ class Metrics:
     """The metrics of one server."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the lines, and nobody reads them
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the lines, which no reader needs
         self._registry = CollectorRegistry()
         make: dict[str, Any] = {"registry": self._registry, "namespace": "pipeinfer"}
         self._requests = Counter("requests", "Choices by outcome.", ["outcome"], **make)

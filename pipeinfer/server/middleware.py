@@ -120,7 +120,7 @@ class Guard:
         meter.open += counted
         try:
             with asking(meter=meter):
-                await self._app(scope, self._bounded(receive), _telling(meter, send))
+                await self._app(scope, self._bounded(receive), _counting(meter, send))
         finally:
             meter.connected -= 1
             meter.open -= counted
@@ -220,14 +220,14 @@ def _beyond(meter: Meter, message: str, seconds: float | None = None) -> ApiErro
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
-def _telling(meter: Meter, send: Send) -> Send:
+def _counting(meter: Meter, send: Send) -> Send:
     """Wrap `send` to add headers with the remaining amounts of the key."""
-    async def told(message: Message) -> None:
+    async def counted(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), *meter.headers(time.monotonic())]
         await send(message)
 
-    return told
+    return counted
 
 
 def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -49,7 +49,7 @@ class ResponseChoice:
     generation: Generation
     parser: CallParser | None = None
     text: str = ""
-    told: int = 0  #: calls written so far
+    written: int = 0  #: calls written so far
     called: int = 0  #: calls found so far
     done: bool = False
 
@@ -104,8 +104,8 @@ class ResponsesWriter:
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
             out.append(self._piece(choice, delta, content))
         for call in calls:
-            choice.told += not isinstance(call, More)
-            out.append(self._delta(choice, {"tool_calls": [call.to_json(choice.told - 1)]}))
+            choice.written += not isinstance(call, More)
+            out.append(self._delta(choice, {"tool_calls": [call.to_json(choice.written - 1)]}))
         if ended:
             choice.done = True
             last = self._delta(choice, {}, self._reason(choice)) if self.is_chat else (
@@ -186,7 +186,7 @@ class ResponsesWriter:
     def _chat_choice(self, choice: ResponseChoice, delta: Delta) -> ChatChoice:
         content, found = self._split(choice, delta, ended=True)
         calls = [call for call in found if isinstance(call, Call)]
-        choice.told = len(calls)
+        choice.written = len(calls)
         message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content or None
@@ -237,7 +237,7 @@ class ResponsesWriter:
 
     def _reason(self, choice: ResponseChoice) -> Finish:
         end = _end(choice)
-        return "tool_calls" if choice.told and end == "stop" else end
+        return "tool_calls" if choice.written and end == "stop" else end
 
     def _text_logprobs(self, delta: Delta, shift: int) -> TextLogprobs | None:
         if not self.asked.logprobs:

@@ -331,7 +331,7 @@ class Rebalanced(TypedDict):
 
 
 class Deleted(TypedDict):
-    """An answer that nobody can ask for any more."""
+    """An answer that was deleted."""
 
     id: str
     object: str

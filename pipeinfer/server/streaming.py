@@ -99,9 +99,9 @@ async def events(job: Work, writer: ResponsesWriter, after: int | None = None
     numbers = itertools.count() if after is not None else None
     # An empty line ends an event. The official openai client takes one that has nothing but the
     # number of the event before for an event, and fails on it.
-    sign = b": waiting\n\n" if numbers is None else b": waiting\n"
+    keep_alive = b": waiting\n\n" if numbers is None else b": waiting\n"
 
-    def told(chunk: Mapping[str, Any]) -> bytes:
+    def encoded(chunk: Mapping[str, Any]) -> bytes:
         if numbers is None or after is None:
             return event(chunk)
         number = next(numbers)
@@ -109,22 +109,22 @@ async def events(job: Work, writer: ResponsesWriter, after: int | None = None
 
     try:
         for chunk in writer.opening():
-            if data := told(chunk):
+            if data := encoded(chunk):
                 yield data
         waiting = list(writer.choices)
         while waiting:
             if not await job.wait(_PING_SECONDS):
-                yield sign
+                yield keep_alive
             for choice in list(waiting):
                 for chunk in writer.chunks(choice):
-                    if data := told(chunk):
+                    if data := encoded(chunk):
                         yield data
                 if choice.done:
                     waiting.remove(choice)
             if (failure := job.failure) is not None:
                 raise for_failure(failure)
         for chunk in writer.closing():
-            if data := told(chunk):
+            if data := encoded(chunk):
                 yield data
         if writer.ends_with_mark:
             yield b"data: [DONE]\n\n"

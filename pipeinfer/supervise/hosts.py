@@ -53,10 +53,10 @@ class Roster:
         """Use these hosts for the next job. Raises UsageError if the hostfile cannot be written."""
         write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"
                  else doctor_hosts.openmpi_hostfile)
-        beside = self.out.with_name(f"{self.out.name}.new")
+        replacement = self.out.with_name(f"{self.out.name}.new")
         try:
-            beside.write_text(write(entries), encoding="utf-8")
-            beside.replace(self.out)
+            replacement.write_text(write(entries), encoding="utf-8")
+            replacement.replace(self.out)
         except OSError as error:  # a full disk; the hosts of before are still in the file
             raise UsageError(f"cannot write {self.out}: {error.strerror}") from error
         slots = sum(entry.slots for entry in entries)
@@ -98,8 +98,8 @@ class Roster:
     @property
     def nodes(self) -> str:
         """The path of the nodes file next to the hostfile, or ""."""
-        beside = nodes_file_beside(self.hostfile)
-        return str(beside.resolve()) if beside else ""
+        nodes = nodes_file_beside(self.hostfile)
+        return str(nodes.resolve()) if nodes else ""
 
 
 def others(hostfile: str) -> list[str]:

@@ -87,9 +87,9 @@ def find(environ: dict[str, str]) -> Launcher | None:
     A launcher that is not part of this Python's installation has its own MPI library; `environ`
     gets MPI4PY_LIBMPI then. Raises UsageError for an unknown launcher.
     """
-    beside = Path(sys.executable).with_name("mpirun")
+    own = Path(sys.executable).with_name("mpirun")
     path = environ.get("PIPEINFER_MPIRUN") or shutil.which("mpirun") or (
-        str(beside) if beside.exists() else None)
+        str(own) if own.exists() else None)
     if path is None:
         return None
     if (found := shutil.which(path)) is None:

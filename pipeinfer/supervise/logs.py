@@ -90,15 +90,15 @@ class Splitter:
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
-            self._tell(line)
+            self._pass_on(line)
 
     def close(self) -> None:
         """Handle the end of the stream."""
         if self._rest:
-            self._tell(self._rest)
+            self._pass_on(self._rest)
         self._rest = b""
 
-    def _tell(self, line: bytes) -> None:
+    def _pass_on(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r")
         found = _TAG.match(text)
         self._line(int(found[1]) if found else None, text[found.end():] if found else text)

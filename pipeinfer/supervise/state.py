@@ -82,12 +82,12 @@ class Folder:
 
     def write(self, state: dict[str, Any]) -> None:
         """Store the state. A full disk costs the report, not the job."""
-        beside = self.path / f"{_STATE}.new"
+        replacement = self.path / f"{_STATE}.new"
         with contextlib.suppress(OSError):
-            number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            number = os.open(replacement, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(number, "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
-            os.replace(beside, self.path / _STATE)
+            os.replace(replacement, self.path / _STATE)
 
     def read(self) -> dict[str, Any]:
         """Return the state that was stored last, {} if none."""
