@@ -19,6 +19,7 @@ from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 
 _POLL_SECONDS = 0.5  #: between two checks whether a server has loaded its model
+_TELL_SECONDS = 10.0  #: between two notes that a server is loading
 
 
 class Remote:
@@ -43,12 +44,13 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def wait_until_ready(self, tell: Callable[[str], None]) -> None:
-        """Return once requests are accepted. tell: called once with the reason of a delay.
+        """Return once requests are accepted. tell: called now and then with the reason
+        of a delay.
 
         Raises RequestError when there is no server, the cluster has failed, or nothing changes
         before the timeout.
         """
-        deadline, told = time.monotonic() + self._timeout, False
+        deadline, told = time.monotonic() + self._timeout, 0.0
         while True:
             status, health = self._get("/health")
             state = health.get("status", "")
@@ -57,9 +59,12 @@ class Remote:
             if state == "draining" or time.monotonic() > deadline:
                 raise RequestError(f"the server at {self.url} accepts no requests now: it is "
                                    f"{state}")
-            if not told:
-                tell(f"the model at {self.url} is loading")
-                told = True
+            if time.monotonic() > told:
+                texts = [f"{name} {stage['text']}" for name, stage in health.get(
+                    "stages", {}).items() if stage.get("text") and stage.get("phase") != "ready"]
+                tell(f"the model at {self.url} is loading" + (
+                    f": {' | '.join(texts)}" if texts else ""))
+                told = time.monotonic() + _TELL_SECONDS
             time.sleep(_POLL_SECONDS)
         if state in ("failed", "stopped"):
             raise RequestError(f"the cluster at {self.url} has failed: "

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from pipeinfer import host
 from pipeinfer.cli.terminal import own_terminal
@@ -90,11 +90,14 @@ class LoadingLines:
         self._out.flush()
 
 
-def progress_text(state: Any, now: float) -> str:
-    """Return the phase of a stage, with MB, MB/s and seconds left where it counts bytes."""
+def progress_text(state: StageState, now: float | None = None) -> str:
+    """Return the phase of a stage, with MB, MB/s and seconds left where it counts bytes.
+
+    now: by `time.monotonic`; None: the present time.
+    """
     if state.total < _BYTES:
         return f"{state.phase} {state.done / state.total:.0%}" if state.total > 1 else state.phase
-    took, left = now - state.since, state.total - state.done
+    took, left = (time.monotonic() if now is None else now) - state.since, state.total - state.done
     rate = state.done / took if took > 0 else 0.0
     text = f"{state.phase} {state.done / 1e6:,.0f} of {state.total / 1e6:,.0f} MB"
     if rate < 1e3 or took < 1:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from pipeinfer import host
-from pipeinfer.cli.loading import progress_hook
+from pipeinfer.cli.loading import progress_hook, progress_text
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import Stopped, fetch_models
 from pipeinfer.cluster.assembly import ProgressHook
@@ -79,7 +79,7 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
     def progress(states: Any) -> None:
         child.link.send(Loading({
             f"spare rank {s.spare}" if s.spare else str(node):
-                {"phase": s.phase, "done": s.done, "total": s.total}
+                {"phase": s.phase, "done": s.done, "total": s.total, "text": progress_text(s)}
             for node, s in states.items()}))
         if show is not None:
             show(states)

@@ -58,6 +58,7 @@ def _answer(client: EngineClient, line: bytes) -> Answer:
     progress, reason = client.standby()
     return Answer(
         number=order.number, swapped=swapped, state="loading" if loads else client.state,
-        reason=client.reason, url=client.url, open=len(client.open), waiting=client.waiting,
+        reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
+        waiting=client.waiting,
         model=client.settings.model, name=client.settings.name,
         lost=tuple(client.facts.get("lost", ())), standby=progress, standby_reason=reason)

@@ -144,6 +144,14 @@ class EngineClient:
         else:
             self._admits.set()
 
+    @property
+    def loading_text(self) -> str:
+        """How far the stages are that are not ready yet; "" if none loads."""
+        return "" if self.state != "loading" else "; ".join(
+            f"{name if name.startswith('spare') else f'stage {name}'}: "
+            f"{stage.get('text', stage['phase'])}"
+            for name, stage in self.loading.items() if stage["phase"] != "ready")
+
     def check_ready(self) -> Tokenizer:
         """Return the vocabulary if requests can be accepted. Raises ApiError (503) otherwise."""
         waits = self.state == "restarting" and not self._gave_up
@@ -153,7 +161,9 @@ class EngineClient:
             raise ApiError(503, f"the cluster has failed: {self.reason}; it is being started "
                                 "again", code="cluster_failed")
         if self.state in ("loading", "ready"):
-            raise ApiError(503, "the model is still loading; try again shortly", code="loading")
+            how_far = f" ({text})" if (text := self.loading_text) else ""
+            raise ApiError(503, f"the model is still loading{how_far}; try again shortly",
+                           code="loading")
         if self.state == "failed":
             raise ApiError(503, f"the cluster has failed: {self.reason}", code="cluster_failed")
         raise ApiError(503, "the server is shutting down", code="shutting_down")

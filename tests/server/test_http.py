@@ -548,13 +548,18 @@ def test_a_request_that_does_not_arrive_is_not_waited_for(impatient, begun, answ
 
 def test_until_the_model_is_there_requests_are_told_to_come_back():
     with front(MODEL, ready=False) as server:
-        server.peer.send(Loading({"1": {"phase": "loading"}}))
+        stages = {"1": {"phase": "loading", "text": "loading 5 of 9 MB"},
+                  "2": {"phase": "ready", "text": "ready"}, "spare rank 3": {"phase": "waiting"}}
+        server.peer.send(Loading(stages))
         server.until(lambda: server.get("/health").json().get("stages"))
         answer = server.get("/health")
         assert answer.status_code == 503
-        assert answer.json() == {"status": "loading", "stages": {"1": {"phase": "loading"}}}
+        assert answer.json() == {"status": "loading", "stages": stages}
         answer = server.post("/v1/completions", {"prompt": "x"})
-        assert error(answer, 503)["code"] == "loading"
+        found = error(answer, 503)
+        assert found["code"] == "loading"
+        assert found["message"] == ("the model is still loading (stage 1: loading 5 of 9 MB; spare "
+                                    "rank 3: waiting); try again shortly")
         assert answer.headers["Retry-After"]
         assert server.get("/v1/models").status_code == 200
         server.ready()

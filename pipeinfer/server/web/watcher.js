@@ -62,7 +62,9 @@ export class Watcher {
       const stages = Object.values(health.stages ?? {});
       const loaded = stages.filter((stage) => stage.phase === "ready").length;
       if (stages.length) {
-        this.field.textContent = `loading, ${loaded} of ${stages.length} stages`;
+        const waiting = stages.find((stage) => stage.phase !== "ready")?.text;
+        this.field.textContent =
+          `loading, ${loaded} of ${stages.length} stages${waiting ? `: ${waiting}` : ""}`;
       }
     } catch {
       this.state("gone");
