@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
+from pipeinfer.core.control import Facts
 from pipeinfer.errors import UsageError
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -39,22 +40,6 @@ SECRETS = "PIPEINFER_SECRETS"  #: host:path of the file with secrets, until rank
 #: variables that hold keys or tokens: no launcher has them, nor any rank but the first
 SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
                 "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
-
-
-class HostFacts(Struct, frozen=True):
-    """The facts that a rank sends to the head. Memory in bytes."""
-
-    host: str
-    pid: int
-    cores: int
-    cores_host: int
-    local_rank: int
-    local_size: int
-    memory_total: int
-    memory_available: int
-    features: tuple[str, ...]
-    machine: str
-    python: str
 
 
 class Place(Struct):
@@ -195,11 +180,11 @@ def numa_nodes(root: Path = _NUMA_NODES) -> int:
     return max(1, sum(bool(_cpu_list(path / "cpulist")) for path in root.glob("node[0-9]*")))
 
 
-def facts(cores: int, local_rank: int, local_size: int) -> HostFacts:
+def facts(cores: int, local_rank: int, local_size: int) -> Facts:
     """Return the facts that this rank sends to the head."""
     memory = psutil.virtual_memory()
     available = min(memory.available, _memory_left())
-    return HostFacts(
+    return Facts(
         socket.gethostname(), os.getpid(), cores, min(_allowed(), _quota()), local_rank,
         local_size, memory.total, available, cpu_features(), platform.machine(),
         platform.python_version(),

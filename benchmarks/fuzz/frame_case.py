@@ -21,6 +21,7 @@ from benchmarks.fuzz.mutate import INTEGERS, change_bytes, change_value
 from benchmarks.fuzz.runner import Kind
 from pipeinfer.core import codec as p
 from pipeinfer.core import control, messages
+from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.types import (
     Choice,
     Rows,
@@ -74,6 +75,7 @@ def seeds() -> tuple[bytes, ...]:
         control.RollCall(3), control.Standing(control.PortName(2), 3, 7, 1.5),
         messages.ShardHave(1, 4096, bytes(32)), messages.ShardChunk(4096, bytes(range(200))),
         messages.ShardEnd(bytes(32)),
+        StartDraft(3, 1, (4, 5), 9, (6,), SamplingParams(), 4, 4, 1, 0.1, 0.2, frozenset({2})),
     ))
 
 
@@ -98,7 +100,7 @@ def _change(draw: random.Random, frame: bytes) -> bytes:
         start = struct.calcsize("<" + _HEADER[1 : 2 + at])
         raw[start : start + size] = (number % (1 << 8 * size)).to_bytes(size, "little")
         return bytes(raw)
-    if act < 0.5 and frame[5:6] in (b"\x09", b"\x0a"):
+    if act < 0.5 and frame[5:6] == bytes([messages.Op.CONTROL]):
         try:
             body = json.loads(frame[p.HEADER_BYTES :])
         except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ from pipeinfer import __version__, host
 from pipeinfer.backends.pytorch.options import missing_packages
 from pipeinfer.config import JobConfig
 from pipeinfer.core.codec import VERSION
-from pipeinfer.core.control import Bell, Facts, Hello, Refused, pack, unpack
+from pipeinfer.core.control import Bell, Hello, Refused, pack, unpack
 from pipeinfer.errors import MismatchError, PipeinferError, RankLost
 from pipeinfer.host import Place
 from pipeinfer.llama.library import NO_LIBRARY, llama_kernels, llama_version
@@ -36,13 +36,12 @@ def hello(config: JobConfig, place: Place) -> Hello:
     """Return what this rank sends to the head: versions, a digest of the config, host facts."""
     shared = {k: v for k, v in config.values().items() if k not in _PER_NODE_FIELDS}
     digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
-    facts = host.facts(place.cores, place.local_rank, place.local_size)
     return Hello(
         rank=place.rank, version=__version__, protocol=VERSION, backend=llama_version(),
         kernels=llama_kernels(), config=digest.hexdigest(),
         values={k: repr(v)[:80] for k, v in shared.items()},
         asked_backend=config.model.backend, torch_missing=tuple(missing_packages()),
-        facts=Facts(**structs.asdict(facts)), bell=_bell(place))
+        facts=host.facts(place.cores, place.local_rank, place.local_size), bell=_bell(place))
 
 
 def _bell(place: Place) -> Bell:

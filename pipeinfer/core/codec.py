@@ -10,66 +10,39 @@ Independent of transports, ranks, clocks and models.
     DECODE  spans f64[s,3] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
             hidden f32[n,d]
+    CONTROL JSON: the messages that are rare (`ControlMessage`)
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import struct
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from pipeinfer.core.control import (
-    DraftDone,
-    DraftJob,
-    DraftReady,
-    DraftSetup,
-    DraftStop,
-    Pace,
-    PortMessage,
-    Progress,
-    Ready,
-    Receive,
-    Received,
-    Report,
-    RollCall,
-    Setup,
-    ShardOffer,
-    ShardWanted,
-    Standing,
-    SumRegion,
-    pack,
-    unpack,
-)
+from pipeinfer.core.control import pack, unpack_by
 from pipeinfer.core.messages import (
     NO_RUN,
     CacheOps,
-    Cancel,
+    ControlMessage,
     Decode,
-    LaneClose,
-    LaneOpen,
     Message,
     Op,
     Part,
     RunCancelled,
     RunFinished,
     ShardChunk,
-    ShardEnd,
-    ShardHave,
-    Shutdown,
     Spans,
     Verdict,
-    WorkerFailed,
 )
 from pipeinfer.core.types import (
     ALL_SEQS,
     Choice,
     Rows,
-    SamplingParams,
     SeqCopy,
     SeqJoin,
     SeqKeep,
@@ -79,14 +52,12 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 12
+VERSION = 13
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
 _CHOICE = np.dtype([("token", "<i4"), ("n_top", "<i4"), ("logprob", "<f8")])
 _TOP = np.dtype([("token", "<i4"), ("pad", "<i4"), ("logprob", "<f8")])
-_PARAMS = struct.Struct("<didddddiqQiiii")
-_BIAS = np.dtype([("token", "<i4"), ("bias", "<f8")])
 # Header flags of a DECODE frame (plain integers: an enum costs a microsecond each time)
 _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass it on
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
@@ -94,6 +65,7 @@ _HIDDEN = 4  # activations follow the columns
 _VIEWS = 8  # rows attend to other ids than they are stored under
 _FLAGS = 15  # all of them
 _PART = int(Op.PART)
+_control: msgspec.json.Decoder[ControlMessage] = msgspec.json.Decoder(ControlMessage)
 _VERDICTS = tuple(Verdict)
 _FLOAT, _HALF = np.dtype("<f4"), np.dtype("<u2")
 _SHORT = 4  # flag of a PART frame: numbers of 16 bits; the two lower bits hold the verdict
@@ -110,43 +82,23 @@ def encode(message: Message) -> bytes:
     match message:
         case Decode():
             return _encode_decode(message)
-        case CacheOps(ops):
-            return _frame(Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
-        case LaneOpen(lane, params):
-            return _frame(Op.LANE_OPEN, _encode_params(params), run_id=lane)
-        case LaneClose(lane):
-            return _frame(Op.LANE_CLOSE, run_id=lane)
-        case Shutdown():
-            return _frame(Op.SHUTDOWN)
         case RunFinished(run_id, choices, spans):
             return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
                           run_id=run_id, n_rows=len(choices), n_spans=len(spans))
-        case RunCancelled(run_id, spans):
-            return _frame(Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
-                          n_spans=len(spans))
-        case Cancel(run_ids):
-            body = np.asarray(run_ids, "<i8").tobytes()
-            return _frame(Op.CANCEL, body, n_rows=len(run_ids))
         case Part(member, turn, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
             return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, turn, member, 0, place,
                                 data.size, data.nbytes, 0) + data.tobytes()
-        case WorkerFailed(node, host, run_id, summary, traceback, exit_code):
-            words = {"host": host, "summary": summary, "traceback": traceback, "code": exit_code}
-            return _frame(Op.WORKER_FAILED, json.dumps(words).encode(), run_id=run_id,
-                          parent_id=node)
-        case ShardHave(node, offset, digest):
-            return _frame(Op.SHARD_HAVE, digest, run_id=offset, parent_id=node)
+        case RunCancelled(run_id, spans):
+            return _frame(Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
+                          n_spans=len(spans))
+        case CacheOps(ops):
+            return _frame(Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
         case ShardChunk(offset, chunk):
             return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
-        case ShardEnd(digest):
-            return _frame(Op.SHARD_END, digest)
-        case (Setup() | Receive() | Progress() | Ready() | Received() | Pace() | RollCall()
-              | Standing() | Report() | SumRegion() | ShardWanted() | ShardOffer() | DraftSetup()
-              | DraftReady() | DraftJob() | DraftStop() | DraftDone()):
-            return _frame(Op.CONTROL, pack(message))
-        case _:
-            raise ProtocolError(f"cannot encode {type(message).__name__}")
+    if isinstance(message, ControlMessage):
+        return _frame(Op.CONTROL, pack(message))
+    raise ProtocolError(f"cannot encode {type(message).__name__}")
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:
@@ -184,38 +136,18 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             )
         case Op.CACHE_OPS:
             message = CacheOps(_read_ops(reader, n_ops))
-        case Op.LANE_OPEN:
-            message = LaneOpen(run_id, _decode_params(reader))
-        case Op.LANE_CLOSE:
-            message = LaneClose(run_id)
-        case Op.SHUTDOWN:
-            message = Shutdown()
         case Op.RUN_FINISHED:
             message = RunFinished(run_id, _decode_choices(reader, n_rows), spans)
         case Op.RUN_CANCELLED:
             message = RunCancelled(run_id, spans)
-        case Op.CANCEL:
-            message = Cancel(tuple(reader.array("<i8", n_rows).tolist()))
-        case Op.WORKER_FAILED:
-            message = _decode_failure(reader, run_id, parent_id)
+        case Op.SHARD_CHUNK:
+            message = ShardChunk(run_id, reader.rest())
         case Op.CONTROL:
-            message = _decode_control(reader)
-        case Op.SHARD_HAVE | Op.SHARD_CHUNK | Op.SHARD_END:
-            message = _decode_shard(op, reader, run_id, parent_id)
+            message = unpack_by(_control, reader.rest())
         case _:
             raise ProtocolError(f"unknown operation {op}")
     reader.finish()
     return message
-
-
-def _decode_shard(op: int, reader: _Reader, run_id: int, parent_id: int) -> Message:
-    match op:
-        case Op.SHARD_HAVE:
-            return ShardHave(parent_id, run_id, bytes(reader.rest()))
-        case Op.SHARD_CHUNK:
-            return ShardChunk(run_id, reader.rest())
-        case _:
-            return ShardEnd(bytes(reader.rest()))
 
 
 def check_decode(
@@ -305,16 +237,6 @@ class _Reader:
     def array(self, dtype: Any, count: int) -> Any:
         return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype)
 
-    def json(self) -> dict[str, Any]:
-        try:
-            data = json.loads(bytes(self._body[self._at :]))
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a frame has a damaged JSON body: {error}") from error
-        if not isinstance(data, dict):
-            raise ProtocolError("a frame's JSON body is not an object")
-        self._at = len(self._body)
-        return data
-
     def finish(self) -> None:
         if self._at != len(self._body):
             raise ProtocolError(f"a frame has {len(self._body) - self._at} bytes too many")
@@ -398,25 +320,6 @@ def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
 
 
-def _decode_failure(reader: _Reader, run_id: int, node: int) -> WorkerFailed:
-    data = reader.json()
-    try:
-        host, summary, trace, code = (data[k] for k in ("host", "summary", "traceback", "code"))
-    except KeyError as error:
-        raise ProtocolError(f"a failure report lacks {error}") from error
-    if not all(isinstance(text, str) for text in (host, summary, trace)) or not (
-            isinstance(code, int) and -(2**31) <= code < 2**31):
-        raise ProtocolError("a failure report has a malformed body")
-    return WorkerFailed(node, host, run_id, summary, trace, int(code))
-
-
-def _decode_control(reader: _Reader) -> PortMessage:
-    message = unpack(reader.rest())
-    if not isinstance(message, PortMessage):
-        raise ProtocolError(f"{type(message).__name__} cannot be sent through a port")
-    return message
-
-
 def _ops_array(ops: tuple[SeqOp, ...]) -> Any:
     table = np.zeros((len(ops), 5), "<i4")
     for row, op in zip(table, ops, strict=True):
@@ -447,36 +350,6 @@ def _read_ops(reader: _Reader, count: int) -> tuple[SeqOp, ...]:
             case _:
                 raise ProtocolError(f"unknown sequence operation {kind}")
     return tuple(ops)
-
-
-def _encode_params(p: SamplingParams) -> bytes:
-    grammar = p.grammar.encode()
-    head = _PARAMS.pack(p.temperature, p.top_k, p.top_p, p.min_p, p.repeat_penalty,
-                        p.presence_penalty, p.frequency_penalty, p.repeat_last_n, p.n_logprobs,
-                        p.key, len(p.logit_bias), p.grammar_start, len(grammar), len(p.bans))
-    bans = np.array(p.bans, "<i4").tobytes()
-    return head + np.array(list(p.logit_bias), _BIAS).tobytes() + bans + grammar
-
-
-def _decode_params(reader: _Reader) -> SamplingParams:
-    (t, top_k, top_p, min_p, repeat, presence, frequency, last_n, n_logprobs, key, n_bias, start,
-     n_grammar, n_bans) = _PARAMS.unpack(reader.take(_PARAMS.size))
-    if min(n_bias, start, n_grammar, n_bans) < 0:
-        raise ProtocolError("sampling parameters have a negative number of logit biases, bans or "
-                            "grammar bytes")
-    if not all(map(math.isfinite, (t, top_p, min_p, repeat, presence, frequency))):
-        raise ProtocolError("sampling parameters are not numbers")
-    bias = reader.array(_BIAS, n_bias)
-    if not np.isfinite(bias["bias"]).all():
-        raise ProtocolError("a logit bias is not a number")
-    bans = reader.array("<i4", 3 * n_bans).reshape(n_bans, 3)
-    try:
-        grammar = str(reader.take(n_grammar), "utf-8")
-    except UnicodeDecodeError as error:
-        raise ProtocolError(f"a grammar is not text: {error}") from error
-    return SamplingParams(t, top_k, top_p, min_p, repeat, presence, frequency, last_n,
-                          tuple((int(i), float(b)) for i, b in bias.tolist()), key, n_logprobs,
-                          grammar, start, tuple((a, at, t) for a, at, t in bans.tolist()))
 
 
 def _encode_choices(choices: tuple[Choice, ...]) -> bytes:

@@ -10,7 +10,7 @@
     rank 0    RollCall -> Standing                      position of each node: is a link cut?
     stage     Report                                    its figures, at the end
     rank 0    DraftSetup -> DraftReady                  to ranks that only draft, of no epoch
-    rank 0    DraftJob, DraftStop -> DraftDone          drafting jobs and their results
+    rank 0    StartDraft, DraftStop -> DraftDone        drafting jobs and their results
 
 One class each; every field is validated on arrival. A port is named by its stage and its member:
 several ranks may hold a stage, and member 0 leads. Independent of models, transports and policies.
@@ -18,7 +18,7 @@ several ranks may hold a stage, and member 0 leads. Independent of models, trans
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -415,28 +415,6 @@ class DraftReady(_Message, frozen=True, tag=True):
     exit_code: int = 0
 
 
-class DraftJob(_Message, frozen=True, tag=True):
-    """A drafting job (`drafting.StartDraft`) for a draft rank.
-
-    tokens: the lane's accepted tokens from index `start` on. The rank has those before: successive
-        jobs of a lane only append tokens. The lane's sampling parameters came as a LaneOpen.
-    """
-
-    job_id: int
-    lane: int
-    start: int
-    tokens: tuple[int, ...]
-    suffix: tuple[int, ...]
-    max_tokens: int
-    max_depth: int
-    branches: int
-    p_min: float
-    p_split: float
-    stop_ids: tuple[int, ...]
-    alternatives: int
-    shift: int
-
-
 class DraftStop(_Message, frozen=True, tag=True):
     """The result of this job is no longer wanted."""
 
@@ -486,25 +464,28 @@ class Rehearse(_Message, frozen=True, tag=True):
 Order: TypeAlias = Place | Leave | Rehearse
 PortMessage: TypeAlias = (
     Setup | Receive | Progress | Ready | Received | Pace | RollCall | Standing | Report | SumRegion
-    | ShardWanted | ShardOffer
-    | DraftSetup | DraftReady | DraftJob | DraftStop | DraftDone)
+    | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Placed
-Control: TypeAlias = Order | PortMessage | StartMessage
+Control: TypeAlias = Order | StartMessage
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Control)
-
-
-def pack(message: Control) -> bytes:
-    """Return the message as JSON, for `unpack`."""
-    return _encoder.encode(message)
+_T = TypeVar("_T")
+_decoder: msgspec.json.Decoder[Control] = msgspec.json.Decoder(Control)
+#: encodes a control message for `unpack`
+pack = msgspec.json.Encoder().encode
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Control:
-    """Return the message that `pack` encoded. Raises ProtocolError that names the wrong field."""
+    """Return the message between ranks that `pack` encoded, see `unpack_by`."""
+    return unpack_by(_decoder, data)
+
+
+def unpack_by(decoder: msgspec.json.Decoder[_T], data: bytes | bytearray | memoryview) -> _T:
+    """Return the message that `pack` encoded, of the decoder's classes.
+
+    Raises ProtocolError that names the wrong field.
+    """
     try:
-        message: Control = _decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).split())  # may quote a field name that the sender chose
         raise ProtocolError(f"a control message is damaged: {words}") from error
-    return message

@@ -51,10 +51,12 @@ class Prefix(Sequence[int]):
         return f"Prefix({list(self)!r})"
 
 
-class StartDraft(Struct, frozen=True):
+class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A drafting job: request proposals below a path.
 
-    The path is the first `base` tokens of `accepted`, followed by `suffix`.
+    The path is the first `base` tokens of `accepted`, followed by `suffix`. To a draft rank the
+    job travels without what that rank has: the lane's sampling parameters came as a LaneOpen, and
+    successive jobs of a lane only append tokens.
 
     job_id: by which results and `StopDraft` refer to the job
     lane: the lane's number for proposers (`Lane.path_id`)
@@ -74,11 +76,12 @@ class StartDraft(Struct, frozen=True):
     free_only: whether no model may be evaluated for the job
     free_max, free_min: `max_tokens` and `p_min` for proposers that evaluate no model; 0 and None:
         the same as for the others
+    sent: how many tokens before those in `accepted` the receiver has
     """
 
     job_id: int
     lane: int
-    accepted: Prefix
+    accepted: Sequence[int]
     base: int
     suffix: tuple[int, ...]
     params: SamplingParams
@@ -94,6 +97,7 @@ class StartDraft(Struct, frozen=True):
     free_only: bool = False
     free_max: int = 0
     free_min: float | None = None
+    sent: int = 0
 
 
 ENOUGH = 0.6  #: least confidence of an inline proposer's first token at which no draft is queried

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from pipeinfer.core.control import PortMessage
+from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.types import Choice, FloatArray, Rows, SamplingParams, SeqOp
 
 NO_RUN = -1
@@ -32,22 +33,15 @@ class Tag(enum.IntEnum):
 
 
 class Op(enum.IntEnum):
-    """The kind of message that a frame holds."""
+    """The kind of message that a frame holds; CONTROL stands for every `ControlMessage`."""
 
     DECODE = 1
     CACHE_OPS = 2
-    LANE_OPEN = 3
-    LANE_CLOSE = 4
-    SHUTDOWN = 5
-    RUN_FINISHED = 6
-    RUN_CANCELLED = 7
-    CANCEL = 8
-    WORKER_FAILED = 9
-    CONTROL = 10
-    SHARD_HAVE = 11
-    SHARD_CHUNK = 12
-    SHARD_END = 13
-    PART = 14
+    RUN_FINISHED = 3
+    RUN_CANCELLED = 4
+    PART = 5
+    SHARD_CHUNK = 6
+    CONTROL = 7
 
 
 class Decode(Struct, frozen=True):
@@ -100,20 +94,20 @@ class CacheOps(Struct, frozen=True):
     ops: tuple[SeqOp, ...]
 
 
-class LaneOpen(Struct, frozen=True):
+class LaneOpen(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Announce a lane and the parameters with which its tokens are chosen."""
 
     lane: int
     params: SamplingParams
 
 
-class LaneClose(Struct, frozen=True):
+class LaneClose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Delete a lane. Every run that uses it has passed before this message."""
 
     lane: int
 
 
-class Shutdown(Struct, frozen=True):
+class Shutdown(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Pass this message on, send the report, and exit."""
 
 
@@ -142,7 +136,7 @@ class RunCancelled(Struct, frozen=True):
     spans: Spans = ()
 
 
-class Cancel(Struct, frozen=True):
+class Cancel(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Withdraw runs whose rows are all dead.
 
     Advisory and idempotent. Goes against the direction of the runs, or directly to every stage
@@ -192,7 +186,7 @@ class Part(Struct, frozen=True, eq=False):
     __hash__ = None  # type: ignore[assignment]
 
 
-class WorkerFailed(Struct, frozen=True):
+class WorkerFailed(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The last message of a node that failed.
 
     node: where it failed
@@ -208,10 +202,10 @@ class WorkerFailed(Struct, frozen=True):
     run_id: int
     summary: str
     traceback: str
-    exit_code: int = 6
+    exit_code: Annotated[int, Meta(ge=-2**31, lt=2**31)] = 6
 
 
-class ShardHave(Struct, frozen=True):
+class ShardHave(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A stage has the first `offset` bytes of its shard and requests those that follow.
 
     digest: BLAKE2b of the bytes that it has; in the first such message only
@@ -229,13 +223,17 @@ class ShardChunk(Struct, frozen=True):
     data: bytes | memoryview
 
 
-class ShardEnd(Struct, frozen=True):
+class ShardEnd(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The whole shard was sent; `digest` is its BLAKE2b."""
 
     digest: bytes
 
 
+#: the rare messages, which travel as JSON; the others have columns
+ControlMessage: TypeAlias = (
+    LaneOpen | LaneClose | Shutdown | Cancel | WorkerFailed | ShardHave | ShardEnd | StartDraft
+    | PortMessage
+)
 Message: TypeAlias = (
-    Decode | CacheOps | LaneOpen | LaneClose | Shutdown | RunFinished | RunCancelled | Cancel
-    | Part | WorkerFailed | ShardHave | ShardChunk | ShardEnd | PortMessage
+    Decode | CacheOps | RunFinished | RunCancelled | Part | ShardChunk | ControlMessage
 )

@@ -1,6 +1,6 @@
 """A draft rank: it holds the draft model, or some of its layers, and computes proposals.
 
-    rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, DraftJob, DraftStop
+    rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, StartDraft, DraftStop
     last draft rank -> rank 0: DraftReady, DraftDone
     last draft rank -> Decode -> first ... -> last   rows, then their activations
 
@@ -23,7 +23,7 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend, apply
-from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
+from pipeinfer.core.control import DraftDone, DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN, Decode, LaneClose, LaneOpen, Message, Tag
 from pipeinfer.core.types import (
@@ -80,7 +80,7 @@ class DraftRank:
         self._setup: DraftSetup | None = None
         self._layers: Backend | None = None
         self._proposer: Proposer | None = None
-        self._todo: deque[DraftSetup | LaneOpen | LaneClose | DraftJob | Decode] = deque()
+        self._todo: deque[DraftSetup | LaneOpen | LaneClose | StartDraft | Decode] = deque()
         self._hidden: deque[Decode] = deque()
         self._params: dict[int, SamplingParams] = {}
         self._tokens: dict[int, list[int]] = {}
@@ -112,7 +112,7 @@ class DraftRank:
                 case LaneClose(lane):
                     self._params.pop(lane, None)
                     self._tokens.pop(lane, None)
-                case DraftJob():
+                case StartDraft():
                     self._draft(task)
                 case Decode():
                     self._pass_on(task)
@@ -139,11 +139,11 @@ class DraftRank:
 
     def _sort(self, source: int, message: Message) -> None:
         match message:
-            case DraftSetup() | LaneOpen() | LaneClose() | DraftJob():
+            case DraftSetup() | LaneOpen() | LaneClose() | StartDraft():
                 self._todo.append(message)
             case DraftStop(job_id):  # of a finished job: its number may be used again
-                if job_id == self._at or any(isinstance(task, DraftJob) and task.job_id == job_id
-                                             for task in self._todo):
+                if job_id == self._at or any(isinstance(task, StartDraft)
+                                             and task.job_id == job_id for task in self._todo):
                     self._stopped.add(job_id)
             case Decode() if self._proposer is not None:
                 self._hidden.append(message)
@@ -171,20 +171,21 @@ class DraftRank:
             self._rank, socket.gethostname(), (setup.start, setup.stop),
             self._layers.info.weight_bytes, self._threads, host.memory_parts()["rss"]))
 
-    def _draft(self, job: DraftJob) -> None:
+    def _draft(self, job: StartDraft) -> None:
         if self._proposer is None:
             return  # loading failed, and rank 0 has received the reason
         tokens, params = self._tokens.get(job.lane), self._params.get(job.lane)
-        if tokens is None or params is None or job.start > len(tokens):
-            raise ProtocolError(f"rank {self._rank} was asked for guesses in lane {job.lane}, of "
-                                f"whose first {job.start} tokens it has not heard")
-        tokens[job.start:] = job.tokens
+        if tokens is None or params is None or job.sent > len(tokens):
+            raise ProtocolError(f"rank {self._rank} received a drafting job of lane {job.lane}, "
+                                f"but lacks some of the lane's first {job.sent} tokens")
+        tokens[job.sent:] = job.accepted
         self._at = job.job_id
         start, rows = time.perf_counter(), self._proposer.rows_evaluated
         found: tuple[Proposal, ...] | None = None
         if job.job_id not in self._stopped:
-            found = self._proposer.propose(_asked(job, tokens, params),
-                                           lambda: self._is_stopped(job.job_id))
+            found = self._proposer.propose(
+                structs.replace(job, sent=0, accepted=Prefix(tokens), params=params),
+                lambda: self._is_stopped(job.job_id))
         self._at = 0
         self._stopped.discard(job.job_id)
         self._port.post(0, DraftDone(
@@ -308,10 +309,3 @@ class PartedBackend:
     def _apply(self, op: SeqOp) -> None:
         self._ops.append(op)
         apply(self._own, op)
-
-
-def _asked(job: DraftJob, tokens: list[int], params: SamplingParams) -> StartDraft:
-    return StartDraft(
-        job.job_id, job.lane, Prefix(tokens), len(tokens), job.suffix, params, job.max_tokens,
-        job.max_depth, job.branches, job.p_min, job.p_split, frozenset(job.stop_ids),
-        job.alternatives, job.shift)

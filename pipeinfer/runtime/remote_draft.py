@@ -11,7 +11,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from pipeinfer.core.control import DraftDone, DraftJob, DraftReady, DraftSetup, DraftStop
+from msgspec import structs
+
+from pipeinfer.core.control import DraftDone, DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.messages import LaneClose, LaneOpen
 from pipeinfer.core.types import SamplingParams
@@ -87,10 +89,8 @@ class RemoteDraft:
             return
         known = self._known(job)
         self._waiting.add(job.job_id)
-        self._port.post(self._ranks[-1], DraftJob(
-            job.job_id, job.lane, known, tuple(job.accepted[known:job.base]), job.suffix,
-            job.max_tokens, job.max_depth, job.branches, job.p_min, job.p_split,
-            tuple(sorted(job.stop_ids)), job.alternatives, job.shift))
+        self._port.post(self._ranks[-1], structs.replace(
+            job, sent=known, accepted=job.accepted[known:job.base], params=SamplingParams()))
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job: its result is no longer needed."""
