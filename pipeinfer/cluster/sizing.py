@@ -31,8 +31,7 @@ from pipeinfer.scheduler.controller import (
     weighed_by,
 )
 from pipeinfer.scheduler.settings import PUBLISHED, Limits, lanes_per_response
-from pipeinfer.scheduler.speculation_trial import WINDOW, SpeculationTrial
-from pipeinfer.scheduler.turns_trial import TurnsTrial
+from pipeinfer.scheduler.worth import OVERLAP, TURNS, Trial
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
@@ -44,7 +43,8 @@ _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
 _USUAL = 0.7  #: acceptance that is expected of a draft
 _CHEAP = 0.05  #: of a token's time: a draft up to this cost is tried even if it rarely pays
-_SURE = 8  #: spans in which an expectation holds before the contrary is tried
+_HOPED, _DOUBTED = 96, 192  #: tokens with and without speculation before the contrary is tried,
+#: where it is expected to pay or not
 _ALL_IDS = 255  #: llama.cpp has 256, one of which is the grave (llamacpp.cell_order)
 
 
@@ -279,30 +279,28 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
     """
     trial = contended and limits.speculates and config.speculation == "auto" \
         and "path_min" not in pinned
-    judge: SpeculationTrial | TurnsTrial | None = SpeculationTrial() if trial else None
+    judge = Trial(OVERLAP) if trial else None
     if judge is not None and limits.take_turns:
-        judge = _judge_of_turns(curve, draft_share, limits, free=LOOKUP in config.proposer)
+        judge = _trial_of_turns(curve, draft_share, limits, free=LOOKUP in config.proposer)
         if not judge.speculate:
             limits = structs.replace(limits, path_min=NEVER)
     controller = Controller(limits, pinned, curve, cells // 2, judge, draft_share)
     return controller if config.adapt and controller.active else None
 
 
-def _judge_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool
-                    ) -> SpeculationTrial | TurnsTrial:
+def _trial_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool) -> Trial:
     """Return the trial that measures whether speculation pays where draft and target take turns.
 
     free: whether a proposer without a model goes on where models do not pay.
     """
-    weighed, most = bool(limits.costs), limits.exact_width - 1
-    timing = _at_load(curve, 0.0 if free and weighed else draft_share)
-    likely, hopeless = turns(timing, _USUAL, most) > 0, turns(timing, GOOD, most) == 0
-    if not weighed:
-        return SpeculationTrial(likely, sure=_SURE, hopeless=hopeless)
-    if likely:
-        return TurnsTrial(begin=4 * WINDOW)
+    most = limits.exact_width - 1
+    free = free and bool(limits.costs)
+    timing = _at_load(curve, 0.0 if free else draft_share)
+    if turns(timing, _USUAL, most):
+        # unlikely tokens are not issued where each has to pay, so a poor draft costs little
+        return Trial(TURNS, begin=_HOPED if limits.costs else 0)
     doubtful = not free and draft_share > _CHEAP
-    return TurnsTrial(rest=_SURE * WINDOW if doubtful else 0, hopeless=hopeless)
+    return Trial(TURNS, rest=_DOUBTED if doubtful else 0, hopeless=not turns(timing, GOOD, most))
 
 
 def _at_load(curve: Curve, draft_share: float) -> Timing:

@@ -5,7 +5,7 @@ accepted token is issued. Speculative tokens follow as fast as the draft propose
 slowest stage takes them. The first wrong one ends the cycle when its predecessor's result is back,
 one pipeline latency after its issue. The speed is the expected number of tokens of a cycle over its
 expected length. Settings that the user gave are left alone. Independent of clocks and clusters:
-durations come in, limits go out.
+durations come in, a tuning goes out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from msgspec import Struct, field, structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
-from pipeinfer.scheduler.settings import Limits, row_price
-from pipeinfer.scheduler.speculation_trial import SpeculationTrial
-from pipeinfer.scheduler.turns_trial import TurnsTrial
+from pipeinfer.scheduler.settings import Limits, Tuning, row_price
+from pipeinfer.scheduler.worth import Trial
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: sizes of micro-batches that are compared
 _MEMORY = 0.9  #: weight of the past in a running mean
@@ -277,7 +276,7 @@ class Controller(Struct):
     """Records the times of runs and drafts, and returns the limits to use from now on.
 
     limits: the starting point
-    pinned: names of `Limits` fields that must stay
+    pinned: names of `Tuning` fields that must stay
     curve: (rows, relative time) as stages measured it when they loaded; used for numbers of rows
         that were not measured since
     max_rows: maximum rows in flight that the stages' caches can hold
@@ -291,7 +290,7 @@ class Controller(Struct):
     pinned: Collection[str] = ()
     curve: Curve = ((2, 1.5),)
     max_rows: int = 1 << 30
-    trial: SpeculationTrial | TurnsTrial | None = None
+    trial: Trial | None = None
     draft_share: float = 0.0
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
@@ -373,8 +372,8 @@ class Controller(Struct):
             least[-1] = min(least[-1], statistics.median(least))
         return min(alone, max(math.fsum(least), 0.0))
 
-    def progress(self, total: int, now: float, lanes: int, key: object) -> Limits | None:
-        """Pass the number of tokens so far to the trial, see `SpeculationTrial.tokens`.
+    def progress(self, total: int, now: float, lanes: int, key: object) -> Tuning | None:
+        """Pass the number of tokens so far to the trial, see `Trial.tokens`.
 
         Returns limits for the next runs if speculation starts or stops because of it, else None.
         """
@@ -383,7 +382,7 @@ class Controller(Struct):
         return self._change({"path_min": cutoff(self.limits.credit)
                              if self.trial.speculate else NEVER})
 
-    def advise(self, acceptance: float, second: float) -> Limits | None:
+    def advise(self, acceptance: float, second: float) -> Tuning | None:
         """Return limits for the next runs; None: no change.
 
         acceptance: of first proposals
@@ -408,7 +407,7 @@ class Controller(Struct):
             "eager": size * timing.draft > 1.5 * timing.slot(size),
         }, timing)
 
-    def _take_turns(self, timing: Timing, acceptance: float) -> Limits | None:
+    def _take_turns(self, timing: Timing, acceptance: float) -> Tuning | None:
         limits, most = self.limits, min(self.limits.exact_width - 1, SIZES[-1] - 1)
         if limits.costs:  # each token is weighed by itself, so the width is that of the best case
             wanted, likely = weighed_by(timing, most), _ALMOST_SURE
@@ -416,8 +415,6 @@ class Controller(Struct):
                 del wanted["draft_price"]
         else:
             size, likely = turns(timing, acceptance, most), acceptance
-            if isinstance(self.trial, SpeculationTrial):
-                self.trial.expect(size > 0)
             size = max(size, 1)  # the trial decides whether speculation pays at all
             wanted = {"tree_max": size, "draft_max": size,
                       "p_min": round(least_confidence(timing, acceptance, size), 2)}
@@ -427,8 +424,8 @@ class Controller(Struct):
             wanted |= {"tree_max": before, "draft_max": before}
         return self._change(wanted, timing)
 
-    def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Limits | None:
-        """The limits with these values, except those that the user pinned; None: no change."""
+    def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Tuning | None:
+        """The tuning with these values, except those that the user pinned; None: no change."""
         if self.limits.parallel > 1 and timing is not None:
             wanted["share"] = groups(timing, self.limits.exact_width, self.limits.parallel)
         changes = {name: value for name, value in wanted.items() if name not in self.pinned

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import Event, Instruction, LaneStats, ToNode
 from pipeinfer.scheduler.lanes import Run
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import Limits, Tuning
 
 
 class SchedulerLike(Protocol):
@@ -45,7 +45,7 @@ class SchedulerLike(Protocol):
     def reconfigure(self, limits: Limits) -> None:
         """Use other settings from now on; only while idle."""
 
-    def tune(self, limits: Limits) -> None:
+    def tune(self, tuning: Tuning) -> None:
         """Use other sizes, credits and cutoffs from now on, at any time."""
 
     def snapshot(self) -> dict[str, Any]:

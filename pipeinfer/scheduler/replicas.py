@@ -43,7 +43,7 @@ from pipeinfer.scheduler.events import (
 )
 from pipeinfer.scheduler.lanes import Run
 from pipeinfer.scheduler.sequence_pool import SequencePool
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import Limits, Tuning
 from pipeinfer.scheduler.token_tree import PLANNED, Node, Tree
 from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import Lookahead, trie
@@ -145,9 +145,9 @@ class ReplicaScheduler:
         """The number of requests in progress, and a value that changes when one comes or goes."""
         return len(self._tasks), tuple(self._tasks)
 
-    def tune(self, limits: Limits) -> None:
+    def tune(self, tuning: Tuning) -> None:
         """Raise ProtocolError: replicas have no settings that are tuned."""
-        del limits
+        del tuning
         raise ProtocolError("replicas are not tuned")
 
     def reconfigure(self, limits: Limits) -> None:

@@ -43,7 +43,7 @@ from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.published import repeat_tip
 from pipeinfer.scheduler.response_threads import Threads
 from pipeinfer.scheduler.sequence_pool import SequencePool
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import Limits, Tuning
 from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
@@ -124,17 +124,9 @@ class Scheduler:
         self.state.admission = Admission(limits)
         self.pool.ops.extend(ops)
 
-    def tune(self, limits: Limits) -> None:
-        """Use other sizes, credits and cutoffs from now on, at any time.
-
-        Raises ProtocolError for a change of a setting that runs in flight rely on.
-        """
-        old = self.limits
-        fixed = ("n_ctx", "policy", "ablations", "chunk", "exact_width", "partitions", "parallel",
-                 "cells", "kept", "threads")
-        if any(getattr(limits, name) != getattr(old, name) for name in fixed):
-            raise ProtocolError(f"{', '.join(fixed)} cannot change while requests run")
-        self.state.limits = self.admission.limits = limits
+    def tune(self, tuning: Tuning) -> None:
+        """Use other sizes, credits and cutoffs from now on, at any time."""
+        self.state.limits = self.admission.limits = self.limits.tuned(tuning)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Advance by one event; return the instructions to execute, in order.

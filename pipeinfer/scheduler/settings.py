@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.core.policy import Ablation, Policy
 
@@ -16,17 +16,11 @@ def row_price(costs: Sequence[float]) -> float:
     return min((cost / size for size, cost in enumerate(costs, 1)), default=0.0)
 
 
-class Limits(Struct, frozen=True):
-    """The settings of the scheduler.
+class Tuning(Struct, frozen=True, kw_only=True):
+    """The settings that may change while requests run.
 
-    n_ctx: positions that a lane may use
-    policy: which runs are issued
-    ablations: components that are switched off
-    chunk: prompt rows per run; prompts are cut at multiples of it
-    exact_width: maximum rows of a run of generated tokens (R)
     credit: maximum runs in flight, prompt chunks and speculation; an accepted token is always
         issued
-    partitions: live leaf ids besides a lane's first
     draft_max: speculative tokens per micro-batch
     tree_max: drafted tokens of a synchronous tree, or of the single run of the `continuous`
         ablation
@@ -41,15 +35,10 @@ class Limits(Struct, frozen=True):
         (pays where the draft is slower than a stage)
     join_tip: after a miss wait for the first micro-batch and issue it in the accepted token's run
         (one pass over the weights instead of two; pays where the draft is fast and stages are few)
-    parallel: requests decoded at a time
-    cells: tokens of all requests and cached prompts together; 0: each request's context is the only
-        bound
-    kept: maximum prompts in the prefix cache; 0: prompts share nothing
     alone: speculate in every lane as if it were the only one
     guess_rows: maximum speculative tokens in flight; 0: no bound
     share: best size of the decode groups, by number of lanes (index: lanes - 1); empty: as many
         groups as `credit` suggests
-    threads: maximum threads of a response that are active besides its main one
     take_turns: draft and target compute one after the other, as with `synchronous`: for stages on
         the draft's cores, where there is no pipeline to fill
     same_cores: stages compute with the same cores: a run occupies them for the sum of all stages'
@@ -63,13 +52,7 @@ class Limits(Struct, frozen=True):
         `take_turns`; 0 and None: the same as the others
     """
 
-    n_ctx: int
-    policy: Policy = Policy.PIPEINFER
-    ablations: frozenset[Ablation] = frozenset()
-    chunk: int = 64
-    exact_width: int = 1
     credit: int = 4
-    partitions: int = 8
     draft_max: int = 3
     tree_max: int = 8
     branches: int = 1
@@ -81,19 +64,48 @@ class Limits(Struct, frozen=True):
     path_min: float = 0.03
     eager: bool = False
     join_tip: bool = False
-    parallel: int = 1
-    cells: int = 0
-    kept: int = 0
     alone: bool = False
     guess_rows: int = 0
     share: tuple[int, ...] = ()
-    threads: int = 0
     take_turns: bool = False
     same_cores: bool = False
     costs: tuple[float, ...] = ()
     draft_price: float = 0.0
     free_max: int = 0
     free_min: float | None = None
+
+
+class Limits(Tuning, frozen=True, kw_only=True):
+    """All settings of the scheduler; runs in flight rely on those that are not `Tuning`.
+
+    n_ctx: positions that a lane may use
+    policy: which runs are issued
+    ablations: components that are switched off
+    chunk: prompt rows per run; prompts are cut at multiples of it
+    exact_width: maximum rows of a run of generated tokens (R)
+    partitions: live leaf ids besides a lane's first
+    parallel: requests decoded at a time
+    cells: tokens of all requests and cached prompts together; 0: each request's context is the only
+        bound
+    kept: maximum prompts in the prefix cache; 0: prompts share nothing
+    threads: maximum threads of a response that are active besides its main one
+    """
+
+    n_ctx: int
+    policy: Policy = Policy.PIPEINFER
+    ablations: frozenset[Ablation] = frozenset()
+    chunk: int = 64
+    exact_width: int = 1
+    partitions: int = 8
+    parallel: int = 1
+    cells: int = 0
+    kept: int = 0
+    threads: int = 0
+
+    def tuned(self, tuning: Tuning) -> Limits:
+        """Return the same limits with another tuning."""
+        return structs.replace(self, **{name: getattr(tuning, name)
+                                        for name in Tuning.__struct_fields__})
 
     @property
     def synchronous(self) -> bool:

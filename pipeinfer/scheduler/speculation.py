@@ -17,7 +17,6 @@ from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.scheduler.calibration import Calibration
-from pipeinfer.scheduler.draft_worth import DraftWorth
 from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
@@ -27,6 +26,7 @@ from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.scheduler.worth import MODELS, Entry, Ledger
 from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
@@ -49,7 +49,7 @@ class Speculation:
         self.hints = None if rows is None else HintRows(rows)
         self._drafts = drafts
         self.calibration = Calibration()
-        self.worth = DraftWorth()
+        self.worth = Ledger(MODELS).of(Entry("models"))
         self._next_job = 0
         self._open_answers: OrderedDict[int, tuple[Lane, Node]] = OrderedDict()
 
@@ -114,7 +114,7 @@ class Speculation:
         node, lane.job, lane.job_node = lane.job_node, None, None
         lane.stats.drafted += sum(not proposal.alternative for proposal in proposals)
         if rows and self.limits.draft_price:  # the rows of the path were evaluated in one pass
-            self.worth.answered(min(rows, len(proposals) + 1), self.limits.draft_price)
+            self.worth.went(-min(rows, len(proposals) + 1) * self.limits.draft_price)
         planned = self._plan(lane, node, proposals)
         if more and not self.limits.synchronous and not self.limits.buffered:
             self._open_answers[job_id] = lane, node
@@ -187,7 +187,7 @@ class Speculation:
         guesses = node.guesses
         right = node.child(token)
         if right is not None and right.paid:
-            self.worth.accepted()
+            self.worth.add(1.0)
         for guess in guesses:
             self.calibration.learn(
                 guess.confidence, guess.token == token, first=not guess.alternative
@@ -481,7 +481,7 @@ class Speculation:
         nodes = lane.tree.issue([*first, *asked] if joined else first, self.state.next_run)
         lane.tree.widen(tip, nodes)
         if paid := sum(node.paid for node in nodes):
-            self.worth.issued(paid * row_price(limits.costs))
+            self.worth.add(-paid * row_price(limits.costs))
         run = self.state.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
                                speculative=False)
         if due and self.hints is not None:

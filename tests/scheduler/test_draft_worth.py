@@ -8,10 +8,10 @@ import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request, SamplingParams
-from pipeinfer.scheduler.draft_worth import DraftWorth
 from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.worth import MODELS, Account, Entry, Ledger
 from pipeinfer.strategies.proposers.cascade import Cascade
 
 
@@ -22,29 +22,40 @@ def questions(worth, count, right, price=0.1, row=0.1):
     for k in range(count):
         if worth.ask():
             asked += 1
-            worth.answered(1, price)
-            worth.issued(row)
+            worth.went(-price)
+            worth.add(-row)
             if k % 4 < right:
-                worth.accepted()
+                worth.add(1.0)
     return asked
 
 
 def test_models_that_pay_are_always_asked():
-    assert questions(DraftWorth(), 1000, right=1) == 1000
+    assert questions(Account(MODELS), 1000, right=1) == 1000
 
 
 def test_useless_models_are_asked_less_and_less():
-    worth = DraftWorth()
+    worth = Account(MODELS)
     assert 4 <= questions(worth, 100, right=0) <= 30
     assert 1 <= questions(worth, 1000, right=0) <= 60
 
 
 def test_models_are_asked_again_where_the_text_becomes_theirs():
-    worth = DraftWorth()
+    worth = Account(MODELS)
     questions(worth, 2000, right=0)
     questions(worth, 1000, right=4)  # the longest rest is shorter
     assert questions(worth, 100, right=4) == 100
     assert questions(worth, 60, right=0) < 60  # and are found out again
+
+
+def test_sources_and_depths_have_accounts_of_their_own():
+    ledger = Ledger(MODELS, rest=3)
+    first, second = (ledger.of(Entry("heads", depth=depth)) for depth in (1, 2))
+    assert [first.ask() for _ in range(4)] == [False, False, False, True]
+    second.rest = 0
+    questions(second, 20, right=0)
+    assert (first.rest, second.rest > 0) == (0, True)
+    assert ledger.of(Entry("heads", depth=1)) is first
+    assert ledger.of(Entry("models")).rest == 3
 
 
 @pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False), (math.inf, False)])

@@ -381,3 +381,9 @@ def test_a_state_that_contradicts_itself_is_named(spoil, says):
     spoil(scheduler)
     with pytest.raises(InvariantError, match=says):
         scheduler.validate_state()
+
+
+def test_tuning_leaves_alone_what_runs_in_flight_rely_on():
+    scheduler = Scheduler(Limits(n_ctx=400, exact_width=4))
+    scheduler.tune(Limits(n_ctx=9, credit=7, exact_width=8))
+    assert scheduler.limits == Limits(n_ctx=400, credit=7, exact_width=4)

@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.speculation_trial import SpeculationTrial
+from pipeinfer.scheduler.worth import OVERLAP, Trial
 
 
 def run(trial, tokens, guessing, plain, lanes=1, key="a", start=(0, 0.0)):
@@ -23,18 +23,18 @@ def run(trial, tokens, guessing, plain, lanes=1, key="a", start=(0, 0.0)):
 
 @pytest.mark.parametrize(("guessing", "plain"), [(3.0, 1.0), (1.3, 1.0), (1.0, 1.3), (1.0, 3.0)])
 def test_the_better_kind_gets_nearly_all_tokens(guessing, plain):
-    counts, _ = run(SpeculationTrial(), 4000, guessing, plain)
+    counts, _ = run(Trial(OVERLAP), 4000, guessing, plain)
     assert counts[guessing > plain] > 0.93 * 4000
     assert counts[guessing < plain] > 0  # it is looked at now and then
 
 
 def test_equal_kinds_mean_guessing():
-    counts, _ = run(SpeculationTrial(), 2000, 1.0, 1.0)
+    counts, _ = run(Trial(OVERLAP), 2000, 1.0, 1.0)
     assert counts[True] > counts[False]
 
 
 def test_a_change_of_the_world_is_noticed():
-    trial = SpeculationTrial()
+    trial = Trial(OVERLAP)
     _, at = run(trial, 2000, 1.0, 2.0)
     assert not trial.speculate
     counts, _ = run(trial, 6000, 4.0, 2.0, start=at)
@@ -42,7 +42,7 @@ def test_a_change_of_the_world_is_noticed():
 
 
 def test_numbers_of_requests_are_judged_apart():
-    trial = SpeculationTrial()
+    trial = Trial(OVERLAP)
     _, at = run(trial, 600, 2.0, 1.0, lanes=1)
     _, at = run(trial, 900, 1.0, 2.0, lanes=8, key="b", start=at)
     assert not trial.speculate
@@ -54,7 +54,7 @@ def test_numbers_of_requests_are_judged_apart():
 @pytest.mark.parametrize("length", [8, 20, 50])
 def test_requests_shorter_than_a_span_are_added_up_and_prompts_do_not_count(guessing, plain,
                                                                             length):
-    trial, at, counts = SpeculationTrial(), (0, 0.0), {True: 0, False: 0}
+    trial, at, counts = Trial(OVERLAP), (0, 0.0), {True: 0, False: 0}
     for key in range(4000 // length):
         found, (total, now) = run(trial, length, guessing, plain, key=key, start=at)
         at = (total, now + 1000.0)  # the next one's prompt
@@ -62,13 +62,12 @@ def test_requests_shorter_than_a_span_are_added_up_and_prompts_do_not_count(gues
         for kind in counts:
             counts[kind] += found[kind]
     assert counts[guessing > plain] > 0.85 * 4000
-    (kind,) = trial._kinds.values()
-    assert kind.guessing == pytest.approx(guessing)
-    assert kind.plain == pytest.approx(plain)
+    (account,) = trial._accounts.accounts.values()
+    assert account.plain == pytest.approx(plain)
 
 
 def test_the_controller_falls_silent_and_speaks_again():
-    controller = Controller(Limits(n_ctx=100), trial=SpeculationTrial())
+    controller = Controller(Limits(n_ctx=100), trial=Trial(OVERLAP))
     now, changes = 0.0, []
     for total in range(1, 400):
         now += 1.0 if controller.limits.path_min <= 1.0 else 0.5
@@ -78,34 +77,5 @@ def test_the_controller_falls_silent_and_speaks_again():
     assert changes[0]
     assert True in changes
     assert False in changes
-    pinned = Controller(Limits(n_ctx=100), pinned={"path_min"}, trial=SpeculationTrial())
+    pinned = Controller(Limits(n_ctx=100), pinned={"path_min"}, trial=Trial(OVERLAP))
     assert all(pinned.progress(total, total, 1, "a") is None for total in range(200))
-
-
-def test_guesses_that_promise_nothing_wait_for_their_turn():
-    trial = SpeculationTrial(promising=False, sure=4)
-    counts, at = run(trial, 100, 1.0, 1.0)
-    assert counts == {True: 0, False: 100}
-    counts, _ = run(trial, 3000, 3.0, 1.0, start=at)  # they pay after all
-    assert counts[True] > 0.8 * 3000
-
-
-def test_what_is_sure_to_pay_is_not_interrupted_at_once():
-    trial = SpeculationTrial(promising=True, sure=8)
-    counts, at = run(trial, 190, 2.0, 1.0)
-    assert counts[False] == 0
-    counts, _ = run(trial, 3000, 2.0, 1.0, start=at)
-    assert 0 < counts[False] < 0.1 * 3000
-
-
-def test_an_expectation_that_changes_is_followed():
-    trial = SpeculationTrial(promising=True, sure=100)
-    _, at = run(trial, 60, 1.0, 2.0)
-    trial.expect(False)
-    counts, _ = run(trial, 500, 1.0, 2.0, start=at)
-    assert counts[False] > 400
-
-
-def test_hopeless_guesses_are_never_tried():
-    counts, _ = run(SpeculationTrial(hopeless=True), 5000, 9.0, 1.0)
-    assert counts == {True: 0, False: 5000}
