@@ -14,13 +14,15 @@ import socket
 from collections.abc import Set
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from msgspec import Struct
 
-from pipeinfer.core.control import Facts
 from pipeinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeinfer.core.control import Facts
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -182,6 +184,8 @@ def numa_nodes(root: Path = _NUMA_NODES) -> int:
 
 def facts(cores: int, local_rank: int, local_size: int) -> Facts:
     """Return the facts that this rank sends to the head."""
+    from pipeinfer.core.control import Facts  # its decoders take time; most commands need none
+
     memory = psutil.virtual_memory()
     available = min(memory.available, _memory_left())
     return Facts(

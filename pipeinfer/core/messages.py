@@ -95,10 +95,17 @@ class CacheOps(Struct, frozen=True):
 
 
 class LaneOpen(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Announce a lane and the parameters with which its tokens are chosen."""
+    """Announce a lane and the parameters with which its tokens are chosen.
+
+    Raises ValueError for a grammar that starts before the text.
+    """
 
     lane: int
     params: SamplingParams
+
+    def __post_init__(self) -> None:
+        if self.params.grammar_start < 0:
+            raise ValueError(f"a grammar starts at position {self.params.grammar_start}")
 
 
 class LaneClose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -7,11 +7,11 @@ p1)`, and `END` stands for "to the end of the sequence".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a sequence
 ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
@@ -218,7 +218,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     key: int = 0
     n_logprobs: int = -1
     grammar: str = ""
-    grammar_start: Annotated[int, Meta(ge=0)] = 0
+    grammar_start: int = 0
     bans: tuple[tuple[int, int, int], ...] = ()
 
     @property
