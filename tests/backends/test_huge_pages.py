@@ -109,6 +109,29 @@ FilePmdMapped:         0 kB
     assert set(huge_already()) >= {begin for begin, _, _ in mappings(file)}
 
 
+def test_only_what_is_read_is_copied_and_the_rest_leaves_the_process(file, area):
+    """Small pages around one that is read may come with it, up to 64 KiB."""
+    assert area[:] == file.read_bytes()  # all of it is there before
+    begin = mappings(file)[0][0]
+    first = -begin // HUGE * -HUGE - begin  # of the huge pages that lie in the mapping whole
+
+    def read():
+        assert area[first + HUGE + 5] == file.read_bytes()[first + HUGE + 5]
+
+    moved = into_huge_pages(file, reserve=0, read=read)
+    assert moved == HUGE
+    there = [huge_pages._is_read(begin + first + k * HUGE) for k in range(4)]
+    assert there == [False, True, False, False]
+    assert area[:] == file.read_bytes()
+
+
+def test_where_the_system_does_not_say_what_was_read_all_is_copied(file, area, monkeypatch,
+                                                                   tmp_path):
+    monkeypatch.setattr(huge_pages, "_PAGES", tmp_path / "nowhere")
+    assert into_huge_pages(file, reserve=0, read=lambda: area[0]) in (4 * HUGE, 5 * HUGE)
+    assert area[:] == file.read_bytes()
+
+
 class Refusing:
     """The C library, of which some functions fail."""
 

@@ -36,7 +36,7 @@ from pipeinfer.backends.llamacpp.context import (
 )
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
-from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
@@ -163,10 +163,17 @@ class LlamaCppBackend:
         options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
             try:
-                into_huge_pages(path, earlier)
+                into_huge_pages(path, earlier, read=None if _has_experts(self._model)
+                                else self._read_once)
             except BaseException:
                 self.close()
                 raise
+
+    def _read_once(self) -> None:
+        """Decode one row, which reads all weights but those of the embedding."""
+        hidden = None if self.info.first else np.zeros((1, self.info.n_embd), np.float32)
+        self.decode(make_rows([(0, 0, (0,), True)]), hidden)
+        self.seq_rm(ALL_SEQS, 0, END)
 
     def excerpt(self, n_layers: int) -> LlamaCppBackend:
         """Return a backend of the first `n_layers` layers, for measurements.

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ Mapping = tuple[int, int, int]  #: first address, address after the last, offset
 HUGE = 2 << 20  #: bytes of a huge page; a multiple of what other systems have does no harm
 _CHUNK = 32 * HUGE  #: bytes that are there twice at a time
 _MAPS, _FACTS = Path("/proc/self/maps"), Path("/proc/self/smaps")
+_PAGES = Path("/proc/self/pagemap")
 GIVEN = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ASKED = ("always", "madvise")
 _FIXED, _PRIVATE = 0x10, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # MAP_FIXED has no name in Python
@@ -78,7 +79,7 @@ def setting(file: Path = GIVEN) -> str:
 
 
 def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = (),
-                    reserve: int | None = None) -> int:
+                    reserve: int | None = None, read: Callable[[], object] | None = None) -> int:
     """Copy the parts of a file that this process has mapped; return the number of bytes copied.
 
     The file must not be written to, and its mappings must stay during the call.
@@ -86,11 +87,17 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
         left alone, too
     reserve: bytes of memory to leave free, by default a tenth of all; what does not fit stays as it
         is
+    read: reads all that will be read of the mappings; then only that is copied, and the rest, such
+        as weights that were repacked into other memory, leaves this process
     Raises BackendError if a part can neither be moved nor mapped again, which leaves a hole.
     """
-    if setting() not in _ASKED:
-        return 0
     if not (wanted := [one for one in mappings(path) if one not in beside]):
+        return 0
+    if read is not None:
+        for begin, end, _ in wanted:
+            _libc().madvise(begin, end - begin, mmap.MADV_DONTNEED)  # a later access reads it again
+        read()
+    if setting() not in _ASKED:
         return 0
     huge = huge_already()
     if reserve is None:
@@ -100,13 +107,41 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
         for begin, end, offset in wanted:
             if 2 * huge.get(begin, 0) > end - begin:
                 continue  # a copy would cost time and memory, and gain little
-            for at in range(-(-begin // HUGE) * HUGE, end // HUGE * HUGE, _CHUNK):
-                size = min(_CHUNK, end // HUGE * HUGE - at)
+            for at, size in _parts(-(-begin // HUGE) * HUGE, end // HUGE * HUGE,
+                                   whole=read is None):
                 if free_memory() < size + reserve \
                         or not _replaced(file.fileno(), at, size, offset + at - begin):
                     return moved
                 moved += size
     return moved
+
+
+def _parts(begin: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    """Yield address and size of parts of at most _CHUNK bytes.
+
+    whole: whether all of it is wanted; otherwise only huge pages of which something was read.
+    """
+    at = begin
+    while at < end:
+        size = 0
+        while at + size < end and size < _CHUNK and (whole or _is_read(at + size)):
+            size += HUGE
+        if size:
+            yield at, size
+        at += size or HUGE
+
+
+def _is_read(page: int) -> bool:
+    """Return whether this process has any part of a huge page; True where the system does not
+    say."""
+    small, entry = mmap.PAGESIZE, 8
+    try:
+        with _PAGES.open("rb", buffering=0) as file:
+            file.seek(page // small * entry)
+            entries = file.read(HUGE // small * entry)
+    except OSError:
+        return True
+    return not entries or any(byte & 0x80 for byte in entries[7::entry])
 
 
 def _replaced(file: int, at: int, size: int, offset: int) -> bool:
