@@ -29,6 +29,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY = Path("/proc/meminfo")
+_NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
+            "fuse.sshfs", "fuse.glusterfs", "fuse.ceph")  #: file systems
 _FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))  #: networks other than Ethernet
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -210,6 +212,16 @@ def last_level_cache() -> int:
             text = path.read_text(encoding="ascii").strip()
             sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
     return max(sizes, default=32 << 20)
+
+
+def on_network(path: Path) -> bool:
+    """Return whether a file is on a file system of another host, as far as the system says."""
+    real, found, kind = path.resolve(), -1, ""
+    for disk in psutil.disk_partitions(all=True):
+        root = Path(disk.mountpoint)
+        if real.is_relative_to(root) and len(root.parts) >= found:
+            found, kind = len(root.parts), disk.fstype
+    return kind.startswith(_NETWORK)
 
 
 def multiplies_bfloat16() -> bool:

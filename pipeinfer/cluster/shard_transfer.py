@@ -32,12 +32,14 @@ from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import DraftSetup, PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
+from pipeinfer.host import on_network
+from pipeinfer.llama import stream
 from pipeinfer.models import embedding
 from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_model
-from pipeinfer.models.shard import ShardSource, extract_shard
+from pipeinfer.models.shard import ShardSource, extract_shard, shard_name
 from pipeinfer.models.shard_cache import (
     DIGEST_BYTES,
     Source,
@@ -207,11 +209,11 @@ def own_model(setup: Setup | DraftSetup) -> Path:
 
 
 def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
-                ) -> tuple[Path, int]:
+                ) -> tuple[Path | ShardSource, int]:
     """Return this stage's shard, and the number of its bytes that rank 0 sent just now.
 
-    It is extracted from the model file if that exists here; else it is taken from the shard cache
-    or received. The embedding is read from the model file itself if that exists.
+    It is read from the model file, or extracted from it, if that exists here; else it is taken from
+    the shard cache or received. The embedding is read from the model file itself if that exists.
     report: called with phase, done and total.
     Raises ModelError if there is no file and --distribute is not given, MismatchError for another
     model, ProtocolError for an unknown piece.
@@ -226,6 +228,8 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
             )
         if setup.piece == embedding.PIECE:
             return path, 0
+        if _reads_the_model(config, model, setup):
+            return ShardSource(model, setup.start, setup.stop), 0
         return extract_shard(GapModel(model) if setup.gaps else model, setup.start,
                              setup.stop, piece=Slice.parse(setup.piece) if setup.piece else None,
                              progress=lambda d, t: report("extracting", d, t)), 0
@@ -238,6 +242,18 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
     found, arrived = receive(port, cache_directory(), name, total, config.timeout, report)
     make_room(found, 0)
     return found, arrived
+
+
+def _reads_the_model(config: ClusterConfig, model: ModelFile, setup: Setup) -> bool:
+    """Return whether the layers are loaded from the model file, without a file of their own."""
+    whole = (setup.start, setup.stop) == (0, model.n_layers)
+    if whole or setup.piece or setup.gaps or config.shard_cache == "always" \
+            or not stream.available():
+        return False
+    if config.shard_cache == "never":
+        return True
+    name = shard_name(model.fingerprint, setup.start, setup.stop)
+    return not (on_network(model.path) or (cache_directory() / name).exists())
 
 
 def _ask(port: Port, name: PortName, start: int, stop: int, timeout: float, piece: str = ""

@@ -68,7 +68,7 @@ from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.embedding import PIECE as EMBEDDING
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.locate import open_model
-from pipeinfer.models.shard import shard_name
+from pipeinfer.models.shard import ShardSource, shard_name
 from pipeinfer.models.shard_cache import cache_directory, turn
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
@@ -348,6 +348,7 @@ class StageProcess:
             return torch_embedding(config.model, own_model(setup))
         path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
             setup, piece=EMBEDDING), report)
+        assert isinstance(path, Path)
         return EmbeddingTable.open(open_model(path))
 
     def _threads(self, config: JobConfig, setup: Setup) -> int:
@@ -383,7 +384,8 @@ class StageProcess:
 
     def _load(self, config: JobConfig, setup: Setup, piece: str, layers: tuple[int, int],
               kind: str, threads: int, report: Report) -> LoadedPart:
-        (start, stop), received, shard = layers, 0, None
+        (start, stop), received = layers, 0
+        shard: Path | ShardSource | None = None
         backend: Backend
         if kind == "torch":
             path = own_model(setup)
@@ -399,7 +401,7 @@ class StageProcess:
                 setup.fingerprint, start, stop, piece))
             shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
                 setup, start=start, stop=stop, piece=piece), report)
-            size = shard.stat().st_size
+            size = shard.total if isinstance(shard, ShardSource) else shard.stat().st_size
             report("loading", 0, size)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
             backend = LlamaCppBackend.load(
@@ -429,8 +431,9 @@ class StageProcess:
         return LoadedPart(layers, piece, backend, widths, used, received)
 
 
-def _measured(backend: Backend, shard: Path | None, setup: Setup, identity: tuple[object, ...],
-              piece: str, threads: int, most: int | None, report: Report) -> tuple[Widths, int]:
+def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
+              identity: tuple[object, ...], piece: str, threads: int, most: int | None,
+              report: Report) -> tuple[Widths, int]:
     """Return the widths of a loaded shard and the threads that it uses for single rows.
 
     shard: its file, where llama.cpp loaded it. most: threads among which to choose; None: `threads`

@@ -117,6 +117,11 @@ class ClusterConfig:
                              high=60_000, changes_tokens=False,
                              help="With --pace-ms: milliseconds to add for each further row of a "
                                   "decode.")
+    shard_cache: str = opt("auto", "--shard-cache", kind="str", changes_tokens=False,
+                           choices=("auto", "always", "never"),
+                           help="Whether a rank writes its layers into a file of its own before it "
+                                "loads them; auto: where the model is on a network file system, or "
+                                "its layers are slices; else they are read from the model file.")
     cancel_path: str = opt("auto", "--cancel-path", kind="str",
                            choices=("auto", "direct", "backward"), changes_tokens=False,
                            help="How cancellations travel: directly to every stage, or backward "

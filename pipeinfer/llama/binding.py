@@ -223,6 +223,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_is_hybrid": (c_bool, (_P,)),
     "llama_model_is_recurrent": (c_bool, (_P,)),
     "llama_model_load_from_file": (_P, (c_char_p, _MODEL)),
+    "llama_model_load_from_file_ptr": (_P, (_P, _MODEL)),
     "llama_model_meta_val_str": (c_int32, (_P, c_char_p, c_char_p, c_size_t)),
     "llama_model_n_embd": (c_int32, (_P,)),
     "llama_model_n_head": (c_int32, (_P,)),
@@ -272,7 +273,8 @@ _OF_DEVICES = ("count", "description", "get", "memory", "name", "type")
 _OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type",
                "ggml_backend_reg_by_name")
 _OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES), "ggml_cpu_init",
-             "llama_model_quantize", "llama_model_quantize_default_params",
+             "llama_model_load_from_file_ptr", "llama_model_quantize",
+             "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
 

@@ -46,17 +46,17 @@ class Kinds(Struct, frozen=True):
     names: tuple[str, ...]
 
 
-def kinds_of(model: ModelFile, *, last: bool) -> Kinds | None:
-    """Return the kinds of a file's layers; None for architectures whose layers may differ by
-    their place in ways that are not known.
+def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | None:
+    """Return the kinds of layers `[start, stop)` of a file; None for architectures whose layers may
+    differ by their place in ways that are not known.
 
-    last: whether the file is a last stage, whose output matrix is used.
+    last: whether they are a last stage, whose output matrix is used.
     """
     if model.architecture not in ARCHITECTURES:
         return None
     layers: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
     for tensor in model.tensors.values():
-        if tensor.layer is not None and tensor.layer < model.n_layers:
+        if tensor.layer is not None and start <= tensor.layer < stop:
             layers.setdefault(tensor.layer, []).append(
                 (tensor.name.split(".", 2)[2], tensor.type, tensor.shape))
     heads = [model.arch_get(f"attention.{key}") for key in
@@ -69,22 +69,23 @@ def kinds_of(model: ModelFile, *, last: bool) -> Kinds | None:
     if last:
         head = _head_of(model)
         names.add(_name(["head", head.type, head.shape[0]]))
-    return Kinds(1 + max(found.values(), default=0), tuple(sorted(names)))
+    return Kinds(1 + max(found.values(), default=start) - start, tuple(sorted(names)))
 
 
 def _head_of(model: ModelFile) -> TensorInfo:
     return model.tensors.get(_HEAD) or model.tensors[_EMBEDDING]
 
 
-def write_head(model: ModelFile, path: str | os.PathLike[str]) -> None:
+def write_head(model: ModelFile, path: str | os.PathLike[str], *, tied: bool) -> None:
     """Write a model of one empty layer with the first rows of this one's output matrix.
 
+    tied: whether it is written as the embedding, as in shards.
     Raises ModelError if the model cannot be read, OSError if `path` cannot be written.
     """
     head = _head_of(model)
     width, rows = model.n_embd, min(head.shape[-1], _ROWS)
-    own = rows_of(head, head.name, (0, rows))
-    parts = [own] if head.name == _EMBEDDING else [zeros(_EMBEDDING, (width, rows)), own]
+    own = rows_of(head, _EMBEDDING if tied else head.name, (0, rows))
+    parts = [own] if own.name == _EMBEDDING else [zeros(_EMBEDDING, (width, rows)), own]
     parts.append(all_of(model.tensors[_NORM], _NORM))
     for name, shape in (("attn_norm", (width,)), ("attn_q", (width, _SMALL)),
                         ("attn_k", (width, _SMALL)), ("attn_v", (width, _SMALL)),

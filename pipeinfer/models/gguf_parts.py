@@ -7,6 +7,8 @@ and parts give the same bytes. Independent of layers, shards and the cache.
 
 from __future__ import annotations
 
+import bisect
+import os
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -162,6 +164,61 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
         padding = aligned(part.nbytes) - part.nbytes
         if padding:
             yield bytes(padding)
+
+
+class ComposedFile:
+    """Random access to the bytes of a file of whole tensors that is stored nowhere.
+
+    total: its size in bytes
+    Close it after use. Raises ModelError if a file of the model cannot be opened.
+    """
+
+    def __init__(self, model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> None:
+        self.total = total_bytes(header, parts)
+        self._header, self._parts, self._paths = header, list(parts), model.paths
+        self._starts = [0]
+        at = len(header)
+        for part in parts:
+            assert part.window is None, part.name
+            self._starts.append(at)
+            at += aligned(part.nbytes)
+        self._files: dict[int, int] = {}
+
+    def read_into(self, at: int, into: memoryview) -> int:
+        """Fill the beginning of `into` with the bytes from `at` on; return how many.
+
+        Raises ModelError when a file of the model cannot be read or became shorter.
+        """
+        index = bisect.bisect_right(self._starts, at) - 1
+        inside, part = at - self._starts[index], self._parts[index - 1] if index else None
+        stop = self._starts[index + 1] if index + 1 < len(self._starts) else self.total
+        have = len(self._header) if part is None else part.nbytes
+        if inside < have and (part is None or part.source is not None):
+            count = min(len(into), have - inside)
+            if part is None or part.source is None:
+                into[:count] = self._header[inside:inside + count]
+                return count
+            return self._pread(part.source, inside, into[:count])
+        count = min(len(into), (have if inside < have else stop - self._starts[index]) - inside)
+        into[:count] = bytes(count)
+        return count
+
+    def close(self) -> None:
+        """Close the model's files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _pread(self, tensor: TensorInfo, inside: int, into: memoryview) -> int:
+        path = self._paths[tensor.part]
+        try:
+            if tensor.part not in self._files:
+                self._files[tensor.part] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            count = os.preadv(self._files[tensor.part], [into], tensor.offset + inside)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+        if not count:
+            raise ModelError(f"{path}: was truncated while it was being read; fetch it again")
+        return count
 
 
 def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> Iterator[bytes]:

@@ -36,6 +36,7 @@ from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
 from pipeinfer.models.gguf_parts import (
+    ComposedFile,
     TensorPart,
     all_of,
     blocks_of,
@@ -248,6 +249,8 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
 class ShardSource:
     """The bytes of a shard as `extract_shard` would write them, part by part, stored nowhere.
 
+    model: the file that they come from
+    layers: `[start, stop)`
     piece: the slice of each of its layers; None: whole layers
     name: the file's name in a cache
     total: its size in bytes
@@ -265,14 +268,18 @@ class ShardSource:
             if piece is not None:
                 slice_parts.check_fits(model, piece)
             parts = _parts(model, start, stop, piece)
-        self._model, self._parts = model, parts
+        self.model, self.layers, self._parts = model, (start, stop), parts
         self.header = _header(model, start, stop, parts, piece)
         self.total = total_bytes(self.header, parts)
         self.name = shard_name(model.fingerprint, start, stop, piece.name if piece else "")
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes in order. Raises ModelError when the model file cannot be read."""
-        return blocks_of(self._model, self.header, self._parts)
+        return blocks_of(self.model, self.header, self._parts)
+
+    def opened(self) -> ComposedFile:
+        """Return random access to the bytes, without writing them. For whole layers only."""
+        return ComposedFile(self.model, self.header, self._parts)
 
 
 def shard_name(fingerprint: str, start: int, stop: int, piece: str = "") -> str:

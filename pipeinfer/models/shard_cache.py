@@ -267,7 +267,8 @@ def turn(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = os.open(path.with_name(f".{path.name}.lock"),
+                             os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, handle)
             deadline = time.monotonic() + _PATIENCE
             while time.monotonic() < deadline:

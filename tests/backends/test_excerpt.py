@@ -105,11 +105,14 @@ def test_a_kernel_that_differs_is_found(differs, expected, monkeypatch, tmp_path
         assert width_of(path, backend) == expected
 
 
+def whole(model):
+    return kinds_of(model, 0, model.n_layers, last=True)
+
+
 def test_kinds_are_the_same_for_other_weights_and_more_layers(tmp_path):
     def kinds(number, **changes):
         spec = RandomSpec(n_embd=256, **{"qtype": "Q8_0", "n_ff": 512, "seed": number} | changes)
-        return kinds_of(
-            ModelFile(write_random_model(tmp_path / f"{number}.gguf", spec)), last=True)
+        return whole(ModelFile(write_random_model(tmp_path / f"{number}.gguf", spec)))
 
     first = kinds(0)
     assert first.n_layers == 1
@@ -120,11 +123,11 @@ def test_kinds_are_the_same_for_other_weights_and_more_layers(tmp_path):
 
 def test_as_many_layers_as_show_every_kind(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("gemma3")))
-    assert kinds_of(model, last=True).n_layers == 6  # the sixth has no sliding window
+    assert whole(model).n_layers == 6  # the sixth has no sliding window
     model = ModelFile(write_random_model(tmp_path / "d.gguf", tiny("glm4moe")))
-    assert kinds_of(model, last=True).n_layers == 3  # two are dense
+    assert whole(model).n_layers == 3  # two are dense
     model = ModelFile(write_random_model(tmp_path / "s.gguf", tiny("mamba")))
-    assert kinds_of(model, last=True) is None
+    assert whole(model) is None
 
 
 def test_times_come_from_layers_that_caches_cannot_hold(monkeypatch):
@@ -132,7 +135,7 @@ def test_times_come_from_layers_that_caches_cannot_hold(monkeypatch):
     model = ModelFile(path)
     layer = model.layer_bytes[0]
     monkeypatch.setattr(excerpt, "last_level_cache", lambda: layer // 2)
-    assert excerpt.layers_to_time(model) == 2
+    assert excerpt.layers_to_time(model.layer_reads) == 2
     with closing(load(path)) as backend:
         with LoadedExcerpt.opened(path, backend) as found:
             assert found.timed.info.layers == (0, 2)

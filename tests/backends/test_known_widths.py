@@ -82,7 +82,7 @@ def test_a_process_waits_for_another_one_that_measures_the_same(own_cache):
     (note,) = own_cache.glob("widths-*")
     value = note.read_text()
     note.unlink()
-    lock = open(f"{note}.lock", "w")
+    lock = note.with_name(f".{note.name}.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     waited = []
 

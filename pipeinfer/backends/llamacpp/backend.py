@@ -40,6 +40,7 @@ from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
+from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
 
@@ -100,7 +101,7 @@ class LlamaCppBackend:
     @classmethod
     def load(  # noqa: PLR0913 - a loaded file has that many sizes
         cls,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | ShardSource,
         *,
         layers: tuple[int, int],
         n_layers_total: int,
@@ -113,7 +114,8 @@ class LlamaCppBackend:
         options: LlamaOptions | None = None,
         progress: Callable[[float], object] = lambda _: None,
     ) -> LlamaCppBackend:
-        """Load the file at `path` (a shard, or a whole model) with a cache of `n_ctx` cells.
+        """Load the file at `path` (a shard, or a whole model) with a cache of `n_ctx` cells; or a
+        shard that is read from the whole model's file.
 
         The file must be one that `extract_shard` or a converter made: llama.cpp itself checks
         little. Call `ModelFile` on a file of unknown origin first.
@@ -126,27 +128,29 @@ class LlamaCppBackend:
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa)
-        earlier = mappings(path)
+        name = path.name if isinstance(path, ShardSource) else os.fspath(path)
+        file = path.model.path if isinstance(path, ShardSource) else path
+        earlier = mappings(file)
         model = load_model(path, options, progress)
         try:
             n_layers = binding.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(
-                    f"{os.fspath(path)}: has {n_layers} layers, "
+                    f"{name}: has {n_layers} layers, "
                     f"but layers {layers[0]} to {layers[1]} were expected"
                 )
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
             if keeps_state(model):  # a decode that was stopped could not be taken back
                 options = structs.replace(options, layer_callbacks=False)
-            chooses = _chooses_experts(path, model, options)
+            chooses = _chooses_experts(file, model, options)
             probe = _probe(model, layers, options, last=last, chooses_experts=chooses)
             more = _WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0
             if n_seq_max + more > MAX_SEQS:
-                raise BackendError(f"{os.fspath(path)}: a model with sliding windows takes at most "
+                raise BackendError(f"{name}: a model with sliding windows takes at most "
                                    f"{MAX_SEQS - more} sequences")
             sizes = (n_ctx, n_seq_max + 1 + more, n_batch, n_threads)
-            context = make_context(os.fspath(path), model, probe, sizes, options)
+            context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
             raise
@@ -155,7 +159,8 @@ class LlamaCppBackend:
         backend = cls(model, context, probe, info, options,
                       _n_tokens(model) if _is_slice(model) else info.n_vocab)
         backend.exact_limit = min(backend.exact_limit, _most_rows(model, chooses))
-        backend._use_huge_pages(path, earlier)
+        if not isinstance(path, ShardSource):  # nothing of it is mapped
+            backend._use_huge_pages(path, earlier)
         return backend
 
     def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping]

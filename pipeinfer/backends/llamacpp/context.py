@@ -10,6 +10,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, Literal
 
 from msgspec import Struct, structs
@@ -17,10 +18,11 @@ from msgspec import Struct, structs
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import physical_memory
-from pipeinfer.llama import binding
+from pipeinfer.llama import binding, stream
 from pipeinfer.llama.library import clear_log, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
+from pipeinfer.models.shard import ShardSource
 
 #: ggml's number, and bytes per block of 32 (1 for plain types), of each type a cache may have
 CACHE_TYPES = {
@@ -148,10 +150,11 @@ def check_sizes(
             raise BackendError(f"{flag} {kind}: choose from {', '.join(CACHE_TYPES)}")
 
 
-def load_model(path: str | os.PathLike[str], options: LlamaOptions,
+def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptions,
                progress: Callable[[float], object] = lambda _: None) -> Any:
-    """Load the model at `path`.
+    """Load a model.
 
+    source: its path; or a shard that is read from the file of the whole model
     progress: called with the share that is loaded, 0 to 1, some times a second at most; an
     exception that it raises ends the loading and is raised.
     Raises ModelError with llama.cpp's reason where loading fails.
@@ -161,18 +164,35 @@ def load_model(path: str | os.PathLike[str], options: LlamaOptions,
     watch = _LoadWatch(progress)
     params.progress_callback = ctypes.cast(watch.callback, ctypes.c_void_p).value
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
+    path = source.model.path if isinstance(source, ShardSource) else source
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
     file = check_file(path)
     params.use_extra_bufts = options.repack == "on" or (
         options.repack == "auto" and may_repack(file))
-    model = binding.llama_model_load_from_file(os.fsencode(path), params)
+    if isinstance(source, ShardSource):
+        params.load_mode = 2 * int(options.use_mlock)  # a stream cannot be mapped
+        model = _from_stream(source, params)
+    else:
+        model = binding.llama_model_load_from_file(os.fsencode(path), params)
     if watch.error is not None:
         if model:
             binding.llama_model_free(model)
         raise watch.error
     if not model:
         raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")
+    return model
+
+
+def _from_stream(source: ShardSource, params: Any) -> Any:
+    """Load a shard as `llama_model_load_from_file` loads its file. Raises ModelError for a file
+    that cannot be read."""
+    with closing(source.opened()) as composed, stream.opened(composed) as opened:
+        model = binding.llama_model_load_from_file_ptr(opened.file, params)
+        if opened.error is not None:
+            if model:
+                binding.llama_model_free(model)
+            raise opened.error
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.host import last_level_cache
 from pipeinfer.models.excerpt import Kinds, kinds_of, write_head
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory
 
 _CACHES = 4  #: times the last-level cache: least bytes of layers whose times count
@@ -34,24 +35,28 @@ class LoadedExcerpt:
     timed: the backend whose times count
     """
 
-    def __init__(self, backend: LlamaCppBackend, model: ModelFile, kinds: Kinds) -> None:
+    def __init__(self, backend: LlamaCppBackend, model: ModelFile, kinds: Kinds, *, tied: bool
+                 ) -> None:
         self.names, self.timed = kinds.names, backend
-        self._backend, self._model, self._kinds = backend, model, kinds
+        self._backend, self._model, self._kinds, self._tied = backend, model, kinds, tied
 
     @classmethod
     @contextmanager
-    def opened(cls, path: str | os.PathLike[str], backend: LlamaCppBackend
+    def opened(cls, source: str | os.PathLike[str] | ShardSource, backend: LlamaCppBackend
                ) -> Iterator[LoadedExcerpt | None]:
-        """Open the excerpt of the file at `path`; None where the whole has to be measured: layers
-        with a state, or architectures whose layers are not known to be alike."""
-        model = ModelFile(path)
-        kinds = None if backend.keeps_state else kinds_of(model, last=backend.info.last)
+        """Open the excerpt of the file or shard that was loaded; None where the whole has to be
+        measured: layers with a state, or architectures whose layers are not known to be alike."""
+        shard = isinstance(source, ShardSource)
+        model = source.model if isinstance(source, ShardSource) else ModelFile(source)
+        start, stop = source.layers if isinstance(source, ShardSource) else (0, model.n_layers)
+        kinds = None if backend.keeps_state else kinds_of(
+            model, start, stop, last=backend.info.last)
         if kinds is None:
             yield None
             return
-        excerpt = cls(backend, model, kinds)
-        count = max(kinds.n_layers, layers_to_time(model))
-        if count > _MOST * model.n_layers:
+        excerpt = cls(backend, model, kinds, tied=shard)
+        count = max(kinds.n_layers, layers_to_time(model.layer_reads[start:stop]))
+        if count > _MOST * (stop - start):
             yield excerpt
             return
         with closing(backend.excerpt(count)) as timed:
@@ -67,7 +72,7 @@ class LoadedExcerpt:
         handle, path = tempfile.mkstemp(suffix=".gguf", prefix="head.", dir=cache_directory())
         os.close(handle)
         try:
-            write_head(self._model, path)
+            write_head(self._model, path, tied=self._tied)
             with closing(self._head(Path(path))) as head:
                 return exact_width(head, found)
         finally:
@@ -86,11 +91,14 @@ class LoadedExcerpt:
             options=options)
 
 
-def layers_to_time(model: ModelFile) -> int:
-    """Return how many first layers of a file have more weights than the processor's caches hold."""
+def layers_to_time(sizes: Sequence[int]) -> int:
+    """Return how many first layers have more weights than the processor's caches hold.
+
+    sizes: bytes of each layer that one row reads.
+    """
     need, found = _CACHES * last_level_cache(), 0
-    for count, size in enumerate(model.layer_reads, 1):
+    for count, size in enumerate(sizes, 1):
         found += size
         if found >= need:
             return count
-    return model.n_layers
+    return len(sizes)
