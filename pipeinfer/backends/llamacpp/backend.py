@@ -135,10 +135,8 @@ class LlamaCppBackend:
         try:
             n_layers = binding.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
-                raise ModelError(
-                    f"{name}: has {n_layers} layers, "
-                    f"but layers {layers[0]} to {layers[1]} were expected"
-                )
+                raise ModelError(f"{name}: has {n_layers} layers, but layers {layers[0]} to "
+                                 f"{layers[1]} were expected")
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
             if keeps_state(model):  # a decode that was stopped could not be taken back
@@ -159,8 +157,7 @@ class LlamaCppBackend:
         backend = cls(model, context, probe, info, options,
                       _n_tokens(model) if _is_slice(model) else info.n_vocab)
         backend.exact_limit = min(backend.exact_limit, _most_rows(model, chooses))
-        if not isinstance(path, ShardSource):  # nothing of it is mapped
-            backend._use_huge_pages(path, earlier)
+        backend._use_huge_pages(file, earlier)
         return backend
 
     def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping]
