@@ -419,7 +419,7 @@ class StageProcess:
                     callbacks=not whole or config.speculation.policy != "iterative",
                     gaps=setup.gaps,
                 ),
-                progress=lambda share: report("loading", round(share * size), size),
+                progress=lambda phase, share: report(phase, round(share * size), size),
             )
         try:
             widths, used = _measured(backend, shard, setup, (

@@ -7,7 +7,7 @@ It uses glibc's `fopencookie`; musl has it, too. Elsewhere `available` is False.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -48,9 +48,9 @@ def available() -> bool:
 class Stream:
     """One open stream. file: the FILE pointer. error: what reading raised."""
 
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: Readable, progress: Callable[[float], object]) -> None:
         self.error: BaseException | None = None
-        self._source, self._at = source, 0
+        self._source, self._progress, self._at = source, progress, 0
         self._functions = _Functions(_READ(self._read), None, _SEEK(self._seek), None)
         self.file = _libc().fopencookie(None, b"rb", self._functions)
         if not self.file:
@@ -72,6 +72,7 @@ class Stream:
             view = memoryview((ctypes.c_char * size).from_address(buffer)).cast("B")
             count = self._source.read_into(self._at, view)
             self._at += count
+            self._progress(self._at / self._source.total)
             return count
         except BaseException as error:  # an exception cannot cross C
             self.error = error
@@ -84,9 +85,12 @@ class Stream:
 
 
 @contextmanager
-def opened(source: Readable) -> Iterator[Stream]:
-    """Open a stream and close it at the end. Raises OSError."""
-    stream = Stream(source)
+def opened(source: Readable, progress: Callable[[float], object]) -> Iterator[Stream]:
+    """Open a stream and close it at the end. Raises OSError.
+
+    progress: called with the share that was passed, after each reading; its exception ends that.
+    """
+    stream = Stream(source, progress)
     try:
         yield stream
     finally:

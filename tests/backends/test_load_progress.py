@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from pipeinfer.backends.llamacpp import context
@@ -18,7 +20,7 @@ def load(progress):
 def test_shares_rise_to_the_whole(monkeypatch):
     monkeypatch.setattr(context, "_REPORT", 0.0)
     seen = []
-    load(seen.append).close()
+    load(lambda phase, share: seen.append(share)).close()
     assert len(seen) > 10
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(1.0, abs=0.05)
@@ -26,7 +28,7 @@ def test_shares_rise_to_the_whole(monkeypatch):
 
 def test_reports_are_few():
     seen = []
-    load(seen.append).close()
+    load(lambda *report: seen.append(report)).close()
     assert 1 <= len(seen) <= 5
 
 
@@ -35,7 +37,7 @@ def test_an_error_ends_the_loading_and_is_raised(monkeypatch):
     monkeypatch.setattr(context, "_REPORT", 0.0)
     seen = []
 
-    def progress(share):
+    def progress(phase, share):
         seen.append(share)
         if share > 0.3:
             raise KeyError("enough")
@@ -43,4 +45,31 @@ def test_an_error_ends_the_loading_and_is_raised(monkeypatch):
     with pytest.raises(KeyError, match="enough"):
         load(progress)
     assert max(seen) < 0.9
-    load(lambda share: None).close()
+    load(lambda *_: None).close()
+
+
+def test_a_file_that_is_not_in_memory_is_read_first(tmp_path):
+    """A disk's own cache, or a file system in memory, may hold what the system has dropped."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(20 << 20))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dropped = not context._is_cached(file.fileno(), 0)
+    seen = []
+    found = context.read_ahead([path, path], lambda *report: seen.append(report))
+    if dropped:
+        assert 0 < found <= 20 << 20  # the system reads more than it is asked for
+        assert [phase for phase, _ in seen] == ["reading"] * len(seen)
+        assert 0 < seen[0][1] <= seen[-1][1] <= 0.5
+    assert context.read_ahead([path], lambda *report: seen.append(report)) == 0
+
+
+def test_a_file_that_memory_cannot_hold_is_not_read_ahead(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(context, "free_memory", lambda: 1 << 19)
+    monkeypatch.setattr(context, "_is_cached", lambda *_: False)
+    assert context.read_ahead([path], lambda *_: None) == 0
+    monkeypatch.setattr(context, "free_memory", lambda: 1 << 30)
+    assert context.read_ahead([path], lambda *_: None) == 1 << 20

@@ -26,6 +26,7 @@ from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
     MAX_SEQS,
     LlamaOptions,
+    LoadProgress,
     cache_bytes,
     check_sizes,
     head_size,
@@ -112,7 +113,7 @@ class LlamaCppBackend:
         n_batch: int,
         n_threads: int,
         options: LlamaOptions | None = None,
-        progress: Callable[[float], object] = lambda _: None,
+        progress: LoadProgress = lambda _, __: None,
     ) -> LlamaCppBackend:
         """Load the file at `path` (a shard, or a whole model) with a cache of `n_ctx` cells; or a
         shard that is read from the whole model's file.

@@ -9,15 +9,16 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct, structs
 
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
-from pipeinfer.host import physical_memory
+from pipeinfer.host import free_memory, physical_memory
 from pipeinfer.llama import binding, stream
 from pipeinfer.llama.library import clear_log, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
@@ -38,6 +39,8 @@ CACHE_TYPES = {
 }
 FLASH = {"auto": -1, "off": 0, "on": 1}
 _LOAD_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)
+_CHUNK = 8 << 20  #: bytes that are read ahead at a time
+LoadProgress = Callable[[str, float], object]
 _REPORT = 0.25  #: seconds between two reports of the share that is loaded
 MAX_SEQS = 255  #: llama.cpp's 256, less one that `cell_order` needs
 
@@ -151,12 +154,12 @@ def check_sizes(
 
 
 def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptions,
-               progress: Callable[[float], object] = lambda _: None) -> Any:
+               progress: LoadProgress = lambda _, __: None) -> Any:
     """Load a model.
 
     source: its path; or a shard that is read from the file of the whole model
-    progress: called with the share that is loaded, 0 to 1, some times a second at most; an
-    exception that it raises ends the loading and is raised.
+    progress: called with the phase, "reading" or "loading", and the share of it that is done, 0 to
+        1, some times a second at most; an exception that it raises ends the loading and is raised.
     Raises ModelError with llama.cpp's reason where loading fails.
     """
     clear_log()
@@ -172,8 +175,10 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
         options.repack == "auto" and may_repack(file))
     if isinstance(source, ShardSource):
         params.load_mode = 2 * int(options.use_mlock)  # a stream cannot be mapped
-        model = _from_stream(source, params)
+        model = _from_stream(source, params, watch)
     else:
+        if options.use_mmap:
+            read_ahead(file.paths, watch.progress)
         model = binding.llama_model_load_from_file(os.fsencode(path), params)
     if watch.error is not None:
         if model:
@@ -184,10 +189,11 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
     return model
 
 
-def _from_stream(source: ShardSource, params: Any) -> Any:
+def _from_stream(source: ShardSource, params: Any, watch: _LoadWatch) -> Any:
     """Load a shard as `llama_model_load_from_file` loads its file. Raises ModelError for a file
     that cannot be read."""
-    with closing(source.opened()) as composed, stream.opened(composed) as opened:
+    with closing(source.opened()) as composed, stream.opened(composed, lambda share: watch.progress(
+            "loading", share)) as opened:
         model = binding.llama_model_load_from_file_ptr(opened.file, params)
         if opened.error is not None:
             if model:
@@ -199,20 +205,55 @@ def _from_stream(source: ShardSource, params: Any) -> Any:
 class _LoadWatch:
     """llama.cpp's callback while it loads; error: what `progress` raised."""
 
-    def __init__(self, progress: Callable[[float], object]) -> None:
+    def __init__(self, progress: LoadProgress) -> None:
         self.error: BaseException | None = None
-        self._progress, self._next = progress, 0.0
+        self._progress, self._next, self._share = progress, 0.0, 0.0
         self.callback = _LOAD_CALLBACK(self._call)
 
+    def progress(self, phase: str, share: float) -> None:
+        """Report a share, unless the last report was just now."""
+        if time.monotonic() >= self._next:
+            self._progress(phase, share)
+            self._next = time.monotonic() + _REPORT
+
     def _call(self, share: float, _data: int | None) -> bool:
-        if time.monotonic() < self._next:
-            return True
         try:
-            self._progress(share)
+            self.progress("loading", share)
         except BaseException as error:  # an exception cannot cross C
             self.error = error
             return False
-        self._next = time.monotonic() + _REPORT
+        return True
+
+
+def read_ahead(paths: Sequence[Path], progress: LoadProgress) -> int:
+    """Read files into the system's cache, as far as they are not there; return the bytes read.
+
+    llama.cpp maps them, which blocks until all of a slow disk is read, without a report. Files that
+    the free memory cannot hold are left alone.
+    """
+    total = sum(path.stat().st_size for path in paths)
+    if total > free_memory() or not hasattr(os, "RWF_NOWAIT"):
+        return 0
+    into, before, found = memoryview(bytearray(_CHUNK)), 0, 0
+    for path in paths:
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            for at in range(0, size, _CHUNK):
+                if not _is_cached(file.fileno(), at, min(at + _CHUNK, size) - 1):
+                    found += os.preadv(file.fileno(), [into], at)
+                    progress("reading", (before + min(at + _CHUNK, size)) / total)
+        before += size
+    return found
+
+
+def _is_cached(file: int, *places: int) -> bool:
+    """Whether the bytes at these places are in the system's cache; True where it does not say."""
+    one = bytearray(1)
+    try:
+        return all(os.preadv(file, [one], at, os.RWF_NOWAIT) == 1 for at in places)
+    except BlockingIOError:
+        return False
+    except OSError:
         return True
 
 
