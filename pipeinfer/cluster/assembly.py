@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 from msgspec import Struct, field, structs
@@ -48,7 +49,7 @@ from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.links import left_out
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
-from pipeinfer.planning.regrid import GridRoom, Rate, regrid
+from pipeinfer.planning.regrid import GridRoom, regrid
 from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
@@ -230,27 +231,22 @@ class Assembly:
             return
         self._note(began, set(), why, before)
 
-    def better(self, seconds: Sequence[float], judge: Judge) -> MoveVerdict:
-        """Look for a better split of the layers, see `replan.rebalance`.
-
-        seconds: the present time of each stage for a run.
-        """
-        return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares,
-                         judge, dict.fromkeys(self.returning, 0.0))
-
-    def better_grid(self, seconds: Sequence[float],
-                    shares: Mapping[tuple[str, ...], Sequence[float]], rate: Rate) -> MoveVerdict:
-        """Look for better places for the slices, see `regrid.regrid`.
+    def better(self, seconds: Sequence[float], sums: Sequence[float],
+               shares: Mapping[tuple[str, ...], Sequence[float]], judge: Judge) -> MoveVerdict:
+        """Look for a better split of whole layers, or for better places for slices.
 
         seconds: the present time that each member computes for a run.
+        sums: of each stage, the seconds of its sums in a run.
         shares: by cut, the cost of each of its slices.
-        rate: returns the tokens per second of stages.
         """
         rooms = self._rooms(self.held)
+        if not is_cut(self.held):
+            return rebalance(self._load, rooms, self.held, seconds, self.spares, judge,
+                             dict.fromkeys(self.returning, 0.0))
         return regrid(self._load, self.held, seconds, GridRoom(
             shares, {rank: room.memory for rank, room in rooms.items()}, self._bytes_of,
             {one.rank: (group_of(one), one.asked_backend) for one in self._hosts}, self.spares,
-            self._load.barred), rate)
+            self._load.barred), partial(judge.rate, sums=sums))
 
     @property
     def returning(self) -> tuple[int, ...]:
@@ -259,11 +255,12 @@ class Assembly:
 
     @property
     def grows(self) -> bool:
-        """Whether a stage may use the threads of idle ranks. It may not if sums are split by
-        threads, which would change bits, or if the user has bound threads."""
+        """Whether a stage may use the threads of idle ranks. It may not if its layers are cut, if
+        sums are split by threads, which would change bits, or if the user has bound threads."""
         exact = 0 if self._terms is None else self._terms.exact
         bound = self._config.model.threads or self._config.cluster.keep_binding
-        return exact > 1 and not bound and not any(one.settings.bound for one in self._hosts)
+        return exact > 1 and not bound and not is_cut(self.held) and not any(
+            one.settings.bound for one in self._hosts)
 
     # --- steps --------------------------------------------------------------------------------
 

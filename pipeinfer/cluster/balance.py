@@ -6,7 +6,7 @@
     verify    after enough runs over the new stages, compare the speed; move back if it is lower
 
 A rank without layers may get some again. Slices of wide stages move between ranks and are never
-cut again (`grid_balance`). A move that was undone is not tried again for a while. This module uses
+cut again. A move that was undone is not tried again for a while. This module uses
 no HTTP and no engine.
 """
 
@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
 
-from pipeinfer.cluster.grid_balance import GridBalance
 from pipeinfer.cluster.job import RunningJob
 from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
+from pipeinfer.planning.measured_grid import slice_shares
 from pipeinfer.planning.member_pace import MemberPace
 from pipeinfer.planning.own_time import Share
-from pipeinfer.planning.partition import SAME_SPEED, Split
+from pipeinfer.planning.partition import SAME_SPEED
 from pipeinfer.planning.replan import Holding, MoveVerdict
 from pipeinfer.planning.stragglers import StagePace
-from pipeinfer.planning.wide import is_cut
+from pipeinfer.planning.wide import is_cut, stages_of
 
 ASKED = 1.03  #: least gain, since times are not exact
 _LOOKS = 3  #: successive checks that must find a slow stage before an automatic move
@@ -79,10 +79,6 @@ class Balance:
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0
     _moved: float = field(default_factory=time.monotonic)
-    _grid: GridBalance = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._grid = GridBalance(self.session)
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
         """See `Session.rebalance`."""
@@ -121,7 +117,7 @@ class Balance:
             found, how = seen.speed / trial.seen.speed, "tokens/s"
         else:
             judge = structs.replace(trial.judge, using=session.assembly.threads)
-            if self._cut and not self._grid.known:
+            if not self._known:
                 self._trial = trial  # members have not reported enough yet
                 return None
             found = self._rate(judge) / trial.rate
@@ -179,51 +175,66 @@ class Balance:
         """Whether layers or slices can be moved at all, and enough is measured."""
         session, assembly = self.session, self.session.assembly
         alone = len(assembly.held) == 1 and not assembly.returning
-        known = self._grid.known if self._cut else session.head.times.pace.known
-        return known and not (session.plan.whole or alone)
+        return self._known and not (session.plan.whole or alone)
 
     @property
-    def _cut(self) -> bool:
-        """Whether stages are cut into slices, which stay as they are when they move."""
-        return is_cut(self.session.assembly.held)
+    def _known(self) -> bool:
+        """Whether every stage and every member of a wide one has reported enough times."""
+        times = self.session.head.times
+        return times.pace.known and times.members.known
 
     @property
     def _noun(self) -> str:
-        return "slices" if self._cut else "layers"
+        return "slices" if is_cut(self.session.assembly.held) else "layers"
 
     def _rate(self, judge: Judge) -> float:
         """Tokens per second of the present stages, estimated from their present times."""
-        return self._grid.now(judge) if self._cut else judge(*self._present(), now=True)
+        teams = stages_of(self.session.assembly.held)
+        left = iter(self._seconds)
+        return judge.rate([max(next(left) for _ in team) for team in teams],
+                          [[one.rank for one in team] for team in teams], self._sums, now=True)
 
     def _better(self, need: float) -> _Better | None:
         """Return an assignment with at least `need` times the speed, or None."""
-        assembly, pace = self.session.assembly, self.session.head.times.pace
+        assembly = self.session.assembly
         judge, seen = self.judge()
-        cut = self._cut
-        verdict = self._grid.better(judge) if cut else assembly.better(pace.seconds, judge)
+        shares = {cut: slice_shares(self.session.loaded.job.model, cut)
+                  for cut in {one.cut for one in assembly.held if one.cut}}
+        verdict = assembly.better(self._seconds, self._sums, shares, judge)
         held = verdict.held
         if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
             return None
         ranks = [holding.rank for holding in held]
-        grows = judge.grows and not cut
-        threads = granted(judge.seats, judge.cores, ranks) if grows else {}
+        threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
         trial = _Trial(assembly.held, assembly.threads, threads, verdict.gain, self._rate(judge),
                        seen, judge)
-        why = _why_grid(judge, verdict) if cut else _why(judge, verdict.gain, pace)
+        why = _why(judge, verdict, self.session.head.times.pace, cut=is_cut(held))
         return _Better(held, why + _idle(assembly.held, held, threads, judge), trial)
 
-    def _present(self) -> tuple[Split, list[int]]:
-        """Return the present split with the stages' times, and the ranks."""
-        held = self.session.assembly.held
-        seconds = self.session.head.times.pace.seconds
-        counts = tuple(holding.stop - holding.start for holding in held)
-        return Split(counts, tuple(seconds), (0.0,) * len(held)), [one.rank for one in held]
+    @property
+    def _seconds(self) -> list[float]:
+        """Seconds that each member computes for a run of one row."""
+        times = self.session.head.times
+        seconds = times.pace.seconds
+        return [computing for computing, _ in times.members.figures(seconds)] or seconds
+
+    @property
+    def _sums(self) -> list[float]:
+        """Return, for each stage, the seconds that a run spends in sums: the wait of its least
+        waiting member."""
+        times = self.session.head.times
+        figures = times.members.figures(times.pace.seconds)
+        found, node = [], 0
+        for width in times.members.grid.widths:
+            found.append(min((waiting for _, waiting in figures[node:node + width]), default=0.0))
+            node += width
+        return found
 
     def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:
         """Whether an automatic move should be considered: for a while, one stage has been slower
         relative to its best than the others, or a rank has been idle. If all stages slow down
         alike, moving layers does not help."""
-        slowdown = (self._cut and self._grid.slowdown) or pace.slowdown
+        slowdown = self.session.head.times.members.slowdown(pace.seconds) or pace.slowdown
         slower = max(slowdown)
         if len(slowdown) > 1:
             slower /= min(slowdown)
@@ -239,22 +250,20 @@ class Balance:
         self.session.resume()
 
 
-def _why_grid(judge: Judge, verdict: MoveVerdict) -> str:
+def _why(judge: Judge, verdict: MoveVerdict, pace: StagePace, *, cut: bool) -> str:
     streams = max(mix.streams for mix in judge.mixes)
-    slowest = max(verdict.speeds, key=lambda rank: verdict.speeds[rank])
-    times = verdict.speeds[slowest] / min(verdict.speeds.values())
-    why = f"rank {slowest} takes {times:.1f} times as long for the same work as the fastest" \
-        if times > SAME_SPEED else "ranks are about equally fast now"
-    return (f"slices moved between ranks for {verdict.gain:.2f} times the speed with "
+    if cut:
+        what = "slices moved between ranks"
+        slowest = max(verdict.speeds, key=lambda rank: verdict.speeds[rank])
+        times = verdict.speeds[slowest] / min(verdict.speeds.values())
+        why = f"rank {slowest} takes {times:.1f} times as long for the same work as the fastest" \
+            if times > SAME_SPEED else "ranks are about equally fast now"
+    else:
+        what, times = "layers redistributed", max(pace.slowdown)
+        stage = pace.slowdown.index(times) + 1
+        why = f"stage {stage} takes {times:.1f} times as long as at its best"
+    return (f"{what} for {verdict.gain:.2f} times the speed with "
             f"{streams} request{'s' * (streams != 1)} at once ({why})")
-
-
-def _why(judge: Judge, gain: float, pace: StagePace) -> str:
-    streams = max(mix.streams for mix in judge.mixes)
-    slowest = max(range(len(pace.seconds)), key=lambda i: pace.slowdown[i])
-    return (f"layers redistributed for {gain:.2f} times the speed with "
-            f"{streams} request{'s' * (streams != 1)} at once (stage {slowest + 1} takes "
-            f"{pace.slowdown[slowest]:.1f} times as long as at its best)")
 
 
 def _idle(before: Sequence[Holding], after: Sequence[Holding], threads: Mapping[int, int],

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.planning.partition import Split
@@ -249,27 +249,36 @@ class Judge(Struct, frozen=True):
         used = self.using if holders is None else self.threads(holders)
         return float((own / (used.get(rank) or own)) ** _GROWTH)
 
-    def arrangement(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> Arrangement:
-        """The stages of a split; ranks: those of its members; now: with the threads of now."""
-        used = [ranks[i] for i, _, _ in split.ranges()]
-        threads = self.threads(used)
+    def arrangement(self, seconds: Sequence[float], teams: Sequence[Sequence[int]],
+                    sums: Sequence[float] = (), *, now: bool = False) -> Arrangement:
+        """Return stages as an arrangement.
+
+        seconds: of computing, of the slowest member of each stage.
+        teams: the ranks of each stage.
+        sums: seconds of the sums of each stage, if it has several members. (): none.
+        now: with the present threads.
+        """
+        threads = self.threads([rank for team in teams for rank in team])
         if now:
             threads = {rank: self.using.get(rank) or self.seats[rank].cores for rank in threads}
         stages = []
-        for i, _, _ in split.ranges():
-            seat = self.seats.get(ranks[i])
-            stages.append(StageTime(
-                split.seconds[i], self.curve, pool=seat.host if seat is not None else "",
-                threads=threads.get(ranks[i], 1)))
+        for k, (took, team) in enumerate(zip(seconds, teams, strict=True)):
+            pools = {self.seats[rank].host if rank in self.seats else "" for rank in team}
+            stages.append(StageTime(  # cores count where all members share those of one host
+                took, self.curve, sums[k] if sums and len(team) > 1 else 0.0,
+                pool=pools.pop() if len(pools) == 1 else "",
+                threads=sum(threads.get(rank, 0) for rank in team)))
         return Arrangement(tuple(stages), self.link, draft=self.draft, cores=self.cores)
 
-    def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
-        """Return the tokens per second of a split, see `score`."""
-        return score(self.arrangement(split, ranks, now=now), self.mixes)
+    def rate(self, seconds: Sequence[float], teams: Sequence[Sequence[int]],
+             sums: Sequence[float] = (), *, now: bool = False) -> float:
+        """Return the tokens per second of stages, see `arrangement` and `score`."""
+        return score(self.arrangement(seconds, teams, sums, now=now), self.mixes)
 
-    def under(self, *mixes: LoadMix) -> Judge:
-        """Return the same judge for other loads."""
-        return structs.replace(self, mixes=mixes)
+    def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
+        """Return the tokens per second of a split over plain stages. ranks: of its members."""
+        used = [i for i, _, _ in split.ranges()]
+        return self.rate([split.seconds[i] for i in used], [[ranks[i]] for i in used], now=now)
 
 
 def granted(seats: Mapping[int, Seat], cores: Mapping[str, float], ranks: Sequence[int]

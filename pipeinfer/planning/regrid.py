@@ -21,7 +21,7 @@ from pipeinfer.planning.partition import Load, level
 from pipeinfer.planning.replan import FOLD, HEALTHY, Holding, MoveVerdict
 from pipeinfer.planning.wide import stages_of
 
-Rate = Callable[[Sequence[float], Sequence[Sequence[Holding]]], float]
+Rate = Callable[[Sequence[float], Sequence[Sequence[int]]], float]
 _STEPS = 32  #: at most, on each way
 _BETTER = 1 - 1e-3  #: a step is taken if the time falls below this multiple of the time before
 
@@ -52,7 +52,7 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
 
     seconds: by node of `held`.
     rate: returns the tokens per second of stages with these times (of their slowest members) and
-        members. An idle rank is assumed to have the median speed; a rank that is as fast as the
+        ranks. An idle rank is assumed to have the median speed; a rank that is as fast as the
         others is left out only for a large gain.
     """
     present = tuple(tuple(team) for team in stages_of(held))
@@ -75,20 +75,20 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
         """Seconds of its slowest member."""
         return max(known[one.rank] * work(one) for one in team)
 
-    def times(grid: _Grid) -> list[float]:
-        return [took(team) for team in grid]
+    def speed(grid: _Grid) -> float:
+        return rate([took(team) for team in grid], [[one.rank for one in team] for team in grid])
 
     seen: dict[_Grid, None] = {}
     for first in (sum, max):
         seen |= dict.fromkeys(_descent(present, room, known, took, first))
-    now = rate(times(present), present)
+    now = speed(present)
     best, gain = present, 1.0
     least = min(speeds.values())
     before = set(speeds)
     for grid in seen:
         gone = before - {one.rank for team in grid for one in team}
         healthy = any(known[rank] <= least * HEALTHY for rank in gone)
-        faster = rate(times(grid), grid) / now
+        faster = speed(grid) / now
         if faster > gain * (FOLD if healthy else 1 / _BETTER):
             best, gain = grid, faster
     return MoveVerdict(tuple(one for team in best for one in team), gain, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,7 +37,7 @@ class Bed:
         self.before = (Holding(1, 0, 12, 0, CUT, (0,)), Holding(2, 0, 12, 1, CUT, (1,)))
         self.assembly = SimpleNamespace(
             held=self.before, threads={}, returning=(), grows=False, changes=["moved"], ready={},
-            grid=Grid((2,)), better_grid=self.better, move=self.move)
+            grid=Grid((2,)), better=self.better, move=self.move)
         load = SimpleNamespace(lately=lambda tokens: Seen(), restart=lambda tokens: None,
                                worked=0.0)
         times = SimpleNamespace(pace=StagePace(1, ()), members=MemberPace(Grid((2,))), load=load)
@@ -52,9 +53,10 @@ class Bed:
                 calibration=SimpleNamespace(acceptance=0.7))))
         self.balance = Balance(self.session)
 
-    def better(self, seconds, shares, rate):
+    def better(self, seconds, sums, shares, judge):
         room = GridRoom(shares, {1: 1e9, 2: 1e9}, lambda one: 1.0, {1: "", 2: ""})
-        return regrid(Load((1.0,) * 12, (1.0,) * 12), self.assembly.held, seconds, room, rate)
+        return regrid(Load((1.0,) * 12, (1.0,) * 12), self.assembly.held, seconds, room,
+                      partial(judge.rate, sums=sums))
 
     def move(self, held, why, threads):
         self.moved.append([(one.rank, one.slices) for one in held])

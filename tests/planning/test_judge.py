@@ -131,8 +131,8 @@ def test_a_split_is_judged_with_the_cores_that_its_ranks_share():
     assert judge(EIGHT)(folded, [1, 2, 3]) < 0.7 * judge(EIGHT)(even, [1, 2, 3])
     assert judge(ONE)(folded, [1, 2, 3]) > judge(ONE)(even, [1, 2, 3])
     both = judge(ONE, EIGHT)(even, [1, 2, 3])
-    assert both == pytest.approx(score(judge(ONE).arrangement(even, [1, 2, 3]), (ONE, EIGHT)))
-    assert judge(ONE).under(EIGHT)(even, [1, 2, 3]) == judge(EIGHT)(even, [1, 2, 3])
+    assert both == pytest.approx(score(
+        judge(ONE).arrangement(even.seconds, [[1], [2], [3]]), (ONE, EIGHT)))
 
 
 def test_before_there_is_load_one_user_and_a_full_house_count():

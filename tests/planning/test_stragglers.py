@@ -15,6 +15,7 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.load_seen import Seen
+from pipeinfer.planning.member_pace import MemberPace
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance
 from pipeinfer.planning.stragglers import WINDOW, StagePace
@@ -284,14 +285,15 @@ class Bed:
         self.assembly = SimpleNamespace(
             held=self.before, threads={}, returning=(), grows=False, changes=["moved"], ready={},
             grid=Grid.plain(len(self.before)),
-            better=lambda seconds, judge: MoveVerdict(self.better, gain, {}), move=self.move)
+            better=lambda *given: MoveVerdict(self.better, gain, {}), move=self.move)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, "h") for rank in range(3)], draft=None,
             limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), first=SimpleNamespace(curve=CURVE),
             plan=SimpleNamespace(whole=False), notes=[], resume=lambda: self.balance.watch(),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),
             head=SimpleNamespace(
-                times=SimpleNamespace(pace=self.pace, load=load),
+                times=SimpleNamespace(pace=self.pace, load=load,
+                                      members=MemberPace(Grid.plain(2))),
                 scheduler=SimpleNamespace(totals=SimpleNamespace(accepted=0),
                                           calibration=SimpleNamespace(acceptance=0.7))))
         self.balance = Balance(self.session)
