@@ -23,11 +23,9 @@ from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
 from pipeinfer.planning.measured_grid import slice_shares
-from pipeinfer.planning.member_pace import MemberPace
-from pipeinfer.planning.own_time import Share
+from pipeinfer.planning.pace import Share, StagePace
 from pipeinfer.planning.partition import SAME_SPEED
 from pipeinfer.planning.replan import Holding, MoveVerdict
-from pipeinfer.planning.stragglers import StagePace
 from pipeinfer.planning.wide import is_cut, stages_of
 
 ASKED = 1.03  #: least gain, since times are not exact
@@ -117,7 +115,7 @@ class Balance:
             found, how = seen.speed / trial.seen.speed, "tokens/s"
         else:
             judge = structs.replace(trial.judge, using=session.assembly.threads)
-            if not self._known:
+            if not pace.known:
                 self._trial = trial  # members have not reported enough yet
                 return None
             found = self._rate(judge) / trial.rate
@@ -145,8 +143,7 @@ class Balance:
                         else f"rank {one.rank}", threads.get(node, 1))
                   for node, one in leaders]
         session.head.times.pace = StagePace(
-            len(leaders), session.first.curve, shares, judge.cores)
-        session.head.times.members = MemberPace(assembly.grid)
+            assembly.grid, session.first.curve, shares, judge.cores)
         session.head.times.load.restart(session.head.scheduler.totals.accepted)
         self._trial = None
 
@@ -175,13 +172,7 @@ class Balance:
         """Whether layers or slices can be moved at all, and enough is measured."""
         session, assembly = self.session, self.session.assembly
         alone = len(assembly.held) == 1 and not assembly.returning
-        return self._known and not (session.plan.whole or alone)
-
-    @property
-    def _known(self) -> bool:
-        """Whether every stage and every member of a wide one has reported enough times."""
-        times = self.session.head.times
-        return times.pace.known and times.members.known
+        return session.head.times.pace.known and not (session.plan.whole or alone)
 
     @property
     def _noun(self) -> str:
@@ -190,17 +181,18 @@ class Balance:
     def _rate(self, judge: Judge) -> float:
         """Tokens per second of the present stages, estimated from their present times."""
         teams = stages_of(self.session.assembly.held)
-        left = iter(self._seconds)
+        pace = self.session.head.times.pace
+        left = iter(pace.computing)
         return judge.rate([max(next(left) for _ in team) for team in teams],
-                          [[one.rank for one in team] for team in teams], self._sums, now=True)
+                          [[one.rank for one in team] for team in teams], pace.sums, now=True)
 
     def _better(self, need: float) -> _Better | None:
         """Return an assignment with at least `need` times the speed, or None."""
-        assembly = self.session.assembly
+        assembly, pace = self.session.assembly, self.session.head.times.pace
         judge, seen = self.judge()
         shares = {cut: slice_shares(self.session.loaded.job.model, cut)
                   for cut in {one.cut for one in assembly.held if one.cut}}
-        verdict = assembly.better(self._seconds, self._sums, shares, judge)
+        verdict = assembly.better(pace.computing, pace.sums, shares, judge)
         held = verdict.held
         if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
             return None
@@ -208,33 +200,14 @@ class Balance:
         threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
         trial = _Trial(assembly.held, assembly.threads, threads, verdict.gain, self._rate(judge),
                        seen, judge)
-        why = _why(judge, verdict, self.session.head.times.pace, cut=is_cut(held))
+        why = _why(judge, verdict, pace, cut=is_cut(held))
         return _Better(held, why + _idle(assembly.held, held, threads, judge), trial)
-
-    @property
-    def _seconds(self) -> list[float]:
-        """Seconds that each member computes for a run of one row."""
-        times = self.session.head.times
-        seconds = times.pace.seconds
-        return [computing for computing, _ in times.members.figures(seconds)] or seconds
-
-    @property
-    def _sums(self) -> list[float]:
-        """Return, for each stage, the seconds that a run spends in sums: the wait of its least
-        waiting member."""
-        times = self.session.head.times
-        figures = times.members.figures(times.pace.seconds)
-        found, node = [], 0
-        for width in times.members.grid.widths:
-            found.append(min((waiting for _, waiting in figures[node:node + width]), default=0.0))
-            node += width
-        return found
 
     def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:
         """Whether an automatic move should be considered: for a while, one stage has been slower
         relative to its best than the others, or a rank has been idle. If all stages slow down
         alike, moving layers does not help."""
-        slowdown = self.session.head.times.members.slowdown(pace.seconds) or pace.slowdown
+        slowdown = pace.member_slowdown()
         slower = max(slowdown)
         if len(slowdown) > 1:
             slower /= min(slowdown)

@@ -291,7 +291,7 @@ class Head:
                 case RunCancelled(run_id):
                     self._returned(message, RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):
-                    self.times.members.saw(self._grid.node(port), runs, compute, waited)
+                    self.times.pace.reported(self._grid.node(port), runs, compute, waited)
                 case Standing():
                     if self._links is not None:
                         self._links.hear(message)

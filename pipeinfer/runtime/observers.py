@@ -14,8 +14,7 @@ from typing_extensions import override
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import RunCancelled, RunFinished
 from pipeinfer.planning.load_seen import LoadWatch
-from pipeinfer.planning.member_pace import MemberPace
-from pipeinfer.planning.stragglers import StagePace
+from pipeinfer.planning.pace import StagePace
 from pipeinfer.runtime.run_log import RunWatch, fate
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.lanes import Run
@@ -108,18 +107,17 @@ class LiveRuns(RunObserver):
 
 
 class StageTimes(RunObserver):
-    """Measures the times of stages (`StagePace`), of members of wide stages, and the load."""
+    """Measures the times of stages and of their members (`StagePace`), and the load."""
 
     def __init__(self, grid: Grid) -> None:
-        self.pace = StagePace(grid.n_stages, ())
-        self.members = MemberPace(grid)
+        self.pace = StagePace(grid, ())
         self.load = LoadWatch()
 
     def members_now(self) -> dict[str, list[float]]:
         """Return, for the snapshot, two lists with seconds per node: computing in a run of one
         row, and waiting for the other members of its stage. Empty if no stage is wide or nothing
         is measured."""
-        found = self.members.figures(self.pace.seconds)
+        found = self.pace.members
         return {} if not found else {
             "member_seconds": [computing for computing, _ in found],
             "member_waiting_seconds": [waiting for _, waiting in found]}

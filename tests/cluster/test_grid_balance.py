@@ -16,11 +16,10 @@ from pipeinfer.models.slices import cut_of
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.load_seen import Seen
 from pipeinfer.planning.measured_grid import slice_shares
-from pipeinfer.planning.member_pace import MemberPace
+from pipeinfer.planning.pace import WINDOW, StagePace
 from pipeinfer.planning.partition import Load
 from pipeinfer.planning.regrid import GridRoom, regrid
 from pipeinfer.planning.replan import Holding
-from pipeinfer.planning.stragglers import WINDOW, StagePace
 from pipeinfer.scheduler.settings import Limits
 
 MODEL = open_model(EMBEDDED / "target.gguf")
@@ -40,7 +39,7 @@ class Bed:
             grid=Grid((2,)), better=self.better, move=self.move)
         load = SimpleNamespace(lately=lambda tokens: Seen(), restart=lambda tokens: None,
                                worked=0.0)
-        times = SimpleNamespace(pace=StagePace(1, ()), members=MemberPace(Grid((2,))), load=load)
+        times = SimpleNamespace(pace=StagePace(Grid((2,)), ()), load=load)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, f"h{rank}") for rank in range(3)],
             draft=None, limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), notes=[],
@@ -72,7 +71,7 @@ class Bed:
             times.pace.saw(1, np.array([[float(run), max(took), waits[0]]]))
             if run % 16 == 0:
                 for node, (own, waited) in enumerate(zip(took, waits, strict=True), 1):
-                    times.members.saw(node, run, own * run, waited * run)
+                    times.pace.reported(node, run, own * run, waited * run)
 
 
 def test_a_member_that_becomes_slow_gives_its_slice_away_and_that_is_looked_at_later():
@@ -80,7 +79,7 @@ def test_a_member_that_becomes_slow_gives_its_slice_away_and_that_is_looked_at_l
     assert bed.balance.preview() is None  # nothing is known yet
     bed.runs({1: 1.0, 2: 1.0})
     assert bed.balance.rebalance(1.25, 1.5) is None
-    bed.session.head.times.members._seen.clear()
+    bed.session.head.times.pace._reports.clear()
     bed.runs({1: 3.0, 2: 1.0})
     found = bed.balance.preview()
     assert [(one.rank, one.slices) for one in found.held] == [(2, (0,)), (1, (1,))]

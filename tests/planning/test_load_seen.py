@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.planning.load_seen import LoadWatch, Seen
-from pipeinfer.planning.own_time import Interval, Share, own_seconds
-from pipeinfer.planning.stragglers import WINDOW, StagePace
+from pipeinfer.planning.pace import WINDOW, Interval, Share, StagePace, own_seconds
 
 HERE = [Share("h")] * 3
 
@@ -41,7 +41,7 @@ def overlapping(pace):
 
 
 def test_a_pace_tells_computing_from_waiting():
-    told, blind = StagePace(3, (), HERE, {"h": 2}), StagePace(3, ())
+    told, blind = StagePace(Grid.plain(3), (), HERE, {"h": 2}), StagePace(Grid.plain(3), ())
     overlapping(told)
     overlapping(blind)
     assert blind.seconds == pytest.approx([6e-3] * 3)
@@ -49,7 +49,7 @@ def test_a_pace_tells_computing_from_waiting():
 
 
 def test_prompts_take_cores_but_have_no_figure():
-    pace = StagePace(2, ((4, 2.0),), [Share("h"), Share("h")], {"h": 1})
+    pace = StagePace(Grid.plain(2), ((4, 2.0),), [Share("h"), Share("h")], {"h": 1})
     for run in range(WINDOW):
         pace.saw(64, ((run, 0.5, 0.0), (run + 0.5, 0.5, 0.0)))
         pace.saw(1, ((run + 0.5, 0.2, 0.0), (run + 1.0, 0.2, 0.0)))

@@ -15,10 +15,9 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.load_seen import Seen
-from pipeinfer.planning.member_pace import MemberPace
+from pipeinfer.planning.pace import WINDOW, StagePace
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance
-from pipeinfer.planning.stragglers import WINDOW, StagePace
 from pipeinfer.scheduler.settings import Limits
 
 CURVE = ((2, 1.5), (4, 2.0))
@@ -34,7 +33,7 @@ def feed(pace, seconds, count=WINDOW, rows=1):
 
 
 def test_nothing_is_said_before_there_are_enough_runs():
-    pace = StagePace(2, CURVE)
+    pace = StagePace(Grid.plain(2), CURVE)
     feed(pace, [0.1, 0.2], 15)
     assert not pace.known
     assert pace.seconds == [0.0, 0.0]
@@ -49,23 +48,23 @@ def test_nothing_is_said_before_there_are_enough_runs():
 
 @pytest.mark.parametrize(("rows", "cost"), [(1, 1.0), (2, 1.5), (3, 1.75), (4, 2.0)])
 def test_runs_of_several_rows_are_brought_down_to_one_row(rows, cost):
-    pace = StagePace(3, CURVE)
+    pace = StagePace(Grid.plain(3), CURVE)
     feed(pace, [0.1 * cost, 0.2 * cost, 0.3 * cost], rows=rows)
     assert pace.seconds == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_runs_that_the_curve_does_not_reach_are_left_out():
-    pace = StagePace(1, CURVE)
+    pace = StagePace(Grid.plain(1), CURVE)
     feed(pace, [0.1])
     feed(pace, [9.0], rows=5)
     assert pace.seconds == pytest.approx([0.1])
-    alone = StagePace(1, ())
+    alone = StagePace(Grid.plain(1), ())
     feed(alone, [9.0], rows=2)
     assert not alone.known
 
 
 def test_runs_without_a_time_of_each_stage_are_left_out():
-    pace = StagePace(2, CURVE)
+    pace = StagePace(Grid.plain(2), CURVE)
     pace.saw(1, np.zeros((0, 2)))
     feed(pace, [0.1] * 3)
     feed(pace, [0.1])
@@ -74,7 +73,7 @@ def test_runs_without_a_time_of_each_stage_are_left_out():
 
 def test_a_few_slow_runs_do_not_make_a_stage_slow():
     rng = random.Random(1)
-    pace = StagePace(2, CURVE)
+    pace = StagePace(Grid.plain(2), CURVE)
     times = [0.1] * 62 + [5.0, 7.0]
     rng.shuffle(times)
     for first in times:
@@ -85,14 +84,14 @@ def test_a_few_slow_runs_do_not_make_a_stage_slow():
 
 def test_a_stage_that_stalls_now_and_then_counts_as_slower():
     """A quarter of its runs takes five times as long: a median would not see it."""
-    pace = StagePace(1, CURVE)
+    pace = StagePace(Grid.plain(1), CURVE)
     for number in range(4 * WINDOW):
         feed(pace, [0.5 if number % 4 == 0 else 0.1], 1)
     assert 0.15 < pace.seconds[0] < 0.2
 
 
 def test_only_the_stage_that_became_slow_is_slow_and_only_as_long_as_it_is():
-    pace = StagePace(3, CURVE)
+    pace = StagePace(Grid.plain(3), CURVE)
     feed(pace, [0.1, 0.2, 0.1])
     assert pace.slowdown == pytest.approx([1.0, 1.0, 1.0])
     feed(pace, [0.1, 0.6, 0.1])
@@ -103,7 +102,7 @@ def test_only_the_stage_that_became_slow_is_slow_and_only_as_long_as_it_is():
 
 
 def test_the_best_is_a_figure_of_many_runs():
-    pace = StagePace(1, CURVE)
+    pace = StagePace(Grid.plain(1), CURVE)
     feed(pace, [0.1])
     feed(pace, [0.001], 1)  # one run that the clock got wrong
     feed(pace, [0.1], 200)
@@ -276,7 +275,7 @@ class Bed:
     """A session of two stages whose assembly finds one other arrangement."""
 
     def __init__(self, gain):
-        self.pace, self.moved, self.seen = StagePace(2, CURVE), [], Seen()
+        self.pace, self.moved, self.seen = StagePace(Grid.plain(2), CURVE), [], Seen()
         self.before = (Holding(1, 0, 2), Holding(2, 2, 12))
         self.better = (Holding(1, 0, 12),)
         self.accepted = 0
@@ -292,8 +291,7 @@ class Bed:
             plan=SimpleNamespace(whole=False), notes=[], resume=lambda: self.balance.watch(),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),
             head=SimpleNamespace(
-                times=SimpleNamespace(pace=self.pace, load=load,
-                                      members=MemberPace(Grid.plain(2))),
+                times=SimpleNamespace(pace=self.pace, load=load),
                 scheduler=SimpleNamespace(totals=SimpleNamespace(accepted=0),
                                           calibration=SimpleNamespace(acceptance=0.7))))
         self.balance = Balance(self.session)
@@ -365,7 +363,7 @@ def test_a_neighbour_that_slows_all_stages_alike_moves_nothing():
 
 
 def test_a_stage_that_waits_for_its_own_members_is_not_slow():
-    pace = StagePace(2, CURVE)
+    pace = StagePace(Grid.plain(2), CURVE)
     for run in range(2 * WINDOW):
         waited = 0.0 if run < WINDOW else 0.4
         pace.saw(1, ((0.0, 0.1 + waited, waited), (1.0, 0.1, 0.0)))
