@@ -36,36 +36,24 @@ _LOST = 0.97  #: speed relative to the old one below which a move is undone
 _FEW = 64  #: tokens from which on the observed load counts
 
 
-class _Trial(Struct, frozen=True):
-    """A move that is to be verified. rate: estimated tokens per second before it, by `judge`."""
-
-    before: tuple[Holding, ...]
-    threads: Mapping[int, int]
-    threads_after: Mapping[int, int]
-    promised: float
-    rate: float
-    seen: Seen
-    judge: Judge
-
-
-class Preview(Struct, frozen=True):
-    """The result that a rebalance would have.
+class Move(Struct, frozen=True):
+    """A rebalance, and what its verification needs.
 
     held: the new assignment. gain: its speed relative to the present one. why: the reason, in
-        words.
+        words. threads: by rank, of ranks that compute with cores of idle ones.
+    before, threads_before: the present assignment. rate: its estimated tokens per second, by
+        `judge` under the load `seen`.
     """
 
     held: tuple[Holding, ...]
     gain: float
     why: str
-
-
-class _Better(Struct, frozen=True):
-    """A better assignment and the trial that would verify it."""
-
-    held: tuple[Holding, ...]
-    why: str
-    trial: _Trial
+    threads: Mapping[int, int]
+    before: tuple[Holding, ...]
+    threads_before: Mapping[int, int]
+    rate: float
+    seen: Seen
+    judge: Judge
 
 
 @dataclass(slots=True)
@@ -73,7 +61,7 @@ class Balance:
     """Rebalances one session; see the module docstring."""
 
     session: RunningJob
-    _trial: _Trial | None = None
+    _trial: Move | None = None  # to be verified
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0
     _moved: float = field(default_factory=time.monotonic)
@@ -90,14 +78,13 @@ class Balance:
         found = self._better(need)
         if found is None:
             return None
-        self._move(found.held, found.why, found.trial.threads_after)
-        self._trial = found.trial
+        self._move(found.held, found.why, found.threads)
+        self._trial = found
         return str(self.session.assembly.changes[-1])
 
-    def preview(self) -> Preview | None:
+    def preview(self) -> Move | None:
         """Return what `rebalance` would do now; None if nothing. Changes nothing."""
-        found = self._better(1.0) if self._movable() else None
-        return None if found is None else Preview(found.held, found.trial.promised, found.why)
+        return self._better(1.0) if self._movable() else None
 
     def verify(self) -> str | None:
         """Compare the speed after the last move with that before; move back if it is lower.
@@ -123,13 +110,14 @@ class Balance:
         if found >= _LOST:
             self._failed.pop(held, None)
             text = (f"the {self._noun} dealt out otherwise bring {found:.2f} times the speed "
-                    f"({how}; promised {trial.promised:.2f})")
+                    f"({how}; promised {trial.gain:.2f})")
             session.notes.append(text)
             return text
         wait = 2 * self._failed.get(held, (0.0, _AGAIN / 2))[1]
         self._failed[held] = (time.monotonic() + wait, wait)
         self._move(trial.before, f"{self._noun} back where they were: {found:.2f} times the speed "
-                   f"instead of the {trial.promised:.2f} that was promised ({how})", trial.threads)
+                   f"instead of the {trial.gain:.2f} that was promised ({how})",
+                   trial.threads_before)
         return str(session.assembly.changes[-1])
 
     def watch(self) -> None:
@@ -186,7 +174,7 @@ class Balance:
         return judge.rate([max(next(left) for _ in team) for team in teams],
                           [[one.rank for one in team] for team in teams], pace.sums, now=True)
 
-    def _better(self, need: float) -> _Better | None:
+    def _better(self, need: float) -> Move | None:
         """Return an assignment with at least `need` times the speed, or None."""
         assembly, pace = self.session.assembly, self.session.head.times.pace
         judge, seen = self.judge()
@@ -198,10 +186,10 @@ class Balance:
             return None
         ranks = [holding.rank for holding in held]
         threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
-        trial = _Trial(assembly.held, assembly.threads, threads, verdict.gain, self._rate(judge),
-                       seen, judge)
-        why = _why(judge, verdict, pace, cut=is_cut(held))
-        return _Better(held, why + _idle(assembly.held, held, threads, judge), trial)
+        why = _why(judge, verdict, pace, cut=is_cut(held)) + _idle(
+            assembly.held, held, threads, judge)
+        return Move(held, verdict.gain, why, threads, assembly.held, assembly.threads,
+                    self._rate(judge), seen, judge)
 
     def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:
         """Whether an automatic move should be considered: for a while, one stage has been slower
