@@ -13,7 +13,7 @@ import shutil
 import types
 from pathlib import Path
 
-from pipeinfer.cluster import remembered_grid
+from pipeinfer.cluster import grid_choice
 from pipeinfer.models.shard import shard_name
 from pipeinfer.server.journal import Journal
 
@@ -27,7 +27,7 @@ def test_shards_and_grids_have_their_names():
         NAMES["shard"]
     hosts = [types.SimpleNamespace(host=name) for name in "abc"]
     model = types.SimpleNamespace(fingerprint="fp")
-    assert remembered_grid._path(model, hosts, [1, 2]).name == NAMES["grid"]
+    assert grid_choice._path(model, hosts, [1, 2]).name == NAMES["grid"]
 
 
 def test_a_journal_is_read_whole(tmp_path):

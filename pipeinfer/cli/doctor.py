@@ -28,11 +28,10 @@ from pipeinfer import host
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
-from pipeinfer.cluster import launch, placement
-from pipeinfer.cluster.grid_choice import teams_asked, usable_ranks, wide_plan
-from pipeinfer.cluster.grid_drawing import lines_of
+from pipeinfer.cluster import grid_choice, launch, placement
+from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
-from pipeinfer.cluster.remembered_grid import GridChoice, recall_grid
+from pipeinfer.cluster.notes import lines_of
 from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
@@ -277,10 +276,9 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         if isinstance(choice, Finding):
             return [choice]
         if choice is not None:
-            return _draw_grid(config, model, path, wide_plan(
-                config, model, load, dict(zip(candidates, members, strict=True)), ranks,
-                choice.teams, Policy.ITERATIVE, timed=False, layers=choice.layers,
-                cuts=choice.cuts), everyone)
+            by_rank = dict(zip(candidates, members, strict=True))
+            grids = GridPlanner(config, model, load, by_rank, {}, ranks, Policy.ITERATIVE)
+            return _draw_grid(config, model, path, grids.plan(choice), everyone)
         counts = planner.asked_counts(config.cluster, model, candidates, ranks,
                                       None if nodes is None else nodes.layers)
         members = placement.members_of(
@@ -309,10 +307,10 @@ def _grid_of(config: JobConfig, model: Any, candidates: Sequence[int], ranks: Se
     None for stages of one rank."""
     if config.cluster.grid != "auto":
         teams = teams_asked(config, candidates, ranks)
-        return None if teams is None else GridChoice(teams, ())
-    known = recall_grid(model, ranks, usable_ranks(config, candidates, ranks))
-    if known is not None and known.choice is not None:
-        return known.choice
+        return None if teams is None else GridChoice(teams)
+    known = recall_grid(model, ranks, grid_choice.usable_ranks(config, candidates, ranks))
+    if known is not None and known.teams is not None:
+        return known
     return Finding("ok", "grid", "--grid auto measures ranks and links at its first start"
                    if known is None else f"one rank to a stage, as chosen on {known.day} "
                    "(--remeasure chooses again)",

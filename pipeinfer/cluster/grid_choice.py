@@ -1,23 +1,37 @@
 """Chooses the ranks of each stage of a grid, and its slices: as requested, or by measurement.
 
-It runs before any port exists; `placement` calls it. It has no runs and no requests.
+Slices follow measured speeds, which differ a little between starts, and other slices round
+differently. So the choice of --grid auto (also that of one rank per stage) is stored next to the
+ranks' measurements, on rank 0's host, and is valid as long as it fits. This module runs before any
+port exists; `placement` calls it. It has no runs and no requests.
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from msgspec import structs
+import msgspec
+from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import check_teams
-from pipeinfer.cluster.remembered_grid import GridChoice, keep_grid, recall_grid
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import Measured, TestLinks
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import PlanError, RankLost, UnsupportedArchitecture, UsageError
+from pipeinfer.errors import (
+    PipeinferError,
+    PlanError,
+    RankLost,
+    UnsupportedArchitecture,
+    UsageError,
+)
 from pipeinfer.host import Place
+from pipeinfer.models.shard_cache import cache_directory, recall, remember
+from pipeinfer.models.slice_parts import Slice, check_fits, sizes_of
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.grids import GridPlan, shape
 from pipeinfer.planning.judge import LoadMix
@@ -26,10 +40,23 @@ from pipeinfer.planning.measured_grid import grids_of_ranks, network_of
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan, asked_counts, estimate, make_plan
 from pipeinfer.planning.teams import SumCost
-from pipeinfer.planning.wide import Teams, combined, teams_of, widths_of
+from pipeinfer.planning.wide import Teams, combined, stages_of, teams_of, widths_of
 
 Hosts = Sequence[RankInfo]
+_FORMAT = 1
 _GAIN_WORTH_SAYING = 1.1  #: times the plain pipeline's speed
+
+
+class GridChoice(Struct, frozen=True):
+    """The stages, with the number of layers and the names of the slices of each if decided.
+
+    teams: None for one rank per stage. day: of a stored choice, such as 2026-11-23.
+    """
+
+    teams: Teams | None
+    layers: tuple[int, ...] = ()
+    cuts: tuple[tuple[str, ...], ...] | None = None
+    day: str = ""
 
 
 def teams_asked(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> Teams | None:
@@ -53,93 +80,124 @@ def usable_ranks(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> 
     return usable[:len(usable) - spares]
 
 
-def auto_plan(
-    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], hosts: Hosts, policy: Policy, mix: LoadMix, notes: list[str],
-) -> Plan | None:
-    """Return the plan for --grid auto, None for one rank per stage.
+class GridPlanner(Struct, frozen=True):
+    """Plans grids over the ranks of a job.
 
-    It is the remembered choice as long as that fits, else the fastest grid by measurement. Appends
-    the choice and its reason to `notes`.
-    figures: measurements by rank. mix: the load to plan for.
+    members, figures: what each rank may hold and has measured, by rank.
+    mix: the load to plan for.
     """
-    ranks = [rank for rank, member in members.items() if member.layers is None]
-    if place.comm is None or len(ranks) < 2:
-        return None
 
-    def planned(choice: GridChoice) -> Plan:
-        return wide_plan(config, model, load, members, hosts, choice.teams, policy,
-                         timed=bool(figures), layers=choice.layers, cuts=choice.cuts)
+    config: JobConfig
+    model: Any
+    load: Load
+    members: Mapping[int, Member]
+    figures: Mapping[int, Figures]
+    hosts: Hosts
+    policy: Policy
+    mix: LoadMix = LoadMix()
 
-    if not config.cluster.remeasure:
+    def auto(self, place: Place, notes: list[str]) -> Plan | None:
+        """Return the plan for --grid auto, None for one rank per stage.
+
+        It is the remembered choice as long as that fits, else the fastest grid by measurement.
+        Appends the choice and its reason to `notes`.
+        """
+        ranks, model, hosts = self._free, self.model, self.hosts
+        if place.comm is None or len(ranks) < 2:
+            return None
+        if not self.config.cluster.remeasure:
+            try:
+                known = recall_grid(model, hosts, ranks)
+                if known is not None:
+                    plan = None if known.teams is None else self.plan(known)
+                    what = "one rank to a stage" if plan is None else \
+                        f"grid {shape(widths_of(plan.held))} and its slices"
+                    notes.append(f"{what}, as chosen on {known.day} for this model and these "
+                                 "hosts, so that answers stay the same; --remeasure chooses again")
+                    return plan
+            except (PlanError, UsageError) as error:
+                notes.append(f"the grid that was chosen before does not fit any more ({error}), "
+                             "so one is chosen anew: answers may differ in near-ties")
         try:
-            known = recall_grid(model, hosts, ranks)
-            if known is not None:
-                plan = None if known.choice is None else planned(known.choice)
-                what = "one rank to a stage" if plan is None else \
-                    f"grid {shape(widths_of(plan.held))} and its slices"
-                notes.append(f"{what}, as chosen on {known.day} for this model and these hosts, so "
-                             "that answers stay the same; --remeasure chooses again")
-                return plan
-        except (PlanError, UsageError) as error:
-            notes.append(f"the grid that was chosen before does not fit any more ({error}), so one "
-                         "is chosen anew: answers may differ in near-ties")
-    try:
-        best, plain = _compared(config, place, model, load, members, figures, hosts, mix, ranks)
-    except (PlanError, UnsupportedArchitecture, UsageError, RankLost) as error:
-        notes.append(f"no grid is chosen: {error}")
-        return None
-    if max(best.widths) == 1:
-        notes.append("no grid of wide stages would be faster than one rank to a stage; remembered "
-                     "for the next start")
-        keep_grid(model, hosts, ranks, None)
-        return None
-    shares = tuple(tuple(1 / members[ranks[i]].per_cost for i in stage.hosts) if stage.width > 1
-                   else () for stage in best.stages)
-    plan = planned(GridChoice(Teams(
-        tuple(tuple(ranks[i] for i in stage.hosts) for stage in best.stages), shares), best.layers))
-    notes.append(f"{best.why()} ({best.tokens / plain.tokens:.2f} times one rank to a stage); "
-                 "remembered for the next start")
-    keep_grid(model, hosts, ranks, plan)
-    return plan
+            best, gain = self._best(ranks, place)
+        except (PlanError, UnsupportedArchitecture, UsageError, RankLost) as error:
+            notes.append(f"no grid is chosen: {error}")
+            return None
+        if max(best.widths) == 1:
+            notes.append("no grid of wide stages would be faster than one rank to a stage; "
+                         "remembered for the next start")
+            keep_grid(model, hosts, ranks, None)
+            return None
+        teams = tuple(tuple(ranks[i] for i in stage.hosts) for stage in best.stages)
+        plan = self.plan(GridChoice(Teams(teams, tuple(
+            tuple(1 / self.members[rank].per_cost for rank in team) if len(team) > 1 else ()
+            for team in teams)), best.layers))
+        notes.append(f"{best.why()} ({gain:.2f} times one rank to a stage); remembered for the "
+                     "next start")
+        keep_grid(model, hosts, ranks, plan)
+        return plan
 
+    def would_gain(self, place: Place) -> list[str]:
+        """Return a note on the speed that a grid would have, if none was requested and it
+        pays."""
+        ranks, hosts = self._free, self.hosts
+        crowd = Counter(hosts[rank].host for rank in ranks)
+        if place.comm is None or len(ranks) < 2 or any(  # ranks that share a core are not measured
+                crowd[hosts[rank].host] > hosts[rank].cores_host for rank in ranks):
+            return []
+        try:
+            best, gain = self._best(ranks, place)
+        except (PlanError, UnsupportedArchitecture, UsageError, RankLost):
+            return []  # the plain pipeline does without
+        if max(best.widths) == 1 or gain < _GAIN_WORTH_SAYING:
+            return []
+        name = ",".join(map(str, best.widths))
+        return [f"--grid {name} would be about {gain:.1f} times as fast, by what these ranks "
+                "measured (docs/wide.md)"]
 
-def _compared(
-    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix, ranks: Sequence[int],
-) -> tuple[GridPlan, GridPlan]:
-    """Return the best grid of these ranks, and one rank per stage.
+    def plan(self, choice: GridChoice) -> Plan:
+        """Return the plan that assigns the layers to teams and cuts them into slices.
 
-    Raises PlanError, UnsupportedArchitecture, UsageError, RankLost.
-    """
-    check_teams(model.path, [ranks], hosts)
-    return grids_of_ranks(
-        model, load, [members[rank] for rank in ranks], [figures.get(rank) for rank in ranks],
-        network_of(ranks, _links(config, place)), mix,
-        SumCost(4 if config.cluster.sum_type == "f32" else 2),
-        [group_of(hosts[rank]) for rank in ranks])
+        choice: with teams. Raises PlanError, UsageError, UnsupportedArchitecture.
+        """
+        from pipeinfer.models.slices import cut_of
 
+        teams, model, cluster = choice.teams, self.model, self.config.cluster
+        assert teams is not None
+        check_teams(model.path, teams.ranks, self.hosts)
+        counts: Sequence[int | None] = choice.layers or asked_counts(
+            cluster, model, teams.leaders, self.hosts, None)
+        leaders = [structs.replace(one, layers=count)
+                   for one, count in zip(combined(self.members, teams), counts, strict=True)]
+        plan = make_plan(cluster, self.load, leaders, teams.leaders, self.hosts,
+                         lambda split: estimate(split, self.policy), timed=bool(self.figures))
+        if plan.left_out:
+            raise UsageError("every stage of a grid needs layers: give --layers a count above 0 "
+                             "for each")
+        cuts = choice.cuts
+        if cuts is None:
+            cuts = tuple(tuple(one.name for one in cut_of(model, shares)) if shares else ()
+                         for shares in teams.shares)
+        return structs.replace(plan, teams=teams, cuts=cuts)
 
-def would_gain(
-    config: JobConfig, place: Place, model: Any, load: Load, members: Mapping[int, Member],
-    figures: Mapping[int, Figures], hosts: Hosts, mix: LoadMix,
-) -> list[str]:
-    """Return a note on the speed that a grid would have, if none was requested and it pays."""
-    ranks = [rank for rank, member in members.items() if member.layers is None]
-    crowd = Counter(hosts[rank].host for rank in ranks)
-    if place.comm is None or len(ranks) < 2 or any(  # ranks that share a core were never measured
-            crowd[hosts[rank].host] > hosts[rank].cores_host for rank in ranks):
-        return []
-    try:
-        best, plain = _compared(config, place, model, load, members, figures, hosts, mix, ranks)
-    except (PlanError, UnsupportedArchitecture, UsageError, RankLost):
-        return []  # the plain pipeline does without
-    gain = best.tokens / plain.tokens
-    if max(best.widths) == 1 or gain < _GAIN_WORTH_SAYING:
-        return []
-    name = ",".join(map(str, best.widths))
-    return [f"--grid {name} would be about {gain:.1f} times as fast, by what these ranks measured "
-            "(docs/wide.md)"]
+    @property
+    def _free(self) -> list[int]:
+        """Ranks without a fixed number of layers."""
+        return [rank for rank, member in self.members.items() if member.layers is None]
+
+    def _best(self, ranks: Sequence[int], place: Place) -> tuple[GridPlan, float]:
+        """Return the best grid of these ranks, and its speed relative to one rank per stage.
+
+        Raises PlanError, UnsupportedArchitecture, UsageError, RankLost.
+        """
+        check_teams(self.model.path, [ranks], self.hosts)
+        best, plain = grids_of_ranks(
+            self.model, self.load, [self.members[rank] for rank in ranks],
+            [self.figures.get(rank) for rank in ranks],
+            network_of(ranks, _links(self.config, place)), self.mix,
+            SumCost(4 if self.config.cluster.sum_type == "f32" else 2),
+            [group_of(self.hosts[rank]) for rank in ranks])
+        return best, best.tokens / plain.tokens
 
 
 def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
@@ -156,30 +214,96 @@ def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
     return found
 
 
-def wide_plan(
-    config: JobConfig, model: Any, load: Load, members: Mapping[int, Member], hosts: Hosts,
-    teams: Teams, policy: Policy, *, timed: bool, layers: Sequence[int] = (),
-    cuts: Sequence[tuple[str, ...]] | None = None,
-) -> Plan:
-    """Return the plan that assigns the layers to teams and cuts them into slices.
+# --- the choice for the next start ------------------------------------------------------------
 
-    layers: of each stage, if already decided.
-    cuts: names of the slices of each stage, if already decided.
-    Raises PlanError, UsageError, UnsupportedArchitecture.
+
+class _Stage(Struct, frozen=True):
+    """One stage of the choice.
+
+    places: of its members, as indices into the candidate ranks. layers: how many.
     """
-    from pipeinfer.models.slices import cut_of
 
-    check_teams(model.path, teams.ranks, hosts)
-    counts: Sequence[int | None] = layers or asked_counts(
-        config.cluster, model, teams.leaders, hosts, None)
-    leaders = [structs.replace(one, layers=count)
-               for one, count in zip(combined(members, teams), counts, strict=True)]
-    plan = make_plan(config.cluster, load, leaders, teams.leaders, hosts,
-                     lambda split: estimate(split, policy), timed=timed)
-    if plan.left_out:
-        raise UsageError("every stage of a grid needs layers: give --layers a count above 0 for "
-                         "each")
-    if cuts is None:
-        cuts = [tuple(one.name for one in cut_of(model, shares)) if shares else ()
-                for shares in teams.shares]
-    return structs.replace(plan, teams=teams, cuts=tuple(cuts))
+    places: tuple[int, ...]
+    layers: int
+    cut: tuple[str, ...]
+
+
+class _Note(Struct, frozen=True):
+    """The stored choice. when: seconds since the epoch; stages: none for one rank per stage."""
+
+    when: float
+    stages: tuple[_Stage, ...]
+
+
+def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> GridChoice | None:
+    """Return the stored choice for this model on the hosts of these ranks, None if there is
+    none.
+
+    Raises PlanError if it does not fit any more.
+    """
+    value = recall(_path(model, hosts, ranks))
+    try:
+        note = msgspec.convert(value, _Note)
+    except msgspec.ValidationError:
+        return None
+    day = time.strftime("%Y-%m-%d", time.localtime(note.when))
+    if not note.stages:
+        return GridChoice(None, day=day)
+    _check(model, hosts, ranks, note.stages)
+    teams = Teams(tuple(tuple(ranks[place] for place in one.places) for one in note.stages),
+                  tuple((1.0,) * len(one.cut) for one in note.stages))
+    return GridChoice(teams, tuple(one.layers for one in note.stages),
+                      tuple(one.cut for one in note.stages), day)
+
+
+def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan: Plan | None
+              ) -> None:
+    """Store a choice. plan: None for one rank per stage."""
+    places = {rank: place for place, rank in enumerate(ranks)}
+    stages = () if plan is None else tuple(
+        _Stage(tuple(places[one.rank] for one in team), team[0].stop - team[0].start, team[0].cut)
+        for team in stages_of(plan.held))
+    remember(_path(model, hosts, ranks), msgspec.to_builtins(_Note(time.time(), stages)))
+
+
+def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> Path:
+    """Return the file for this model and the hosts of these ranks."""
+    identity = (_FORMAT, model.fingerprint, [hosts[rank].host for rank in ranks])
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
+    return cache_directory() / f"grid-{digest}.json"
+
+
+def _check(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], stages: Sequence[_Stage]
+           ) -> None:
+    """Raise PlanError unless these stages are possible with these ranks."""
+    places = [place for one in stages for place in one.places]
+    if len(set(places)) != len(places) or not all(0 <= place < len(ranks) for place in places):
+        raise PlanError("it names ranks that are not there")
+    if sum(one.layers for one in stages) != model.n_layers:
+        raise PlanError("it has other layers than the model")
+    for one in stages:
+        groups = {group_of(hosts[ranks[place]]) for place in one.places}
+        if len(groups) > 1:
+            raise PlanError("a stage would have members of different groups of the nodes file")
+        if len(one.cut) < len(one.places) and (one.cut or len(one.places) != 1):
+            raise PlanError("a member would have no slice")
+        try:
+            _check_cut(model, [Slice.parse(name) for name in one.cut])
+        except PipeinferError as error:
+            raise PlanError(str(error)) from None
+
+
+def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
+    """Raise PlanError unless the slices are all of the model, in order."""
+    if not cut:
+        return
+    sizes = sizes_of(model)
+    at = query = row = 0
+    for piece in cut:
+        check_fits(model, piece)
+        low, high = sizes.queries(piece)
+        if (piece.ff[0], low, piece.vocab[0]) != (at, query, row):
+            raise PlanError("its slices are not all of the model")
+        at, query, row = piece.ff[1], high, piece.vocab[1]
+    if (at, query, row) != (sizes.ff, sizes.heads, sizes.vocab):
+        raise PlanError("its slices are not all of the model")

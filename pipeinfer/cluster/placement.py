@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from pipeinfer.cluster.grid_choice import auto_plan, teams_asked, wide_plan, would_gain
+from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
@@ -97,20 +97,20 @@ def agree(
     def predict(split: Split) -> float:
         return judge(split, candidates) if figures else estimate(split, policy)
 
+    grids = GridPlanner(config, model, load, members, figures, hosts, policy,
+                        expected(policy, config.speculation.parallel)[0])
     if whole:
         plan = replicate(load, list(members.values()), candidates)
-    elif auto and (chosen := auto_plan(config, place, model, load, members, figures, hosts, policy,
-                                       expected(policy, config.speculation.parallel)[0], notes)):
+    elif auto and (chosen := grids.auto(place, notes)):
         plan = chosen
     elif teams is not None:
-        plan = wide_plan(config, model, load, members, hosts, teams, policy, timed=bool(figures))
+        plan = grids.plan(GridChoice(teams))
     else:
         plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
                          timed=bool(figures))
         # where ranks take turns, each has all cores that members would have together
         if figures and not auto and config.cluster.turns == "off":
-            notes += would_gain(config, place, model, load, members, figures, hosts,
-                                expected(policy, config.speculation.parallel)[0])
+            notes += grids.would_gain(place)
     if place.comm is not None:
         from pipeinfer.transport import mpi_startup
 

@@ -23,10 +23,9 @@ from msgspec import Struct, structs
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
-from pipeinfer.cluster.grid_drawing import drawing
 from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.job import Job, LoadedCluster
-from pipeinfer.cluster.notes import doubts, doubts_about, drafting, taking_turns, why
+from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
 from pipeinfer.cluster.policy_choice import LOOKUP, choose_policy, draft_models, with_lookup
 from pipeinfer.cluster.proposers import remote_of
 from pipeinfer.cluster.shutdown import fatal

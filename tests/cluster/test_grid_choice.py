@@ -6,15 +6,13 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.cluster import grid_choice
-from pipeinfer.cluster.grid_choice import auto_plan
-from pipeinfer.cluster.remembered_grid import keep_grid, recall_grid
+from pipeinfer.cluster.grid_choice import GridPlanner, keep_grid, recall_grid
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
 from pipeinfer.host import Place
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
-from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
 from pipeinfer.planning.wide import cut_layers
@@ -36,9 +34,9 @@ def cluster(tmp_path, monkeypatch):
         members = {rank: Member(f"rank {rank}", 1e-8 / speed, memory=memory)
                    for rank, speed in enumerate(speeds, 1)}
         notes = []
-        plan = auto_plan(JobConfig.of(grid="auto", **options), Place(0, 4, object(), 1, 0, 1),
-                         model, load, members, {}, infos, Policy.ITERATIVE, LoadMix(), notes)
-        return plan, notes
+        grids = GridPlanner(JobConfig.of(grid="auto", **options), model, load, members, {}, infos,
+                            Policy.ITERATIVE)
+        return grids.auto(Place(0, 4, object(), 1, 0, 1), notes), notes
 
     start.model = model
     return start
