@@ -10,16 +10,16 @@ links and the cost of sums.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.core.grid import grouped
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.grid_cluster import Cluster, arrange
-from pipeinfer.planning.judge import Arrangement, LoadMix, tokens_per_second
+from pipeinfer.planning.judge import Arrangement, score
 from pipeinfer.planning.partition import SAME_SPEED, size_text
 from pipeinfer.planning.paths import Matrix
 from pipeinfer.planning.teams import PlannedTeam
@@ -28,8 +28,6 @@ _BOUNDS = 24  #: bounds on the slowest stage that are tried
 _ROWS = (1, 4)  #: rows of the runs whose way is minimised
 _SWAPPED = 9  #: swaps are tried for at most so many hosts
 _SAME = 1 + 1e-9
-
-Predict = Callable[[Arrangement], float]
 
 
 class GridPlan(Struct, frozen=True):
@@ -44,6 +42,13 @@ class GridPlan(Struct, frozen=True):
     layers: tuple[int, ...]
     tokens: float
     others: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, cluster: Cluster, stages: tuple[PlannedTeam, ...], layers: tuple[int, ...]
+           ) -> GridPlan:
+        """Return these stages with their estimated speed."""
+        made = arrange(cluster, stages, layers)
+        return cls(cluster, stages, layers, score(made, cluster.mixes))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -105,20 +110,16 @@ def shape(widths: Sequence[int]) -> str:
     return ",".join(map(str, widths))
 
 
-def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:
-    """Return the fastest grid.
-
-    predict: returns the tokens per second of an arrangement; None: the judge does.
-    Raises PlanError when the hosts cannot hold the model.
-    """
-    judged = predict or (lambda made: _score(made, cluster.mixes))
+def best_grid(cluster: Cluster) -> GridPlan:
+    """Return the fastest grid, as judged. Raises PlanError when the hosts cannot hold the
+    model."""
     found: dict[tuple[int, ...], GridPlan] = {}
     hosts = range(len(cluster.hosts))
     orders = _orders(cluster)
     for order in orders:
-        _keep(found, _by_bounds(cluster, order, judged))
+        _keep(found, _by_bounds(cluster, order))
     if found and len(orders) > 1 and len(cluster.hosts) <= _SWAPPED:
-        _swap(cluster, found, judged)
+        _swap(cluster, found)
     if not found:
         need = cluster.load.stage_bytes(0, cluster.n_layers)
         room = sum(cluster.hosts[i].memory for i in hosts)
@@ -126,9 +127,8 @@ def best_grid(cluster: Cluster, predict: Predict | None = None) -> GridPlan:
                         f"{size_text(need)}, they have {size_text(room)} together; use more hosts, "
                         "a smaller quantisation or a smaller context (-c)")
     ranked = sorted(found.values(), key=lambda plan: -plan.tokens)
-    best = ranked[0]
-    others = tuple((plan.name, plan.tokens) for plan in ranked[1:])
-    return GridPlan(cluster, best.stages, best.layers, best.tokens, others)
+    return structs.replace(ranked[0], others=tuple(
+        (plan.name, plan.tokens) for plan in ranked[1:]))
 
 
 def even_grid(cluster: Cluster, widths: Sequence[int]) -> GridPlan:
@@ -148,13 +148,7 @@ def even_grid(cluster: Cluster, widths: Sequence[int]) -> GridPlan:
     layers = _level(cluster, stages)
     if layers is None:
         raise PlanError(f"{shape(widths)} does not fit the memory of its hosts")
-    made = arrange(cluster, stages, layers)
-    return GridPlan(cluster, stages, layers, _score(made, cluster.mixes))
-
-
-def _score(made: Arrangement, mixes: Sequence[LoadMix]) -> float:
-    speeds = [tokens_per_second(made, mix) for mix in mixes]
-    return float(np.exp(np.mean(np.log(speeds))))
+    return GridPlan.of(cluster, stages, layers)
 
 
 def _keep(found: dict[tuple[int, ...], GridPlan], plans: Sequence[GridPlan]) -> None:
@@ -198,7 +192,7 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _swap(cluster: Cluster, found: dict[tuple[int, ...], GridPlan], judged: Predict) -> None:
+def _swap(cluster: Cluster, found: dict[tuple[int, ...], GridPlan]) -> None:
     """Improve the best plans: swap two hosts and split the layers again, as long as that helps."""
     for widths in sorted(found, key=lambda key: -found[key].tokens)[:6]:
         better = True
@@ -213,13 +207,12 @@ def _swap(cluster: Cluster, found: dict[tuple[int, ...], GridPlan], judged: Pred
                     continue
                 order = list(places)
                 order[a], order[b] = order[b], order[a]
-                one = _along(cluster, order, widths, judged)
+                one = _along(cluster, order, widths)
                 if one is not None and one.tokens > found[widths].tokens * 1.001:
                     found[widths], better = one, True
 
 
-def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged: Predict
-           ) -> GridPlan | None:
+def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int]) -> GridPlan | None:
     """Return stages of these widths along an order, with the layers that make the slowest stage
     fast."""
     cuts = list(itertools.accumulate(widths, initial=0))
@@ -227,9 +220,7 @@ def _along(cluster: Cluster, order: Sequence[int], widths: Sequence[int], judged
         return None
     stages = tuple(cluster.team(sorted(order[a:b])) for a, b in itertools.pairwise(cuts))
     layers = _level(cluster, stages)
-    if layers is None:
-        return None
-    return GridPlan(cluster, stages, layers, judged(arrange(cluster, stages, layers)))
+    return None if layers is None else GridPlan.of(cluster, stages, layers)
 
 
 def _level(cluster: Cluster, stages: Sequence[PlannedTeam]) -> tuple[int, ...] | None:
@@ -269,15 +260,14 @@ class _Group(Struct, frozen=True):
     most: tuple[int, int, int]
 
 
-def _by_bounds(cluster: Cluster, order: Sequence[int], judged: Predict) -> list[GridPlan]:
+def _by_bounds(cluster: Cluster, order: Sequence[int]) -> list[GridPlan]:
     """Return, for each bound, the plan with the shortest way; and regular grids of each width."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], GridPlan] = {}
 
     def add(stages: tuple[PlannedTeam, ...], layers: tuple[int, ...]) -> None:
         key = (tuple(index for one in stages for index in (*one.hosts, -1)), layers)
         if key not in found:
-            found[key] = GridPlan(cluster, stages, layers,
-                                  judged(arrange(cluster, stages, layers)))
+            found[key] = GridPlan.of(cluster, stages, layers)
 
     for rows in _ROWS:
         groups = _groups(cluster, order, rows)
@@ -295,7 +285,7 @@ def _by_bounds(cluster: Cluster, order: Sequence[int], judged: Predict) -> list[
     for width in cluster.cut.widths(len(order)):
         count = len(order) // width
         if cluster.allows(width):
-            one = _along(cluster, order, [width] * count, judged)
+            one = _along(cluster, order, [width] * count)
             if one is not None:
                 add(one.stages, one.layers)
     return list(found.values())

@@ -13,17 +13,16 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from msgspec import Struct, structs
 
 from pipeinfer.errors import PlanError
+from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.partition import (
     SAME_SPEED,
     Load,
     Member,
-    Split,
     level,
     measure,
     partition,
@@ -58,7 +57,7 @@ class Holding(Struct, frozen=True):
 
 
 def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
-           spares: Sequence[int], lost: Sequence[Holding] = (), judge: Judges | None = None
+           spares: Sequence[int], lost: Sequence[Holding] = (), judge: Judge | None = None
            ) -> tuple[Holding, ...]:
     """Return the stages from now on, in order.
 
@@ -87,7 +86,7 @@ def replan(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
 
 
 def _much_faster(load: Load, members: Mapping[int, Member], held: tuple[Holding, ...],
-                 judge: Judges) -> tuple[Holding, ...]:
+                 judge: Judge) -> tuple[Holding, ...]:
     """Return these stages, or the same ranks (perhaps fewer) with other layers if that pays."""
     ranks = [holding.rank for holding in held]
 
@@ -135,18 +134,6 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
         order, cuts, cuts[1:], strict=False) if start < stop)
 
 
-class Judges(Protocol):
-    """The part of `judge.Judge` that planning uses."""
-
-    def __call__(self, split: Split, ranks: Sequence[int], *, now: bool = False) -> float:
-        """Return the tokens per second of a split over these ranks; now: with their present
-        threads."""
-
-    def faster(self, rank: int, holders: Sequence[int] | None) -> float:
-        """Return the factor of a rank's seconds on its own cores if these ranks hold stages;
-        None: at present."""
-
-
 class MoveVerdict(Struct, frozen=True):
     """The best stages, and their judged speed relative to the present one.
 
@@ -159,7 +146,7 @@ class MoveVerdict(Struct, frozen=True):
 
 
 def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
-              seconds: Sequence[float], spares: Sequence[int], judge: Judges,
+              seconds: Sequence[float], spares: Sequence[int], judge: Judge,
               returning: Mapping[int, float] | None = None) -> MoveVerdict:
     """Return the best stages by the present time of each for a run.
 

@@ -11,8 +11,8 @@ from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.grid_cluster import Cluster, arrange
-from pipeinfer.planning.grids import _score, best_grid, even_grid, shape
-from pipeinfer.planning.judge import LoadMix
+from pipeinfer.planning.grids import best_grid, even_grid, shape
+from pipeinfer.planning.judge import LoadMix, score
 from pipeinfer.planning.partition import Load
 from pipeinfer.planning.teams import Host, Network, SumCost, TeamCut, Wire, shares_of, team
 
@@ -166,7 +166,7 @@ def every_plan(where):
                                for k, (one, c) in enumerate(zip(stages, dealt, strict=True))
                                for index, taken in zip(one.hosts, where.bytes_of(
                                    one, c, first=k == 0, last=k == size - 1), strict=True)):
-                            yield _score(arrange(where, stages, dealt), where.mixes)
+                            yield score(arrange(where, stages, dealt), where.mixes)
 
 
 def random_cluster(seed):
