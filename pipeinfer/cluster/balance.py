@@ -124,12 +124,10 @@ class Balance:
         """Reset all measurements, because other stages have taken over."""
         session, assembly = self.session, self.session.assembly
         threads = {node: one.threads for node, one in assembly.ready.items()}
-        leaders = [(node, assembly.held[node - 1]) for node in assembly.grid.leaders]
-        judge, _ = self.judge()
-        assembly.judge = judge
-        shares = [Share(session.hosts[one.rank].host if one.rank in judge.seats
-                        else f"rank {one.rank}", threads.get(node, 1))
-                  for node, one in leaders]
+        leaders = {node: assembly.held[node - 1].rank for node in assembly.grid.leaders}
+        assembly.judge = judge = self.judge()[0]
+        shares = [Share(judge.seats[rank].host if rank in judge.seats else f"rank {rank}",
+                        threads.get(node, 1)) for node, rank in leaders.items()]
         session.head.times.pace = StagePace(
             assembly.grid, session.first.curve, shares, judge.cores)
         session.head.times.load.restart(session.head.scheduler.totals.accepted)

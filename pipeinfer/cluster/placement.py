@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct, structs
 
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked
@@ -183,7 +184,7 @@ def _ask(
         kinds.setdefault((hosts[rank].host, hosts[rank].cores, one.threads, one.device,
                           one.gpu_layers, one.numa, one.backend), []).append(rank)
     asked = [group[0] for group in kinds.values()]
-    hollow = Hollow.of(model).to_json() if config.cluster.distribute else None
+    hollow = msgspec.to_builtins(Hollow.of(model)) if config.cluster.distribute else None
     for rank in asked:
         if rank != 0:
             with contextlib.suppress(RankLost):  # the answer will not come either

@@ -9,7 +9,6 @@ second). No figure can change a token: only the planner reads them.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import math
@@ -22,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 from msgspec import Struct, structs
@@ -112,17 +112,6 @@ class Hollow(Struct, frozen=True):
         return cls(model.fingerprint, model.n_layers, (start, stop),
                    sum(model.layer_reads[start:stop]), source.header, source.total)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data for JSON, with the header in base64."""
-        return {**structs.asdict(self), "header": base64.b64encode(self.header).decode()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Hollow:
-        """Return the inverse of `to_json`."""
-        start, stop = data["layers"]
-        return cls(data["fingerprint"], data["n_layers"], (start, stop), data["reads"],
-                   base64.b64decode(data["header"]), data["total"])
-
     def write(self, folder: str) -> Path:
         """Write the middle layer's shard as a sparse file of zeros; return its path."""
         path = Path(folder) / "layer.gguf"
@@ -168,37 +157,25 @@ def _on_torch(config: ModelConfig, model: Any) -> bool:
 
 
 def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
-    from pipeinfer.backends.factory import llama_options, load_torch
-    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.backends.factory import load_torch
     from pipeinfer.models.shard import extract_shard
 
     if _on_torch(config, model):
         middle = model.n_layers // 2
         sizes = {"n_ctx": 256, "n_seq_max": 1, "n_batch": max(ROWS)}
-        alone = load_torch(config, model.path, (middle, middle + 1), sizes, threads)
-        try:
+        with contextlib.closing(load_torch(
+                config, model.path, (middle, middle + 1), sizes, threads)) as alone:
             seconds = layer_seconds(alone)
-        finally:
-            alone.close()
         return Figures(copy_bandwidth(threads), model.layer_bytes[middle], seconds)
     hollow, n = isinstance(model, Hollow), model.n_layers
     layers = model.layers if hollow else smallest_stage(model, n // 2)
     reads = model.reads if hollow else sum(model.layer_reads[slice(*layers)])
-    last = layers[1] == n
     with tempfile.TemporaryDirectory(dir=cache_directory(), prefix="layer-",
                                      ignore_cleanup_errors=True) as folder:
         shard = model.write(folder) if hollow else extract_shard(
             model, *layers, cache_dir=folder)
-        backend = LlamaCppBackend.load(
-            shard, layers=layers, n_layers_total=n, first=layers[0] == 0,
-            last=last, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
-            options=llama_options(config, callbacks=not last),
-        )
-        try:
-            seconds = layer_seconds(backend)
-        finally:
-            backend.close()
-        head = 0.0 if hollow or last else _head_seconds(
+        seconds = _shard_seconds(config, shard, layers, n, threads, ROWS)
+        head = 0.0 if hollow or layers[1] == n else _head_seconds(
             config, model, threads, seconds[1] / reads, folder)
     return Figures(copy_bandwidth(threads), reads, seconds, head)
 
@@ -207,8 +184,6 @@ def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float
                   ) -> float:
     """Return the time of the output matrix: that of the last layer with it, minus a layer's
     time. 0 if the matrix is small compared with a layer, or large compared with the memory."""
-    from pipeinfer.backends.factory import llama_options
-    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
     from pipeinfer.models.shard import extract_shard, shard_bytes
 
     n = model.n_layers
@@ -217,15 +192,24 @@ def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float
     room = _HEAD_SHARE * psutil.virtual_memory().available
     if layers[0] == 0 or not own * (1 + _SMALL_HEAD) < size < room:
         return 0.0
-    backend = LlamaCppBackend.load(
-        extract_shard(model, *layers, cache_dir=folder), layers=layers, n_layers_total=n,
-        first=False, last=True, n_ctx=256, n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
-        options=llama_options(config, callbacks=False))
-    try:
-        both = layer_seconds(backend, rows=(1,))[1]
-    finally:
-        backend.close()
+    shard = extract_shard(model, *layers, cache_dir=folder)
+    both = _shard_seconds(config, shard, layers, n, threads, (1,))[1]
     return max(0.0, both - per_byte * float(sum(model.layer_reads[slice(*layers)])))
+
+
+def _shard_seconds(config: ModelConfig, shard: Path, layers: tuple[int, int], n_layers: int,
+                   threads: int, rows: Sequence[int]) -> dict[int, float]:
+    """Return rows -> seconds of a decode by a shard with these layers of `n_layers`, on
+    llama.cpp."""
+    from pipeinfer.backends.factory import llama_options
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+
+    first, last = layers[0] == 0, layers[1] == n_layers
+    with contextlib.closing(LlamaCppBackend.load(
+            shard, layers=layers, n_layers_total=n_layers, first=first, last=last, n_ctx=256,
+            n_seq_max=1, n_batch=max(ROWS), n_threads=threads,
+            options=llama_options(config, callbacks=not last))) as backend:
+        return layer_seconds(backend, rows=rows)
 
 
 def layer_seconds(backend: Backend, window: float | None = None, rows: Sequence[int] = ROWS
@@ -289,7 +273,8 @@ def try_figures(
     from pipeinfer.models.locate import open_model
 
     try:
-        model = Hollow.from_json(hollow) if hollow and not path.exists() else open_model(path)
+        absent = hollow and not path.exists()
+        model = msgspec.convert(hollow, Hollow) if absent else open_model(path)
         if model.fingerprint != fingerprint:
             return Measured(error=f"{path} is not the same file as on rank 0")
         return Measured(figures_here(

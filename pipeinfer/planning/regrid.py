@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from msgspec import Struct, structs
 
 from pipeinfer.planning.partition import Load, level
-from pipeinfer.planning.replan import FOLD, HEALTHY, Holding, MoveVerdict
+from pipeinfer.planning.replan import Holding, MoveVerdict, fold
 from pipeinfer.planning.wide import stages_of
 
 Rate = Callable[[Sequence[float], Sequence[Sequence[int]]], float]
@@ -83,13 +83,9 @@ def regrid(load: Load, held: Sequence[Holding], seconds: Sequence[float], room: 
         seen |= dict.fromkeys(_descent(present, room, known, took, first))
     now = speed(present)
     best, gain = present, 1.0
-    least = min(speeds.values())
-    before = set(speeds)
     for grid in seen:
-        gone = before - {one.rank for team in grid for one in team}
-        healthy = any(known[rank] <= least * HEALTHY for rank in gone)
-        faster = speed(grid) / now
-        if faster > gain * (FOLD if healthy else 1 / _BETTER):
+        faster, after = speed(grid) / now, [one.rank for team in grid for one in team]
+        if faster > gain * (fold(speeds, after, known) or 1 / _BETTER):
             best, gain = grid, faster
     return MoveVerdict(tuple(one for team in best for one in team), gain, known)
 

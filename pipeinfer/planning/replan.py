@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct, structs
@@ -180,19 +180,26 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
         orders.append(sorted({*ranks, *back}))
     best, gain = tuple(held), 1.0
     for order in orders:
-        least = min(known[rank] for rank in order)
         for chosen in _fewer(order, known):
-            # A healthy rank is left out for much only: the load that is there may change.
-            gone = [rank for rank in order if rank not in chosen]
-            healthy = any(known[rank] <= least * HEALTHY for rank in gone)
             with contextlib.suppress(PlanError):
                 split = partition(load, seated(chosen, chosen))
                 faster = judge(split, chosen) / present
-                if faster > gain * (FOLD if healthy else 1 + _SAME):
+                if faster > gain * (fold(order, chosen, known) or 1 + _SAME):
                     best = tuple(Holding(chosen[i], start, stop)
                                  for i, start, stop in split.ranges())
                     gain = faster
     return MoveVerdict(best, gain, known)
+
+
+def fold(before: Collection[int], after: Collection[int], speeds: Mapping[int, float]) -> float:
+    """Return the least speed-up for which ranks of `before` are left out; 0 if none of them is
+    about as fast as the fastest.
+
+    A healthy rank is left out for much only, because the load may change.
+    """
+    least = min(speeds[rank] for rank in before)
+    gone = set(before).difference(after)
+    return FOLD if any(speeds[rank] <= least * HEALTHY for rank in gone) else 0.0
 
 
 def _overhead(costs: Sequence[float], seconds: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 
+import msgspec
 import pytest
 
 from pipeinfer import host
@@ -99,7 +100,7 @@ def test_what_goes_wrong_is_an_answer(model, tmp_path):
 @pytest.mark.parametrize("n_layer", [1, 3])
 def test_a_host_without_the_model_measures_a_hollow_layer(tmp_path, cache, n_layer):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=n_layer)))
-    hollow = json.loads(json.dumps(measure.Hollow.of(model).to_json()))
+    hollow = json.loads(json.dumps(msgspec.to_builtins(measure.Hollow.of(model))))
     absent = tmp_path / "absent.gguf"
     answer = measure.try_figures(JobConfig(), absent, model.fingerprint, 1, hollow)
     found = measure.from_json(answer.figures)
