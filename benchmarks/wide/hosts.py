@@ -25,8 +25,9 @@ from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import best_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measured_grid import cut_from
+from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
-from pipeinfer.planning.teams import Host, Network, SumCost, Wire
+from pipeinfer.planning.teams import Network, SumCost, Wire
 from tests.rig import namespaces
 
 
@@ -41,7 +42,7 @@ def planned(hosts: int, pace: float, exchange: float, kind: str, policy: Policy,
     file = ModelFile(model or EMBEDDED / "target.gguf")
     load = load_of(file, 512, 64)
     whole = load.stage_cost(0, file.n_layers)
-    members = tuple(Host(f"node{n}", pace * hosts / whole) for n in range(1, hosts + 1))
+    members = tuple(Member(f"node{n}", pace * hosts / whole) for n in range(1, hosts + 1))
     cluster = Cluster(members, Network(Wire(0.0, 125e6)), load, cut_from(file),
                       SumCost(4 if kind == "f32" else 2, exchange, 0.0), (LoadMix(policy),))
     return best_grid(cluster).why()

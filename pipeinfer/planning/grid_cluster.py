@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipeinfer.planning.judge import Arrangement, LoadMix
-from pipeinfer.planning.partition import Load
-from pipeinfer.planning.teams import Host, Network, PlannedTeam, SumCost, TeamCut, team
+from pipeinfer.planning.partition import Load, Member
+from pipeinfer.planning.teams import Network, PlannedTeam, SumCost, TeamCut, team
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Everything that a grid is planned for.
 
+    hosts: machines, or sockets of them.
     load: costs and bytes of the layers; all layers are assumed to have the same cost.
     cut: how a layer may be cut. sums: the cost of a sum. mixes: the loads to plan for.
     hop: CPU seconds of a message between stages. draft: seconds per proposal.
@@ -26,7 +27,7 @@ class Cluster:
     groups: of each host; hosts of different groups may not form a stage. (): no restriction.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[Member, ...]
     network: Network
     load: Load
     cut: TeamCut

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_parts import Slice, sizes_of
@@ -17,7 +19,7 @@ from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member
-from pipeinfer.planning.teams import Host, Network, SumCost, TeamCut, Wire
+from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire
 
 _ROWS = (2, 4, 8)  #: points of the curve that is made of a measured row cost
 
@@ -83,10 +85,9 @@ def grids_of_ranks(
     Raises UnsupportedArchitecture for a model that cannot be sliced, PlanError for one that does
     not fit.
     """
-    hosts = tuple(Host(member.name, member.per_cost, member.memory, member.overhead,
-                       () if one is None else tuple(
-                           (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
-                  for member, one in zip(members, figures, strict=True))
+    hosts = tuple(structs.replace(member, curve=() if one is None else tuple(
+        (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
+        for member, one in zip(members, figures, strict=True))
     cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,),
                       groups=tuple(groups))
     return best_grid(cluster), even_grid(cluster, (1,) * min(len(hosts), model.n_layers))

@@ -25,11 +25,13 @@ _SAME = 1e-9  #: totals that differ by less, relatively, are equal
 
 
 class Member(Struct, frozen=True):
-    """A rank that can hold a stage. A stage of it takes `overhead + cost * per_cost` seconds.
+    """A rank that can hold a stage, or slices of one. Alone, a run of one row through its stage
+    takes `overhead + cost * per_cost` seconds.
 
     memory: bytes that it may fill.
     layers: a fixed number of layers (0 leaves the rank out); None: free.
     optional: whether the rank may be left out.
+    curve: (rows, time relative to one row), ascending, for wide stages.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Member(Struct, frozen=True):
     memory: float = float("inf")
     layers: int | None = None
     optional: bool = False
+    curve: tuple[tuple[int, float], ...] = ()
 
 
 class Load(Struct, frozen=True):

@@ -14,24 +14,11 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, field
 
 from pipeinfer.planning.judge import Curve, StageTime, relative
+from pipeinfer.planning.partition import Member
 
 SUMS = 2  #: per layer
 EXCHANGE = 28e-6  #: seconds; measured by messages between two ranks of a host, 32 KB each
 PEER = 2e-6  #: seconds; assumed
-
-
-class Host(Struct, frozen=True):
-    """A machine, or a socket of one.
-
-    per_cost: seconds per unit of cost for one row, with all its cores.
-    overhead: seconds of each run. memory: bytes. curve: as in `StageTime`.
-    """
-
-    name: str
-    per_cost: float
-    memory: float = math.inf
-    overhead: float = 0.0
-    curve: Curve = ()
 
 
 class Wire(Struct, frozen=True):
@@ -162,7 +149,7 @@ class PlannedTeam(Struct, frozen=True):
         return found + (sums.seconds(self.width, 0.0, self.wire) if last else 0.0)
 
 
-def team(hosts: Sequence[Host], chosen: Sequence[int], network: Network, cut: TeamCut, cost: float
+def team(hosts: Sequence[Member], chosen: Sequence[int], network: Network, cut: TeamCut, cost: float
          ) -> PlannedTeam:
     """Return these hosts as members of one stage, which the cut must allow. cost: of a layer."""
     members = [hosts[index] for index in chosen]

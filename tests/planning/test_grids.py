@@ -13,8 +13,8 @@ from pipeinfer.errors import PlanError
 from pipeinfer.planning.grid_cluster import Cluster, arrange
 from pipeinfer.planning.grids import best_grid, even_grid, shape
 from pipeinfer.planning.judge import LoadMix, score
-from pipeinfer.planning.partition import Load
-from pipeinfer.planning.teams import Host, Network, SumCost, TeamCut, Wire, shares_of, team
+from pipeinfer.planning.partition import Load, Member
+from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire, shares_of, team
 
 FAST, SLOW = Wire(2e-6, 1e10), Wire(50e-6, 1.175e8)
 CURVE = ((2, 1.3), (4, 2.0), (8, 3.4))
@@ -22,8 +22,8 @@ CUT = TeamCut(8192, 8, 112, 0.18, 0.02, 32)
 
 
 def cluster(n=8, wire=FAST, policy=Policy.PIPEINFER, layers=80, speeds=(), **given):
-    hosts = tuple(Host(f"h{i}", (speeds[i] if speeds else 1.0) * 3e-3, given.get("memory", 1e12),
-                       2e-4, CURVE) for i in range(n))
+    hosts = tuple(Member(f"h{i}", (speeds[i] if speeds else 1.0) * 3e-3, 2e-4,
+                         given.get("memory", 1e12), curve=CURVE) for i in range(n))
     load = Load((1.0,) * layers, (4e8,) * layers, last_cost=0.6, last_bytes=2e8)
     return Cluster(hosts, given.get("network") or Network(wire), load, given.get("cut", CUT),
                    given.get("sums", SumCost()), (LoadMix(policy, acceptance=0.79),), 4e-4, 5e-3,
@@ -77,7 +77,7 @@ def test_a_sum_costs_what_a_hand_finds():
 
 def test_both_sums_wait_for_the_slowest_member():
     """Seven members of eight groups of heads: one has two."""
-    hosts = [Host(str(i), 1.0) for i in range(8)]
+    hosts = [Member(str(i), 1.0) for i in range(8)]
     eight, seven = (team(hosts, range(n), Network(FAST), CUT, 1.0) for n in (8, 7))
     assert eight.layer == pytest.approx(1 / 8)
     assert seven.layer == pytest.approx(0.18 * 2 / 8 + 0.82 / 7)
@@ -85,7 +85,7 @@ def test_both_sums_wait_for_the_slowest_member():
 
 
 def test_more_members_than_groups_compute_keys_and_values_twice():
-    hosts = [Host(str(i), 1.0) for i in range(16)]
+    hosts = [Member(str(i), 1.0) for i in range(16)]
     wide = team(hosts, range(16), Network(FAST), CUT, 1.0)
     assert wide.pieces == (2,) * 16
     assert wide.layer == pytest.approx(0.16 / 16 + 0.02 / 8 + 0.82 / 16)
@@ -176,8 +176,9 @@ def random_cluster(seed):
     special = {frozenset(pair): rng.choice(kinds)
                for pair in itertools.combinations(range(n), 2) if rng.random() < 0.4}
     alike = rng.random() < 0.3
-    hosts = tuple(Host(str(i), 0.03 * (1.0 if alike else rng.choice([1.0, 1.0, 1.6, 3.0, 8.0])),
-                       rng.choice([3e9, 6e9, 1e12]), 2e-4, CURVE) for i in range(n))
+    hosts = tuple(Member(str(i), 0.03 * (1.0 if alike else rng.choice([1.0, 1.0, 1.6, 3.0, 8.0])),
+                         memory=rng.choice([3e9, 6e9, 1e12]), overhead=2e-4, curve=CURVE)
+                  for i in range(n))
     load = Load((1.0,) * layers, (1e9,) * layers, last_cost=0.6, last_bytes=1e8)
     mix = LoadMix(rng.choice(list(Policy)), rng.choice([1, 1, 4]), 0.0, rng.choice([0.5, 0.8]))
     return Cluster(hosts, Network(rng.choice(kinds), special), load,

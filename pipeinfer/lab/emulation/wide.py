@@ -47,12 +47,11 @@ from pipeinfer.planning import teams
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
-from pipeinfer.planning.partition import Split
+from pipeinfer.planning.partition import Member, Split
 from pipeinfer.planning.teams import (
     EXCHANGE,
     PEER,
     SUMS,
-    Host,
     Network,
     PlannedTeam,
     SumCost,
@@ -168,12 +167,13 @@ def sums_of(experiment: WideExperiment) -> SumCost:
     return SumCost(ITEM_BYTES[experiment.sum_type], experiment.exchange, experiment.peer)
 
 
-def _host(node: NodeProfile, index: int, mix: str) -> Host:
+def _host(node: NodeProfile, index: int, mix: str) -> Member:
     size = 1e9
     one = node.seconds(size, mix, 1) - node.overhead
     curve = tuple((rows, (node.seconds(size, mix, rows) - node.overhead) / one)
                   for rows in CURVE_ROWS)
-    return Host(f"{node.name}-{index}", one / size, float(node.memory), node.overhead, curve)
+    return Member(f"{node.name}-{index}", one / size, node.overhead, float(node.memory),
+                  curve=curve)
 
 
 def plan(profiles: Profiles, experiment: WideExperiment) -> GridPlan:
