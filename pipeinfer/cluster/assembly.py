@@ -242,7 +242,7 @@ class Assembly:
         rooms = self._rooms(self.held)
         if not is_cut(self.held):
             return rebalance(self._load, rooms, self.held, seconds, self.spares, judge,
-                             dict.fromkeys(self.returning, 0.0))
+                             self.returning)
         return regrid(self._load, self.held, seconds, GridRoom(
             shares, {rank: room.memory for rank, room in rooms.items()}, self._bytes_of,
             {one.rank: (group_of(one), one.asked_backend) for one in self._hosts}, self.spares,

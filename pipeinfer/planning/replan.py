@@ -147,13 +147,12 @@ class MoveVerdict(Struct, frozen=True):
 
 def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
               seconds: Sequence[float], spares: Sequence[int], judge: Judge,
-              returning: Mapping[int, float] | None = None) -> MoveVerdict:
+              returning: Sequence[int] = ()) -> MoveVerdict:
     """Return the best stages by the present time of each for a run.
 
     seconds: of each stage of `held`.
     spares: idle ranks, assumed to have the median speed; one may replace the slowest stage.
-    returning: idle ranks that held layers before and may get some again, with their seconds per
-        cost then (0: unknown).
+    returning: those of them that held layers before and may get some again.
     Ranks may be left out.
     """
     ranks = [holding.rank for holding in held]
@@ -162,9 +161,8 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
     speeds = level({holding.rank: (took - overhead) / cost / judge.faster(holding.rank, None)
                     for holding, took, cost in zip(held, seconds, costs, strict=True)})
     middling = statistics.median(speeds.values())
-    back = {rank: speed or middling for rank, speed in (returning or {}).items()}
     slow = max(ranks, key=lambda rank: speeds[rank])
-    known = dict.fromkeys(spares, middling) | back | speeds
+    known = dict.fromkeys((*spares, *returning), middling) | speeds
 
     def seated(chosen: Sequence[int], holders: Sequence[int] | None) -> list[Member]:
         return [structs.replace(
@@ -176,8 +174,8 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
     orders = [ranks]
     if spares:
         orders.append([spares[0] if rank == slow else rank for rank in ranks])
-    if back:
-        orders.append(sorted({*ranks, *back}))
+    if returning:
+        orders.append(sorted({*ranks, *returning}))
     best, gain = tuple(held), 1.0
     for order in orders:
         for chosen in _fewer(order, known):

@@ -207,7 +207,7 @@ def test_with_long_prompts_one_user_keeps_three_stages():
 def test_there_is_a_way_back():
     """Eight users come after a job was folded for one."""
     folded = ((1, 0, 30),)
-    found = moved(EIGHT, seconds=[11.9e-3], held=folded, spares=(2, 3), returning={2: 0.0, 3: 0.0})
+    found = moved(EIGHT, seconds=[11.9e-3], held=folded, spares=(2, 3), returning=(2, 3))
     assert len(found.held) > 1
     assert found.gain > 1.4
     alone = moved(EIGHT, seconds=[11.9e-3], held=folded)
