@@ -123,13 +123,13 @@ class Plan(Struct, frozen=True):
         """Describe the plan in one line; "" if it is the equal split over all ranks."""
         if self.whole:
             return f"plan: the whole model on each of ranks {', '.join(map(str, self.ranks))}"
-        if self.teams is None and self.split.counts == self.equal.counts and not self.left_out:
-            return ""
         counts = ", ".join(str(stop - start) for start, stop in self.ranges)
         if self.teams is not None:
             return f"plan: layers {counts} on " + "; ".join(
                 "ranks " + ", ".join(map(str, team)) if len(team) > 1 else f"rank {team[0]}"
                 for team in self.teams.ranks)
+        if self.split.counts == self.equal.counts and not self.left_out:
+            return ""
         parts = [f"layers {counts} on ranks {', '.join(map(str, self.ranks))}"]
         if self.timed and self.split.counts != self.equal.counts:
             parts.append(f"slowest stage {1e3 * self.split.slowest:.1f} ms instead of "
