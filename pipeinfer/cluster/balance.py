@@ -36,7 +36,7 @@ _LOST = 0.97  #: speed relative to the old one below which a move is undone
 _FEW = 64  #: tokens from which on the observed load counts
 
 
-class Move(Struct, frozen=True):
+class PlannedMove(Struct, frozen=True):
     """A rebalance, and what its verification needs.
 
     held: the new assignment. gain: its speed relative to the present one. why: the reason, in
@@ -61,7 +61,7 @@ class Balance:
     """Rebalances one session; see the module docstring."""
 
     session: RunningJob
-    _trial: Move | None = None  # to be verified
+    _trial: PlannedMove | None = None  # to be verified
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0
     _moved: float = field(default_factory=time.monotonic)
@@ -82,7 +82,7 @@ class Balance:
         self._trial = found
         return str(self.session.assembly.changes[-1])
 
-    def preview(self) -> Move | None:
+    def preview(self) -> PlannedMove | None:
         """Return what `rebalance` would do now; None if nothing. Changes nothing."""
         return self._better(1.0) if self._movable() else None
 
@@ -172,7 +172,7 @@ class Balance:
         return judge.rate([max(next(left) for _ in team) for team in teams],
                           [[one.rank for one in team] for team in teams], pace.sums, now=True)
 
-    def _better(self, need: float) -> Move | None:
+    def _better(self, need: float) -> PlannedMove | None:
         """Return an assignment with at least `need` times the speed, or None."""
         assembly, pace = self.session.assembly, self.session.head.times.pace
         judge, seen = self.judge()
@@ -186,7 +186,7 @@ class Balance:
         threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
         why = _why(judge, verdict, pace, cut=is_cut(held)) + _idle(
             assembly.held, held, threads, judge)
-        return Move(held, verdict.gain, why, threads, assembly.held, assembly.threads,
+        return PlannedMove(held, verdict.gain, why, threads, assembly.held, assembly.threads,
                     self._rate(judge), seen, judge)
 
     def _worth_a_look(self, pace: StagePace, drift: float, *, idle: bool) -> bool:

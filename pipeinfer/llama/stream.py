@@ -45,7 +45,7 @@ def available() -> bool:
         return False
 
 
-class Stream:
+class CStream:
     """One open stream. file: the FILE pointer. error: what reading raised."""
 
     def __init__(self, source: Readable, progress: Callable[[float], object]) -> None:
@@ -85,12 +85,12 @@ class Stream:
 
 
 @contextmanager
-def opened(source: Readable, progress: Callable[[float], object]) -> Iterator[Stream]:
+def opened(source: Readable, progress: Callable[[float], object]) -> Iterator[CStream]:
     """Open a stream and close it at the end. Raises OSError.
 
     progress: called with the share that was passed, after each reading; its exception ends that.
     """
-    stream = Stream(source, progress)
+    stream = CStream(source, progress)
     try:
         yield stream
     finally:

@@ -200,7 +200,7 @@ class Choices:
         return all(g.ended for g in self.generations)
 
 
-class Job(Choices):
+class Submitted(Choices):
     """The choices of one request in the engine."""
 
     def __init__(self, timeout: float, abort: Callable[[Generation, str], None]) -> None:

@@ -13,10 +13,10 @@ from typing import assert_never
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.orders import (
-    Answer,
     Hold,
     Look,
     Move,
+    ServerState,
     Standby,
     Swap,
     decode,
@@ -35,11 +35,11 @@ async def obey(client: EngineClient, sock: socket.socket) -> None:
     writer.close()
 
 
-def _answer(client: EngineClient, line: bytes) -> Answer:
+def _answer(client: EngineClient, line: bytes) -> ServerState:
     try:
         order = decode(line)
     except ProtocolError as error:
-        return Answer(error=str(error), number=number_of(line))
+        return ServerState(error=str(error), number=number_of(line))
     swapped = False
     match order:
         case Look():
@@ -56,7 +56,7 @@ def _answer(client: EngineClient, line: bytes) -> Answer:
             assert_never(order)
     loads = client.tokenizer is None and client.state == "ready"
     progress, reason = client.standby()
-    return Answer(
+    return ServerState(
         number=order.number, swapped=swapped, state="loading" if loads else client.state,
         reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
         waiting=client.waiting,

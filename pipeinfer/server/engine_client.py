@@ -19,7 +19,7 @@ from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
-from pipeinfer.server.choice import Generation, Job
+from pipeinfer.server.choice import Generation, Submitted
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
@@ -183,11 +183,11 @@ class EngineClient:
                                 f"and {self.settings.queue} are waiting; try "
                                 "again later", code="queue_full")
 
-    def submit(self, request: EngineRequest) -> Job:
+    def submit(self, request: EngineRequest) -> Submitted:
         """Send every choice of a request to the engine. Raises ApiError if there is no room."""
         tokenizer = self.check_ready()
         self.check_room(request.count)
-        job = Job(self.settings.request_timeout, self.abort)
+        job = Submitted(self.settings.request_timeout, self.abort)
         for index in range(request.count):
             prompt, _ = request.choice(index)
             generation = Generation(

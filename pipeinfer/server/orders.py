@@ -64,7 +64,7 @@ class Swap(_Order, frozen=True):
 Order: TypeAlias = Look | Hold | Move | Standby | Swap
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class ServerState(Struct, frozen=True, kw_only=True):
     """The state of the HTTP process after an order. Without any field: no answer has come.
 
     state: "" without an answer. reason: why the engine failed. url: the address for clients.
@@ -90,7 +90,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 _decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
-_answers = msgspec.json.Decoder(Answer)
+_answers = msgspec.json.Decoder(ServerState)
 _encoder = msgspec.json.Encoder()
 
 
@@ -114,12 +114,12 @@ def decode(line: bytes) -> Order:
         raise ProtocolError(f"no such order: {error}") from error
 
 
-def encode_answer(answer: Answer) -> bytes:
+def encode_answer(answer: ServerState) -> bytes:
     """Return the line of an answer."""
     return _encoder.encode(answer) + b"\n"
 
 
-def decode_answer(line: bytes) -> Answer:
+def decode_answer(line: bytes) -> ServerState:
     """Return the answer in a line. Raises ProtocolError."""
     try:
         return _answers.decode(line)

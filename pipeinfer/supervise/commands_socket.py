@@ -20,21 +20,21 @@ from pipeinfer.supervise.overlap import Overlap
 from pipeinfer.supervise.state import Folder, is_ours
 
 
-class _Command(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower):
+class _UserCommand(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower):
     pass
 
 
-class Status(_Command, frozen=True):
+class Status(_UserCommand, frozen=True):
     """Return the state."""
 
 
-class Down(_Command, frozen=True):
+class Down(_UserCommand, frozen=True):
     """End the job and the supervisor. now: without waiting for running requests."""
 
     now: bool = False
 
 
-class Rescale(_Command, frozen=True):
+class Rescale(_UserCommand, frozen=True):
     """Move the job to the hosts that answer.
 
     ranks: None for as many as before. wait: seconds for open requests to end, if they must.
@@ -46,7 +46,7 @@ class Rescale(_Command, frozen=True):
     overlap: Overlap | None = None
 
 
-class Reload(_Command, frozen=True):
+class Reload(_UserCommand, frozen=True):
     """Start the server again.
 
     words: its options, empty for the same. wait, overlap: as for `Rescale`.

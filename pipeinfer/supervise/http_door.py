@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server import http_process
-from pipeinfer.server.orders import Answer, Look, Order, decode_answer, encode
+from pipeinfer.server.orders import Look, Order, ServerState, decode_answer, encode
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two checks whether it answers
@@ -80,11 +80,11 @@ class HttpDoor:
         self._say("the HTTP process does not answer any more: killed")
         process.kill()
 
-    async def ask(self, order: Order) -> Answer:
+    async def ask(self, order: Order) -> ServerState:
         """Send an order and return the answer, one without a state if there is none (in time)."""
         async with self._asking:
             if self._link is None or not self.pid:
-                return Answer()
+                return ServerState()
             reader, writer = self._link
             self._number += 1
             try:
@@ -97,7 +97,7 @@ class HttpDoor:
                             return found
             except (OSError, ValueError, ProtocolError):  # TimeoutError is the former
                 pass
-            return Answer()
+            return ServerState()
 
     async def close(self) -> None:
         """End the process: no further job comes."""

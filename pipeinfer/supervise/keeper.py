@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
-from pipeinfer.server.orders import Answer, Look
+from pipeinfer.server.orders import Look, ServerState
 from pipeinfer.supervise.changes import is_wide
 from pipeinfer.supervise.commands_socket import (
     Command,
@@ -50,7 +50,7 @@ class Keeper(Mover):
         super().__init__(serving, restarts, folder, say)
         self._auto, self._overlap = auto, overlap
         self._left, self._comeback = left, Comeback(every)
-        self._seen = Answer()
+        self._seen = ServerState()
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
         self._since = time.time()
@@ -77,7 +77,7 @@ class Keeper(Mover):
     @override
     def begun(self) -> dict[str, Any]:
         row = super().begun()
-        self._seen = Answer()
+        self._seen = ServerState()
         self._back.clear()
         self._write()
         return row
