@@ -65,7 +65,7 @@ class Excerpt(Protocol):
     def width(self, limit: int, progress: Progress | None) -> int:
         """Return R of the whole file; arguments as for `exact_width`."""
 
-    def curve(self) -> tuple[float, ...]:
+    def curve(self, progress: Progress | None) -> tuple[float, ...]:
         """Return `curve_of` the file's layers."""
 
 
@@ -105,7 +105,8 @@ def known_widths(
             exact, tried = (exact_width(backend, limit, progress=progress) if excerpt is None
                             else excerpt.width(limit, progress)), limit
         if not (curve or known_curve):
-            curve = curve_of(backend) if excerpt is None else excerpt.curve()
+            curve = curve_of(backend, progress=progress) if excerpt is None \
+                else excerpt.curve(progress)
         if (tried, exact, curve) != known:
             remember(path, [tried, exact, *curve])
     return Widths(min(exact, limit), tuple(known_curve or curve))
@@ -124,7 +125,8 @@ def _note_from(note: object) -> tuple[int, int, tuple[float, ...]] | None:
     return tried, width, tuple(map(float, curve))
 
 
-def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
+def curve_of(backend: Backend, rounds: int = 5, progress: Progress | None = None
+             ) -> tuple[float, ...]:
     """Return the times of decodes of CURVE_ROWS rows relative to one row.
 
     The shortest time of `rounds` counts, since other programs only lengthen it.
@@ -143,6 +145,8 @@ def curve_of(backend: Backend, rounds: int = 5) -> tuple[float, ...]:
         rows = make_rows([(tokens[i], i, (0,), True) for i in range(width)])
         times = []
         for _ in range(rounds):
+            if progress is not None:
+                progress(0, 1)
             start = time.perf_counter()
             backend.decode(rows, None if hidden is None else hidden[:width])
             times.append(time.perf_counter() - start)
@@ -166,7 +170,7 @@ def exact_width(
     limit: largest width to try
     seed: of the random rows
     contexts: numbers of tokens before the rows of further tries
-    progress: called with (widths tried, limit)
+    progress: called with (widths tried, limit) before every decode
 
     After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
     rows up to the first width that differs (a wider one may agree again, but runs have any width up
@@ -189,7 +193,7 @@ def exact_width(
             if width == 1:
                 break
             backend.seq_rm(ALL_SEQS, 0, END)
-            width = _Probe(backend, rng, min(context, room), width, None).holds(width)
+            width = _Probe(backend, rng, min(context, room), width, progress).holds(width)
         return width
     finally:
         backend.seq_rm(ALL_SEQS, 0, END)
@@ -203,6 +207,7 @@ class _Probe:
         progress: Progress | None,
     ) -> None:
         self.backend, self.context, self.progress = backend, context, progress
+        self.tried, self.limit = 1, limit
         n, info = context + 2 * limit, backend.info
         self.tokens = rng.integers(0, info.n_vocab, n).astype(np.int32)
         self.hidden: FloatArray | None = None
@@ -239,8 +244,7 @@ class _Probe:
         width = 1
         while width < limit and self._same_chain(first[: width + 1], singles):
             width += 1
-            if self.progress is not None:
-                self.progress(width, limit)
+            self.tried = width
         if width == 1 or self.backend.info.n_seq_max < 2:
             return width
         others = self._singles(second)
@@ -288,6 +292,8 @@ class _Probe:
     def _decode(
         self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]]
     ) -> FloatArray:
+        if self.progress is not None:
+            self.progress(self.tried, self.limit)
         rows = Rows(
             self.tokens[source],
             positions.astype(np.int32),

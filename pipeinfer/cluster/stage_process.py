@@ -80,6 +80,7 @@ from pipeinfer.transport.base import Dismissed, Port, Regrouped
 from pipeinfer.transport.lent import LentLoop, Stuck
 
 Report = Callable[[str, int, int], None]
+_OFTEN = 0.2  #: seconds between two reports of one phase to the head
 
 
 class LoadedPart(Struct, frozen=True):
@@ -119,6 +120,7 @@ class StageProcess:
         self._stage: Stage | None = None
         self._name = PortName(0)
         self._drafting: DraftRank | None = None
+        self._reported = "", 0.0  #: the phase that the head was sent last, and when
         self._borrows = False  #: whether it runs on cores of idle ranks, too
         self._own_cores: frozenset[int] = frozenset()
 
@@ -223,7 +225,9 @@ class StageProcess:
         """Report the loading to the watchdog and, if this rank has a node, to the head."""
         self._pulse.beat(f"is {phase}{when}")
         self._port.take(Tag.ERROR)  # never sent to stages; raises if an epoch has begun meanwhile
-        if self._port.node > 0:
+        now = time.monotonic()
+        if self._port.node > 0 and (phase != self._reported[0] or now - self._reported[1] > _OFTEN):
+            self._reported = phase, now
             self._port.send(0, Tag.RESULT, Progress(self._name, phase, done, total))
 
     def _tell(self, error: Exception) -> None:

@@ -276,7 +276,7 @@ def turn(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 waiting()
-                time.sleep(0.05)
+                time.sleep(0.1)
         yield
 
 

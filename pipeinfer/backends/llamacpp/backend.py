@@ -158,16 +158,16 @@ class LlamaCppBackend:
         backend = cls(model, context, probe, info, options,
                       _n_tokens(model) if _is_slice(model) else info.n_vocab)
         backend.exact_limit = min(backend.exact_limit, _most_rows(model, chooses))
-        backend._use_huge_pages(file, earlier)
+        backend._use_huge_pages(file, earlier, progress)
         return backend
 
-    def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping]
-                        ) -> None:
+    def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping],
+                        progress: LoadProgress) -> None:
         options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
             try:
                 into_huge_pages(path, earlier, read=None if _has_experts(self._model)
-                                else self._read_once)
+                                else self._read_once, progress=lambda: progress("loading", 1.0))
             except BaseException:
                 self.close()
                 raise

@@ -74,13 +74,13 @@ class LoadedExcerpt:
         try:
             write_head(self._model, path, tied=self._tied)
             with closing(self._head(Path(path))) as head:
-                return exact_width(head, found)
+                return exact_width(head, found, progress=progress)
         finally:
             os.unlink(path)
 
-    def curve(self) -> tuple[float, ...]:
+    def curve(self, progress: Progress | None = None) -> tuple[float, ...]:
         """Return the curve of the timed layers."""
-        return curve_of(self.timed)
+        return curve_of(self.timed, progress=progress)
 
     def _head(self, path: Path) -> LlamaCppBackend:
         options = structs.replace(

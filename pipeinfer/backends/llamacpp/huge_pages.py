@@ -79,7 +79,8 @@ def setting(file: Path = GIVEN) -> str:
 
 
 def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = (),
-                    reserve: int | None = None, read: Callable[[], object] | None = None) -> int:
+                    reserve: int | None = None, read: Callable[[], object] | None = None,
+                    progress: Callable[[], object] = lambda: None) -> int:
     """Copy the parts of a file that this process has mapped; return the number of bytes copied.
 
     The file must not be written to, and its mappings must stay during the call.
@@ -89,6 +90,7 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
         is
     read: reads all that will be read of the mappings; then only that is copied, and the rest, such
         as weights that were repacked into other memory, leaves this process
+    progress: called before each part of 64 MiB
     Raises BackendError if a part can neither be moved nor mapped again, which leaves a hole.
     """
     if not (wanted := [one for one in mappings(path) if one not in beside]):
@@ -109,6 +111,7 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
                 continue  # a copy would cost time and memory, and gain little
             for at, size in _parts(-(-begin // HUGE) * HUGE, end // HUGE * HUGE,
                                    whole=read is None):
+                progress()
                 if free_memory() < size + reserve \
                         or not _replaced(file.fileno(), at, size, offset + at - begin):
                     return moved
