@@ -68,8 +68,12 @@ _PROBE_SECONDS = 60
 @click.option("--nodes", default="", help="Settings per host (TOML).")
 @click.option("--hostfile", default="", help="Check this hostfile's hosts by ssh instead.")
 @click.option("--ranks", default=0, help="With --hostfile: number of ranks to place.")
+@click.option("--exact", is_flag=True,
+              help="Also search, in all layers of the model, how many rows of a run keep the bits "
+                   "of single rows, and compare that with what a start measures: minutes for a "
+                   "large model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(hostfile: str, ranks: int, as_json: bool, **given: Any) -> None:
+def doctor_command(hostfile: str, ranks: int, exact: bool, as_json: bool, **given: Any) -> None:
     """Check this host, or every rank of an mpirun, and say what to do about each finding."""
     findings: list[Finding] | None
     if hostfile:
@@ -80,6 +84,10 @@ def doctor_command(hostfile: str, ranks: int, as_json: bool, **given: Any) -> No
         findings = examine(JobConfig.of(**given))
     if findings is None:
         return
+    if exact:
+        from pipeinfer.cli.doctor_exact import check_exact
+
+        findings += check_exact(JobConfig.of(**given))
     if as_json:
         click.echo(json.dumps({"findings": [dataclasses.asdict(f) for f in findings]}))
     else:
