@@ -15,6 +15,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import stream
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
+from tests.support.sample import mostly_full
 
 pytestmark = pytest.mark.skipif(not stream.available(), reason="no streams here")
 RANGES = ((0, 2), (2, 4), (4, 6))
@@ -65,8 +66,8 @@ def test_bits_are_those_of_the_file(model, layers, tmp_path):
     assert decoded(ShardSource(model, *layers), layers, model) == decoded(path, layers, model)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "glm4moe", "qwen3moe", "phi3"])
+@pytest.mark.parametrize("name", mostly_full(
+    ("gemma3", "gpt-oss", "glm4moe", "qwen3moe", "phi3"), "gpt-oss"))
 def test_bits_of_other_architectures(name, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0")))
     middle = model.n_layers // 2
