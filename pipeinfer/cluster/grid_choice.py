@@ -208,7 +208,7 @@ def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
         mpi_startup.say(place.comm, rank, TestLinks())
     found = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
     for rank in range(1, place.size):
-        heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
+        heard = mpi_startup.hear(place.comm, rank, config.cluster.start_timeout)
         if isinstance(heard, Measured) and heard.figures:
             found += heard.figures["links"]
     return found

@@ -196,7 +196,7 @@ def _ask(
     for rank in asked:
         if rank != 0:
             try:
-                heard = mpi_startup.hear(place.comm, rank, config.cluster.timeout)
+                heard = mpi_startup.hear(place.comm, rank, config.cluster.start_timeout)
                 answers[rank] = heard if isinstance(heard, Measured) else Measured(
                     error=f"it answered with the unexpected message {type(heard).__name__}")
             except RankLost as lost:
@@ -236,7 +236,7 @@ def await_place(config: JobConfig, place: Place) -> Placed:
     from pipeinfer.transport import mpi_startup
 
     while True:
-        match mpi_startup.hear(place.comm, 0, config.cluster.timeout):
+        match mpi_startup.hear(place.comm, 0, config.cluster.start_timeout):
             case Placed() as placed:
                 return placed
             case Measure(settings, model, fingerprint, hollow):

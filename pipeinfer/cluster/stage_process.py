@@ -241,7 +241,7 @@ class StageProcess:
                 -1 if self._stage is None else self._stage.current_run, summary, trace, code))
 
     def _await_setup(self) -> Setup | Receive:
-        seconds = self._config.cluster.timeout
+        seconds = self._config.cluster.start_timeout
         deadline = time.monotonic() + seconds
         while True:
             envelope = self._port.take(Tag.TRANSACTION)

@@ -11,6 +11,7 @@ from pipeinfer.errors import UsageError
 
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 UNQUANTISED = ("f16", "f32", "bf16")  #: types of values that need no flash attention
+_LEAST_AT_START = 60.0
 AUTO = "auto"  #: as a model: the best that is there
 NO_DRAFT = "none"  #: as a draft: none, though one comes along with the model
 
@@ -190,6 +191,13 @@ class ClusterConfig:
     fault: tuple[str, ...] = opt((), "--fault", kind="list", changes_tokens=False,
                                  help="For experiments: cause a fault on purpose, such as "
                                       "kill@2:decode=30 (repeatable; see docs/chaos.md).")
+
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds to wait for a rank that reports nothing yet: before its stage loads it may read
+        libraries from a cold disk, and measure itself, on a busy host."""
+        return max(self.timeout, _LEAST_AT_START)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class CStream:
 
     def __init__(self, source: Readable, progress: Callable[[float], object]) -> None:
         self.error: BaseException | None = None
-        self._source, self._progress, self._at = source, progress, 0
+        self._source, self._progress, self._at, self._passed = source, progress, 0, 0
         self._functions = _Functions(_READ(self._read), None, _SEEK(self._seek), None)
         self.file = _libc().fopencookie(None, b"rb", self._functions)
         if not self.file:
@@ -72,7 +72,8 @@ class CStream:
             view = memoryview((ctypes.c_char * size).from_address(buffer)).cast("B")
             count = self._source.read_into(self._at, view)
             self._at += count
-            self._progress(self._at / self._source.total)
+            self._passed += count  # tensors are read in another order, and some bytes twice
+            self._progress(min(1.0, self._passed / self._source.total))
             return count
         except BaseException as error:  # an exception cannot cross C
             self.error = error

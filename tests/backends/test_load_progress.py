@@ -20,7 +20,7 @@ def load(progress):
 def test_shares_rise_to_the_whole(monkeypatch):
     monkeypatch.setattr(context, "_REPORT", 0.0)
     seen = []
-    load(lambda phase, share: seen.append(share)).close()
+    load(lambda phase, share: phase == "loading" and seen.append(share)).close()
     assert len(seen) > 10
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(1.0, abs=0.05)
@@ -29,7 +29,7 @@ def test_shares_rise_to_the_whole(monkeypatch):
 def test_reports_are_few():
     seen = []
     load(lambda *report: seen.append(report)).close()
-    assert 1 <= len(seen) <= 5
+    assert 1 <= len(seen) <= 9  # some a second, on a slow disk, too
 
 
 def test_an_error_ends_the_loading_and_is_raised(monkeypatch):
@@ -38,8 +38,9 @@ def test_an_error_ends_the_loading_and_is_raised(monkeypatch):
     seen = []
 
     def progress(phase, share):
-        seen.append(share)
-        if share > 0.3:
+        if phase == "loading":
+            seen.append(share)
+        if phase == "loading" and share > 0.3:
             raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):

@@ -8,6 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from pipeinfer.backends.llamacpp import context
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import ModelError
@@ -92,3 +93,29 @@ def test_a_file_that_becomes_shorter_is_named(model, tmp_path):
         read_all(opened)
     with pytest.raises(ModelError):
         load(source, (4, 6), short)
+
+
+def test_progress_rises_to_the_whole(model, monkeypatch):
+    monkeypatch.setattr(context, "_REPORT", 0.0)
+    monkeypatch.setattr(stream, "_BUFFER", 1 << 16)
+    seen = []
+    LlamaCppBackend.load(
+        ShardSource(model, 2, 4), layers=(2, 4), n_layers_total=6, first=False, last=False,
+        n_ctx=256, n_seq_max=2, n_batch=16, n_threads=1,
+        progress=lambda phase, share: seen.append((phase, share))).close()
+    assert {phase for phase, _ in seen} == {"loading"}
+    assert seen == sorted(seen)
+    assert len(seen) > 5
+    assert seen[-1][1] == 1.0
+
+
+def test_an_error_of_the_progress_ends_the_loading(model, monkeypatch):
+    monkeypatch.setattr(context, "_REPORT", 0.0)
+
+    def progress(phase, share):
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        LlamaCppBackend.load(
+            ShardSource(model, 2, 4), layers=(2, 4), n_layers_total=6, first=False, last=False,
+            n_ctx=256, n_seq_max=2, n_batch=16, n_threads=1, progress=progress)

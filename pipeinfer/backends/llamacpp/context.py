@@ -175,6 +175,7 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
         options.repack == "auto" and may_repack(file))
     if isinstance(source, ShardSource):
         params.load_mode = 2 * int(options.use_mlock)  # a stream cannot be mapped
+        params.progress_callback = None  # what has passed says more
         model = _from_stream(source, params, watch)
     else:
         if options.use_mmap:
