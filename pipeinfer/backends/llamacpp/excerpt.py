@@ -69,7 +69,7 @@ class LoadedExcerpt:
             found = exact_width(layers, limit, progress=progress, contexts=(*FURTHER, FAR))
         if found == 1 or not self._backend.info.last:
             return found
-        handle, path = tempfile.mkstemp(suffix=".gguf", prefix="head.", dir=cache_directory())
+        handle, path = tempfile.mkstemp(suffix=".tmp", prefix="head.", dir=cache_directory())
         os.close(handle)
         try:
             write_head(self._model, path, tied=self._tied)
