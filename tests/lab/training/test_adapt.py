@@ -30,7 +30,7 @@ from pipeinfer.lab.training.adapt.lora import (
 from pipeinfer.lab.training.adapt.merged import Merged
 from pipeinfer.lab.training.adapt.rows import row_of
 from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
-from pipeinfer.lab.training.adapt.tune import Tuning, tune
+from pipeinfer.lab.training.adapt.tune import Tuning, _parts, tune
 from pipeinfer.lab.training.adapt.wording import TAGS, Wording
 from pipeinfer.lab.training.pasta import pasta
 from pipeinfer.lab.training.pasta.annotate import parse
@@ -247,9 +247,10 @@ def test_micro_batches_add_up_to_the_batch(words):
     found = []
     for tokens in (1, 10_000):
         trainee = Trainee(DRAFT, PLAIN, LoraSettings(4, 8.0))
-        from pipeinfer.lab.training.adapt.tune import _step
-
-        loss = _step(trainee, rows, tokens)
+        loss = 0.0
+        for part, _ in _parts(trainee, rows, tokens):
+            part.backward()
+            loss += float(part.detach())
         found.append((loss, {k: p.grad for k, p in trainee.learnt.items()}))
     (one, grads), (other, more) = found
     assert one == pytest.approx(other, rel=1e-5)
@@ -260,15 +261,15 @@ def test_micro_batches_add_up_to_the_batch(words):
 def test_a_run_that_is_interrupted_leaves_what_it_has_learnt(tmp_path, data, monkeypatch):
     from pipeinfer.lab.training.adapt import tune as module
 
-    step, count = module._step, []
+    parts, count = module._parts, []
 
     def interrupted(*args):
         count.append(1)
         if len(count) == 3:
             raise KeyboardInterrupt
-        return step(*args)
+        return parts(*args)
 
-    monkeypatch.setattr(module, "_step", interrupted)
+    monkeypatch.setattr(module, "_parts", interrupted)
     args = ["baseline-sft", "--data", data, "--model", DRAFT, "--out", tmp_path / "a", "--steps",
             "6", "--batch", 1, "--dtype", "float32", "--threads", 1]
     assert "interrupted after step 2 of 6" in do(*args)

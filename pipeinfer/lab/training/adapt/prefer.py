@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +19,11 @@ from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.chats import read_jsonl
 from pipeinfer.lab.training.adapt.lora import LoraAdapter, LoraSettings, save_adapter
 from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
-from pipeinfer.lab.training.adapt.tune import chosen
+from pipeinfer.lab.training.minimise import Schedule, adamw, minimise
 from pipeinfer.lab.training.pasta import bonbon, pasta
 from pipeinfer.lab.training.pasta.bonbon import Round, Scored
 from pipeinfer.lab.training.tasks import formats
-from pipeinfer.lab.training.tasks.batches import collate
+from pipeinfer.lab.training.tasks.batches import chosen, collate
 from pipeinfer.lab.training.tasks.formats import Example
 
 #: the better and the worse answer to one prompt, as training rows
@@ -71,31 +70,17 @@ def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Roun
     (Ctrl-C) ends it sooner. samples: answers that each pair is the best and worst of."""
     with torch.no_grad():
         before = [_apart(_likelihoods(trainee, pair)) for pair in pairs]
+
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
+        mine = chosen(range(len(pairs)), settings.batch, settings.seed, step)
+        for number in mine:
+            now = _likelihoods(trainee, pairs[number])
+            loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha)
+            yield loss / len(mine), sum(len(one.tokens) for one in pairs[number])
+
     parameters = list(trainee.learnt.values())
-    optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
-    losses: list[float] = []
-    numbers = range(len(pairs))
-    for step in range(settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate * (1 - step / settings.steps)
-        total, mine = 0.0, chosen(numbers, settings.batch, settings.seed, step)
-        try:
-            for number in mine:
-                now = _likelihoods(trainee, pairs[number])
-                loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha)
-                loss = loss / len(mine)
-                loss.backward()
-                total += float(loss.detach())
-        except KeyboardInterrupt:
-            report(f"interrupted after step {step} of {settings.steps}")
-            break
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(total)
-        if step % 10 == 9 or step + 1 == settings.steps:
-            report(f"step {step + 1} of {settings.steps}  loss {np.mean(losses[-10:]):.2f}")
-    return losses
+    return minimise(objective, Schedule(steps=settings.steps), [adamw(parameters, settings.rate)],
+                    [parameters], report=report, interruptible=True)
 
 
 def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,

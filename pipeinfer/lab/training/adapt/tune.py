@@ -1,4 +1,4 @@
-"""Learns rows: micro-batches, a falling rate, a checkpoint that resumes, and how long it takes.
+"""Learns rows: micro-batches, and a checkpoint that resumes.
 
 Does not know: where rows come from, how models are stored.
 """
@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.adapt.trainee import Trainee
-from pipeinfer.lab.training.commands import time_left
+from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
 from pipeinfer.lab.training.pair.checkpoint import load_state, save_state
 from pipeinfer.lab.training.pasta.pasta import IGNORE
-from pipeinfer.lab.training.tasks.batches import collate
+from pipeinfer.lab.training.tasks.batches import chosen, collate
 from pipeinfer.lab.training.tasks.formats import Example
-
-_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +36,10 @@ class Tuning:
     warmup: int = 5
     seed: int = 0
     tokens: int = 4096
-    save_seconds: float = 60.0
-    report_seconds: float = 10.0
 
     def length(self, rows: int) -> int:
         """Steps of a whole run over so many rows."""
         return self.steps or max(1, math.ceil(self.epochs * rows / min(self.batch, rows)))
-
-    def rate_at(self, step: int, length: int) -> float:
-        """Learning rate of a step."""
-        return self.rate * min(1.0, (step + 1) / self.warmup) * (1 - step / length)
 
 
 def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint: Path, *,
@@ -59,7 +49,7 @@ def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint
     (Ctrl-C), in the middle of a step. Raises ModelError for a checkpoint of another run."""
     length = settings.length(len(rows))
     parameters = list(trainee.learnt.values())
-    optimizer = torch.optim.AdamW(parameters, settings.rate, (0.9, 0.95), weight_decay=0.0)
+    optimizer = adamw(parameters, settings.rate)
     mine = _mark(rows, settings, trainee)
     losses = _resumed(checkpoint, trainee, optimizer, mine)
     if losses:
@@ -69,65 +59,30 @@ def tune(trainee: Trainee, rows: Sequence[Example], settings: Tuning, checkpoint
         save_state(checkpoint, {"run": mine, "losses": losses, "optimizer": optimizer.state_dict(),
                                 "learnt": {k: p.data for k, p in trainee.learnt.items()}})
 
-    first = len(losses)
-    started = saved = told = time.monotonic()
-    for step in range(first, min(length, first + (stop_after or length))):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate_at(step, length)
-        try:
-            loss = _step(trainee, chosen(rows, settings.batch, settings.seed, step),
-                         settings.tokens)
-        except KeyboardInterrupt:
-            report(f"interrupted after step {step} of {length}")
-            break
-        losses.append(loss)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        now = time.monotonic()
-        if now - told > settings.report_seconds or step + 1 == length:
-            told = now
-            left = (now - started) / (step + 1 - first) * (length - step - 1)
-            report(f"step {step + 1} of {length}  loss {np.mean(losses[-10:]):.3f}  "
-                   f"{time_left(left)}")
-        if now - saved > settings.save_seconds:
-            saved = now
-            save()
-    save()
-    return losses
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
+        return _parts(trainee, chosen(rows, settings.batch, settings.seed, step), settings.tokens)
+
+    return minimise(objective, Schedule(steps=length, warmup_steps=settings.warmup), [optimizer],
+                    [parameters], progress=Progress(len(losses)), losses=losses, save=save,
+                    report=report, stop_after=stop_after, interruptible=True)
 
 
-def chosen(rows: Sequence[_Row], batch: int, seed: int, step: int) -> list[_Row]:
-    """The rows of a step: every epoch visits each once, in an order of its own."""
-    size = min(batch, len(rows))
-    found: list[_Row] = []
-    for at in range(step * size, (step + 1) * size):
-        epoch, index = divmod(at, len(rows))
-        order = np.random.default_rng([seed, epoch]).permutation(len(rows))
-        found.append(rows[order[index]])
-    return found
-
-
-def _step(trainee: Trainee, rows: list[Example], tokens: int) -> float:
-    """Gradients of the mean loss of some rows, in micro-batches of similar lengths."""
+def _parts(trainee: Trainee, rows: list[Example], tokens: int) -> Iterator[tuple[Tensor, int]]:
+    """The mean loss of some rows as a sum over micro-batches of similar lengths."""
     rows = sorted(rows, key=lambda row: len(row.tokens))
     count = max(1, sum(int((row.targets != IGNORE).sum()) for row in rows))
-    total, group = 0.0, list[Example]()
+    group = list[Example]()
     for number, row in enumerate(rows, 1):
         group.append(row)
         following = len(rows[number].tokens) if number < len(rows) else 0
         if not following or following * (len(group) + 1) > tokens:
-            loss = trainee.loss_sum(collate(group)) / count
-            loss.backward()
-            total += float(loss.detach())
+            yield trainee.loss_sum(collate(group)) / count, sum(len(one.tokens) for one in group)
             group = []
-    return total
 
 
 def _mark(rows: Sequence[Example], settings: Tuning, trainee: Trainee) -> str:
     """Tells runs apart whose steps would differ."""
-    plan = {k: v for k, v in asdict(settings).items() if not k.endswith("_seconds")}
-    digest = hashlib.sha256(repr((plan, trainee.lora, sorted(trainee.learnt))).encode())
+    digest = hashlib.sha256(repr((asdict(settings), trainee.lora, sorted(trainee.learnt))).encode())
     for row in rows:
         digest.update(row.tokens.tobytes() + row.positions.tobytes())
     return digest.hexdigest()

@@ -11,9 +11,7 @@ Does not know: decoding (`strategies.bita`), runs, other kinds of training.
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -36,7 +34,7 @@ from pipeinfer.lab.training.bita.frozen import (
     load_frozen,
 )
 from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
-from pipeinfer.lab.training.commands import time_left
+from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
 from pipeinfer.lab.training.pair.checkpoint import load_state, save_state
 from pipeinfer.lab.training.pair.corpus import build
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
@@ -62,16 +60,15 @@ class Plan:
     seed: int = 0
     #: where the processor multiplies it in hardware; elsewhere float32 is several times as fast
     bfloat16: bool = field(default_factory=multiplies_bfloat16)
-    save_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.tokens - self.given < self.masks + 2:
             raise ValueError("a sample needs more tokens of the model's own than there are masks")
 
-    def rate_at(self, step: int) -> float:
-        """Learning rate of a step: warm-up, then a cosine down to one percent."""
-        warm = min(1.0, (step + 1) / self.warmup)
-        return self.rate * warm * (0.01 + 0.495 * (1 + math.cos(math.pi * step / self.steps)))
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate over the steps."""
+        return Schedule(steps=self.steps, warmup_steps=self.warmup, cosine=True)
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -220,8 +217,8 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Samples, plan:
 
     Goes on from the checkpoint in `work`. stop_after: leave after so many further steps.
     """
-    optimizers = {name: torch.optim.AdamW(adapter.parameters(), plan.rate, (0.9, 0.95),
-                                          weight_decay=0.0) for name, adapter in adapters.items()}
+    learnt = {name: list(adapter.parameters()) for name, adapter in adapters.items()}
+    optimizers = {name: adamw(parameters, plan.rate) for name, parameters in learnt.items()}
     losses: dict[str, list[float]] = {name: [] for name in adapters}
     stored = work / "bita-checkpoint.safetensors"
     if stored.exists():
@@ -236,9 +233,7 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Samples, plan:
             "losses": losses, "adapters": {k: a.state_dict() for k, a in adapters.items()},
             "optimizers": {k: o.state_dict() for k, o in optimizers.items()}})
 
-    first = len(next(iter(losses.values())))
-    started = saved = told = time.monotonic()
-    for step in range(first, min(plan.steps, first + (stop_after or plan.steps))):
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
         tokens, cuts = (part.to(model.device) for part in batch_of(samples, plan, step))
         wanted = labels_of(tokens, cuts, plan.masks)
         with _precision(plan, model):
@@ -247,23 +242,12 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Samples, plan:
             with _precision(plan, model):
                 logits = mask_logits(model, adapter, contexts, cuts)
             loss = F.cross_entropy(logits.float().flatten(0, 2), wanted.flatten())
-            optimizers[name].zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(adapter.parameters(), 1.0)
-            for group in optimizers[name].param_groups:
-                group["lr"] = plan.rate_at(step)
-            optimizers[name].step()
             losses[name].append(float(loss.detach()))
-        now = time.monotonic()
-        if now - told > 10 or step + 1 == plan.steps:
-            told = now
-            report(f"step {step + 1} of {plan.steps}: " + ", ".join(
-                f"{name} {np.mean(values[-50:]):.3f}" for name, values in losses.items())
-                + "  " + time_left((now - started) / (step + 1 - first) * (plan.steps - step - 1)))
-        if now - saved > plan.save_seconds:
-            saved = now
-            save()
-    save()
+            yield loss, tokens.numel()
+
+    minimise(objective, plan.schedule, list(optimizers.values()), list(learnt.values()),
+             progress=Progress(len(next(iter(losses.values())))), save=save, report=report,
+             stop_after=stop_after)
     return losses
 
 

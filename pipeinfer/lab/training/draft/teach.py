@@ -9,7 +9,7 @@ Does not know: where texts come from, GGUF, the command line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeinfer.lab.training.pair.loop import Plan, Progress, optimise
+from pipeinfer.lab.training.minimise import Progress
+from pipeinfer.lab.training.pair.loop import Plan, optimise
 from pipeinfer.lab.training.pair.model import Llama
 
 _HARD = 0.3  #: weight of the likeliest token alone
@@ -165,7 +166,7 @@ def teach(draft: Llama, lessons: Lessons, plan: Plan, checkpoint: Path,
     groups: dict[int, list[list[tuple[int, int]]]] = {}
     firsts = [0]  # the first step of each epoch
 
-    def objective(step: int, spent: float) -> tuple[Tensor, int]:
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:
         while True:
             epoch = len(firsts) - 1
             if epoch not in groups:
@@ -180,6 +181,6 @@ def teach(draft: Llama, lessons: Lessons, plan: Plan, checkpoint: Path,
         if spent < _ALL_FROM:
             chance = np.random.default_rng([plan.seed, step, 1])
             beside = torch.from_numpy(chance.integers(draft.config.n_vocab, size=_BESIDE))
-        return loss_of(draft, batch, bfloat16=plan.bfloat16, beside=beside), batch.x.numel()
+        yield loss_of(draft, batch, bfloat16=plan.bfloat16, beside=beside), batch.x.numel()
 
     return optimise(draft, plan, checkpoint, objective, report=report)

@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeinfer.lab.training.minimise import Progress
 from pipeinfer.lab.training.pair import corpus as corpus_module
 from pipeinfer.lab.training.pair import provenance
 from pipeinfer.lab.training.pair import tokenizer as tokenizer_module
 from pipeinfer.lab.training.pair.export import ModelCard, write_gguf
-from pipeinfer.lab.training.pair.loop import Plan, Progress, train
+from pipeinfer.lab.training.pair.loop import Plan, train
 from pipeinfer.lab.training.pair.model import DRAFT, TARGET, Llama, LlamaConfig
 
 #: Shares of the whole budget: a draft alone, for comparison; the target; and the draft that is

@@ -1,4 +1,4 @@
-"""The training loop: one model, one token stream, one budget.
+"""Training of a Llama: one model, one token stream, one budget, one checkpoint.
 
 The budget is wall-clock minutes or a number of steps; either way the learning rate follows a
 cosine of the spent fraction down to one percent, so a run always anneals fully. Batches are a
@@ -9,9 +9,7 @@ Does not know: where tokens come from, GGUF, the command line.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeinfer.host import multiplies_bfloat16
+from pipeinfer.lab.training.minimise import Objective, Progress, Schedule, minimise
 from pipeinfer.lab.training.pair.checkpoint import load_state, save_state
 from pipeinfer.lab.training.pair.model import Llama
 from pipeinfer.lab.training.pair.optim import make_optimizers
@@ -31,19 +30,16 @@ LENGTHS = ((0.0, 512), (0.75, 1024), (0.94, 2048))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Schedule):
     """How to train; exactly one of ``minutes`` and ``steps`` is set."""
 
-    minutes: float | None = None
-    steps: int | None = None
+    warmup_steps: int = 40
+    cosine: bool = True
     batch_tokens: int = 4096
     seed: int = 0
     matrix_lr: float = 0.015
     other_lr: float = 5e-3
-    warmup_steps: int = 40
     lengths: tuple[tuple[float, int], ...] = LENGTHS
-    checkpoint_seconds: float = 120.0
-    report_seconds: float = 15.0
     distil_weight: float = 0.7
     #: Spent fraction from which a teacher is asked; before it, text alone is twice as fast.
     teacher_from: float = 0.5
@@ -60,32 +56,6 @@ class Plan:
     def length_at(self, spent: float) -> int:
         """Tokens per training sequence at this fraction of the budget."""
         return [length for start, length in self.lengths if spent >= start][-1]
-
-    def rate_at(self, spent: float, step: int) -> float:
-        """Learning rate as a fraction of the peak."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        return warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(spent, 1.0))))
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a run has spent and reached; stored in its checkpoint."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: float = float("nan")
-
-    def spent(self, plan: Plan) -> float:
-        """Fraction of the budget, 0 .. 1."""
-        if plan.steps is not None:
-            return min(1.0, self.step / plan.steps)
-        assert plan.minutes is not None
-        return min(1.0, self.seconds / (60 * plan.minutes))
-
-    def done(self, plan: Plan) -> bool:
-        """True when the budget is used up."""
-        return self.spent(plan) >= 1.0
 
 
 def batch(stream: np.ndarray, plan: Plan, step: int, length: int) -> tuple[Tensor, Tensor]:
@@ -139,10 +109,10 @@ def train(
             for block in network.blk if network is not None else ():
                 block.compile(dynamic=False)
 
-    def objective(step: int, spent: float) -> tuple[Tensor, int]:
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:
         x, y = batch(stream, plan, step, plan.length_at(spent))
         asked = teacher if spent >= plan.teacher_from else None
-        return loss_of(model, plan, x, y, asked), x.numel()
+        yield loss_of(model, plan, x, y, asked), x.numel()
 
     return optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)
 
@@ -151,52 +121,25 @@ def optimise(
     model: Llama,
     plan: Plan,
     checkpoint: Path,
-    objective: Callable[[int, float], tuple[Tensor, int]],
+    objective: Objective,
     *,
     report: Callable[[str], None] = print,
     stop_after: int | None = None,
 ) -> Progress:
-    """Minimise ``objective(step, spent)``, which returns a loss and the number of tokens read.
-
-    A pure objective makes a resumed run with a budget in steps equal an unbroken one.
-    """
+    """Minimise an objective, resuming from ``checkpoint``; see :func:`train` for the rest."""
     optimizers = make_optimizers(model, matrix_lr=plan.matrix_lr, other_lr=plan.other_lr)
     progress = _load(checkpoint, model, optimizers)
     model.train()
-    begun, since_report, since_save = progress.step, time.monotonic(), time.monotonic()
-    tokens_then, smooth = progress.tokens, progress.loss
-    while not progress.done(plan):
-        if stop_after is not None and progress.step - begun >= stop_after:
-            break
-        started = time.monotonic()
-        spent = progress.spent(plan)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * plan.rate_at(spent, progress.step)
-        loss, tokens = objective(progress.step, spent)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        smooth = value if math.isnan(smooth) else 0.95 * smooth + 0.05 * value
-        progress.step += 1
-        progress.tokens += tokens
-        progress.loss = smooth
-        now = time.monotonic()
-        progress.seconds += now - started
-        if now - since_report >= plan.report_seconds:
-            rate = (progress.tokens - tokens_then) / (now - since_report)
-            report(
-                f"step {progress.step}  {progress.spent(plan):6.1%}  loss {smooth:.3f}  "
-                f"{progress.tokens / 1e6:.2f} M tokens  {rate:.0f} tokens/s"
-            )
-            since_report, tokens_then = now, progress.tokens
-        if now - since_save >= plan.checkpoint_seconds:
-            _save(checkpoint, model, optimizers, progress)
-            since_save = now
-    _save(checkpoint, model, optimizers, progress)
+    minimise(
+        objective,
+        plan,
+        optimizers,
+        [list(model.parameters())],
+        progress=progress,
+        save=lambda: _save(checkpoint, model, optimizers, progress),
+        report=report,
+        stop_after=stop_after,
+    )
     model.eval()
     return progress
 

@@ -4,7 +4,7 @@ Muon replaces a matrix's momentum by the nearest orthogonal matrix (five Newton-
 all directions learn at one rate. On a budget of ten million tokens that is worth far more than its
 cost of a few percent of a step.
 
-Does not know: schedules (the caller sets ``lr`` in every group), data, checkpoints.
+Does not know: schedules, data, checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeinfer.host import multiplies_bfloat16
+from pipeinfer.lab.training.minimise import adamw
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
@@ -66,15 +67,8 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, *, matrix_lr: float, other_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """Both optimizers; every group keeps its peak rate under ``peak``."""
+    """Both optimizers."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embd" not in name]
     others = [p for name, p in named if p.ndim != 2 or "embd" in name]
-    optimizers: list[torch.optim.Optimizer] = [
-        Muon(matrices, lr=matrix_lr),
-        torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return optimizers
+    return [Muon(matrices, lr=matrix_lr), adamw(others, other_lr, fused=True)]

@@ -5,16 +5,16 @@ Does not know: who annotated, how responses are decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.chats import read_jsonl
-from pipeinfer.lab.training.pair.loop import Plan, Progress, optimise
+from pipeinfer.lab.training.minimise import Progress
+from pipeinfer.lab.training.pair.loop import Plan, optimise
 from pipeinfer.lab.training.pair.model import Llama
 from pipeinfer.lab.training.pair.tokenizer import IM_END_ID
 from pipeinfer.lab.training.pasta import annotate, pasta
@@ -81,15 +81,11 @@ def finetune(
     stop_after: int | None = None,
 ) -> Progress:
     """Minimise the mean nats per target of 4.7's layout, every epoch in a new order."""
-    from dataclasses import replace
 
-    def objective(step: int, spent: float) -> tuple[Tensor, int]:  # noqa: ARG001
-        size = min(settings.batch, len(rows))
-        epoch, index = divmod(step, len(rows) // size)
-        order = np.random.default_rng([settings.seed, epoch]).permutation(len(rows))
-        chosen = [rows[i] for i in order[index * size : (index + 1) * size]]
-        loss, count = batches.loss_sum(model, batches.collate(chosen), bfloat16=settings.bfloat16)
-        return loss / count, sum(len(row.tokens) for row in chosen)
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
+        some = batches.chosen(rows, settings.batch, settings.seed, step, whole=True)
+        loss, count = batches.loss_sum(model, batches.collate(some), bfloat16=settings.bfloat16)
+        yield loss / count, sum(len(row.tokens) for row in some)
 
     plan = replace(
         settings.plan,

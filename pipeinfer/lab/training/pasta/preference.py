@@ -6,14 +6,14 @@ Does not know: files, the command line, what a quality function asks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeinfer.host import multiplies_bfloat16
+from pipeinfer.lab.training.minimise import Schedule, adamw, minimise
 from pipeinfer.lab.training.pair.model import Llama
 from pipeinfer.lab.training.pasta import bonbon, pasta
 from pipeinfer.lab.training.pasta.bonbon import Round, Scored
@@ -120,26 +120,16 @@ def prefer(
         report("no two samples of a prompt differ in score: nothing to learn")
         return []
     initial = copy.deepcopy(model).eval()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    losses: list[float] = []
+
+    def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
+        some = batches.chosen(pairs, settings.batch, settings.seed, step, whole=True)
+        tokens = sum(len(prompt) + len(s.tokens) for prompt, *both in some for s in both)
+        yield _pair_loss(model, initial, codec, some, settings), tokens
+
+    parameters = list(model.parameters())
     model.train()
-    for step in range(settings.steps):
-        size = min(settings.batch, len(pairs))
-        epoch, index = divmod(step, len(pairs) // size)
-        order = np.random.default_rng([settings.seed, epoch]).permutation(len(pairs))
-        chosen = [pairs[i] for i in order[index * size : (index + 1) * size]]
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate * (1 - step / settings.steps)
-        value = _pair_loss(model, initial, codec, chosen, settings)
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(float(value.detach()))
-        if step % 20 == 19:
-            report(f"step {step + 1}  loss {np.mean(losses[-20:]):.2f}")
+    losses = minimise(objective, Schedule(steps=settings.steps),
+                      [adamw(parameters, settings.rate)], [parameters], report=report)
     model.eval()
     return losses
 

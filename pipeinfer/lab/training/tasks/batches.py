@@ -5,15 +5,17 @@ Does not know: optimizers, checkpoints, the command line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeinfer.lab.training.minimise import Objective
 from pipeinfer.lab.training.pair.model import Llama
 from pipeinfer.lab.training.pair.tokenizer import END_OF_TEXT_ID, PAD_ID
 from pipeinfer.lab.training.pasta.pasta import IGNORE
@@ -25,6 +27,8 @@ from pipeinfer.lab.training.tasks.tasks import Task
 #: (spent fraction up to which it holds, share of examples that are drills).
 DRILLS = ((0.15, 0.5), (0.4, 0.2))
 DRILL_TOKENS = 120
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,20 @@ def collate(examples: Sequence[Example]) -> Batch:
         targets[row, :count] = example.targets
         visible[row, :count, :count] = example.visible
     return Batch(*map(torch.from_numpy, (tokens, positions, targets, visible)))
+
+
+def chosen(rows: Sequence[_Row], batch: int, seed: int, step: int, *, whole: bool = False
+           ) -> list[_Row]:
+    """The rows of a step: every epoch visits each once, in an order of its own. whole: no batch
+    has rows of two epochs, and an epoch's last rows are left out if they are less than a batch."""
+    size = min(batch, len(rows))
+    length = len(rows) // size * size if whole else len(rows)
+    found: list[_Row] = []
+    for at in range(step * size, (step + 1) * size):
+        epoch, index = divmod(at, length)
+        order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+        found.append(rows[order[index]])
+    return found
 
 
 def draw(
@@ -121,7 +139,7 @@ def log_probabilities(model: Llama, batch: Batch, *, bfloat16: bool = False) -> 
 def objective(
     model: Llama, codec: Codec, seed: int, budget: int, *, ramp: float, bfloat16: bool,
     one_each: bool = False
-) -> Callable[[int, float], tuple[Tensor, int]]:
+) -> Objective:
     """What :func:`pipeinfer.lab.training.pair.loop.optimise` minimises: mean nats per target.
 
     Tasks stay small for a third of ``ramp``, reach full size at it, and drills fade out:
@@ -129,18 +147,13 @@ def objective(
     how, they are of full size and no drills. one_each: see `formats.make`.
     """
 
-    def run(step: int, spent: float) -> tuple[Tensor, int]:
+    def run(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:
         level = min(1.0, max(0.0, spent - ramp / 3) / (ramp * 2 / 3)) if ramp else 1.0
         drills = next((share for until, share in DRILLS if ramp and spent < until), 0.0)
         groups = draw(codec, seed, step, budget, level, drills, one_each=one_each)
         count = sum(int((e.targets != IGNORE).sum()) for group in groups for e in group)
-        total = torch.zeros(())
-        for number, group in enumerate(groups, 1):
-            loss = loss_sum(model, collate(group), bfloat16=bfloat16)[0] / count
-            total += loss.detach()
-            if number == len(groups):
-                return loss + (total - loss.detach()), sum(len(e.tokens) for g in groups for e in g)
-            loss.backward()
-        raise AssertionError("no group")
+        for group in groups:
+            loss, _ = loss_sum(model, collate(group), bfloat16=bfloat16)
+            yield loss / count, sum(len(e.tokens) for e in group)
 
     return run

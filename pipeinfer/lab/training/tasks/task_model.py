@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeinfer.lab.training.minimise import Progress
 from pipeinfer.lab.training.pair.checkpoint import load_state
 from pipeinfer.lab.training.pair.export import ModelCard, write_gguf
-from pipeinfer.lab.training.pair.loop import Plan, Progress, optimise
+from pipeinfer.lab.training.pair.loop import Plan, optimise
 from pipeinfer.lab.training.pair.model import Llama, LlamaConfig
 from pipeinfer.lab.training.pair.restore import restore
 from pipeinfer.lab.training.pair.tokenizer import load
