@@ -1,4 +1,4 @@
-"""What the training commands share: checks and a voice.
+"""What the training commands share: checks, options and a voice.
 
 Does not know: any command.
 """
@@ -6,6 +6,9 @@ Does not know: any command.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,6 +27,33 @@ def need_torch() -> None:
 def say(line: str) -> None:
     """Progress goes to standard error."""
     click.echo(line, err=True)
+
+
+def run_options(work: str, stored: str, threads: int) -> Callable[..., Any]:
+    """The options of a run with a budget; work, threads: defaults; stored: what is in `work`."""
+    options = (
+        click.option("--work", type=click.Path(path_type=Path, file_okay=False),
+                     default=Path(work), show_default=True,
+                     help=f"{stored}; a later run resumes from here."),
+        click.option("--minutes", type=float, help="Budget for all training together."),
+        click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable)."),
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--threads", type=click.IntRange(1), default=threads, show_default=True),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def compile_option(gain: str) -> Callable[..., Any]:
+    """The option that compiles the layers; gain: what that brings."""
+    return click.option("--compile/--no-compile", "compile_blocks", default=False,
+                        show_default=True,
+                        help=f"Compile the layers: {gain}, needs a C++ compiler.")
 
 
 def one_budget(minutes: float | None, steps: int | None) -> None:

@@ -10,8 +10,9 @@ from click.testing import CliRunner
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.__main__ import main
 from pipeinfer.lab.training.draft.answers import KEPT, Talk
-from pipeinfer.lab.training.draft.own_draft import Settings, joined, marks_of, run, spread
-from pipeinfer.lab.training.draft.teach import Lessons, agreement, batches, pack, thinned
+from pipeinfer.lab.training.draft.own_draft import Settings, joined, marks_of, run
+from pipeinfer.lab.training.draft.teach import Lessons, agreement, batches, pack
+from pipeinfer.lab.training.pair.model import spread, thinned
 from pipeinfer.lab.training.pair.restore import restore
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from tests.support.sample import fewer

@@ -11,16 +11,14 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.commands import need_torch, one_budget, say
+from pipeinfer.lab.training.commands import need_torch, one_budget, run_options, say
 
 
 @click.command()
 @click.argument("target", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="The draft, a GGUF file.")
-@click.option("--work", type=click.Path(path_type=Path, file_okay=False),
-              default=Path(".work/draft"), show_default=True,
-              help="Answers, checkpoint and report; a later run resumes from here.")
+@run_options(".work/draft", "Answers, checkpoint and report", threads=2)
 @click.option("--layers", type=click.IntRange(1), default=3, show_default=True,
               help="Layers of the target that the draft keeps.")
 @click.option("--answer-minutes", type=float, default=30.0, show_default=True,
@@ -31,12 +29,8 @@ from pipeinfer.lab.training.commands import need_torch, one_budget, say
               help="Tokens of a text, at most.")
 @click.option("--slots", type=click.IntRange(1), default=128, show_default=True,
               help="Texts that grow at once; each takes memory for its keys and values.")
-@click.option("--minutes", type=float, help="Budget for training.")
-@click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable).")
 @click.option("--quantisation", type=click.Choice(("q4_0", "q4_1", "q8_0")), default="q4_0",
               show_default=True, help="Of the draft's matrices.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 def draft(**given: Any) -> None:
     """Make a draft for TARGET, a GGUF file of the llama architecture with tied embeddings.
 

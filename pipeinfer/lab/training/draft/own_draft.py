@@ -19,9 +19,9 @@ import torch
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.draft.answers import Lesson, Marks, Talk, collect
 from pipeinfer.lab.training.draft.export import as_quantised, write_draft
-from pipeinfer.lab.training.draft.teach import Lessons, agreement, teach, thinned
+from pipeinfer.lab.training.draft.teach import Lessons, agreement, teach
 from pipeinfer.lab.training.pair.loop import Plan
-from pipeinfer.lab.training.pair.model import Llama
+from pipeinfer.lab.training.pair.model import Llama, spread, thinned
 from pipeinfer.lab.training.pair.restore import restore
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -87,13 +87,6 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     (settings.work / "report.json").write_text(text + "\n")
     report(text)
     return result
-
-
-def spread(layers: int, count: int) -> list[int]:
-    """Which of the target's layers a draft of so many keeps: first, last and evenly between."""
-    if layers == 1:
-        return [0]
-    return [k * (count - 1) // (layers - 1) for k in range(layers)]
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:

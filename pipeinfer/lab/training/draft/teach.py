@@ -10,7 +10,7 @@ Does not know: where texts come from, GGUF, the command line.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -144,19 +144,6 @@ def agreement(model: Llama, lessons: Lessons, most: int = 40_000) -> dict[str, f
         if n >= most:
             break
     return {"positions": n, "agreement": right / max(n, 1), "nats": nats / max(n, 1)}
-
-
-def thinned(target: Llama, layers: Sequence[int]) -> Llama:
-    """A copy of the target with these of its layers alone; its embedding and final norm."""
-    draft = Llama(replace(target.config, n_layer=len(layers)))
-    weights, own = target.state_dict(), draft.state_dict()
-    for name in own:
-        source = name
-        if name.startswith("blk."):
-            _, k, rest = name.split(".", 2)
-            source = f"blk.{layers[int(k)]}.{rest}"
-        own[name].copy_(weights[source])
-    return draft
 
 
 def teach(draft: Llama, lessons: Lessons, plan: Plan, checkpoint: Path,

@@ -13,7 +13,7 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,11 @@ import torch
 
 from pipeinfer.lab.training.minimise import Progress
 from pipeinfer.lab.training.pair import corpus as corpus_module
-from pipeinfer.lab.training.pair import provenance
+from pipeinfer.lab.training.pair import loop, provenance
 from pipeinfer.lab.training.pair import tokenizer as tokenizer_module
 from pipeinfer.lab.training.pair.export import ModelCard, write_gguf
 from pipeinfer.lab.training.pair.loop import Plan, train
-from pipeinfer.lab.training.pair.model import DRAFT, TARGET, Llama, LlamaConfig
+from pipeinfer.lab.training.pair.model import DRAFT, TARGET, Llama, LlamaConfig, spread, thinned
 
 #: Shares of the whole budget: a draft alone, for comparison; the target; and the draft that is
 #: shipped, a thinned target, taught by the target in the second half of its time, and again
@@ -34,18 +34,11 @@ SHARES = {"draft": 0.10, "target": 0.53, "distil": 0.185, "polish": 0.185}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(loop.Settings):
     """Settings of one run of the `embedded` command."""
 
-    out: Path
-    work: Path
-    minutes: float | None = None
-    steps: int | None = None
-    seed: int = 0
     target: LlamaConfig = TARGET
     draft: LlamaConfig = DRAFT
-    threads: int = 2
-    plan: Plan = field(default_factory=lambda: Plan(steps=1))
     root: Path | None = None
     eval_tokens: int = 131072
 
@@ -130,15 +123,8 @@ def inherit(draft: Llama, target: Llama) -> None:
     ours, theirs = draft.config, target.config
     if replace(ours, n_layer=theirs.n_layer) != theirs:
         raise ValueError("draft and target must differ in their number of layers alone")
-    last = max(1, ours.n_layer - 1)
-    weights = target.state_dict()
-    for name in draft.state_dict():
-        if name.startswith("blk."):
-            _, layer, rest = name.split(".", 2)
-            source = f"blk.{int(layer) * (theirs.n_layer - 1) // last}.{rest}"
-        else:
-            source = name
-        draft.state_dict()[name].copy_(weights[source])
+    layers = spread(ours.n_layer, theirs.n_layer)
+    draft.load_state_dict(thinned(target, layers).state_dict())
 
 
 def prepare(settings: Settings) -> None:

@@ -58,6 +58,19 @@ class Plan(Schedule):
         return [length for start, length in self.lengths if spent >= start][-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one run of a command; exactly one of ``minutes`` and ``steps`` is set."""
+
+    out: Path
+    work: Path
+    minutes: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    threads: int = 1
+    plan: Plan = field(default_factory=lambda: Plan(steps=1))
+
+
 def batch(stream: np.ndarray, plan: Plan, step: int, length: int) -> tuple[Tensor, Tensor]:
     """Inputs and next tokens [batch, length] (int64) of one step: every epoch visits each piece of
     the stream once, in a new order and from a new offset."""

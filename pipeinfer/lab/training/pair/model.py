@@ -9,7 +9,8 @@ Does not know: tokenizers, files, training.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -158,3 +159,23 @@ class Llama(nn.Module):
     def parameter_count(self) -> int:
         """Number of weights (the shared embedding counted once)."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def spread(layers: int, count: int) -> list[int]:
+    """Which of the target's layers a draft of so many keeps: first, last and evenly between."""
+    if layers == 1:
+        return [0]
+    return [k * (count - 1) // (layers - 1) for k in range(layers)]
+
+
+def thinned(target: Llama, layers: Sequence[int]) -> Llama:
+    """A copy of the target with these of its layers alone; its embedding and final norm."""
+    draft = Llama(replace(target.config, n_layer=len(layers)))
+    weights, own = target.state_dict(), draft.state_dict()
+    for name in own:
+        source = name
+        if name.startswith("blk."):
+            _, k, rest = name.split(".", 2)
+            source = f"blk.{layers[int(k)]}.{rest}"
+        own[name].copy_(weights[source])
+    return draft

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pipeinfer.lab.training.minimise import Progress
+from pipeinfer.lab.training.pair import loop
 from pipeinfer.lab.training.pair.checkpoint import load_state
 from pipeinfer.lab.training.pair.export import ModelCard, write_gguf
 from pipeinfer.lab.training.pair.loop import Plan, optimise
@@ -45,18 +46,14 @@ SHAPE = LlamaConfig(
 MAX_VOCAB = 4096
 #: Tasks that the tokenizer reads: every word occurs many times in them.
 TOKENIZER_TASKS = 6000
+PLAN = Plan(steps=1, matrix_lr=0.008, other_lr=1e-3)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """One run of the command; exactly one of ``minutes`` and ``steps`` is set."""
+class Settings(loop.Settings):
+    """Settings of one run of the `tasks` command."""
 
-    out: Path
-    work: Path
-    minutes: float | None = None
-    steps: int | None = None
-    seed: int = 0
-    threads: int = 1
+    plan: Plan = PLAN
     shape: LlamaConfig = SHAPE
     batch_tokens: int = 2048
     #: Fraction of the budget by which lists grow to their full length.
@@ -71,7 +68,6 @@ class Settings:
     held_out: Mapping[str, int] = field(
         default_factory=lambda: {"retrieval": 200} | dict.fromkeys(tuple(tasks.KINDS)[1:], 60)
     )
-    plan: Plan = field(default_factory=lambda: Plan(steps=1, matrix_lr=0.008, other_lr=1e-3))
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
