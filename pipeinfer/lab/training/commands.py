@@ -15,13 +15,14 @@ import click
 from pipeinfer.errors import UsageError
 
 
-def need_torch() -> None:
-    """Say what to install where torch or the tokenizers package is missing."""
-    missing = [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]
+def need_torch(extra: str = "train", *further: str) -> None:
+    """Raise UsageError with what to install where torch, tokenizers or `further` packages, which
+    the extra installs, are missing."""
+    missing = [name for name in ("torch", *further, "tokenizers")
+               if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f"training needs {' and '.join(missing)}: pip install 'pipeinfer[train]' provides it"
-        )
+        raise UsageError(f"training needs {' and '.join(missing)}: pip install "
+                         f"'pipeinfer[{extra}]' provides it")
 
 
 def say(line: str) -> None:
@@ -31,16 +32,18 @@ def say(line: str) -> None:
 
 def run_options(work: str, stored: str, threads: int) -> Callable[..., Any]:
     """The options of a run with a budget; work, threads: defaults; stored: what is in `work`."""
-    options = (
+    return several(
         click.option("--work", type=click.Path(path_type=Path, file_okay=False),
                      default=Path(work), show_default=True,
                      help=f"{stored}; a later run resumes from here."),
         click.option("--minutes", type=float, help="Budget for all training together."),
         click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable)."),
         click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--threads", type=click.IntRange(1), default=threads, show_default=True),
-    )
+        click.option("--threads", type=click.IntRange(1), default=threads, show_default=True))
 
+
+def several(*options: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that adds some options."""
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             command = option(command)

@@ -5,7 +5,6 @@ Does not know: how anything is computed; torch is imported when a command runs.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,31 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.commands import say
+from pipeinfer.lab.training.commands import need_torch, say, several
 
 _PATH = click.Path(path_type=Path, exists=True)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
-DTYPES = ("auto", "float32", "bfloat16")
 
 
 def need_transformers() -> None:
     """Raise UsageError with what to install where a package is missing."""
-    missing = [name for name in ("torch", "transformers", "safetensors", "tokenizers")
-               if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"training needs {' and '.join(missing)}: pip install "
-                         "'pipeinfer[torch]' provides it")
+    need_torch("torch", "transformers", "safetensors")
 
 
-def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def arithmetic_options(threads: int) -> Callable[..., Any]:
+    """Where and in what numbers is computed, by how many threads."""
+    return several(
+        click.option("--device", default="auto", show_default=True,
+                     help="cpu, cuda or cuda:N; auto: a GPU that torch sees."),
+        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+                     show_default=True,
+                     help="Of products; auto: bfloat16 where the processor multiplies it."),
+        click.option("--threads", type=click.IntRange(1), default=threads, show_default=True))
+
+
+def tuning_options() -> Callable[..., Any]:
     """The options that `sft` takes."""
-    for option in reversed((
+    return several(
         click.option("--tune", type=click.Choice(["lora", "all"]), default="lora",
                      show_default=True, help="LoRA beside frozen weights, or all weights."),
         click.option("--rank", type=click.IntRange(1), default=16, show_default=True,
@@ -47,15 +52,8 @@ def tuning_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Longest answer with its prompt, in tokens; 0: what the model knows."),
         click.option("--micro", type=click.IntRange(1), default=4096, show_default=True,
                      help="Tokens computed at once: bounds memory."),
-        click.option("--device", default="auto", show_default=True,
-                     help="cpu, cuda or cuda:N; auto: a GPU that torch sees."),
-        click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-                     help="Of products; auto: bfloat16 where the processor multiplies it."),
         click.option("--seed", default=0, show_default=True),
-        click.option("--threads", type=click.IntRange(1), default=2, show_default=True),
-    )):
-        command = option(command)
-    return command
+        arithmetic_options(threads=2))
 
 
 def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "text",
@@ -80,7 +78,7 @@ def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "tex
 @click.option("--model", type=_PATH, required=True,
               help="Model to start from: a Hugging Face folder, or a GGUF file.")
 @click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
-@tuning_options
+@tuning_options()
 def baseline_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
     """Fine-tune on the same answers without marks: what PASTA is compared with."""
     sft(model, data, out, annotated=False, **given)

@@ -134,9 +134,7 @@ def save_adapter(folder: Path, adapter: LoraAdapter) -> None:
         _write(folder / _TAGS, parts, {"texts": json.dumps(new.texts), "first": str(new.first)})
     else:
         (folder / _TAGS).unlink(missing_ok=True)
-    partial = folder / f"{_CONFIG}.partial"
-    partial.write_text(json.dumps(config, indent=1), encoding="utf-8")
-    os.replace(partial, folder / _CONFIG)
+    write_text(folder / _CONFIG, json.dumps(config, indent=1))
 
 
 def load_adapter(folder: Path) -> LoraAdapter:
@@ -211,6 +209,13 @@ def _read_tokens(path: Path) -> NewTokens:
 #: settings of peft that would change the sum, by the value under which they do not
 _PLAIN = {"use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "bias": "none",
           "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": [], "lora_bias": False}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], told: dict[str, str]) -> None:

@@ -51,8 +51,7 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{path}, record {number}: is not of pipeinfer sample ({error})"
                              ) from error
-        fit = [one for one in scored if max(
-            len(one.tokens), int(flats[one.tokens].positions.max()) + 1) <= context]
+        fit = [one for one in scored if flats[one.tokens].context <= context]
         ends = bonbon.pair(fit, weight) if len(fit) > 1 else None
         if ends is not None:
             pairs.append((flats[ends[0].tokens], flats[ends[1].tokens]))

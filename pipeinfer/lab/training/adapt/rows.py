@@ -41,7 +41,7 @@ def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, annotated:
         except ValueError:
             why[unusable] += 1
             continue
-        if max(len(row.tokens), int(row.positions.max()) + 1) > context:
+        if row.context > context:
             why[long] += 1
         else:
             rows.append(row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
 from pipeinfer.lab.training.adapt.gguf_tokenizer import tokenizer_files
-from pipeinfer.lab.training.adapt.lora import NewTokens
+from pipeinfer.lab.training.adapt.lora import NewTokens, write_text
 from pipeinfer.lab.training.adapt.merged import Merged
 from pipeinfer.models.hf_folder import ModelDir
 
@@ -40,7 +39,7 @@ def write_folder(out: Path, merged: Merged, dtype: Any = None) -> None:
         for name in _KEPT:
             if name not in files and (merged.path / name).is_file():
                 shutil.copyfile(merged.path / name, out / name)
-    _replace(out / "config.json", json.dumps(config, indent=1, ensure_ascii=False))
+    write_text(out / "config.json", json.dumps(config, indent=1, ensure_ascii=False))
 
 
 def _config(merged: Merged) -> dict[str, Any]:
@@ -120,11 +119,5 @@ def _write_weights(out: Path, merged: Merged, dtype: Any) -> None:
         named = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         path.rename(out / named)
         where |= dict.fromkeys(names, named)
-    _replace(out / "model.safetensors.index.json", json.dumps(
+    write_text(out / "model.safetensors.index.json", json.dumps(
         {"metadata": {"total_size": total}, "weight_map": where}, indent=1))
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

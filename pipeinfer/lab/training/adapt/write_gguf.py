@@ -15,6 +15,7 @@ import numpy as np
 from pipeinfer.backends.pytorch.gguf import GgufTensors
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.training.adapt.merged import Merged
+from pipeinfer.lab.training.pair.export import copy_field, finish
 from pipeinfer.models.gaps import half_split
 from pipeinfer.models.gguf import ModelFile
 
@@ -60,10 +61,7 @@ def write_gguf(out: Path, merged: Merged, like: Path, dtype: str = "float16") ->
             raise ModelError(f"{like}: has {left}, which the trained model does not: give a GGUF "
                              "file of the model that was trained")
         writer.add_tensor(left, names.read(left).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     os.replace(partial, out)
 
 
@@ -88,11 +86,10 @@ def _add_metadata(writer: gguf.GGUFWriter, like: Path, model: ModelFile, merged:
     for name, field in gguf.GGUFReader(like).fields.items():
         if name.startswith(("GGUF.", "split.")) or name in _DROPPED:
             continue
-        value, kind = field.contents(), field.types[0]
+        value = field.contents()
         if new is not None:
             value = _grown(name, value, model.architecture, merged)
-        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, kind, sub_type=sub)
+        copy_field(writer, field, value)
 
 
 def _grown(name: str, value: Any, architecture: str, merged: Merged) -> Any:

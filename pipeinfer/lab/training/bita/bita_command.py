@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.adapt.adapt_commands import DTYPES, need_transformers
+from pipeinfer.lab.training.adapt.adapt_commands import arithmetic_options, need_transformers
 from pipeinfer.lab.training.adapt.chats import Chat, made_up, read_chats
 from pipeinfer.lab.training.commands import say
 
@@ -46,11 +46,7 @@ from pipeinfer.lab.training.commands import say
                                       "or none.")
 @click.option("--rate", default=1e-2, show_default=True, help="Highest learning rate.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--threads", default=1, show_default=True)
-@click.option("--device", default="auto", show_default=True,
-              help="cpu, cuda or cuda:N; auto: a GPU that torch sees.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-              help="Of products; auto: bfloat16 where the processor multiplies it.")
+@arithmetic_options(threads=1)
 def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], data: Path | None,
          prompting: str, threads: int, device: str, dtype: str, **given: Any) -> None:
     """Tune masks and prompts with which a model guesses ahead (BiTA).

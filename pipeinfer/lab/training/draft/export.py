@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import gguf
 
-from pipeinfer.lab.training.pair.export import add_shape, write_weights
+from pipeinfer.lab.training.pair.export import add_shape, copy_field, write_weights
 from pipeinfer.lab.training.pair.model import Llama
 
 _TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q4_1": gguf.GGMLQuantizationType.Q4_1,
@@ -40,7 +39,7 @@ def write_draft(path: Path, draft: Llama, target: Path, quantisation: str, descr
     add_shape(writer, draft.config)
     for name, field in reader.fields.items():
         if name.startswith("tokenizer."):
-            _copy(writer, name, field)
+            copy_field(writer, field, field.contents())
     write_weights(writer, draft, _TYPES[quantisation])
     os.replace(partial, path)
 
@@ -55,9 +54,3 @@ def as_quantised(draft: Llama, quantisation: str) -> Llama:
             gguf.quants.quantize(value.float().numpy(), kind), kind))
         for name, value in draft.state_dict().items()})
     return copy
-
-
-def _copy(writer: gguf.GGUFWriter, name: str, field: Any) -> None:
-    kind = field.types[0]
-    sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-    writer.add_key_value(name, field.contents(), kind, sub_type=sub)

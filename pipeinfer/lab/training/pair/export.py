@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -99,6 +99,18 @@ def write_weights(
             writer.add_tensor(name, data)
         else:
             writer.add_tensor(name, gguf.quants.quantize(data, qtype), raw_dtype=qtype)
+    finish(writer)
+
+
+def copy_field(writer: gguf.GGUFWriter, field: gguf.ReaderField, value: Any) -> None:
+    """Write ``value`` under the name and with the type of another file's field."""
+    kind = field.types[0]
+    sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+    writer.add_key_value(field.name, value, kind, sub_type=sub)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -30,10 +30,15 @@ def restore(path: Path) -> tuple[Llama, Codec]:
     words = path.with_name("tokenizer.json")
     if not words.exists():
         raise ModelError(f"{path} has no tokenizer.json beside it")
+    return load_model(path), Codec(load(words))
+
+
+def load_model(path: Path) -> Llama:
+    """The model of a checkpoint of :func:`pipeinfer.lab.training.pair.loop.optimise`."""
     state = load_state(path)
     model = Llama(LlamaConfig(**state["config"]))
     model.load_state_dict(state["model"])
-    return model, Codec(load(words))
+    return model
 
 
 def _from_gguf(path: Path) -> tuple[Llama, Codec]:

@@ -62,7 +62,7 @@ def examples_of(
         except (KeyError, ValueError):
             unusable += 1
             continue
-        if max(len(row.tokens), int(row.positions.max()) + 1) > context:
+        if row.context > context:
             unusable += 1
         else:
             rows.append(row)

@@ -12,7 +12,7 @@ import click
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.adapt_commands import (
-    DTYPES,
+    arithmetic_options,
     need_transformers,
     sft,
     tuning_options,
@@ -73,7 +73,7 @@ def annotate(
 @click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
 @click.option("--tags", type=click.Choice(["text", "tokens"]), default="text", show_default=True,
               help="PASTA's tags in the vocabulary that is there, or as new tokens.")
-@tuning_options
+@tuning_options()
 def pasta_sft(data: Path, model: Path, out: Path, tags: str, **given: Any) -> None:
     """Fine-tune a model on annotated responses (stage 1).
 
@@ -139,11 +139,7 @@ def _own_kind(model: Path) -> bool:
               help="Pairs per step.")
 @click.option("--context", type=click.IntRange(1), default=2048, show_default=True,
               help="Longest answer with its prompt, in tokens.")
-@click.option("--device", default="auto", show_default=True,
-              help="cpu, cuda or cuda:N; auto: a GPU that torch sees.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-              help="Of products; auto: bfloat16 where the processor multiplies it.")
-@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
+@arithmetic_options(threads=2)
 def pasta_bonbon(  # noqa: PLR0913
     model: Path,
     out: Path,

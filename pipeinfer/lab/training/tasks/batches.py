@@ -117,23 +117,24 @@ def drill(codec: Codec, task: Task, rng: np.random.Generator) -> Example:
 
 def loss_sum(model: Llama, batch: Batch, *, bfloat16: bool) -> tuple[Tensor, int]:
     """Summed cross-entropy (nats) of a batch and the number of its targets."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        states = model.masked(batch.tokens, batch.positions, batch.visible)
-        learnt = batch.targets != IGNORE
-        logits = model.logits(states[learnt])
-    loss = F.cross_entropy(logits.float(), batch.targets[learnt], reduction="sum")
-    return loss, int(learnt.sum())
+    logits, learnt = _logits(model, batch, bfloat16)
+    return F.cross_entropy(logits, batch.targets[learnt], reduction="sum"), int(learnt.sum())
 
 
 def log_probabilities(model: Llama, batch: Batch, *, bfloat16: bool = False) -> Tensor:
     """Summed log-probability (nats) of the targets of each row [batch]."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        states = model.masked(batch.tokens, batch.positions, batch.visible)
-        learnt = batch.targets != IGNORE
-        logits = model.logits(states[learnt])
-    picked = -F.cross_entropy(logits.float(), batch.targets[learnt], reduction="none")
+    logits, learnt = _logits(model, batch, bfloat16)
+    picked = -F.cross_entropy(logits, batch.targets[learnt], reduction="none")
     rows = learnt.nonzero()[:, 0]
     return torch.zeros(len(batch.tokens)).index_add(0, rows, picked)
+
+
+def _logits(model: Llama, batch: Batch, bfloat16: bool) -> tuple[Tensor, Tensor]:
+    """float32[n, vocabulary] of the n targets, and where targets are: bool[batch, length]."""
+    learnt = batch.targets != IGNORE
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        states = model.masked(batch.tokens, batch.positions, batch.visible)
+        return model.logits(states[learnt]).float(), learnt
 
 
 def objective(

@@ -34,6 +34,11 @@ class Example:
     targets: NDArray[np.int64]
     visible: NDArray[np.bool_]
 
+    @property
+    def context(self) -> int:
+        """The least context that it fits into: its tokens, and positions, which may skip some."""
+        return max(len(self.tokens), int(self.positions.max()) + 1)
+
 
 @dataclass(slots=True)
 class Tree:

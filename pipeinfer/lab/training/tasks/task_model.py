@@ -18,11 +18,10 @@ import torch
 
 from pipeinfer.lab.training.minimise import Progress
 from pipeinfer.lab.training.pair import loop
-from pipeinfer.lab.training.pair.checkpoint import load_state
 from pipeinfer.lab.training.pair.export import ModelCard, write_gguf
 from pipeinfer.lab.training.pair.loop import Plan, optimise
 from pipeinfer.lab.training.pair.model import Llama, LlamaConfig
-from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.pair.restore import load_model, restore
 from pipeinfer.lab.training.pair.tokenizer import load
 from pipeinfer.lab.training.tasks import (
     batches,
@@ -188,21 +187,12 @@ def export(path: Path, model: Llama, codec: Codec, name: str = "pipeinfer embedd
     write_gguf(path, model, codec.tokenizer, card, tags=len(markup.TAGS), metadata=metadata())
 
 
-def load_model(path: Path) -> Llama:
-    """The model of a checkpoint of :func:`pipeinfer.lab.training.pair.loop.optimise`."""
-    state = load_state(path)
-    model = Llama(LlamaConfig(**state["config"]))
-    model.load_state_dict(state["model"])
-    model.eval()
-    return model
-
-
 def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, object]:
     """Train, write ``task.gguf``, evaluate, write ``tasks.json``; returns the report."""
     codec = restore(settings.start)[1] if settings.start else \
         codec_at(settings.work, settings.seed)
     _, progress = fit(settings, codec, report)
-    model = load_model(settings.work / "task.safetensors")
+    model = load_model(settings.work / "task.safetensors").eval()
     export(settings.out / "task.gguf", model, codec)
     result: dict[str, object] = {
         "version": VERSION,
