@@ -511,15 +511,15 @@ def mean_loss(model: Llama, rows: list[formats.Example]) -> float:
 def test_fine_tuning_learns_and_resumes(codec: Codec, tmp_path: Path) -> None:
     rows = finetune.examples_of(codec, annotated_tasks(tmp_path), 1024, lambda line: None)
     assert len(rows) == 12
-    settings = finetune.Finetune(steps=6, batch=3, rate=5e-3, matrix_rate=0.02)
+    plan = finetune.plan_for(6, rate=5e-3, matrix_rate=0.02)
     whole, halves = tiny(codec), tiny(codec)
     before = mean_loss(whole, rows)
-    quiet = {"report": lambda line: None}
-    finetune.finetune(whole, rows, settings, tmp_path / "a.pt", **quiet)
+    quiet = {"report": lambda line: None, "batch": 3}
+    finetune.finetune(whole, rows, plan, tmp_path / "a.pt", **quiet)
     assert mean_loss(whole, rows) < before - 0.2
-    finetune.finetune(halves, rows, settings, tmp_path / "b.pt", stop_after=2, **quiet)
+    finetune.finetune(halves, rows, plan, tmp_path / "b.pt", stop_after=2, **quiet)
     again = tiny(codec, seed=9)
-    finetune.finetune(again, rows, settings, tmp_path / "b.pt", **quiet)
+    finetune.finetune(again, rows, plan, tmp_path / "b.pt", **quiet)
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
 

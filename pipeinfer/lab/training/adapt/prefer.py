@@ -68,13 +68,13 @@ def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Roun
     """Loss of every step (paper section 4, BoNBoN), against the model as it is now; an interrupt
     (Ctrl-C) ends it sooner. samples: answers that each pair is the best and worst of."""
     with torch.no_grad():
-        before = [_apart(_likelihoods(trainee, pair)) for pair in pairs]
+        initial = [_likelihoods(trainee, pair) for pair in pairs]
 
     def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
         mine = chosen(range(len(pairs)), settings.batch, settings.seed, step)
         for number in mine:
-            now = _likelihoods(trainee, pairs[number])
-            loss = bonbon.loss(now[:1], now[1:], before[number], samples, settings.alpha)
+            before, now = initial[number], _likelihoods(trainee, pairs[number])
+            loss = bonbon.loss(now[:1], now[1:], before[:1] - before[1:], samples, settings.alpha)
             yield loss / len(mine), sum(len(one.tokens) for one in pairs[number])
 
     parameters = list(trainee.learnt.values())
@@ -110,7 +110,3 @@ def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
 def _likelihoods(trainee: Trainee, pair: Pair) -> Tensor:
     """Summed log-probabilities of the better and the worse answer, [2]."""
     return trainee.log_probabilities(collate(pair))
-
-
-def _apart(both: Tensor) -> Tensor:
-    return both[:1] - both[1:]

@@ -6,6 +6,7 @@ Does not know: models, how rows are learnt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.chats import Chat
@@ -14,6 +15,8 @@ from pipeinfer.lab.training.pasta import annotate
 from pipeinfer.lab.training.pasta.annotate import Piece
 from pipeinfer.lab.training.tasks import formats
 from pipeinfer.lab.training.tasks.formats import Example
+
+_Item = TypeVar("_Item")
 
 
 def row_of(wording: Wording, chat: Chat, *, annotated: bool) -> Example:
@@ -29,16 +32,17 @@ def row_of(wording: Wording, chat: Chat, *, annotated: bool) -> Example:
     return formats.pasta_example(wording.flat(chat.messages, pieces))
 
 
-def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, annotated: bool,
+def fitting(items: Iterable[_Item], make: Callable[[_Item], Example], context: int,
             report: Callable[[str], None]) -> list[Example]:
-    """All rows of up to `context` tokens and positions. Raises UsageError where there is none."""
+    """The rows of up to `context` tokens and positions. make: raises ValueError or KeyError for an
+    item that has none."""
     rows: list[Example] = []
     why = {"without a usable answer": 0, f"longer than {context} tokens": 0}
     unusable, long = why
-    for chat in chats:
+    for item in items:
         try:
-            row = row_of(wording, chat, annotated=annotated)
-        except ValueError:
+            row = make(item)
+        except (KeyError, ValueError):
             why[unusable] += 1
             continue
         if row.context > context:
@@ -47,6 +51,13 @@ def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, annotated:
             rows.append(row)
     left = ", ".join(f"{count} {name}" for name, count in why.items() if count)
     report(f"{len(rows)} answers to learn from" + (f"; left out: {left}" if left else ""))
+    return rows
+
+
+def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, annotated: bool,
+            report: Callable[[str], None]) -> list[Example]:
+    """All rows of up to `context` tokens and positions. Raises UsageError where there is none."""
+    rows = fitting(chats, lambda chat: row_of(wording, chat, annotated=annotated), context, report)
     if not rows:
         raise UsageError("the data has no usable answer" + (
             ": mark what is independent first (pipeinfer train annotate)" if annotated else ""))

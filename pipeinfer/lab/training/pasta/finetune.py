@@ -6,13 +6,13 @@ Does not know: who annotated, how responses are decoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.chats import read_jsonl
+from pipeinfer.lab.training.adapt.rows import fitting
 from pipeinfer.lab.training.minimise import Progress
 from pipeinfer.lab.training.pair.loop import Plan, optimise
 from pipeinfer.lab.training.pair.model import Llama
@@ -23,17 +23,10 @@ from pipeinfer.lab.training.tasks.formats import Example
 from pipeinfer.lab.training.tasks.markup import SYSTEM, Codec
 
 
-@dataclass(frozen=True, slots=True)
-class Finetune:
-    """One run: ``steps`` batches of ``batch`` responses; the learning rate falls to nearly 0."""
-
-    steps: int
-    batch: int = 8
-    seed: int = 0
-    bfloat16: bool = False
-    rate: float = 3e-4
-    matrix_rate: float = 2e-3
-    plan: Plan = field(default_factory=lambda: Plan(steps=1, warmup_steps=10))
+def plan_for(steps: int, seed: int = 0, rate: float = 3e-4, matrix_rate: float = 2e-3) -> Plan:
+    """A run that goes on from a trained model: lower rates and a shorter warm-up."""
+    return Plan(steps=steps, seed=seed, warmup_steps=10, matrix_lr=matrix_rate, other_lr=rate,
+                bfloat16=False)
 
 
 def example_of(codec: Codec, record: Mapping[str, str], *, annotated: bool = True) -> Example:
@@ -54,19 +47,7 @@ def examples_of(
     codec: Codec, source: Path, context: int, report: Callable[[str], None]
 ) -> list[Example]:
     """All usable rows of an annotated JSONL file; UsageError where there is none."""
-    rows: list[Example] = []
-    unusable = 0
-    for record in read_jsonl(source):
-        try:
-            row = example_of(codec, record)
-        except (KeyError, ValueError):
-            unusable += 1
-            continue
-        if row.context > context:
-            unusable += 1
-        else:
-            rows.append(row)
-    report(f"{len(rows)} responses to learn from, {unusable} unusable")
+    rows = fitting(read_jsonl(source), lambda record: example_of(codec, record), context, report)
     if not rows:
         raise UsageError(f"{source} contains no usable annotated response")
     return rows
@@ -75,24 +56,21 @@ def examples_of(
 def finetune(
     model: Llama,
     rows: list[Example],
-    settings: Finetune,
+    plan: Plan,
     checkpoint: Path,
     report: Callable[[str], None] = print,
+    *,
+    batch: int = 8,
     stop_after: int | None = None,
 ) -> Progress:
-    """Minimise the mean nats per target of 4.7's layout, every epoch in a new order."""
+    """Minimise the mean nats per target of 4.7's layout, every epoch in a new order.
+
+    batch: responses of a step.
+    """
 
     def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
-        some = batches.chosen(rows, settings.batch, settings.seed, step, whole=True)
-        loss, count = batches.loss_sum(model, batches.collate(some), bfloat16=settings.bfloat16)
+        some = batches.chosen(rows, batch, plan.seed, step, whole=True)
+        loss, count = batches.loss_sum(model, batches.collate(some), bfloat16=plan.bfloat16)
         yield loss / count, sum(len(row.tokens) for row in some)
 
-    plan = replace(
-        settings.plan,
-        steps=settings.steps,
-        minutes=None,
-        seed=settings.seed,
-        matrix_lr=settings.matrix_rate,
-        other_lr=settings.rate,
-    )
     return optimise(model, plan, checkpoint, objective, report=report, stop_after=stop_after)

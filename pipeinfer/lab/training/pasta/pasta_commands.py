@@ -94,8 +94,8 @@ def _sft_own_kind(data: Path, model: Path, out: Path, *, steps: int | None, batc
     network, codec = restore(model)
     _check_tags(codec, model)
     rows = finetune.examples_of(codec, data, network.config.n_ctx, say)
-    settings = finetune.Finetune(steps=steps or 200, batch=batch, rate=rate or 3e-4, seed=seed)
-    finetune.finetune(network, rows, settings, out / "pasta-sft.safetensors", report=say)
+    plan = finetune.plan_for(steps or 200, seed, rate or 3e-4)
+    finetune.finetune(network, rows, plan, out / "pasta-sft.safetensors", say, batch=batch)
     _write(out / "pasta-sft.gguf", network, codec)
 
 
