@@ -30,7 +30,7 @@ _CONTEXT = 40  #: tokens before the rows that are compared
 #: kernel more often than not, so rows of one context can agree where others do not
 FURTHER = (0, 7, 23, 40, 11)
 #: cells and rows of a batch beyond which the result is the same: search and curve need fewer
-_MOST_CELLS, _MOST_ROWS = 1024, 64
+MOST_CELLS, MOST_ROWS = 1024, 64
 FAR = 560  #: a context beyond the 512 cells from which some kernels split a row over threads
 _PROBE = 2  #: version of the search; raise it when it finds more
 #: options on which neither bits nor times of a decode depend
@@ -92,8 +92,8 @@ def known_widths(
     limit = min(limit, int(getattr(backend, "exact_limit", limit)))
     options = getattr(backend, "options", None)
     kind = [info.layers] if excerpt is None else sorted(excerpt.names)
-    text = json.dumps([_PROBE, kind, identity, min(info.n_ctx, _MOST_CELLS),
-                       min(info.n_batch, _MOST_ROWS), {} if options is None else {
+    text = json.dumps([_PROBE, kind, identity, min(info.n_ctx, MOST_CELLS),
+                       min(info.n_batch, MOST_ROWS), {} if options is None else {
                            name: value for name, value in structs.asdict(options).items()
                            if name not in _NO_BITS}], default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -60,10 +60,10 @@ class Remote:
                 raise RequestError(f"the server at {self.url} accepts no requests now: it is "
                                    f"{state}")
             if time.monotonic() > told:
-                texts = [f"{name} {stage['text']}" for name, stage in health.get(
-                    "stages", {}).items() if stage.get("text") and stage.get("phase") != "ready"]
-                tell(f"the model at {self.url} is loading" + (
-                    f": {' | '.join(texts)}" if texts else ""))
+                from pipeinfer.server.frames import loading_text
+
+                text = loading_text(health.get("stages", {}))
+                tell(f"the model at {self.url} is loading{f' ({text})' if text else ''}")
                 told = time.monotonic() + _TELL_SECONDS
             time.sleep(_POLL_SECONDS)
         if state in ("failed", "stopped"):

@@ -6,15 +6,13 @@ import os
 import time
 from contextlib import closing
 
-from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.exact_width import MOST_CELLS, MOST_ROWS, exact_width
 from pipeinfer.backends.factory import EXACT_LIMIT, llama_options
 from pipeinfer.cli.findings import Finding
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import model_paths
-
-_CELLS, _ROWS = 1024, 64
 
 
 def check_exact(config: JobConfig) -> list[Finding]:
@@ -30,7 +28,7 @@ def check_exact(config: JobConfig) -> list[Finding]:
         model, threads = ModelFile(path), config.model.threads or len(os.sched_getaffinity(0))
         with closing(LlamaCppBackend.load(
                 path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True,
-                last=True, n_ctx=_CELLS, n_seq_max=3, n_batch=_ROWS, n_threads=threads,
+                last=True, n_ctx=MOST_CELLS, n_seq_max=3, n_batch=MOST_ROWS, n_threads=threads,
                 options=llama_options(config.model))) as backend:
             begun = time.monotonic()
             whole = exact_width(backend, EXACT_LIMIT)

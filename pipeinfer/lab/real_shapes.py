@@ -7,8 +7,9 @@ quantised rows, since drawing gigabytes would take minutes. One tensor at a time
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,19 +107,30 @@ def write_shape(path: Path, name: str, qtype: str, *, layers: int = 0, n_vocab: 
             writer.add_tensor_info(tensor, (*dims[:-1], row), np.dtype(np.uint8),
                                    int(np.prod(dims[:-1])) * row, raw_dtype=kind)
     rng = np.random.default_rng(seed)
+    write_one_by_one(writer, partial, path, [functools.partial(_filled, rng, *one) for one in plan],
+                     progress)
+    return sum(int(np.prod(dims)) for _, dims, _ in plan)
+
+
+def write_one_by_one(writer: gguf.GGUFWriter, partial: Path, path: Path,
+                     makers: Sequence[Callable[[], npt.NDArray[Any]]],
+                     progress: Callable[[int, int], None] | None) -> None:
+    """Write a file whose metadata and shapes the writer has; `path` appears whole or not at all.
+
+    partial: the writer's file. makers: make the tensors, in order; one at a time is in memory.
+    """
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for index, (tensor, dims, kind) in enumerate(plan):
-            writer.write_tensor_data(_filled(rng, tensor, dims, kind))
+        for index, make in enumerate(makers):
+            writer.write_tensor_data(make())
             if progress is not None:
-                progress(index + 1, len(plan))
+                progress(index + 1, len(makers))
         writer.close()
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return sum(int(np.prod(dims)) for _, dims, _ in plan)
 
 
 def parameters(name: str) -> int:

@@ -43,6 +43,7 @@ from pipeinfer.server.frames import (
     Submit,
     Token,
     Watch,
+    loading_text,
 )
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
@@ -147,10 +148,7 @@ class EngineClient:
     @property
     def loading_text(self) -> str:
         """How far the stages are that are not ready yet; "" if none loads."""
-        return "" if self.state != "loading" else "; ".join(
-            f"{name if name.startswith('spare') else f'stage {name}'}: "
-            f"{stage.get('text', stage['phase'])}"
-            for name, stage in self.loading.items() if stage["phase"] != "ready")
+        return loading_text(self.loading) if self.state == "loading" else ""
 
     def check_ready(self) -> Tokenizer:
         """Return the vocabulary if requests can be accepted. Raises ApiError (503) otherwise."""

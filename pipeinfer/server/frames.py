@@ -46,6 +46,13 @@ class Loading(Frame, frozen=True):
     stages: dict[str, Any]
 
 
+def loading_text(stages: Mapping[str, Any]) -> str:
+    """Return how far the stages of a `Loading` are that are not ready yet; "" for none."""
+    return "; ".join(f"{name if name.startswith('spare') else f'stage {name}'}: "
+                     f"{stage.get('text', stage['phase'])}"
+                     for name, stage in stages.items() if stage["phase"] != "ready")
+
+
 class Ready(Frame, frozen=True):
     """Requests are accepted. facts: model, stages and ranks, as /props shows them."""
 

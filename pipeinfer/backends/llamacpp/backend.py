@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
+from pipeinfer.backends.exact_width import MOST_CELLS, MOST_ROWS
 from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.batch import RowBatch
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
@@ -52,7 +53,6 @@ _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
-_EXCERPT_CELLS, _EXCERPT_ROWS = 1024, 64  #: of a context for measurements: more change nothing
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
@@ -123,8 +123,8 @@ class LlamaCppBackend:
 
         layers: which of the whole model's `n_layers_total` layers the file holds. n_ctx is
         rounded up to a multiple of 256 by llama.cpp; `info` has what it became. progress: see
-        `load_model`. Raises ModelError
-        when the file cannot be loaded, BackendError when the cache cannot be made.
+        `load_model`. Raises ModelError when the file cannot be loaded, BackendError when the cache
+        cannot be made.
         """
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
@@ -144,7 +144,7 @@ class LlamaCppBackend:
                 options = structs.replace(options, layer_callbacks=False)
             chooses = _chooses_experts(file, model, options)
             probe = _probe(model, layers, options, last=last, chooses_experts=chooses)
-            more = _WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0
+            more = _further_ids(model)
             if n_seq_max + more > MAX_SEQS:
                 raise BackendError(f"{name}: a model with sliding windows takes at most "
                                    f"{MAX_SEQS - more} sequences")
@@ -187,14 +187,13 @@ class LlamaCppBackend:
         info, start = self.info, self.info.layers[0]
         info = structs.replace(
             info, last=False, layers=(start, start + n_layers), n_seq_max=2,
-            n_ctx=min(info.n_ctx, _EXCERPT_CELLS), n_batch=min(info.n_batch, _EXCERPT_ROWS))
+            n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
         options = structs.replace(self.options, layer_callbacks=True, lend=False)
         probe = _probe(self._model, info.layers, options, last=False,
                        chooses_experts=self._probe is not None and self._probe.chooses_experts)
-        more = _WITH_WINDOWS if binding.llama_model_n_swa(self._model) > 0 else 0
-        context = make_context(
-            info.architecture, self._model, probe,
-            (info.n_ctx, info.n_seq_max + 1 + more, info.n_batch, self.most_threads), options)
+        sizes = (info.n_ctx, info.n_seq_max + 1 + _further_ids(self._model), info.n_batch,
+                 self.most_threads)
+        context = make_context(info.architecture, self._model, probe, sizes, options)
         found = LlamaCppBackend(self._model, context, probe, info, options)
         found._owned, found.exact_limit = False, self.exact_limit
         return found
@@ -456,6 +455,11 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
         cache_bytes=cache_bytes(model, n_ctx, options),
         **given,
     )
+
+
+def _further_ids(model: Any) -> int:
+    """Return how many sequence ids a model needs besides those of the rows and the grave."""
+    return _WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0
 
 
 def _n_tokens(model: Any) -> int:

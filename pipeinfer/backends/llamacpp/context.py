@@ -208,7 +208,7 @@ class _LoadWatch:
 
     def __init__(self, progress: LoadProgress) -> None:
         self.error: BaseException | None = None
-        self._progress, self._next, self._share = progress, 0.0, 0.0
+        self._progress, self._next = progress, 0.0
         self.callback = _LOAD_CALLBACK(self._call)
 
     def progress(self, phase: str, share: float) -> None:

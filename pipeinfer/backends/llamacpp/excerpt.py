@@ -46,9 +46,11 @@ class LoadedExcerpt:
                ) -> Iterator[LoadedExcerpt | None]:
         """Open the excerpt of the file or shard that was loaded; None where the whole has to be
         measured: layers with a state, or architectures whose layers are not known to be alike."""
-        shard = isinstance(source, ShardSource)
-        model = source.model if isinstance(source, ShardSource) else ModelFile(source)
-        start, stop = source.layers if isinstance(source, ShardSource) else (0, model.n_layers)
+        if shard := isinstance(source, ShardSource):
+            model, (start, stop) = source.model, source.layers
+        else:
+            model = ModelFile(source)
+            start, stop = 0, model.n_layers
         kinds = None if backend.keeps_state else kinds_of(
             model, start, stop, last=backend.info.last)
         if kinds is None:

@@ -37,7 +37,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from pipeinfer.files import check_writable
-from pipeinfer.lab.real_shapes import SHAPES, TYPES, write_shape
+from pipeinfer.lab.real_shapes import SHAPES, TYPES, write_one_by_one, write_shape
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -144,18 +144,7 @@ def inflate(
         dtype = np.dtype(np.uint8) if rows else np.dtype(np.float32)
         n_bytes = int(np.prod(shape)) * dtype.itemsize
         writer.add_tensor_info(name, shape, dtype, n_bytes, raw_dtype=tensor_type if rows else None)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for index, (_, _, _, _, make) in enumerate(plan):
-            writer.write_tensor_data(make())
-            if progress is not None:
-                progress(index + 1, len(plan))
-        writer.close()
-        os.replace(partial, dst)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_one_by_one(writer, partial, dst, [make for *_, make in plan], progress)
     return InflateReport(
         source_parameters=sum(int(tensor.n_elements) for tensor in reader.tensors),
         parameters=sum(max(rows, 1) * columns for _, _, rows, columns, _ in plan),
