@@ -48,6 +48,7 @@ class Peer:
     def __init__(self, link: Link, tokenizer: Tokenizer) -> None:
         self.link, self.tokenizer = link, tokenizer
         self._seen: list[ClientFrame] = []
+        self._forgotten: set[int] = set()
         self.answer = lambda frame: self.say(frame.id, "ok")
         self._arrived, self._changed = threading.Event(), threading.Condition()
         self._over, self._sending, self._answering = False, threading.Lock(), threading.Lock()
@@ -89,9 +90,13 @@ class Peer:
         return found()[count - 1]
 
     def reset(self) -> None:
-        """Forget what was seen, that which is being answered included, and answer as at first."""
+        """Forget what was seen, that which is being answered included, and answer as at first.
+
+        An Abort of a request that was seen before is answered, but not among those seen after.
+        """
         with self._answering:
             with self._changed:
+                self._forgotten.update(f.id for f in self._seen if isinstance(f, Submit))
                 self._seen.clear()
             self.answer = lambda frame: self.say(frame.id, "ok")
 
@@ -117,9 +122,10 @@ class Peer:
             items = self._reply(frame)
             if items:
                 self.news(items)
-            with self._changed:
-                self._seen.append(frame)
-                self._changed.notify_all()
+            if not (isinstance(frame, Abort) and frame.id in self._forgotten):
+                with self._changed:
+                    self._seen.append(frame)
+                    self._changed.notify_all()
             return True
 
     def _reply(self, frame: ClientFrame) -> Sequence[NewsItem] | None:
