@@ -112,7 +112,7 @@ class Report:
 
 def dry(model: str, profiles: Profiles, **given: Any) -> Report:
     """A report from profiles alone. Raises UsageError and PlanError."""
-    target = view(model, profiles, given["ctx"])
+    target = view(model, profiles, given["ctx"], given["length"])
     machines, link_name, whole = _machines(profiles, given)
     if target.path is not None and len(machines) > 1 and not target.path.is_dir():
         check_splittable(ModelFile(target.path))
@@ -202,24 +202,26 @@ def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings,
     return Machine(rank, name, profile.name, memory, seconds, settings)
 
 
-def view(model: str, profiles: Profiles, ctx: int) -> View:
-    """A profile by name, or a GGUF file. Raises UsageError and ModelError."""
+def view(model: str, profiles: Profiles, ctx: int, length: int = 0) -> View:
+    """A profile by name, or a GGUF file. length: tokens of the text behind which a row is computed.
+    Raises UsageError and ModelError."""
     if model in profiles.models:
-        return _profile_view(profiles.models[model], ctx or 4096)
+        return _profile_view(profiles.models[model], ctx or 4096, length)
     if not model:
-        return file_view(locate.model_paths(JobConfig())[0], ctx)
+        return file_view(locate.model_paths(JobConfig())[0], ctx, length)
     if model in bundled.names() or "/" in model or Path(model).exists() or (
             model.endswith(".gguf") or local_stores.find(model) is not None):
-        return file_view(locate.find(model).path, ctx)
+        return file_view(locate.find(model).path, ctx, length)
     profiles.model(model)
     raise AssertionError(model)
 
 
-def _profile_view(profile: ModelProfile, cells: int) -> View:
+def _profile_view(profile: ModelProfile, cells: int, length: int) -> View:
     n = profile.n_layers
     cache = profile.kv_bytes_per_token / n * cells
+    text = profile.kv_bytes_per_token / n * length
     load = Load(
-        (profile.active_layer_bytes,) * n, (profile.layer_bytes + cache,) * n,
+        (profile.active_layer_bytes + text,) * n, (profile.layer_bytes + cache,) * n,
         first_bytes=profile.embedding_bytes, last_cost=profile.output_bytes,
         last_bytes=profile.output_bytes, scratch=_SCRATCH)
     return View(f"{profile.title} {profile.quantisation}", profile.quantisation, profile.n_embd,
@@ -227,7 +229,8 @@ def _profile_view(profile: ModelProfile, cells: int) -> View:
                 lambda rows: profile.moved_layer_bytes(rows) / profile.active_layer_bytes)
 
 
-def file_view(path: Path, ctx: int) -> View:
+def file_view(path: Path, ctx: int, length: int = 0) -> View:
+    """See `view`."""
     model = locate.open_model(path)
     cells = locate.context_size(ModelConfig(ctx=ctx), model)
     load = planner.load_of(model, cells, 64)
@@ -243,6 +246,7 @@ def file_view(path: Path, ctx: int) -> View:
         bank = (whole - drawn) / (1 - share)  # bytes of all experts
         return (whole - bank + bank * (1 - (1 - share) ** rows)) / drawn
 
+    load = planner.with_text(load, model, length)
     return View(path.name, kind, model.n_embd, load,
                 whole + load.first_bytes + load.last_bytes, cells, moved=moved, path=path)
 
@@ -253,7 +257,7 @@ def report_of(
     whole: Sequence[int] | None = None,
 ) -> Report:
     """Choose a draft, plan unless `plan` is given, predict."""
-    options = _drafts(target, profiles, draft_path or given["draft"], given["acceptance"], notes)
+    options = _drafts(target, profiles, {**given} | {"draft": draft_path or given["draft"]}, notes)
     mean = Link(statistics.fmean(one.latency for one in links),
                 statistics.fmean(one.bandwidth for one in links))
     ranked: list[tuple[float, Plan, View | None, float, dict[str, Any]]] = []
@@ -296,9 +300,10 @@ def _other_heads(scene: _Scene, given: Mapping[str, Any], speed: float) -> list[
 
 
 def _drafts(
-    target: View, profiles: Profiles, asked: str, acceptance: float | None, notes: list[str]
+    target: View, profiles: Profiles, given: Mapping[str, Any], notes: list[str]
 ) -> list[tuple[View | None, float]]:
     """Drafts to weigh, each with its acceptance."""
+    asked, acceptance = given["draft"], given["acceptance"]
     pairs = {pair.draft: pair for pair in sorted(
         profiles.pairs.values(), key=lambda pair: not pair.assumed)
         if pair.target == target.profile}
@@ -317,7 +322,7 @@ def _drafts(
         if share is None:
             share = planner.ACCEPTANCE
             notes.append(f"acceptance of {Path(name).name}: {share:.0%} is assumed (--acceptance)")
-        found.append((view(name, profiles, target.cells), share))
+        found.append((view(name, profiles, target.cells, given["length"]), share))
     return found
 
 

@@ -181,6 +181,20 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
         barred=bars, bar=why)
 
 
+def with_text(load: Load, model: Any, length: int) -> Load:
+    """Return the load of rows behind a text of `length` tokens.
+
+    A row reads the cached keys and values of the text as it reads weights, in layers with a sliding
+    window at most those inside it.
+    """
+    window = int(model.arch_get("attention.sliding_window", 0) or 0) or length
+    near = _per_layer(model, "attention.sliding_window_pattern", 0)
+    cells = (min(length, window) if one else length for one in near)
+    return structs.replace(load, costs=tuple(
+        cost + each * count for cost, each, count in zip(
+            load.costs, _cache_bytes(model, 1), cells, strict=True)))
+
+
 def with_head(load: Load, figures: Iterable[Figures]) -> Load:
     """Return the load with the measured cost of the output matrix, in bytes of a layer that take
     as long.

@@ -43,7 +43,7 @@ from pipeinfer.lab.forecast import (
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import size_text
-from pipeinfer.planning.planner import ACCEPTANCE
+from pipeinfer.planning.planner import ACCEPTANCE, with_text
 from pipeinfer.planning.teams import EXCHANGE, SumCost
 from pipeinfer.text_table import aligned
 
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("-c", "--ctx-size", "ctx", type=click.IntRange(0, 2**24), default=0,
               help="Context in tokens [default: 4096; for a file, the model's own up to 8192].")
+@click.option("--length", type=click.IntRange(0, 2**24), default=0,
+              help="Predict speeds behind a text of so many tokens [default: 0].")
 @click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
 @click.option("--remeasure", is_flag=True, help="Measure the ranks again (under mpirun).")
@@ -183,8 +185,9 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
 
         kind = "measured" if figures is not None else "not measured"
         machines.append(Machine(rank, facts.host, kind, facts.memory, seconds, facts.settings))
-    target = file_view(job.target, given["ctx"])
-    target = dataclasses.replace(target, load=found.load)
+    target = dataclasses.replace(
+        file_view(job.target, given["ctx"]),
+        load=with_text(found.load, job.model, given["length"]))
     if not found.figures:
         raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
                         "predicted: leave out --layers and --split equal")
