@@ -32,7 +32,7 @@ FURTHER = (0, 7, 23, 40, 11)
 #: cells and rows of a batch beyond which the result is the same: search and curve need fewer
 MOST_CELLS, MOST_ROWS = 1024, 64
 FAR = 560  #: a context beyond the 512 cells from which some kernels split a row over threads
-_PROBE = 2  #: version of the search; raise it when it finds more
+_PROBE = 3  #: version of the search; raise it when it finds more
 #: options on which neither bits nor times of a decode depend
 _NO_BITS = ("layer_callbacks", "lend", "use_mlock", "validate")
 
@@ -186,17 +186,33 @@ def exact_width(
     if limit < 2:
         return 1
     room = info.n_ctx - 2 * limit
-    rng = np.random.default_rng(seed)
     try:
-        width = _Probe(backend, rng, min(_CONTEXT, room), limit, progress).run(limit)
-        for context in contexts:
-            if width == 1:
-                break
-            backend.seq_rm(ALL_SEQS, 0, END)
-            width = _Probe(backend, rng, min(context, room), width, progress).holds(width)
-        return width
+        width = _Probe(backend, np.random.default_rng(seed), min(_CONTEXT, room), limit, progress
+                       ).run(limit)
     finally:
         backend.seq_rm(ALL_SEQS, 0, END)
+    return still_exact(backend, width, contexts, seed=seed + 1, progress=progress)
+
+
+def still_exact(
+    backend: Backend, width: int, contexts: Sequence[int], seed: int = 0,
+    progress: Progress | None = None,
+) -> int:
+    """Return the largest R <= `width` at which other random rows after each of these contexts are
+    bit-equal to single rows.
+
+    Tries `width` and some smaller widths. Arguments as for `exact_width`.
+    """
+    rng = np.random.default_rng(seed)
+    room = backend.info.n_ctx - 2 * width
+    for context in contexts:
+        if width == 1:
+            break
+        try:
+            width = _Probe(backend, rng, min(context, room), width, progress).holds(width)
+        finally:
+            backend.seq_rm(ALL_SEQS, 0, END)
+    return width
 
 
 class _Probe:
@@ -232,7 +248,8 @@ class _Probe:
         context, chunk = self.context, self.backend.info.n_batch
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
-            self._decode(np.arange(start, stop), np.arange(start, stop), _alone(stop - start))
+            rows = np.arange(start, stop)
+            self._decode(rows, rows, _alone(stop - start), results=False)
 
     def run(self, limit: int) -> int:
         """The search over one context that `exact_width` describes."""
@@ -290,7 +307,8 @@ class _Probe:
         )
 
     def _decode(
-        self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]]
+        self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]], *,
+        results: bool = True,
     ) -> FloatArray:
         if self.progress is not None:
             self.progress(self.tried, self.limit)
@@ -298,7 +316,7 @@ class _Probe:
             self.tokens[source],
             positions.astype(np.int32),
             tuple(seq_ids),
-            np.ones(len(source), np.bool_),
+            np.full(len(source), results, np.bool_),
         )
         hidden = None if self.hidden is None else self.hidden[source]
         result = self.backend.decode(rows, hidden)

@@ -61,6 +61,7 @@ def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | 
                 (tensor.name.split(".", 2)[2], tensor.type, tensor.shape))
     heads = [model.arch_get(f"attention.{key}") for key in
              ("head_count", "head_count_kv", "key_length", "value_length", "kv_lora_rank")]
+    heads.append(model.arch_get("expert_used_count"))
     found: dict[str, int] = {}
     for layer in sorted(layers):
         kind = [model.architecture, heads, kind_of_place(model, layer), sorted(layers[layer])]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 from contextlib import closing
 
+import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp import excerpt
+from pipeinfer.backends.llamacpp import excerpt, layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
+from pipeinfer.backends.llamacpp.inner_results import InnerBackend, InnerProbe
+from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
+from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_architectures import RECIPES
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.llama import binding
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.excerpt import kinds_of
 from pipeinfer.models.gguf import ModelFile
@@ -105,6 +110,55 @@ def test_a_kernel_that_differs_is_found(differs, expected, monkeypatch, tmp_path
         assert width_of(path, backend) == expected
 
 
+def nudge(tensor):
+    """Move one number of the last of more than five rows by the smallest possible step."""
+    if (rows := binding.ggml_nrows(tensor)) > 5:
+        values = np.empty((rows, binding.ggml_nelements(tensor) // rows), np.float32)
+        binding.ggml_backend_tensor_get(tensor, values.ctypes.data, 0, values.nbytes)
+        values[-1, 3] = np.nextafter(values[-1, 3], np.float32(1e9))
+        binding.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+
+
+def test_a_difference_that_quantisation_hides_is_found(monkeypatch, tmp_path):
+    """Attention of six rows differs by one bit; the product behind it quantises its input."""
+    def plant_in(probe):
+        call = probe._call
+
+        def planted(self, tensor, ask, data):
+            if binding.ggml_get_name(tensor) != b"kqv_out-0":
+                return call(self, tensor, ask, data)
+            if not ask:
+                nudge(tensor)
+            return call(self, tensor, ask, data) or ask or not self.ended
+
+        monkeypatch.setattr(probe, "_call", planted)
+
+    path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_embd=256, n_ff=512, qtype="Q8_0"))
+    monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+    with closing(load(path)) as backend:
+        for probe in (LayerProbe, InnerProbe):
+            plant_in(probe)
+        with closing(backend.excerpt(1, LlamaCppBackend)) as layers:
+            assert exact_width(layers) > 5
+        assert width_of(path, backend) == 5
+
+
+def test_a_context_is_filled_without_the_last_feed_forward(tmp_path):
+    """Rows behind such a context equal those behind one that was computed whole."""
+    path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_embd=256, n_ff=512, n_layer=3))
+    rows = make_rows([(5 + i, i, (0,), False) for i in range(20)])
+    more = make_rows([(50, 20, (0,), True)])
+    found = []
+    with closing(load(path)) as backend:
+        for kind in (InnerBackend, LlamaCppBackend):
+            with closing(backend.excerpt(2, kind)) as layers:
+                layers.decode(rows)
+                assert layers.seq_bounds(0) == (0, 19)
+                found.append(layers.decode(more)[0, :256])
+                assert layers.seq_bounds(0) == (0, 20)
+    assert found[0].tobytes() == found[1].tobytes()
+
+
 def whole(model):
     return kinds_of(model, 0, model.n_layers, last=True)
 
@@ -148,8 +202,6 @@ def test_times_come_from_layers_that_caches_cannot_hold(monkeypatch):
 
 def test_the_backend_decodes_as_before_after_its_excerpt_was_measured():
     path = EMBEDDED / "target.gguf"
-    from pipeinfer.core.types import make_rows
-
     rows = make_rows([(5, 0, (0,), True), (6, 1, (0,), True)])
     with closing(load(path)) as backend:
         before = backend.decode(rows).tobytes()

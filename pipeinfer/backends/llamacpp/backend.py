@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -53,11 +53,14 @@ _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
+Kind = TypeVar("Kind", bound="LlamaCppBackend")
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
 class LlamaCppBackend:
     """One shard, or a whole model, on llama.cpp; `backends.base.Backend` has the contract."""
+
+    probe_type: ClassVar[type[LayerProbe]] = LayerProbe
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class LlamaCppBackend:
         self.decode(make_rows([(0, 0, (0,), True)]), hidden)
         self.seq_rm(ALL_SEQS, 0, END)
 
-    def excerpt(self, n_layers: int) -> LlamaCppBackend:
+    def excerpt(self, n_layers: int, kind: type[Kind]) -> Kind:
         """Return a backend of the first `n_layers` layers, for measurements.
 
         It shares the weights and has a context of its own; close it before this one. Its results
@@ -190,11 +193,12 @@ class LlamaCppBackend:
             n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
         options = structs.replace(self.options, layer_callbacks=True, lend=False)
         probe = _probe(self._model, info.layers, options, last=False,
-                       chooses_experts=self._probe is not None and self._probe.chooses_experts)
+                       chooses_experts=self._probe is not None and self._probe.chooses_experts,
+                       kind=kind.probe_type)
         sizes = (info.n_ctx, info.n_seq_max + 1 + _further_ids(self._model), info.n_batch,
                  self.most_threads)
         context = make_context(info.architecture, self._model, probe, sizes, options)
-        found = LlamaCppBackend(self._model, context, probe, info, options)
+        found = kind(self._model, context, probe, info, options)
         found._owned, found.exact_limit = False, self.exact_limit
         return found
 
@@ -482,12 +486,12 @@ def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOpt
 
 
 def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: bool,
-           chooses_experts: bool) -> LayerProbe | None:
+           chooses_experts: bool, kind: type[LayerProbe] = LayerProbe) -> LayerProbe | None:
     """Return the callbacks that this shard needs; None for a model that runs without any."""
     entry = _ENTRIES.get(metadata(model, "general.architecture"), "")
     if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts):
         return None
-    probe = LayerProbe(layers[1] - layers[0] - 1, layers[0], entry)
+    probe = kind(layers[1] - layers[0] - 1, layers[0], entry)
     if chooses_experts:
         probe.choose_experts_row_by_row()
     return probe

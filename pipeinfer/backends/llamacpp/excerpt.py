@@ -14,8 +14,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from pipeinfer.backends.exact_width import FAR, FURTHER, Progress, curve_of, exact_width
+from pipeinfer.backends.exact_width import FAR, Progress, curve_of, exact_width, still_exact
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.llamacpp.inner_results import InnerBackend
 from pipeinfer.host import last_level_cache
 from pipeinfer.models.excerpt import Kinds, kinds_of, write_head
 from pipeinfer.models.gguf import ModelFile
@@ -25,6 +26,7 @@ from pipeinfer.models.shard_cache import cache_directory
 _CACHES = 4  #: times the last-level cache: least bytes of layers whose times count
 _MOST = 0.5  #: share of a file from which on all of it is timed
 _HEAD_CELLS = 256
+_CONTEXTS = (0, 23, FAR)  #: tokens before the rows that are compared inside the layers
 
 
 class LoadedExcerpt:
@@ -61,14 +63,19 @@ class LoadedExcerpt:
         if count > _MOST * (stop - start):
             yield excerpt
             return
-        with closing(backend.excerpt(count)) as timed:
+        with closing(backend.excerpt(count, LlamaCppBackend)) as timed:
             excerpt.timed = timed
             yield excerpt
 
     def width(self, limit: int, progress: Progress | None) -> int:
         """Return R of the file. Raises what loading and decoding raise."""
-        with closing(self._backend.excerpt(self._kinds.n_layers)) as layers:
-            found = exact_width(layers, limit, progress=progress, contexts=(*FURTHER, FAR))
+        backend, count = self._backend, self._kinds.n_layers
+        with closing(backend.excerpt(count, LlamaCppBackend)) as layers:
+            found = exact_width(layers, limit, progress=progress, contexts=())
+        # devices fuse operations that a look inside would part
+        inner = InnerBackend if backend.options.on_cpu else LlamaCppBackend
+        with closing(backend.excerpt(count, inner)) as layers:
+            found = still_exact(layers, found, _CONTEXTS, progress=progress)
         if found == 1 or not self._backend.info.last:
             return found
         handle, path = tempfile.mkstemp(suffix=".tmp", prefix="head.", dir=cache_directory())
