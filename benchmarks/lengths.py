@@ -33,9 +33,10 @@ def llama_bench(programs: Path, model: Path, rows: int, tokens: int, more: Seque
     found = {}
     for name, what in (("prompt", ["-p", str(rows), "-n", "0"]),
                        ("decode", ["-p", "0", "-n", str(tokens), "-d", str(rows)])):
-        command = [str(programs / "llama-bench"), "-m", str(model), "-r", "1", "-o", "json",
-                   "-t", str(os.cpu_count()), *what, *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
+        command = [str(programs / "llama-bench"), "-m", str(model), "-r", "1", "--no-warmup",
+                   "-o", "json", "-t", str(os.cpu_count()), *what, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout,
+                              check=True)
         (row,) = json.loads(done.stdout)
         found[name] = row["avg_ts"]
     return found

@@ -21,9 +21,9 @@ from pathlib import Path
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.errors import PipeinferError
-from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
-from pipeinfer.models.architectures import step_of
+from pipeinfer.models.architectures import LayerKind, layer_kinds, step_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.slices import widths_of
@@ -56,6 +56,14 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "cohere2": (("cohere2",), "Command R7B, Command A"),
     "llama4": (("llama4",), "Llama 4 Scout, Maverick"),
     "minicpm": (("minicpm", "minicpm-old"), "MiniCPM 1B, 2B"),
+    "qwen35": (("qwen35", "qwen35-tied"), "Qwen3.5, 3.6, 3.8: dense"),
+    "qwen35moe": (("qwen35moe",), "Qwen3.5, 3.6, 3.8: mixtures"),
+    "qwen3next": (("qwen3next",), "Qwen3-Next-80B-A3B"),
+    "granitehybrid": (("granitehybrid",), "Granite 4 H: dense"),
+    "nemotron_h": (("nemotron_h",), "Nemotron-H, Nemotron Nano 2"),
+    "lfm2": (("lfm2",), "LFM2: dense"),
+    "mamba": (("mamba",), "Mamba"),
+    "mamba2": (("mamba2",), "Mamba 2, Codestral Mamba"),
 }
 
 
@@ -78,7 +86,7 @@ class Row:
 
 def spec_of(name: str, qtype: str) -> RandomSpec:
     """A tiny model under a name in ROWS."""
-    if name in RECIPES:
+    if name in RECIPES | STATEFUL:
         return tiny(name, qtype=qtype)
     return RandomSpec(name.partition("-")[0], n_embd=256, qtype=qtype,
                       n_expert=4 if name == "llama-experts" else 0)
@@ -99,10 +107,15 @@ def study(architecture: str, *, width: bool = True) -> Row:
             backend = load(main.path, (0, main.n_layers), main.n_layers)
             limit = exact_width(backend)
             backend.close()
-        step = step_of(main)
-        return Row(architecture, f"at multiples of {step} layers" if step > 1 else "yes",
-                   _slices(main), "yes" if architecture in GGUF_FAMILIES else "no", _gaps(main),
-                   limit)
+        torch = "yes" if architecture in GGUF_FAMILIES else "no"
+        return Row(architecture, _places(main), _slices(main), torch, _gaps(main), limit)
+
+
+def _places(model: ModelFile) -> str:
+    if (step := step_of(model)) > 1:
+        return f"at multiples of {step} layers"
+    kinds = set(layer_kinds(model))
+    return "behind layers with attention" if {LayerKind.STATE, LayerKind.CACHE} <= kinds else "yes"
 
 
 def _slices(model: ModelFile) -> str:

@@ -354,28 +354,131 @@ def _state_keys(s: Sizes) -> dict[str, Key]:
                    "ssm.state_size": _STATE, "ssm.time_step_rank": _TIME}
 
 
-def _hybrid_keys(s: Sizes) -> dict[str, Key]:
-    """Every other layer has attention."""
-    return _state_keys(s) | {
-        "ssm.group_count": 1, "attention.head_count_kv": [
-            s.kv_heads if i % 2 else 0 for i in range(s.n_layer)]}
-
-
-def _hybrid(s: Sizes, i: int) -> dict[str, Shape]:
-    found = _norms(s, "attn_norm", "ffn_norm") | _dense(s)
-    if i % 2:
-        return found | _attention(s)
+def _mamba2(s: Sizes, _: int) -> dict[str, Shape]:
     inner, channels = 2 * s.width, 2 * s.width + 2 * _STATE
-    return found | {
+    return _norms(s, "attn_norm") | {
         "ssm_in.weight": (inner + channels + _TIME, s.width), "ssm_dt.bias": (_TIME,),
         "ssm_conv1d.weight": (channels, _CONV), "ssm_conv1d.bias": (channels,),
         "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (1, inner),
         "ssm_out.weight": (s.width, inner)}
 
 
+def _mamba2_keys(s: Sizes) -> dict[str, Key]:
+    return _state_keys(s) | {"ssm.group_count": 1}
+
+
+def _hybrid_keys(s: Sizes) -> dict[str, Key]:
+    """Every other layer has attention."""
+    return _mamba2_keys(s) | {"attention.head_count_kv": [
+        s.kv_heads if i % 2 else 0 for i in range(s.n_layer)]}
+
+
+def _hybrid(s: Sizes, i: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm") | _dense(s)
+            | (_attention(s) if i % 2 else _mamba2(s, i)))
+
+
+def _parted_keys(s: Sizes) -> dict[str, Key]:
+    """State, feed forward, attention, and so on."""
+    return _mamba2_keys(s) | _LAYER_NORM | _heads(s) | {
+        "attention.head_count_kv": [s.kv_heads if i % 3 == 2 else 0 for i in range(s.n_layer)],
+        "feed_forward_length": [s.ff if i % 3 == 1 else 0 for i in range(s.n_layer)]}
+
+
+def _parted(s: Sizes, i: int) -> dict[str, Shape]:
+    if i % 3 == 0:
+        return _mamba2(s, i)
+    return _norms(s, "attn_norm") | (_attention(s) if i % 3 == 2 else {
+        "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
+
+
+_DELTA, _GROUPS, _VALUES, _INTERVAL = 64, 2, 4, 4  #: delta net: size and numbers of heads; period
+
+
+def _delta_keys(s: Sizes) -> dict[str, Key]:
+    return _RMS | _heads(s) | {
+        "rope.dimension_count": s.head // 2, "ssm.conv_kernel": _CONV,
+        "ssm.inner_size": _VALUES * _DELTA, "ssm.state_size": _DELTA,
+        "ssm.time_step_rank": _VALUES, "ssm.group_count": _GROUPS,
+        "full_attention_interval": _INTERVAL}
+
+
+def _sections(s: Sizes) -> dict[str, Key]:
+    return {"rope.dimension_sections": [s.head // 8, s.head // 8, 0, 0]}
+
+
+def _delta(s: Sizes, i: int) -> dict[str, Shape]:
+    """Attention with a gate among its queries, or a delta net, without its rates."""
+    found = _norms(s, "attn_norm", "post_attention_norm")
+    if (i + 1) % _INTERVAL == 0:
+        return found | _attention(s) | _head_norms(s) | {
+            "attn_q.weight": (2 * s.heads * s.head, s.width)}
+    values = _VALUES * _DELTA
+    channels = 2 * _GROUPS * _DELTA + values
+    return found | {
+        "attn_qkv.weight": (channels, s.width), "attn_gate.weight": (values, s.width),
+        "ssm_conv1d.weight": (channels, _CONV), "ssm_dt.bias": (_VALUES,), "ssm_a": (_VALUES,),
+        "ssm_norm.weight": (_DELTA,), "ssm_out.weight": (s.width, values)}
+
+
+def _with_rates(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _delta(s, i)
+    if "ssm_a" in found:
+        found |= {f"ssm_{name}.weight": (_VALUES, s.width) for name in ("alpha", "beta")}
+    return found
+
+
+def _qwen35(s: Sizes, i: int) -> dict[str, Shape]:
+    return _with_rates(s, i) | _dense(s)
+
+
+def _shared_experts(s: Sizes) -> dict[str, Shape]:
+    return _experts(s) | _dense(s, "_shexp", EXPERT_FF) | {"ffn_gate_inp_shexp.weight": (s.width,)}
+
+
+_SHARED: dict[str, Key] = _SPARSE | {"expert_shared_feed_forward_length": EXPERT_FF}
+
+
+def _qwen35moe(s: Sizes, i: int) -> dict[str, Shape]:
+    return _with_rates(s, i) | _shared_experts(s)
+
+
+def _qwen3next(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _delta(s, i)
+    if "ssm_a" in found:
+        found["ssm_ba.weight"] = (2 * _VALUES, s.width)
+    return found | _shared_experts(s)
+
+
+def _lfm2_keys(s: Sizes) -> dict[str, Key]:
+    return _RMS | {"attention.head_count_kv": [s.kv_heads if i % 3 == 2 else 0
+                                               for i in range(s.n_layer)], "shortconv.l_cache": 3}
+
+
+def _lfm2(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _norms(s, "attn_norm", "ffn_norm") | _dense(s)
+    if i % 3 == 2:
+        return found | _attention(s) | _head_norms(s)
+    return found | {
+        "shortconv.conv.weight": (s.width, 3), "shortconv.in_proj.weight": (3 * s.width, s.width),
+        "shortconv.out_proj.weight": (s.width, s.width)}
+
+
 #: models whose layers keep a state; see `RECIPES`
-STATEFUL = {"mamba": Recipe("mamba", _state_keys, _mamba),
-            "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid)}
+STATEFUL = {
+    "mamba": Recipe("mamba", _state_keys, _mamba),
+    "mamba2": Recipe("mamba2", _mamba2_keys, _mamba2),
+    "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid, layers=6),
+    "nemotron_h": Recipe("nemotron_h", _parted_keys, _parted, layers=7),
+    "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, lambda s: {"token_embd_norm.weight": (s.width,)},
+                   tied=True, layers=7),
+    "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
+    "qwen35-tied": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, tied=True,
+                          layers=8),
+    "qwen35moe": Recipe("qwen35moe", lambda s: _delta_keys(s) | _sections(s) | _SHARED, _qwen35moe,
+                        layers=8),
+    "qwen3next": Recipe("qwen3next", lambda s: _delta_keys(s) | _SHARED, _qwen3next, layers=8),
+}
 
 
 def tensors_of(recipe: Recipe, sizes: Sizes) -> Iterator[tuple[str, Shape]]:

@@ -94,11 +94,13 @@ def _write(path: Path, spec: RandomSpec) -> None:
     writer.add_context_length(spec.n_ctx)
     writer.add_embedding_length(spec.n_embd)
     writer.add_block_count(spec.n_layer + (recipe.further if recipe else 0))
-    writer.add_feed_forward_length(spec.n_ff)
+    keys = {} if recipe is None else _keys(spec, recipe)
+    if "feed_forward_length" not in keys:
+        writer.add_feed_forward_length(spec.n_ff)
     writer.add_head_count(spec.n_head)
     writer.add_rope_freq_base(10000.0)
     if recipe is not None:
-        for key, value in _keys(spec, recipe).items():
+        for key, value in keys.items():
             add_key(writer, f"{recipe.architecture}.{key}", value)
     else:
         writer.add_head_count_kv(spec.n_head_kv)
@@ -111,7 +113,8 @@ def _write(path: Path, spec: RandomSpec) -> None:
     weights = _weights(spec) if recipe is None else _by_recipe(spec, recipe)
     for name, data in weights.items():
         if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \
-                or "ssm_a" in name or "ssm_d" in name or "ssm_conv" in name or "norm" in name:
+                or name.endswith(("ssm_a", "ssm_d")) or "conv1d" in name or "norm" in name \
+                or "shortconv.conv" in name or data.shape[-1] % 32:
             writer.add_tensor(name, data)
             continue
         better = any(part in name for part in _BETTER)
@@ -155,13 +158,16 @@ def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
     rng = np.random.default_rng(spec.seed)
     shapes = {"token_embd.weight": (spec.n_vocab, spec.n_embd),
               "output_norm.weight": (spec.n_embd,)}
+    if recipe.architecture == "lfm2":  # its last norm has another name
+        del shapes["output_norm.weight"]
     if not (spec.tied or recipe.tied):
         shapes["output.weight"] = (spec.n_vocab, spec.n_embd)
     weights = {name: drawn(rng, name, shape)
                for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
     if "output.weight" not in weights:
         # or the likeliest token is the last one again, for ever
-        weights["output_norm.weight"] *= rng.choice((-1.0, 1.0), spec.n_embd)
+        norm = "output_norm" if "output_norm.weight" in weights else "token_embd_norm"
+        weights[f"{norm}.weight"] *= rng.choice((-1.0, 1.0), spec.n_embd)
     return weights
 
 

@@ -14,6 +14,7 @@ Uses metadata; writes no file and does not plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 import numpy as np
 from msgspec import Struct
@@ -41,6 +42,7 @@ class CutRule(Struct, frozen=True):
     step: a stage begins at a multiple of this many layers
     head: whether the file always has an output matrix of its own
     always: a matrix or norm that every layer has
+    norm: the norm behind the last layer
     """
 
     traps: tuple[str, ...] = ()
@@ -50,10 +52,15 @@ class CutRule(Struct, frozen=True):
     step: int = 1
     head: bool = False
     always: str = "attn_norm"
+    norm: str = "output_norm"
 
 
 _WINDOWS = (_WINDOW,)  # also the beginning of the pattern's name
 _SCALES = (_EMBEDDING_SCALE, _RESIDUAL_SCALE, "logit_scale", "attention.scale")
+_INTERVAL, _RECURRENT = "full_attention_interval", "attention.recurrent_layers"
+_KV_HEADS, _FF = "attention.head_count_kv", "feed_forward_length"
+_PARTED = ("nemotron_h", "nemotron_h_moe")  #: a layer is a state, attention or a feed forward alone
+_DELTA_NET = ("ssm.", _INTERVAL, _NEXTN)
 #: every architecture that can be cut; Mistral and Mixtral are "llama"
 ARCHITECTURES = {
     "cohere2": CutRule((*_WINDOWS, "logit_scale"), period=4, arrays=(_PATTERN,)),
@@ -62,24 +69,32 @@ ARCHITECTURES = {
     "gemma2": CutRule(_WINDOWS, period=2, arrays=(_PATTERN,)),
     "gemma3": CutRule(_WINDOWS, period=6, plain=True, arrays=(_PATTERN,)),
     "gemma4": CutRule(_WINDOWS, period=1, arrays=(
-        _PATTERN, "attention.head_count_kv", "feed_forward_length")),
+        _PATTERN, _KV_HEADS, _FF)),
     "glm4": CutRule((_NEXTN,)),
     "glm4moe": CutRule((_DENSE, _NEXTN)),
     "gpt-oss": CutRule(_WINDOWS, period=2, arrays=(_PATTERN,), head=True),
     "granite": CutRule(_SCALES),
+    "granitehybrid": CutRule((*_SCALES, "ssm."), arrays=(_KV_HEADS,)),
     "granitemoe": CutRule(_SCALES),
+    "lfm2": CutRule(arrays=(_KV_HEADS,), norm="token_embd_norm"),
     "llama": CutRule(),
     "llama4": CutRule((*_WINDOWS, "interleave_moe_layer_step"), period=4, arrays=(_PATTERN,),
                       step=4),
+    "mamba": CutRule(("ssm.",)),
+    "mamba2": CutRule(("ssm.",)),
     "minicpm": CutRule(_SCALES),
     "mistral3": CutRule(("attention.temperature_scale",)),
+    "nemotron_h": CutRule(("ssm.",), arrays=(_KV_HEADS, _FF)),
     "olmo2": CutRule(_WINDOWS, period=4, plain=True, arrays=(_PATTERN,), head=True,
                  always="attn_output"),
     "phi3": CutRule(_WINDOWS),  # llama.cpp computes these without windows
     "qwen2": CutRule(),
     "qwen2moe": CutRule(head=True),
     "qwen3": CutRule(),
+    "qwen35": CutRule(_DELTA_NET),
+    "qwen35moe": CutRule(_DELTA_NET),
     "qwen3moe": CutRule(),
+    "qwen3next": CutRule(_DELTA_NET),
     "smollm3": CutRule(step=4),  # every fourth layer does not rotate
 }
 #: numbers of layers at which llama.cpp scales queries in another way
@@ -91,7 +106,7 @@ _LITE = (26, 27)  #: numbers of layers at which llama.cpp assumes uncompressed q
 
 
 def keeps_state(model: ModelFile) -> bool:
-    """Return whether layers have a state of the text so far, which cannot be taken back.
+    """Return whether layers have a state of the text so far, of which no part can be taken back.
 
     Those of recurrent models and of hybrids have.
     """
@@ -101,6 +116,33 @@ def keeps_state(model: ModelFile) -> bool:
     return arch.startswith(("rwkv", "arwkv")) or any(
         key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.", f"{arch}.kda."))
         for key in model.meta_keys())
+
+
+class LayerKind(StrEnum):
+    """What a layer keeps of the text."""
+
+    STATE = "state"
+    CACHE = "cache"  #: keys and values, for attention
+    NOTHING = "nothing"
+
+
+def layer_kinds(model: ModelFile) -> list[LayerKind]:
+    """Return what each layer keeps of the text."""
+    n, arch = model.n_layers, model.architecture
+    if not keeps_state(model):
+        return [LayerKind.CACHE] * n
+    if model.is_array(f"{arch}.{_RECURRENT}"):
+        states = [bool(value) for value in _values(model, _RECURRENT)][:n]
+    elif model.is_array(f"{arch}.{_KV_HEADS}"):
+        heads, wide = _values(model, _KV_HEADS), [0] * n
+        if arch in _PARTED and model.is_array(f"{arch}.{_FF}"):
+            wide = _values(model, _FF)
+        return [LayerKind.NOTHING if wide[i] else LayerKind.CACHE if heads[i] else LayerKind.STATE
+                for i in range(n)]
+    else:
+        interval = _number(model, _INTERVAL, 4 if arch.startswith("qwen3") else 0)
+        states = [not interval or (layer + 1) % interval > 0 for layer in range(n)]
+    return [LayerKind.STATE if one else LayerKind.CACHE for one in states]
 
 
 def step_of(model: ModelFile) -> int:
@@ -146,11 +188,31 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
                 f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "
                 "be a stage: llama.cpp needs one with a window first, and in a llama4 one without; "
                 "give other counts to --layers, or none")
+    _check_kinds(model, start, stop)
     if model.architecture == "deepseek2" and not _lite(model) and (
             stop - start in _LITE or (stop - start, model.n_vocab) == (48, 128256)):
         raise UnsupportedArchitecture(
             f"{model.path.name}: a stage of {stop - start} layers of a deepseek2 would be taken "
             "for a model of another kind; give other counts to --layers")
+
+
+def _check_kinds(model: ModelFile, start: int, stop: int) -> None:
+    """Raise PlanError where a stage would have layers with a state only, or with attention only,
+    though the model has both: llama.cpp would end the process.
+
+    Stages begin behind a layer with attention, so that whatever lies between two beginnings has
+    both: a rank may load a part of a stage in addition to its own layers.
+    """
+    kinds = layer_kinds(model)
+    if len(set(kinds) - {LayerKind.NOTHING}) == 1:
+        return
+    begins = [i for i in range(1, len(kinds)) if kinds[i - 1] is LayerKind.CACHE
+              and len(set(kinds[i:]) - {LayerKind.NOTHING}) == 2]
+    if (start and start not in begins) or len(set(kinds[start:stop]) - {LayerKind.NOTHING}) < 2:
+        raise PlanError(
+            f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot be "
+            "a stage: each needs layers with a state and with attention, so stages begin at layers "
+            f"0, {', '.join(map(str, begins))}; give such counts to --layers, or none")
 
 
 def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
@@ -218,6 +280,9 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
             np.float32(1.4) / np.sqrt(np.float32(model.n_layers), dtype=np.float32)))
     if arch == "deepseek2":
         _deepseek2(model, own)
+    if _INTERVAL in cut.traps:
+        own.bools(_RECURRENT, [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]])
+        own.drop(_INTERVAL)
     return own.entries
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipeinfer.models.architectures import ARCHITECTURES, kind_of_place
+from pipeinfer.models.architectures import ARCHITECTURES, keeps_state, kind_of_place
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
@@ -47,12 +47,12 @@ class Kinds(Struct, frozen=True):
 
 
 def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | None:
-    """Return the kinds of layers `[start, stop)` of a file; None for architectures whose layers may
-    differ by their place in ways that are not known.
+    """Return the kinds of layers `[start, stop)` of a file; None for layers with a state, and for
+    architectures whose layers may differ by their place in ways that are not known.
 
     last: whether they are a last stage, whose output matrix is used.
     """
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture not in ARCHITECTURES or keeps_state(model):
         return None
     layers: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
     for tensor in model.tensors.values():

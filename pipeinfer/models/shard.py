@@ -28,7 +28,6 @@ from pipeinfer.models.architectures import (
     CutRule,
     check_range,
     entries,
-    keeps_state,
     refusal,
     unused,
 )
@@ -106,10 +105,6 @@ def check_splittable(model: ModelFile) -> None:
     """
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
-    if keeps_state(model):
-        raise UnsupportedArchitecture(
-            f"{model.path.name}: layers of a {architecture} keep a state of the text, of which "
-            f"llama.cpp cannot take guesses back, so it is not split; {way_out}")
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
@@ -132,25 +127,26 @@ def check_splittable(model: ModelFile) -> None:
             raise UnsupportedArchitecture(
                 f"{model.path.name}: {key} has a value per layer; {way_out}"
             )
+    norm = f"{cut.norm}.weight"
     for tensor in model.tensors.values():
         layer = tensor.layer
-        if (layer is None and tensor.name not in _KNOWN_GLOBALS) or (
+        if (layer is None and tensor.name not in {*_KNOWN_GLOBALS, norm}) or (
             layer is not None and layer >= model.n_layers_all
         ):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: has the tensor {tensor.name!r}, which is unknown in "
                 f"{architecture} models; {way_out}"
             )
-    for name in (_EMBEDDING, _NORM,
+    for name in (_EMBEDDING, norm,
                  *(f"blk.{i}.{cut.always}.weight" for i in range(model.n_layers))):
         if name not in model.tensors:
             raise ModelError(f"{model.path}: has no tensor {name!r}; the file is incomplete, fetch "
                              "it again")
-    for name in (_EMBEDDING, _OUTPUT, _NORM):
+    for name in (_EMBEDDING, _OUTPUT, norm):
         if name not in model.tensors:
             continue
         shape = model.tensors[name].shape
-        if shape[0] != model.n_embd or (name != _NORM and len(shape) != 2):
+        if shape[0] != model.n_embd or (name != norm and len(shape) != 2):
             raise ModelError(f"{model.path}: tensor {name!r} has shape {list(shape)} in a model of "
                              f"{model.n_embd} elements; the file is damaged, fetch it again")
 
@@ -162,7 +158,9 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
     tensors = model.tensors
     last = stop == model.n_layers
     parts = _vocabulary(model, piece, first=start == 0 and piece is None, last=last)
-    parts += [all_of(tensors[name], name) for name in (_NORM, _NORM_BIAS) if name in tensors]
+    norm = ARCHITECTURES.get(model.architecture, CutRule()).norm
+    parts += [all_of(tensors[name], name) for name in (f"{norm}.weight", _NORM_BIAS)
+              if name in tensors]
     if last and _OUTPUT_BIAS in tensors:
         bias = tensors[_OUTPUT_BIAS]
         parts.append(all_of(bias, _OUTPUT_BIAS) if piece is None

@@ -81,7 +81,7 @@ def plant(monkeypatch, differs):
 
     def planted(self, rows, hidden=None, should_stop=None):
         result = decode(self, rows, hidden, should_stop)
-        if result is not None and len(rows) > 1 and differs(
+        if result is not None and 1 < len(rows) == len(result) and differs(
                 self, int(rows.positions[0]), len(rows)):
             result = result.copy()
             result[len(rows) - 1, 3] += 1e-6 + abs(result[len(rows) - 1, 3]) * 1e-6

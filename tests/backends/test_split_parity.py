@@ -15,7 +15,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import PlanError
-from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
@@ -38,14 +38,18 @@ CASES = {
     **{name: tiny(name) for name in RECIPES},
     **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in (
         "deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe")},
+    **{name: tiny(name) for name in STATEFUL},
+    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in STATEFUL},
 }
-_LONG = ("deepseek2-lite", "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3")
+_LONG = (*(f"{name}-Q8_0" for name in STATEFUL if name != "qwen35moe"), "deepseek2-lite",
+         "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 def test_every_listed_architecture_has_a_case():
     names = {spec.architecture for spec in CASES.values()}
-    assert {RECIPES[name].architecture if name in RECIPES else name
+    recipes = RECIPES | STATEFUL
+    assert {recipes[name].architecture if name in recipes else name
             for name in names} == set(SPLITTABLE)
 
 
@@ -64,7 +68,9 @@ def test_splits_are_bit_equal(case, tmp_path):
 
 @pytest.mark.parametrize(("name", "bad", "why"), [
     ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
-    ("cohere2", (3, 4), "one with a window first"), ("llama4", (0, 3), "one without")])
+    ("cohere2", (3, 4), "one with a window first"), ("llama4", (0, 3), "one without"),
+    ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),
+    ("granitehybrid", (1, 6), "layers 0, 2, 4"), ("lfm2", (6, 7), "begin at layers 0, 3")])
 def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):
     """llama.cpp would compute something else, or end the process."""
     model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny(name)))

@@ -39,7 +39,7 @@ class Listener(layer_probe.LayerProbe):
 def looked_up(path, tokens, monkeypatch):
     """float32[n, n_embd]: llama.cpp's own rows."""
     monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
-    monkeypatch.setattr(backend, "LayerProbe", Listener)
+    monkeypatch.setattr(backend.LlamaCppBackend, "probe_type", Listener)
     model = ModelFile(path)
     loaded = backend.LlamaCppBackend.load(
         path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True, last=True,

@@ -13,7 +13,7 @@ import numpy as np
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import FloatArray, Rows, make_rows
-from pipeinfer.models.architectures import barred
+from pipeinfer.models.architectures import barred, keeps_state
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard, stage_layers
 
@@ -36,8 +36,11 @@ def cuts_of(model: ModelFile) -> list[Cut]:
     return [cut for cut in cuts if bars.isdisjoint(cut)]
 
 
-def script(n_vocab: int) -> list[Rows | None]:
-    """A prompt chunk, single rows, None for a branch, and rows in both branches."""
+def script(n_vocab: int, *, branches: bool = True) -> list[Rows | None]:
+    """A prompt chunk, single rows, None for a branch, and rows in both branches.
+
+    branches: otherwise one sequence goes on, with a chunk and a single row.
+    """
     rng = np.random.default_rng(3)
 
     def token() -> int:
@@ -45,6 +48,9 @@ def script(n_vocab: int) -> list[Rows | None]:
 
     prompt = make_rows([(token(), p, (0,), p == 24) for p in range(25)])
     singles = [make_rows([(token(), 25 + i, (0,), True)]) for i in range(2)]
+    if not branches:
+        more = make_rows([(token(), 27 + i, (0,), i == 9) for i in range(10)])
+        return [prompt, *singles, more, make_rows([(token(), 37, (0,), True)])]
     tree = make_rows(
         [(token(), 27, (0, 1), True), (token(), 28, (0,), True), (token(), 29, (0,), True),
          (token(), 28, (1,), True), (token(), 29, (1,), False)]
@@ -73,7 +79,7 @@ def differing(model: ModelFile, cuts: Iterable[Cut], cache_dir: Path, **options:
               ) -> list[tuple[Cut, float]]:
     """The cuts whose stages give other logits than the whole file, and by how much."""
     n, found = model.n_layers, []
-    steps = script(model.n_vocab)
+    steps = script(model.n_vocab, branches=not keeps_state(model))
     whole = load(model.path, (0, n), n, **options)
     expected = run([whole], steps)
     whole.close()

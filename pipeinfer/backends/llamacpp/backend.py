@@ -50,8 +50,10 @@ __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensu
 #: where hidden rows are put into the graphs of architectures that do not take them as llama.cpp's
 #: embedding rows: glm4's end the process, gemma2's scale them as they scale tokens
 _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
+_OUTPUTS = {"nemotron_h": "nemotron_h_block_out"}  #: names of layers' outputs in other graphs
+_SECTIONS = ("qwen35", "qwen35moe")  #: architectures whose positions have four sections
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
-          "copied")
+          "copied: only whole sequences can")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
 Kind = TypeVar("Kind", bound="LlamaCppBackend")
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
@@ -89,10 +91,12 @@ class LlamaCppBackend:
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
         self.keeps_state = keeps_state(model)
         self._guard = info.n_seq_max + 2 if windows else None
+        #: an id that never holds anything: copying it lets a state go
+        self._nothing = info.n_seq_max + 1 + (2 if windows else 0) if self.keeps_state else None
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
+        no_cells = bool(binding.llama_model_is_recurrent(model))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
-            if (options.keep_order or windows) and not (options.gaps or self.keeps_state) \
-            else None
+            if (options.keep_order or windows) and not (options.gaps or no_cells) else None
         self.capabilities = Capabilities(
             free_positions=options.gaps,
             separate_views=False,
@@ -100,7 +104,8 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
         )
         self._enters = info.architecture in _ENTRIES
-        self._batch = RowBatch(info, gaps=options.gaps, enters=self._enters)
+        self._batch = RowBatch(
+            info, sections=options.gaps or info.architecture in _SECTIONS, enters=self._enters)
 
     @classmethod
     def load(  # noqa: PLR0913 - a loaded file has that many sizes
@@ -146,10 +151,11 @@ class LlamaCppBackend:
             if keeps_state(model):  # a decode that was stopped could not be taken back
                 options = structs.replace(options, layer_callbacks=False)
             chooses = _chooses_experts(file, model, options)
-            probe = _probe(model, layers, options, last=last, chooses_experts=chooses)
+            probe = _probe(model, layers, options, last=last, chooses_experts=chooses,
+                           kind=cls.probe_type)
             more = _further_ids(model)
             if n_seq_max + more > MAX_SEQS:
-                raise BackendError(f"{name}: a model with sliding windows takes at most "
+                raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{MAX_SEQS - more} sequences")
             sizes = (n_ctx, n_seq_max + 1 + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
@@ -271,30 +277,36 @@ class LlamaCppBackend:
         return not stopped
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """See `Backend.seq_rm`. Raises BackendError for a part of a state."""
         order = self._order
         if p0 >= p1 or self._closed():
             return
+        if self.keeps_state and (p0 > 0 or p1 < END):
+            raise BackendError(_STATE)
         if order is None:
             every = range(self.info.n_seq_max) if self.keeps_state and seq_id == ALL_SEQS \
                 else (seq_id,)  # llama.cpp takes no "all" there
-            if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
-                        for one in every]):
-                raise BackendError(_STATE)
+            for one in every:
+                binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
             return
         for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
             for low, high in order.remove(one, p0, p1):
                 for grave in self._graves:
                     binding.llama_memory_seq_cp(self._memory, one, grave, low, high)
+                    if self._nothing is not None:
+                        binding.llama_memory_seq_cp(self._memory, self._nothing, grave, 0, 0)
             binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
         if order.is_empty():
             self._empty_grave()
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
+        """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises.
+
+        Raises BackendError for a part of a state, and for an id whose state would be replaced.
+        """
         if p0 >= p1 or src == dst or self._closed():
             return
-        if self.keeps_state:
+        if self.keeps_state and not self._copies_whole(src, dst, p0, p1):
             raise BackendError(_STATE)
         if self.options.validate:
             low = binding.llama_memory_seq_pos_min(self._memory, dst)
@@ -306,6 +318,12 @@ class LlamaCppBackend:
         binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
         if self._order is not None:
             self._order.copy(src, dst, p0, p1)
+
+    def _copies_whole(self, src: int, dst: int, p0: int, p1: int) -> bool:
+        # beyond its sequences llama.cpp's caches do not check an id
+        inside = max(src, dst) < self.info.n_seq_max
+        return inside and p0 <= 0 and self.seq_bounds(dst) is None and (
+            p1 > binding.llama_memory_seq_pos_max(self._memory, src))
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """Add `dst` to all cells of `src`. From then on llama.cpp refuses rows of `dst` before any
@@ -403,9 +421,10 @@ class LlamaCppBackend:
         return self._seen if self.options.lend else self._seen.copy()
 
     def _drop(self, rows: Rows) -> None:
-        """Remove exactly the cells of these rows: their positions follow all older ones."""
+        """Remove exactly the cells of these rows: their positions follow all older ones. A state
+        cannot be taken back, so its whole sequence goes."""
         for seq_id, first in rows.first_positions().items():
-            self.seq_rm(seq_id, first, END)
+            self.seq_rm(seq_id, 0 if self.keeps_state else first, END)
 
     def _compact(self) -> None:
         """Free the grave and move the living cells together, in order.
@@ -463,7 +482,7 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
 
 def _further_ids(model: Any) -> int:
     """Return how many sequence ids a model needs besides those of the rows and the grave."""
-    return _WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0
+    return (_WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0) + keeps_state(model)
 
 
 def _n_tokens(model: Any) -> int:
@@ -486,12 +505,13 @@ def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOpt
 
 
 def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: bool,
-           chooses_experts: bool, kind: type[LayerProbe] = LayerProbe) -> LayerProbe | None:
+           chooses_experts: bool, kind: type[LayerProbe]) -> LayerProbe | None:
     """Return the callbacks that this shard needs; None for a model that runs without any."""
-    entry = _ENTRIES.get(metadata(model, "general.architecture"), "")
+    architecture = metadata(model, "general.architecture")
+    entry, output = _ENTRIES.get(architecture, ""), _OUTPUTS.get(architecture, "l_out")
     if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts):
         return None
-    probe = kind(layers[1] - layers[0] - 1, layers[0], entry)
+    probe = kind(layers[1] - layers[0] - 1, layers[0], entry, output)
     if chooses_experts:
         probe.choose_experts_row_by_row()
     return probe

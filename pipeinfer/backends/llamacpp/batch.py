@@ -16,16 +16,15 @@ from pipeinfer.llama import binding
 class RowBatch:
     """Up to `info.n_batch` rows; numpy fills the columns and llama.cpp reads them.
 
-    gaps: whether positions have four sections (M-RoPE), so that they may have gaps.
+    sections: whether an embedding row has four positions (M-RoPE).
     enters: whether hidden rows enter the graph elsewhere than as llama.cpp's embedding rows.
     """
 
-    def __init__(self, info: ShardInfo, *, gaps: bool, enters: bool) -> None:
-        self._info, self._gaps, self._enters = info, gaps, enters
+    def __init__(self, info: ShardInfo, *, sections: bool, enters: bool) -> None:
+        self._info, self._sections, self._enters = info, sections, enters
         n = info.n_batch
         self._tokens = np.zeros(n, np.int32)
-        #: M-RoPE takes four positions per embedding row, section by section
-        self._positions = np.zeros(4 * n if gaps else n, np.int32)
+        self._positions = np.zeros(4 * n if sections else n, np.int32)
         self._n_ids = np.zeros(n, np.int32)
         self._ids = np.zeros((n, info.n_seq_max), np.int32)
         self._id_rows = (self._ids.ctypes.data + self._ids.strides[0] * np.arange(n)).astype(
@@ -74,8 +73,9 @@ class RowBatch:
             return None
         if hidden.shape != (n, info.n_embd):
             raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
-        if self._gaps:
-            self._positions[: 4 * n] = np.tile(rows.positions, 4)
+        if self._sections:  # as llama.cpp fills them for rows of tokens
+            self._positions[: 3 * n] = np.tile(rows.positions, 3)
+            self._positions[3 * n : 4 * n] = 0
         keep = np.ascontiguousarray(hidden, np.float32)
         if self._enters:
             batch.token, batch.embd = self._token_pointer, None

@@ -53,8 +53,7 @@ class LoadedExcerpt:
         else:
             model = ModelFile(source)
             start, stop = 0, model.n_layers
-        kinds = None if backend.keeps_state else kinds_of(
-            model, start, stop, last=backend.info.last)
+        kinds = kinds_of(model, start, stop, last=backend.info.last)
         if kinds is None:
             yield None
             return

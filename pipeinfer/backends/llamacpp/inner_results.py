@@ -29,8 +29,9 @@ class InnerProbe(LayerProbe):
         when the cache is complete.
     """
 
-    def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "") -> None:
-        super().__init__(last_layer, first_layer, entry)
+    def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
+                 output: str = "l_out") -> None:
+        super().__init__(last_layer, first_layer, entry, output)
         self._look_inside()
         self.callback, self.data = self._own, None  # the compiled filter passes none of them on
         self.wanted = True

@@ -69,6 +69,7 @@ class LayerProbe:
     last_layer: number of the file's last layer, from 0
     first_layer: number of the file's first layer in the model
     entry: name of the tensor that the first layer reads, for rows that are put in there
+    output: name of the layers' outputs
     callback, data: for llama.cpp
     hidden_done: whether the rows were copied
     entered: whether the given rows were put in
@@ -79,8 +80,9 @@ class LayerProbe:
     there), and, when wanted, once it is computed; the result False then ends the graph.
     """
 
-    def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "") -> None:
-        self.last_name = b"l_out-%d" % last_layer
+    def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
+                 output: str = "l_out") -> None:
+        self.last_name = b"%s-%d" % (output.encode(), last_layer)
         self.should_stop: Callable[[], bool] | None = None
         self.hidden: FloatArray | None = None
         self.hidden_done = self.stopped = self.entered = False
@@ -170,10 +172,8 @@ class LayerProbe:
                 return False
             name = binding.ggml_get_name(tensor)
             if ask:
-                if not name.startswith(b"l_out-"):
-                    return False
                 return name == self.last_name or (
-                    self.should_stop is not None
+                    self.should_stop is not None and name.startswith(b"l_out-")
                     and (int(name[6:]) + 1) % self._filter.stride == 0)
             if name == self.last_name and self.hidden is not None:
                 n_bytes = binding.ggml_nbytes(tensor)

@@ -126,8 +126,8 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
     if (!ask)
         return filter->reached(tensor, ask, NULL);
     name = filter->name_of(tensor);
-    if (strncmp(name, "l_out-", 6) != 0)
-        return false;
-    return (filter->wants == SOME && (atoi(name + 6) + 1) % filter->stride == 0)
-        || strcmp(name, filter->last) == 0;
+    if (strcmp(name, filter->last) == 0)
+        return true;
+    return filter->wants == SOME && strncmp(name, "l_out-", 6) == 0
+        && (atoi(name + 6) + 1) % filter->stride == 0;
 }
