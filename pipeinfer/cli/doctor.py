@@ -32,13 +32,14 @@ from pipeinfer.cluster import grid_choice, launch, placement
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.notes import lines_of
+from pipeinfer.cluster.policy_choice import for_state
 from pipeinfer.cluster.shutdown import part
+from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
 from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
-from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.shard import check_splittable, shard_bytes
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import NodeSettings, RankInfo
@@ -273,8 +274,8 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         if len(candidates) > 1 and not path.is_dir():
             check_splittable(model)
         load = planner.load_of(
-            model, locate.context_size(config.model, model), config.speculation.chunk
-        )
+            model, locate.context_size(config.model, model), config.speculation.chunk,
+            n_ids=states_for(for_state(config, model).speculation, len(candidates)))
         ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
                           settings=NodeSettings() if nodes is None else nodes.of(one["host"]))
                  for one in everyone]
@@ -301,11 +302,6 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         return [Finding("fail", "model", str(error))]
     cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
     found = [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
-    if keeps_state(model):
-        found.append(Finding(
-            "warn", "model", f"{path.name}: layers of a {model.architecture} keep a state of the "
-            "text: it runs one request at a time, without guesses",
-            "leave out -md and --proposer; docs/models.md says why"))
     return found
 
 

@@ -146,8 +146,7 @@ def exclusions() -> tuple[Exclusion, ...]:
         *(Exclusion(f"--decomposer {one.name}", ("repetition penalties",), "{feature} cannot be "
                     "combined with repetition penalties: threads run ahead of each other, so it is "
                     "not defined what a token repeats") for one in methods if not one.penalties),
-        Exclusion(STATE, ("-md", *speculating, *(f"--proposer {one.name}" for one in proposers),
-                          "--decomposer", "--layout replicate"), "leave out {found}"),
+        _of_states(inline),
         Exclusion(TIME_SHARING, (
             "-t", "--numa", "-ngl", "--keep-binding", "--pace-ms", "--grid", "--slices",
             "--draft-ranks", "--layout replicate", "--decomposer", "an adapter (--bita)",
@@ -159,6 +158,13 @@ def exclusions() -> tuple[Exclusion, ...]:
         Exclusion(LOOKUP_ALONE, (f"--policy {Policy.SPECULATIVE}", *_UNWEIGHED, *_OVERLAPPING), ""),
     ]
     return tuple(found)
+
+
+def _of_states(inline: tuple[str, ...]) -> Exclusion:
+    """Return what layers with a state exclude. inline: proposers that add rows to runs."""
+    return Exclusion(STATE, (
+        f"--policy {Policy.SPECULATIVE}", f"--policy {Policy.PUBLISHED}", *inline, "--decomposer",
+        "an adapter (--bita)", "--layout replicate", "--grid", "--slices"), "leave out {found}")
 
 
 def used(names: Sequence[str], job: JobConfig, sampling: SamplingConfig | None = None

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked
+from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
@@ -72,7 +73,8 @@ def agree(
     meeting: where ranks send heartbeats.
     Raises PlanError and UsageError.
     """
-    load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts))
+    load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts),
+                   states_for(config.speculation, place.size))
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
     whole = config.speculation.layout == "replicate"
     nodes = load_nodes(config.cluster)

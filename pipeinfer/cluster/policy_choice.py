@@ -16,28 +16,33 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.models.locate import find
+from pipeinfer.models.locate import find, open_model
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import Need
 
+_STATES, _REQUESTS = 8, 4  #: copies of a state for speculative runs; requests at a time
 LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 
 
 def for_state(config: JobConfig, model: Any) -> JobConfig:
     """Return the config, restricted if the model's layers keep a recurrent state.
 
-    Nothing of such a state can be removed again. So there is one request at a time, without
-    speculative tokens and without a prefix cache. Other models get the same config back. Raises
-    UsageError for options that need more.
+    No part of such a state can be removed again, so each speculative run has a copy of it, and a
+    request does not begin with the prompt of another. Every sequence costs memory for a state.
+    Other models get the same config back. Raises UsageError for options that need more.
     """
     if not keeps_state(model):
         return config
     if found := features.excluding(features.STATE, config):
         raise UsageError(
             f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
-            "which llama.cpp cannot take speculative tokens back or copy a part: leave out "
-            f"{' and '.join(found)}")
-    return config.replace(policy=Policy.ITERATIVE, parallel=1, prefix_cache=False)
+            "which llama.cpp cannot take a part back: leave out " + " and ".join(found))
+    own: dict[str, Any] = {"prefix_cache": False}
+    if config.speculation.partitions < 0:
+        own["partitions"] = _STATES
+    if "parallel" not in config.given:
+        own["parallel"] = min(config.speculation.parallel, _REQUESTS)
+    return config.replace(**own)
 
 
 def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
@@ -131,6 +136,13 @@ def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[
         or config.speculation.layout == "replicate"
     ):
         return []
-    if not config.model.draft_small:
-        return [draft]
-    return [find(config.model.draft_small, offline=config.model.offline).path, draft]
+    found = [draft]
+    if config.model.draft_small:
+        found.insert(0, find(config.model.draft_small, offline=config.model.offline).path)
+    for path in found:
+        if keeps_state(open_model(path)):
+            raise UsageError(
+                f"{path.name}: layers of this draft keep a state of the text, of which wrong "
+                "tokens could not be taken back: use another draft, or leave out -md for prompt "
+                "lookup")
+    return found

@@ -43,6 +43,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import Loss, UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
+from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.nodes import RankInfo
@@ -312,6 +313,7 @@ def scheduler_setup(
 ) -> SchedulerSetup:
     """Compute the scheduler's settings for the present stages. first: see `Session`."""
     job = loaded.job
+    states = keeps_state(job.model)
     exact = 0 if config.model.exact == "off" else assembly.terms.exact
     rows = None if policy is Policy.ITERATIVE else row_proposer(
         config.speculation, loaded.tokenizer.n_vocab, loaded.prompt_id, first.curve, exact)
@@ -319,11 +321,11 @@ def scheduler_setup(
     draft_share = sharing.draft_share if alone else 0.0
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=loaded.chunk,
-        exact=exact or job.width,
+        exact=1 if states else exact or job.width,
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=loaded.spare, draft_share=draft_share)
-    limits = structs.replace(limits, same_cores=job.turns)
+    limits = structs.replace(limits, same_cores=job.turns, states=states)
     controller = controller_for(
         config.speculation, limits, pinned, first.curve, loaded.spare,
         contended=sharing.contended, draft_share=draft_share)

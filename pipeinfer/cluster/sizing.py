@@ -45,6 +45,7 @@ _USUAL = 0.7  #: acceptance that is expected of a draft
 _CHEAP = 0.05  #: of a token's time: a draft up to this cost is tried even if it rarely pays
 _HOPED, _DOUBTED = 96, 192  #: tokens with and without speculation before the contrary is tried,
 #: where it is expected to pay or not
+_FURTHER_IDS = 3  #: ids that a backend adds for its own use, at most
 _ALL_IDS = 255  #: llama.cpp has 256, one of which is the grave (llamacpp.cell_order)
 
 
@@ -138,6 +139,11 @@ def ids_for(config: SpeculationConfig, credit: int) -> int:
             f"where --decomposer is given) and --partitions {partitions_for(config, credit)} need "
             f"{count} sequence ids, but a cache has only {_ALL_IDS}: lower one of them")
     return count
+
+
+def states_for(config: SpeculationConfig, n_stages: int) -> int:
+    """Return the number of sequences that each have a state where layers keep one."""
+    return ids_for(config, config.credit or n_stages + 1) + _FURTHER_IDS
 
 
 def cells_for(config: SpeculationConfig, n_ctx: int) -> int:

@@ -43,20 +43,42 @@ WORTH = 1.1  #: least speed-up of the slowest stage for which a plan differs fro
 _SCRATCH = 32 << 20
 
 
-def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2) -> list[float]:
-    """Each layer's KV cache; two bytes per element on llama.cpp (quantised caches need less)."""
+def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -> list[float]:
+    """Each layer's KV cache; two bytes per element on llama.cpp (quantised caches need less).
+
+    Layers with a state have one for each of `n_ids` sequences in its place.
+    """
+    from pipeinfer.models.architectures import LayerKind, layer_kinds
+
+    kinds = layer_kinds(model)
     heads = _per_layer(model, "attention.head_count", 1)
     kv_heads = _per_layer(model, "attention.head_count_kv", 0)
     near = _per_layer(model, "attention.sliding_window_pattern", 0)
     latent = model.arch_get("attention.key_length_mla") is not None  # values are part of the keys
     found = []
-    for i in range(model.n_layers):
+    for i, layer_keeps in enumerate(kinds):
+        if layer_keeps is not LayerKind.CACHE:
+            found.append(n_ids * _state_bytes(model) if layer_keeps is LayerKind.STATE else 0.0)
+            continue
         size, width = model.n_embd // heads[i], 0
         for kind in ("key",) if latent else ("key", "value"):
             own = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
             width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
         found.append(float(n_cells * (kv_heads[i] or heads[i]) * width * item_bytes))
     return found
+
+
+def _state_bytes(model: Any) -> float:
+    """A layer's state of one sequence: that of its scan, and the last inputs of its convolution.
+    Other kinds of states count as nothing."""
+    def size(key: str) -> int:
+        return int(model.arch_get(key) or 0)
+
+    width = int(model.n_embd)
+    inner, state = size("ssm.inner_size"), size("ssm.state_size")
+    channels = inner + 2 * max(1, size("ssm.group_count")) * state
+    return 4.0 * (inner * state + max(0, size("ssm.conv_kernel") - 1) * channels
+                  + max(0, size("shortconv.l_cache") - 1) * width)
 
 
 def _per_layer(model: Any, key: str, default: int) -> list[int]:
@@ -148,12 +170,13 @@ def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -
     return max(itemsize(config.model.dtype, device or config.model.device) for device in devices)
 
 
-def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load:
+def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: int = 1) -> Load:
     """Return the cost (bytes of weights that a row reads) and the memory of a model's layers.
 
     n_cells: of the KV cache. n_batch: rows of the widest run.
     item_bytes: of a weight in torch's memory; 0: no rank runs torch. Costs are the file's bytes in
         any case: speeds of different backends are measured per such byte.
+    n_ids: sequences of the KV cache, which all have a state where layers keep one.
     """
     from pipeinfer.models.architectures import barred
     from pipeinfer.models.hf_folder import torch_parts
@@ -175,7 +198,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0) -> Load
     bars, why = barred(model)
     return Load(
         tuple(map(float, model.layer_reads)),
-        tuple(map(operator.add, plain, _cache_bytes(model, n_cells))),
+        tuple(map(operator.add, plain, _cache_bytes(model, n_cells, n_ids=n_ids))),
         first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
         scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + _widest(model))),
         barred=bars, bar=why)

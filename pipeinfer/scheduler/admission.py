@@ -18,6 +18,7 @@ from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.prefix_cache import Block, Prefixes
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.state_tree import StateTree
 from pipeinfer.scheduler.token_tree import Node, Tree
 
 
@@ -113,8 +114,9 @@ class Admission:
         last = len(accepted) - 1
         root = Node(accepted[-1], last + (jumps[-1][1] if jumps else 0), None, (seq_id,), NO_RUN,
                     speculative=False)
+        kind = StateTree if self.limits.states else Tree
         tree = BufferedTree(lane_id, self.pool, root, shares=self.limits.shares_early) \
-            if self.limits.buffered else Tree(lane_id, self.pool, root)
+            if self.limits.buffered else kind(lane_id, self.pool, root)
         lane = Lane(lane_id, ticket, tree, accepted, self.prefixes.root,
                     next_row=base, thread=thread, own=own, base=base, jumps=jumps)
         self._running[lane_id] = lane

@@ -89,6 +89,8 @@ class Limits(Tuning, frozen=True, kw_only=True):
         bound
     kept: maximum prompts in the prefix cache; 0: prompts share nothing
     threads: maximum threads of a response that are active besides its main one
+    states: whether layers keep a state of the text, so that every speculative run needs a sequence
+        id of its own
     """
 
     n_ctx: int
@@ -101,6 +103,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     cells: int = 0
     kept: int = 0
     threads: int = 0
+    states: bool = False
 
     def tuned(self, tuning: Tuning) -> Limits:
         """Return the same limits with another tuning."""

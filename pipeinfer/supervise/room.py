@@ -10,7 +10,7 @@ from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.cluster.policy_choice import choose_policy, draft_models, for_state
-from pipeinfer.cluster.sizing import rows_and_cells
+from pipeinfer.cluster.sizing import rows_and_cells, states_for
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import context_size, model_paths, open_model
@@ -62,7 +62,8 @@ def needs(config: JobConfig, names: Sequence[str]) -> dict[str, float]:
         """Return the bytes of all layers, and the scratch bytes on each rank that has some."""
         one = open_model(path)
         torch = config.model.backend == "torch" or path.is_dir()
-        load = load_of(one, cells, n_batch, _TORCH_BYTES if torch else 0)
+        load = load_of(one, cells, n_batch, _TORCH_BYTES if torch else 0,
+                       states_for(config.speculation, len(stages)))
         return load.stage_bytes(0, one.n_layers) - load.scratch, load.scratch
 
     whole, scratch = bytes_of(target)

@@ -23,13 +23,13 @@ PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory):
-    return str(write_random_model(tmp_path_factory.mktemp("m") / "mamba.gguf", tiny("mamba")))
+def whole_only(tmp_path_factory):
+    return str(write_random_model(tmp_path_factory.mktemp("m") / "mamba.gguf", tiny("gemma2", n_layer=46, n_embd=64)))
 
 
-def test_a_dry_plan_refuses_a_model_that_cannot_be_split(state):
-    done = CliRunner().invoke(plan_command, [state, "--dry-run", "--cluster", "c"])
-    assert "keep a state" in str(done.exception)
+def test_a_dry_plan_refuses_a_model_that_cannot_be_split(whole_only):
+    done = CliRunner().invoke(plan_command, [whole_only, "--dry-run", "--cluster", "c"])
+    assert "46 layers" in str(done.exception)
     assert "-np 1" in str(done.exception)
 
 
@@ -44,15 +44,15 @@ def test_a_dry_plan_keeps_to_layers_that_can_begin_a_stage(tmp_path):
     assert all(start % 4 == 0 for start, _ in ends)
 
 
-def test_shards_ahead_of_time_keep_to_them_too(tmp_path, monkeypatch, state):
+def test_shards_ahead_of_time_keep_to_them_too(tmp_path, monkeypatch, whole_only):
     monkeypatch.setenv("PIPEINFER_CACHE", str(tmp_path / "cache"))
     path = write_random_model(tmp_path / "m.gguf", tiny("smollm3"))
     done = CliRunner().invoke(shard, [str(path), "--stages", "2"])
     assert "layers 4-4" in done.stdout
     done = CliRunner().invoke(shard, [str(path), "--stages", "3"])
     assert "multiples of 4" in str(done.exception)
-    done = CliRunner().invoke(shard, [state, "--stages", "2"])
-    assert "keep a state" in str(done.exception)
+    done = CliRunner().invoke(shard, [whole_only, "--stages", "2"])
+    assert "46 layers" in str(done.exception)
 
 
 @pytest.mark.parametrize(("words", "says"), [
@@ -79,15 +79,13 @@ def test_ranks_that_sample_need_no_torch():
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_doctor_fails_for_a_model_that_cannot_be_split_and_warns_of_one_process(state):
-    done = launch.run(2, [*PIPEINFER, "doctor", "--head-stage", "-m", state, "--json"])
+def test_doctor_fails_for_a_model_that_cannot_be_split_but_in_one_process(whole_only):
+    done = launch.run(2, [*PIPEINFER, "doctor", "--head-stage", "-m", whole_only, "--json"])
     found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
     assert (done.returncode, found["model"]["level"]) == (1, "fail")
-    assert "keep a state" in found["model"]["detail"]
-    done = launch.run(1, [*PIPEINFER, "doctor", "-m", state, "--json"])
-    found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
-    assert found["model"]["level"] == "warn"
-    assert "without guesses" in found["model"]["detail"]
+    assert "46 layers" in found["model"]["detail"]
+    done = launch.run(1, [*PIPEINFER, "doctor", "-m", whole_only, "--json"])
+    assert "fail" not in {one["level"] for one in json.loads(done.stdout)["findings"]}
 
 
 @pytest.mark.parametrize(("command", "more"), [(plan_command, ["--grids", "--hosts", "2"]),

@@ -1,4 +1,4 @@
-"""Recurrent models and hybrids: whole in one process, without guesses, and refused otherwise."""
+"""Recurrent models and hybrids: in one process and over stages, with an id for each guess."""
 
 from __future__ import annotations
 
@@ -6,76 +6,125 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import END, make_rows
-from pipeinfer.errors import BackendError, UnsupportedArchitecture
+from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_architectures import STATEFUL
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.shard import extract_shard
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
 from tests.rig.served import serve
+from tests.support.sample import full
 
-GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "the rain in", "-n", "40", "-c",
+PROMPT = "the rain in the then the rain in the"
+GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "40", "-c",
             "256", "-t", "1", "--temp", "0", "--ignore-eos", "--json"]
+SAMPLED = ("granitehybrid", "qwen35moe")
 
 
-@pytest.fixture(params=STATEFUL)
+@pytest.fixture(params=[name if name in SAMPLED else full(name) for name in STATEFUL])
 def model(request, tmp_path):
     return ModelFile(write_random_model(tmp_path / "m.gguf", tiny(request.param)))
 
 
-def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):
+def load(model, n_seq_max=4):
     n = model.n_layers
-    backend = LlamaCppBackend.load(
+    return LlamaCppBackend.load(
         model.path, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=256,
-        n_seq_max=2, n_batch=16, n_threads=1, options=LlamaOptions())
+        n_seq_max=n_seq_max, n_batch=16, n_threads=1, options=LlamaOptions(validate=True))
+
+
+def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):
+    backend = load(model)
     assert backend.exact_limit == 1
     assert not backend.capabilities.stops_inside
     backend.decode(make_rows([(i, i, (0,), True) for i in range(5)]))
-    with pytest.raises(BackendError, match="taken back"):
-        backend.seq_rm(0, 3, END)
-    with pytest.raises(BackendError, match="copied"):
-        backend.seq_cp(0, 1, 0, 3)
+    for wrong in (lambda: backend.seq_rm(0, 3, END), lambda: backend.seq_rm(0, 0, 3),
+                  lambda: backend.seq_cp(0, 1, 0, 3), lambda: backend.seq_cp(0, 1, 1, 5),
+                  lambda: backend.seq_cp(0, 4, 0, 5)):
+        with pytest.raises(BackendError, match="no part"):
+            wrong()
+    backend.seq_cp(0, 1, 0, 5)
+    with pytest.raises(BackendError, match="no part"):
+        backend.seq_cp(0, 1, 0, 5)  # it would replace a state
     backend.seq_rm(0, 0, END)
     assert backend.seq_bounds(0) is None
+    assert backend.seq_bounds(1)[1] == 4  # llama.cpp says no more of a state
     backend.close()
 
 
-def test_its_layers_are_not_split(model, tmp_path):
-    with pytest.raises(UnsupportedArchitecture, match=r"keep a state.*-np 1"):
-        extract_shard(model, 0, 2, cache_dir=tmp_path)
+def test_sequences_copied_and_dropped_leave_others_their_bits(model):
+    """Random chains on copies, dropped in any order, and one that goes on in place."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, model.n_vocab, 60).tolist()
+
+    def row(token, pos, seq_id):
+        return make_rows([(token, pos, (seq_id,), True)])
+
+    backend = load(model)
+    expected = [backend.decode(row(token, pos, 0)).copy() for pos, token in enumerate(text)]
+    backend.seq_rm(0, 0, END)
+    here, free = 0, [1, 2, 3]
+    for pos, token in enumerate(text):
+        wrong = free.pop(0)
+        backend.seq_cp(here, wrong, 0, pos)
+        backend.decode(row(int(rng.integers(0, model.n_vocab)), pos, wrong))
+        if pos and rng.random() < 0.6:  # accepted on a copy, which takes over
+            other = free.pop(0)
+            backend.seq_cp(here, other, 0, pos)
+            found = backend.decode(row(token, pos, other))
+            backend.seq_rm(here, 0, END)
+            free.append(here)
+            here = other
+        else:
+            found = backend.decode(row(token, pos, here))
+        assert found.tobytes() == expected[pos].tobytes()
+        backend.seq_rm(wrong, 0, END)
+        free.append(wrong)
+    backend.close()
 
 
-@pytest.mark.slow
-def test_one_process_writes_what_a_plain_loop_writes(model):
-    done = launch.run(1, [*GENERATE, "-m", str(model.path)])
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def plain(model):
     tokenizer, loop = open_tokenizer(model.path), PlainLoop(model.path)
-    expected = loop.generate(tokenizer.encode("the rain in"), 40)
+    yield loop.generate(tokenizer.encode(PROMPT), 40)
     loop.close()
     tokenizer.close()
-    assert json.loads(done.stdout)["tokens"] == expected
 
 
 @pytest.mark.slow
-def test_guesses_are_refused_with_the_reason(model):
-    done = launch.run(1, [*GENERATE, "-m", str(model.path), "--proposer", "prompt-lookup"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_job_writes_what_a_plain_loop_writes(model, plain, ranks):
+    """Over stages tokens are guessed by prompt lookup."""
+    done = launch.run(ranks, [*GENERATE, "-m", str(model.path)])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == plain
+    assert ranks == 1 or answer["stats"]["speculative_runs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--policy", "published", "-md", "embedded"],
+                                  ["--proposer", "lookahead"]], ids=["published", "rows"])
+def test_what_takes_parts_back_is_refused_with_the_reason(more, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny("qwen35"))
+    done = launch.run(1, [*GENERATE, "-m", str(path), *more])
     assert done.returncode == 2
     assert "keep a state" in done.stderr
-    assert "--proposer" in done.stderr
+    assert more[0] in done.stderr
 
 
 @pytest.mark.slow
-def test_several_users_of_a_server_get_the_same_answer_one_after_another(model):
+def test_several_users_of_a_server_get_the_same_answer_at_once(model):
     body = {"prompt": "the rain in", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    with serve(1, "-m", str(model.path), "-c", "256", "-t", "1") as server, \
-            ThreadPoolExecutor(3) as pool:
+    with serve(3, "-m", str(model.path), "-c", "256", "-t", "1") as server, \
+            ThreadPoolExecutor(4) as pool:
         server.wait_until_ready()
         answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(4)))
     assert {status for status, _ in answers} == {200}

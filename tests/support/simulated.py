@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pipeinfer.core.drafting import Proposal, StartDraft
-from pipeinfer.core.types import ALL_SEQS, Choice, Request, SeqCopy, SeqKeep, SeqRemove
+from pipeinfer.core.types import ALL_SEQS, END, Choice, Request, SeqCopy, SeqKeep, SeqRemove
 from pipeinfer.scheduler.events import (
     Abort,
     CancelRuns,
@@ -90,9 +90,47 @@ class KvModel:
                       key=lambda c: c.pos)
 
 
+class StateModel:
+    """States by id, as layers that keep one have them: whole or not at all."""
+
+    def __init__(self):
+        self.texts: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, ops):
+        for op in ops:
+            match op:
+                case SeqRemove(seq_id, p0, p1):
+                    assert p0 == 0, f"a part of a state cannot be removed: {op}"
+                    assert p1 == END
+                    if seq_id == ALL_SEQS:
+                        self.texts.clear()
+                    self.texts.pop(seq_id, None)
+                case SeqCopy(src, dst, p0, p1):
+                    text = self.texts.get(src, ())
+                    assert p0 == 0, f"a part of a state cannot be copied: {op}"
+                    assert dst not in self.texts, f"the state of {dst} is not empty: {op}"
+                    # fewer: its last run was skipped, and so will be what follows
+                    assert len(text) <= p1, f"a state of {len(text)} tokens is copied: {op}"
+                    if text:
+                        self.texts[dst] = text
+
+    def advance(self, rows):
+        """What the state of each row's id has seen, the row included."""
+        assert len({ids for ids in rows.seq_ids}) == 1, "rows of several ids in one run"
+        found = []
+        for token, pos, (seq_id,) in zip(rows.tokens.tolist(), rows.positions.tolist(),
+                                         rows.seq_ids, strict=True):
+            text = self.texts.get(seq_id, ())
+            assert len(text) == pos, f"a state of {len(text)} tokens at position {pos}"
+            self.texts[seq_id] = (*text, token)
+            found.append(self.texts[seq_id])
+        return found
+
+
 @dataclass
 class Stage:
     kv: KvModel = field(default_factory=KvModel)
+    states: StateModel = field(default_factory=StateModel)
     queue: deque = field(default_factory=deque)
     cancelled: set = field(default_factory=set)
     skipped: set = field(default_factory=set)
@@ -205,10 +243,11 @@ class Pipeline:
         item, skipped = stage.queue.popleft()
         last = index == len(self.stages) - 1
         choices: list[Choice] = []
-        if isinstance(item, SendOps):
+        if isinstance(item, SendOps | IssueRun):
             stage.kv.apply(item.ops)
-        elif isinstance(item, IssueRun):
-            stage.kv.apply(item.ops)
+            if self.scheduler.limits.states:
+                stage.states.apply(item.ops)
+        if isinstance(item, IssueRun):
             skip = skipped or (self.respect_cancel and (
                 item.run_id in stage.cancelled or item.parent_id in stage.skipped))
             if skip:
@@ -224,6 +263,7 @@ class Pipeline:
 
     def _evaluate(self, stage, item):
         rows = item.rows
+        states = stage.states.advance(rows) if self.scheduler.limits.states else None
         for token, pos, ids in zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
                                    strict=True):
             extents = {tuple(f([c.pos for c in stage.kv.cells if i in c.ids] or [-1])
@@ -242,8 +282,9 @@ class Pipeline:
                 assert good, (item, [(c.pos, c.ids) for c in seen])
                 if item.run_id not in self.probe_runs:
                     self._check_widths(item.lanes[i], seen)
+            path = tuple(c.token for c in seen)
+            assert states is None or states[i] == path
             if rows.outputs[i]:
-                path = tuple(c.token for c in seen)
                 out.append(self.choice_after(path) if good else Choice(-1))
         return out
 

@@ -1,0 +1,87 @@
+"""Models whose layers keep a state: an id for every speculative run, nothing removed in part."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.types import Request, SeqCopy, SeqRemove
+from pipeinfer.scheduler.events import Finish, IssueRun
+from pipeinfer.scheduler.sequence_pool import SequencePool
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.state_tree import StateTree
+from pipeinfer.scheduler.token_tree import PLANNED, Node
+from tests.support.sample import examples
+from tests.support.simulated import Pipeline, plain
+
+LIMITS = Limits(n_ctx=400, states=True, credit=5, partitions=8, draft_max=1)
+
+
+def long_run(limits=LIMITS, accuracy=0.8, **options):
+    pipeline = Pipeline(limits, n_vocab=7, accuracy=accuracy, **{"n_stages": 4, **options})
+    pipeline.submit(Request(0, (1, 2, 3, 4, 5), 150))
+    pipeline.drain()
+    assert pipeline.output[0] == plain((1, 2, 3, 4, 5), 150, 7)
+    return pipeline, next(i.stats for i in pipeline.log if isinstance(i, Finish))
+
+
+@given(data=st.data(), credit=st.sampled_from([1, 2, 4, 9]),
+       partitions=st.sampled_from([0, 1, 3, 12]), alternatives=st.sampled_from([0, 2]),
+       cells=st.sampled_from([0, 120]), accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+       respect_cancel=st.booleans(), seed=st.integers(0, 2**32))
+@examples(150)
+def test_every_interleaving_gives_the_plain_tokens(
+        data, credit, partitions, alternatives, cells, accuracy, respect_cancel, seed):
+    limits = structs.replace(LIMITS, credit=credit, partitions=partitions, cells=cells,
+                             alternatives=alternatives, parallel=3)
+    pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed,
+                        respect_cancel=respect_cancel)
+    for k in range(5):
+        pipeline.submit(Request(k, tuple(range(1 + 3 * k, 4 + 3 * k)), 40))
+        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
+            pipeline.step(pick)
+    if data.draw(st.booleans()):
+        pipeline.abort(3)
+    pipeline.drain()
+    for k in range(5):
+        expected = plain(tuple(range(1 + 3 * k, 4 + 3 * k)), 40, 7)
+        assert pipeline.output[k] == (expected if k != 3 else expected[:len(pipeline.output[3])])
+    assert pipeline.scheduler.idle
+    assert not any(stage.kv.cells or stage.states.texts for stage in pipeline.stages)
+
+
+def test_tokens_are_guessed_and_accepted_with_an_id_each():
+    pipeline, stats = long_run(accuracy=0.9)
+    assert stats.accepted_speculative > 75
+    assert stats.skipped_runs > 0
+    for run in (i for i in pipeline.log if isinstance(i, IssueRun) and i.speculative):
+        assert len(run.rows) == 1
+
+
+def test_ids_by_hand():
+    pool = SequencePool(4)
+    pool.acquire(0)
+    tree = StateTree(0, pool, Node(5, 2, None, (0,), 0, speculative=False))
+    right, wrong = (Node(token, 3, tree.frontier, (), PLANNED, speculative=True)
+                    for token in (7, 8))
+    assert tree.issue([right], 1) == [right]
+    assert tree.issue([wrong], 2) == [wrong]
+    assert pool.take_ops() == (SeqCopy(0, 1, 0, 3), SeqCopy(0, 2, 0, 3))
+    below = Node(9, 4, right, (), PLANNED, speculative=True)
+    tree.issue([below], 3)
+    assert pool.take_ops() == (SeqCopy(1, 3, 0, 4),)
+    assert tree.step(7) == (right, [wrong])
+    assert pool.take_ops() == (SeqRemove(2, 0), SeqRemove(0, 0))
+    assert tree.step(4) == (None, [below])
+    assert tree.add(4, NO_RUN).seq_ids == (1,)  # in place
+    assert pool.take_ops() == (SeqRemove(3, 0),)
+
+
+def test_a_state_that_is_not_copied_is_noticed(monkeypatch):
+    """Negative control: speculative runs that continue their parent's state in place."""
+    monkeypatch.setattr(StateTree, "_branch", lambda _, base: base.seq_ids[0])
+    with pytest.raises((AssertionError, KeyError)):
+        long_run()
