@@ -57,6 +57,7 @@ class LoadingLines:
     def show(self, states: States) -> None:
         """Show the states if that is due. Called at each message of a stage."""
         now, phases = self._clock(), tuple(state.phase for _, state in sorted(states.items()))
+        self._seconds.setdefault("planning", {0: now - self._began})
         for node, phase in self._before.items():
             spent = self._seconds.setdefault(phase, {})
             spent[node] = spent.get(node, 0.0) + now - self._last

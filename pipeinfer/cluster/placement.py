@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,8 @@ from pipeinfer.planning.planner import (
     torch_item_bytes,
     with_head,
 )
+
+_QUIET = 3.0  #: seconds after which a wait is explained
 
 Hosts = Sequence[RankInfo]
 
@@ -125,6 +129,18 @@ def agree(
     return Survey(plan, load, members, figures, notes)
 
 
+@contextlib.contextmanager
+def _said_if_slow(what: str) -> Iterator[None]:
+    """Write a line to standard error if this takes more than some seconds."""
+    timer = threading.Timer(_QUIET, lambda: sys.stderr.write(f"pipeinfer: {what}\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
              *, grows: bool = False, turns: bool = False) -> Judge:
     """Return the judge that compares plans on these ranks. GPUs are not shared as cores are.
@@ -173,6 +189,7 @@ def members_of(
     return members
 
 
+@_said_if_slow("ranks measure how fast they are with this model, before each loads its layers")
 def _ask(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
 ) -> tuple[dict[int, Figures], list[str]]:

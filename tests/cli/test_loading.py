@@ -57,6 +57,13 @@ def test_a_long_start_has_a_line_for_each_phase_and_every_ten_seconds():
                          "measuring 15 s\n")
 
 
+def test_what_comes_before_loading_is_counted_as_well():
+    start = Start(live=False)
+    start.at(20.0, n1="loading 0 1", n2="loading 0 1")
+    said = start.at(25.0, n1="ready 1 1", n2="ready 1 1")
+    assert said.endswith("pipeinfer: ready after 25 s: planning 20 s, loading 5 s\n")
+
+
 def test_a_terminal_has_one_line_that_is_replaced():
     start = Start(live=True)
     assert start.at(0.2, n1="loading 0 1") == "\r\x1b[Kstages: 1 loading | 2 waiting"
