@@ -24,7 +24,8 @@ PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 
 @pytest.fixture(scope="module")
 def whole_only(tmp_path_factory):
-    return str(write_random_model(tmp_path_factory.mktemp("m") / "mamba.gguf", tiny("gemma2", n_layer=46, n_embd=64)))
+    path = tmp_path_factory.mktemp("m") / "gemma.gguf"
+    return str(write_random_model(path, tiny("gemma2", n_layer=46, n_embd=64)))
 
 
 def test_a_dry_plan_refuses_a_model_that_cannot_be_split(whole_only):
