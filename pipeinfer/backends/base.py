@@ -58,12 +58,14 @@ class Capabilities(Struct, frozen=True):
         sequences can be joined (`seq_join`)
     embedding_rows: a row given as a vector, on the first shard
     stops_inside: a decode can be stopped at a layer boundary
+    takes_back: a part of a sequence can be removed or copied; otherwise whole ones alone
     """
 
     free_positions: bool
     separate_views: bool
     embedding_rows: bool
     stops_inside: bool
+    takes_back: bool = True
 
 
 class Backend(Protocol):

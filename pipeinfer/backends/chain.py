@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pipeinfer.backends.base import Backend, Capabilities, apply
-from pipeinfer.core.types import FloatArray, Rows, SeqJoin
+from pipeinfer.core.types import END, FloatArray, Rows, SeqJoin
 
 
 class ChainBackend:
@@ -40,7 +40,8 @@ class ChainBackend:
             free_positions=all(one.free_positions for one in able),
             separate_views=all(one.separate_views for one in able),
             embedding_rows=able[0].embedding_rows,
-            stops_inside=any(one.stops_inside for one in able))
+            stops_inside=any(one.stops_inside for one in able),
+            takes_back=all(one.takes_back for one in able))
 
     def decode(
         self, rows: Rows, hidden: FloatArray | None = None,
@@ -48,6 +49,8 @@ class ChainBackend:
     ) -> FloatArray | None:
         """See `Backend.decode`."""
         result: FloatArray | None = hidden
+        if not self.capabilities.takes_back:
+            should_stop = None  # the first parts could not be brought back
         for turn, part in enumerate(self._parts):
             try:
                 stopped = turn > 0 and should_stop is not None and should_stop()
@@ -88,6 +91,7 @@ class ChainBackend:
     def _drop(self, rows: Rows, count: int) -> None:
         """Remove the rows' cells from the first `count` parts, which had computed them."""
         end = int(rows.positions.max(initial=-1)) + 1
+        whole = not self.capabilities.takes_back
         for part in self._parts[:count]:
             for seq_id, first in rows.first_positions().items():
-                part.seq_rm(seq_id, first, end)
+                part.seq_rm(seq_id, *((0, END) if whole else (first, end)))

@@ -8,18 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_architectures import STATEFUL
-from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
-from tests.rig.plain_loop import PlainLoop
 from tests.rig.served import serve
+from tests.support.references import GREEDY, alone, seeded
 from tests.support.sample import full
 
 PROMPT = "the rain in the then the rain in the"
@@ -92,10 +92,7 @@ def test_sequences_copied_and_dropped_leave_others_their_bits(model):
 
 @pytest.fixture
 def plain(model):
-    tokenizer, loop = open_tokenizer(model.path), PlainLoop(model.path)
-    yield loop.generate(tokenizer.encode(PROMPT), 40)
-    loop.close()
-    tokenizer.close()
+    return alone(PROMPT, 40, path=model.path)
 
 
 @pytest.mark.slow
@@ -107,6 +104,52 @@ def test_a_job_writes_what_a_plain_loop_writes(model, plain, ranks):
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain
     assert ranks == 1 or answer["stats"]["speculative_runs"] > 0
+
+
+CASES = {
+    "draft": (3, ["--alternatives", "3", "--path-min", "0.0001", "--no-adapt"]),
+    "sampled": (3, ["--temp", "0.9", "--seed", "7"]),
+    "killed": (4, ["--fault", "kill@2:decode=12", "--temp", "0.8", "--seed", "3"]),
+    "killed-iterative": (3, ["--fault", "kill@1:decode=12", "--policy", "iterative"]),
+    "spare": (4, ["--fault", "kill@2:decode=9", "--spares", "1"]),
+    "moved": (3, ["--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward"]),
+    "overlapping": (2, ["--head-stage", "--turns", "off", "--credit", "7"]),
+    "no cancellation": (3, ["--ablate", "cancel", "--no-adapt"]),
+    "few ids": (3, ["--partitions", "1"]),
+    "repetition": (3, ["--repeat-penalty", "1.3", "--temp", "0.7", "--seed", "1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A target and a draft for it, which is right now and then by chance."""
+    folder = tmp_path_factory.mktemp("pair")
+    return {name: write_random_model(folder / f"{name}.gguf", spec) for name, spec in {
+        **{name: tiny(name, qtype="Q8_0", n_layer=12) for name in STATEFUL},
+        "draft": RandomSpec(n_layer=1)}.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), [
+    (name, case) if (name, case) in (("qwen35", "draft"), ("qwen35", "killed")) else
+    full(name, case) for name in ("qwen35", "granitehybrid", "nemotron_h", "qwen3next")
+    for case in CASES])
+def test_no_circumstance_changes_a_token(files, name, case):
+    ranks, more = CASES[case]
+    params = dict(zip(more[::2], more[1::2], strict=False))
+    sampling = GREEDY
+    if "--temp" in params:
+        sampling = structs.replace(
+            seeded(int(params["--seed"]), float(params["--temp"])),
+            repeat_penalty=float(params.get("--repeat-penalty", 1.0)))
+    expected = alone(PROMPT, 40, sampling, path=files[name])
+    done = launch.run(ranks, [*GENERATE, "-m", str(files[name]), "-md", str(files["draft"]),
+                              "--turns", "off", *more])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == expected
+    assert answer["stats"]["speculative_runs"] > 0 or "iterative" in case
+    assert bool(answer["stats"]["recovered"]) == ("--fault" in more)
 
 
 @pytest.mark.slow

@@ -102,6 +102,7 @@ class LlamaCppBackend:
             separate_views=False,
             embedding_rows=True,
             stops_inside=probe is not None and options.layer_callbacks,
+            takes_back=not self.keeps_state,
         )
         self._enters = info.architecture in _ENTRIES
         self._batch = RowBatch(
