@@ -27,8 +27,8 @@ LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 def for_state(config: JobConfig, model: Any) -> JobConfig:
     """Return the config, restricted if the model's layers keep a recurrent state.
 
-    No part of such a state can be removed again, so each speculative run has a copy of it, and a
-    request does not begin with the prompt of another. Every sequence costs memory for a state.
+    No part of such a state can be removed again, so each speculative run has a copy of it. Every
+    sequence costs memory for a state.
     Other models get the same config back. Raises UsageError for options that need more.
     """
     if not keeps_state(model):
@@ -37,12 +37,12 @@ def for_state(config: JobConfig, model: Any) -> JobConfig:
         raise UsageError(
             f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
             "which llama.cpp cannot take a part back: leave out " + " and ".join(found))
-    own: dict[str, Any] = {"prefix_cache": False}
+    own: dict[str, Any] = {}
     if config.speculation.partitions < 0:
         own["partitions"] = _STATES
     if "parallel" not in config.given:
         own["parallel"] = min(config.speculation.parallel, _REQUESTS)
-    return config.replace(**own)
+    return config.replace(**own) if own else config
 
 
 def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:

@@ -16,8 +16,9 @@ from pipeinfer.core.types import Request
 from pipeinfer.scheduler.buffered_tree import BufferedTree
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.prefix_cache import Block, Prefixes
-from pipeinfer.scheduler.sequence_pool import SequencePool
+from pipeinfer.scheduler.sequence_pool import NO_LANE, SequencePool
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.state_prefixes import StatePrefixes
 from pipeinfer.scheduler.state_tree import StateTree
 from pipeinfer.scheduler.token_tree import Node, Tree
 
@@ -32,7 +33,7 @@ class Admission:
     def __init__(self, limits: Limits, next_lane_id: int = 0) -> None:
         self.limits = limits
         self.pool = SequencePool(limits.n_ids, limits.parallel + limits.kept)
-        self.prefixes = Prefixes(limits.chunk)
+        self.prefixes = StatePrefixes(limits.chunk) if limits.states else Prefixes(limits.chunk)
         self.waiting: deque[QueuedRequest] = deque()
         self.next_lane_id = next_lane_id
         self._running: dict[int, Lane] = {}
@@ -131,6 +132,9 @@ class Admission:
         """
         if not self.limits.kept or lane.next_row != lane.block.stop:
             return False
+        if isinstance(self.prefixes, StatePrefixes):
+            self._copy_state(lane, self.prefixes)
+            return False
         prompt, limit = lane.request.prompt, self._limit(len(lane.request.prompt))
         block = self.prefixes.match(lane.block, prompt, limit)
         if block is not lane.block:
@@ -148,6 +152,9 @@ class Admission:
         start, stop: the chunk is `[start, stop)` of the lane's prompt
         None where the chunk cannot be shared, or where another lane is already computing it.
         """
+        if self.limits.states:
+            return Block(tuple(lane.request.prompt[:stop]), None, stop) \
+                if stop in lane.kept_at else None
         whole = stop <= len(lane.request.prompt) and stop - start == self.limits.chunk
         if not self.limits.kept or not whole or start != lane.block.stop:
             return None
@@ -156,6 +163,29 @@ class Admission:
             return None
         lane.block = self.prefixes.extend(lane.block, key, lane.lane)
         return lane.block
+
+    def _copy_state(self, lane: Lane, prefixes: StatePrefixes) -> None:
+        """Begin with the state of the longest cached prompt, once; choose where to keep others."""
+        prompt = tuple(lane.request.prompt)
+        limit = self._limit(len(prompt))
+        if lane.next_row or lane.kept_at:
+            return
+        holder = prefixes.longest(prompt, limit)
+        if holder is not None:
+            lane.reused = lane.next_row = prefixes.kept[holder].stop
+            self.pool.share(self._id_of(holder), lane.main_id, 0, lane.next_row)
+            lane.stats.reused = max(lane.stats.reused, lane.reused)
+        lane.kept_at = prefixes.places(prompt, lane.next_row, limit)
+
+    def keep_state(self, lane: Lane, block: Block) -> None:
+        """Cache the state of a prompt behind a run that was issued just now."""
+        while len(self.prefixes.kept) >= self.limits.kept:
+            self._evict()
+        seq_id = self.pool.acquire(NO_LANE)
+        self.pool.share(lane.main_id, seq_id, 0, block.stop)
+        self.prefixes.kept[_kept(seq_id)] = block
+        lane.states.append(_kept(seq_id))
+        self._reserve()
 
     def leave(self, lane: Lane) -> None:
         """Close a lane and release its ids, except one that stays to cache the computed part of its
@@ -169,6 +199,10 @@ class Admission:
             for other in self.prefixes.keep(known, _kept(main)):
                 self.pool.release(self._id_of(other), 0)
             self.pool.keep(main, known.stop)
+        for holder in lane.states:  # a run that was cancelled leaves no state behind
+            if (own := self.prefixes.kept.get(holder)) and not own.computed:
+                self.prefixes.forget(holder)
+                self.pool.release(self._id_of(holder), 0)
         self.prefixes.release(lane.block, lane.lane)
         del self._running[lane.lane]
         self.pool.release_lane(lane.lane)

@@ -476,9 +476,11 @@ class Scheduler:
         seq = root.seq_ids[:1]
         rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)
                           for i in range(start, stop)])
+        block = self.admission.shareable(lane, start, stop)
         run_id = self.state.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
-                              speculative=False, chunk=True,
-                              block=self.admission.shareable(lane, start, stop))
+                                   speculative=False, chunk=True, block=block)
+        if block is not None and limits.states:
+            self.admission.keep_state(lane, block)
         lane.last_chunk_run = run_id
         lane.next_row = stop
         if last:

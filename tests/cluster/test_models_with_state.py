@@ -17,6 +17,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_architectures import STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
 from tests.rig.served import serve
 from tests.support.references import GREEDY, alone, seeded
@@ -172,3 +173,26 @@ def test_several_users_of_a_server_get_the_same_answer_at_once(model):
         answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(4)))
     assert {status for status, _ in answers} == {200}
     assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35", full("granitehybrid"), full("lfm2")])
+def test_a_conversation_computes_only_what_is_new(files, name):
+    """Three turns over three stages; each prompt begins with the last one and its answer."""
+    tokenizer = open_tokenizer(files[name])
+    text, cached = "the rain in the land " * 20, []
+    with serve(4, "-m", str(files[name]), "-c", "1024", "-t", "1") as server:
+        server.wait_until_ready()
+        for turn in range(3):
+            _, answer = server.post("/v1/completions", {
+                "prompt": text, "max_tokens": 16, "temperature": 0, "ignore_eos": True})
+            usage = answer["usage"]
+            said = answer["choices"][0]["text"]
+            plain = tokenizer.decode(alone(text, 16, path=files[name]), False)
+            assert said.rstrip("\ufffd") == plain.rstrip("\ufffd")  # it ends within a character
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            text += said + " and then the other rain in " * 8
+    tokenizer.close()
+    assert cached[0] == 0
+    assert 0 < cached[1] < cached[2]
+    assert all(one % 64 == 0 for one in cached)

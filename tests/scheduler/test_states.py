@@ -30,27 +30,57 @@ def long_run(limits=LIMITS, accuracy=0.8, **options):
 
 @given(data=st.data(), credit=st.sampled_from([1, 2, 4, 9]),
        partitions=st.sampled_from([0, 1, 3, 12]), alternatives=st.sampled_from([0, 2]),
-       cells=st.sampled_from([0, 120]), accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+       cells=st.sampled_from([0, 120]), kept=st.sampled_from([0, 1, 3]),
+       accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
        respect_cancel=st.booleans(), seed=st.integers(0, 2**32))
 @examples(150)
 def test_every_interleaving_gives_the_plain_tokens(
-        data, credit, partitions, alternatives, cells, accuracy, respect_cancel, seed):
+        data, credit, partitions, alternatives, cells, kept, accuracy, respect_cancel, seed):
     limits = structs.replace(LIMITS, credit=credit, partitions=partitions, cells=cells,
-                             alternatives=alternatives, parallel=3)
+                             alternatives=alternatives, parallel=3, kept=kept, chunk=4)
+    prompts = [tuple(range(1, 14 + 3 * k)) if k % 2 else tuple(range(1 + k, 8 + k))
+               for k in range(5)]
     pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed,
                         respect_cancel=respect_cancel)
     for k in range(5):
-        pipeline.submit(Request(k, tuple(range(1 + 3 * k, 4 + 3 * k)), 40))
+        pipeline.submit(Request(k, prompts[k], 40))
         for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
             pipeline.step(pick)
     if data.draw(st.booleans()):
         pipeline.abort(3)
     pipeline.drain()
     for k in range(5):
-        expected = plain(tuple(range(1 + 3 * k, 4 + 3 * k)), 40, 7)
+        expected = plain(prompts[k], 40, 7)
         assert pipeline.output[k] == (expected if k != 3 else expected[:len(pipeline.output[3])])
     assert pipeline.scheduler.idle
-    assert not any(stage.kv.cells or stage.states.texts for stage in pipeline.stages)
+    if not kept:
+        assert not any(stage.kv.cells or stage.states.texts for stage in pipeline.stages)
+
+
+def turn(pipeline, number, prompt):
+    pipeline.submit(Request(number, tuple(prompt), 10))
+    pipeline.drain()
+    assert pipeline.output[number] == plain(tuple(prompt), 10, 7)
+    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish) and i.request_id == number)
+    return stats.reused
+
+
+def test_the_next_turn_goes_on_from_the_last_prompts_state():
+    pipeline = Pipeline(structs.replace(LIMITS, kept=4, chunk=8), n_vocab=7)
+    prompt = list(range(30))
+    assert turn(pipeline, 0, prompt) == 0
+    prompt += pipeline.output[0] + list(range(20))
+    assert turn(pipeline, 1, prompt) == 24
+    prompt += pipeline.output[1] + list(range(5))
+    assert turn(pipeline, 2, prompt) == 56
+
+
+def test_what_prompts_have_in_common_is_kept_at_the_second():
+    pipeline = Pipeline(structs.replace(LIMITS, kept=4, chunk=8), n_vocab=7)
+    common = list(range(20))
+    reused = [turn(pipeline, k, [*common, *[90 + k] * 15]) for k in range(4)]
+    assert reused == [0, 0, 16, 16]
+    assert len(pipeline.scheduler.admission.prefixes.kept) == 4
 
 
 def test_tokens_are_guessed_and_accepted_with_an_id_each():
