@@ -81,20 +81,16 @@ def agree(
                    states_for(config.speculation, place.size))
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
     whole = config.speculation.layout == "replicate"
-    nodes = load_nodes(config.cluster)
     auto = config.cluster.grid == "auto"
     teams = None if auto else teams_asked(config, candidates, hosts)
-    counts: list[int | None] = [None] * len(candidates)
-    if teams is None:
-        counts = asked_counts(config.cluster, model, candidates, hosts,
-                              nodes.layers if nodes is not None else None)
-        counts = leave_spares(config.cluster, counts)
-    counts = [0 if hosts[rank].dead else count
-              for rank, count in zip(candidates, counts, strict=True)]
+    counts = _counts(config, model, candidates, hosts, free=teams is not None)
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
     notes: list[str] = []
     if place.comm is not None and config.cluster.split == "planned" and len(free) > 1 and not whole:
+        if teams is None and not auto:  # a model that fits nowhere is refused before it is read
+            make_plan(config.cluster, load, members_of(candidates, counts, hosts, {}, head_bytes),
+                      candidates, hosts, lambda split: -split.slowest, timed=False)
         figures, notes = _ask(config, place, model, path, hosts, free)
     members = dict(zip(candidates, members_of(candidates, counts, hosts, figures, head_bytes),
                        strict=True))
@@ -127,6 +123,21 @@ def agree(
             with contextlib.suppress(RankLost):  # detected again later, when it can be recovered
                 mpi_startup.say(place.comm, rank, placed)
     return Survey(plan, load, members, figures, notes)
+
+
+def _counts(config: JobConfig, model: Any, candidates: Sequence[int], hosts: Hosts, *, free: bool
+            ) -> list[int | None]:
+    """The layers of each candidate that are set; 0 for spares and ranks that are gone.
+
+    free: whether no layers can be set, and no spares.
+    """
+    nodes = load_nodes(config.cluster)
+    counts: list[int | None] = [None] * len(candidates)
+    if not free:
+        counts = leave_spares(config.cluster, asked_counts(
+            config.cluster, model, candidates, hosts, nodes.layers if nodes else None))
+    return [0 if hosts[rank].dead else count
+            for rank, count in zip(candidates, counts, strict=True)]
 
 
 @contextlib.contextmanager

@@ -183,7 +183,7 @@ def test_a_conversation_computes_only_what_is_new(files, name):
     text, cached = "the rain in the land " * 20, []
     with serve(4, "-m", str(files[name]), "-c", "1024", "-t", "1") as server:
         server.wait_until_ready()
-        for turn in range(3):
+        for _ in range(3):
             _, answer = server.post("/v1/completions", {
                 "prompt": text, "max_tokens": 16, "temperature": 0, "ignore_eos": True})
             usage = answer["usage"]

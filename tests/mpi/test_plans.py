@@ -59,6 +59,15 @@ def test_a_rank_remembers_its_figures_and_plans_the_same_again(tmp_path, tokens)
     assert remembered[0].read_text() != text
 
 
+def test_a_model_that_fits_nowhere_is_refused_before_ranks_measure(tmp_path):
+    (tmp_path / "hosts.toml").write_text('[defaults]\nmemory = "8MiB"\n')
+    done = launch.run(3, [*GENERATE, "--nodes", str(tmp_path / "hosts.toml"), "-m", "smollm2"],
+                      timeout=60, PIPEINFER_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 4
+    assert "but all ranks together have" in done.stderr or "together for weights" in done.stderr
+    assert not list((tmp_path / "cache").glob("speed-*"))
+
+
 def test_a_split_that_does_not_add_up_is_one_line():
     done = launch.run(3, [*GENERATE, "--layers", "6,5"], timeout=60)
     assert done.returncode == 4
