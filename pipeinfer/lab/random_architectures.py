@@ -22,7 +22,8 @@ DENSE_FIRST = 2  #: leading layers of a mixture without experts
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns; of its
-    mixtures: experts, and columns of one."""
+    mixtures: experts, and columns of one; of its delta nets: elements of a head, heads of keys and
+    of values."""
 
     n_layer: int
     width: int
@@ -33,6 +34,9 @@ class Sizes:
     experts: int = EXPERTS
     expert_ff: int = EXPERT_FF
     dense_first: int = DENSE_FIRST
+    delta: int = 64
+    delta_keys: int = 2
+    delta_values: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,14 +396,14 @@ def _parted(s: Sizes, i: int) -> dict[str, Shape]:
         "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
 
 
-_DELTA, _GROUPS, _VALUES, _INTERVAL = 64, 2, 4, 4  #: delta net: size and numbers of heads; period
+_INTERVAL = 4  #: one of so many layers has attention
 
 
 def _delta_keys(s: Sizes) -> dict[str, Key]:
     return _RMS | _heads(s) | {
         "rope.dimension_count": s.head // 2, "ssm.conv_kernel": _CONV,
-        "ssm.inner_size": _VALUES * _DELTA, "ssm.state_size": _DELTA,
-        "ssm.time_step_rank": _VALUES, "ssm.group_count": _GROUPS,
+        "ssm.inner_size": s.delta_values * s.delta, "ssm.state_size": s.delta,
+        "ssm.time_step_rank": s.delta_values, "ssm.group_count": s.delta_keys,
         "full_attention_interval": _INTERVAL}
 
 
@@ -413,18 +417,19 @@ def _delta(s: Sizes, i: int) -> dict[str, Shape]:
     if (i + 1) % _INTERVAL == 0:
         return found | _attention(s) | _head_norms(s) | {
             "attn_q.weight": (2 * s.heads * s.head, s.width)}
-    values = _VALUES * _DELTA
-    channels = 2 * _GROUPS * _DELTA + values
+    values = s.delta_values * s.delta
+    channels = 2 * s.delta_keys * s.delta + values
     return found | {
         "attn_qkv.weight": (channels, s.width), "attn_gate.weight": (values, s.width),
-        "ssm_conv1d.weight": (channels, _CONV), "ssm_dt.bias": (_VALUES,), "ssm_a": (_VALUES,),
-        "ssm_norm.weight": (_DELTA,), "ssm_out.weight": (s.width, values)}
+        "ssm_conv1d.weight": (channels, _CONV), "ssm_dt.bias": (s.delta_values,),
+        "ssm_a": (s.delta_values,), "ssm_norm.weight": (s.delta,),
+        "ssm_out.weight": (s.width, values)}
 
 
 def _with_rates(s: Sizes, i: int) -> dict[str, Shape]:
     found = _delta(s, i)
     if "ssm_a" in found:
-        found |= {f"ssm_{name}.weight": (_VALUES, s.width) for name in ("alpha", "beta")}
+        found |= {f"ssm_{name}.weight": (s.delta_values, s.width) for name in ("alpha", "beta")}
     return found
 
 
@@ -433,7 +438,8 @@ def _qwen35(s: Sizes, i: int) -> dict[str, Shape]:
 
 
 def _shared_experts(s: Sizes) -> dict[str, Shape]:
-    return _experts(s) | _dense(s, "_shexp", EXPERT_FF) | {"ffn_gate_inp_shexp.weight": (s.width,)}
+    return _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+        "ffn_gate_inp_shexp.weight": (s.width,)}
 
 
 _SHARED: dict[str, Key] = _SPARSE | {"expert_shared_feed_forward_length": EXPERT_FF}
@@ -446,7 +452,7 @@ def _qwen35moe(s: Sizes, i: int) -> dict[str, Shape]:
 def _qwen3next(s: Sizes, i: int) -> dict[str, Shape]:
     found = _delta(s, i)
     if "ssm_a" in found:
-        found["ssm_ba.weight"] = (2 * _VALUES, s.width)
+        found["ssm_ba.weight"] = (2 * s.delta_values, s.width)
     return found | _shared_experts(s)
 
 

@@ -18,7 +18,15 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.lab.random_architectures import RECIPES, Key, Recipe, Shape, Sizes, tensors_of
+from pipeinfer.lab.random_architectures import (
+    RECIPES,
+    STATEFUL,
+    Key,
+    Recipe,
+    Shape,
+    Sizes,
+    tensors_of,
+)
 from pipeinfer.lab.random_model import add_key, add_tokenizer, drawn, quantise
 
 TYPES = ("Q4_0", "Q8_0", "Q4_K_M", "Q6_K", "F16", "BF16", "MXFP4")
@@ -45,6 +53,8 @@ def _mixture(experts: int, used: int, columns: int, **more: Key) -> dict[str, Ke
 
 _OSS: dict[str, Key] = {"attention.sliding_window": 128, "rope.freq_base": 150000.0,
                         "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096}
+_PARTLY_ROTATED: dict[str, Key] = {"rope.dimension_count": 64, "rope.freq_base": 1e7,
+                                   "rope.dimension_sections": [11, 11, 10, 0]}
 SHAPES = {
     "llama-8b": RealShape("llama", Sizes(32, 4096, 32, 8, 128, 14336), 128_256),
     "llama-70b": RealShape("llama", Sizes(80, 8192, 64, 8, 128, 28672), 128_256),
@@ -57,6 +67,12 @@ SHAPES = {
                               keys=_OSS | _mixture(128, 4, 2880)),
     "glm-4.5-air": RealShape("glm4moe", Sizes(46, 4096, 96, 8, 128, 10944, 128, 1408, 1), 151_552,
                              keys=_mixture(128, 8, 1408, leading_dense_block_count=1)),
+    "qwen3.5-0.8b": RealShape("qwen35-tied", Sizes(
+        24, 1024, 8, 2, 256, 3584, delta=128, delta_keys=16, delta_values=16), 248_320,
+        keys=_PARTLY_ROTATED),
+    "qwen3.5-35b-a3b": RealShape("qwen35moe", Sizes(
+        40, 2048, 16, 2, 256, 512, 256, 512, delta=128, delta_keys=16, delta_values=32), 248_320,
+        keys=_PARTLY_ROTATED | _mixture(256, 8, 512, expert_shared_feed_forward_length=512)),
 }
 
 
@@ -72,7 +88,7 @@ def _llama_layer(shape: RealShape) -> Callable[[Sizes, int], dict[str, Shape]]:
 
 def _recipe(shape: RealShape) -> Recipe:
     if shape.recipe != "llama":
-        return RECIPES[shape.recipe]
+        return (RECIPES | STATEFUL)[shape.recipe]
     return Recipe("qwen3" if shape.head_norms else "llama", lambda s: _LLAMA | {
         "attention.key_length": s.head, "attention.value_length": s.head}, _llama_layer(shape))
 
@@ -156,7 +172,8 @@ def _plan(recipe: Recipe, sizes: Sizes, tokens: int, qtype: str
     if not recipe.tied:
         yield "output.weight", (tokens, sizes.width), _type(qtype, "output.")
     for name, dims in tensors_of(recipe, sizes):
-        plain = len(dims) == 1 or "gate_inp" in name or "bias" in name or "norm" in name
+        plain = len(dims) == 1 or "gate_inp" in name or "bias" in name \
+            or "norm" in name or "conv1d" in name
         yield name, dims, None if plain else _type(qtype, name)
 
 
