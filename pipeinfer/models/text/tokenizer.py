@@ -17,6 +17,7 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
+from pipeinfer.models.text.apart import Apart
 from pipeinfer.models.text.marks import MarkGuard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
@@ -24,13 +25,18 @@ _SPACES = " \t\n\v\f\r"  #: llama.cpp strips these next to marks with the attrib
 _PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
+#: characters up to which no text overflows the stack: the worst take 2 KiB each
+SAFE_CHARACTERS = 2048
 
 
 class Tokenizer:
     """The vocabulary of one model, thread-safe after loading.
 
     This class reads GGUF files with llama.cpp; `open_tokenizer` opens Hugging Face folders, too.
+    apart: the processes for texts that native code may not survive
     """
+
+    _most_here = SAFE_CHARACTERS
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Load the vocabulary of the GGUF file at `path`. Raises ModelError when there is none."""
@@ -47,6 +53,7 @@ class Tokenizer:
                              f"{last_log()}")
         self._vocab: Any = binding.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
+        self.apart = Apart(path)
         self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were used before
         self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         if binding.llama_vocab_type(self._vocab) == 0:
@@ -55,6 +62,7 @@ class Tokenizer:
 
     def close(self) -> None:
         """Release the vocabulary. May be called twice."""
+        self.apart.close()
         model, self._model = self._model, None
         if model:
             binding.llama_model_free(model)
@@ -114,6 +122,28 @@ class Tokenizer:
 
     def split(self, text: str, special: bool) -> list[int]:
         """Return the tokens of the text alone, without `bos_id`; arguments as for `encode`."""
+        return self._tokens("split", text, special)
+
+    def keep_apart(self) -> None:
+        """Let no text reach native code in this process from now on."""
+        self._most_here = 0
+        self.apart.start()
+
+    def _tokens(self, how: str, text: str, detail: bool | str) -> list[int]:
+        if len(text) <= self._most_here:
+            return self.tokens_here(how, text, detail)
+        return self.apart.tokens(how, text, detail)
+
+    def tokens_here(self, how: str, text: str, detail: bool | str) -> list[int]:
+        """Return the tokens of a text, whatever that does to this process.
+
+        how: "split", and detail: `special` as for `encode`; or "guarded", and detail: the seam
+        Raises RequestError for a text that cannot be tokenised.
+        """
+        return (self._guarded(text, str(detail)) if how == "guarded"
+                else self._split(text, bool(detail)))
+
+    def _split(self, text: str, special: bool) -> list[int]:
         raw = text.encode("utf-8", "replace")
         size = len(raw) + 8
         buffer = (ctypes.c_int32 * size)()
@@ -229,7 +259,7 @@ class Tokenizer:
         """Return the tokens of a text without its seams; its whole marks become control tokens."""
         if seam not in text:
             return self.encode(text, special=True)
-        return self._begun(self._encode_guarded(text, seam), None)
+        return self._begun(self._tokens("guarded", text, seam), None)
 
     @cached_property
     def marks(self) -> Marks:
@@ -238,7 +268,7 @@ class Tokenizer:
         return Marks({self._text(i): i for i in range(self.n_vocab)
                       if kinds(self._vocab, i) & _PARSED})
 
-    def _encode_guarded(self, text: str, seam: str) -> list[int]:
+    def _guarded(self, text: str, seam: str) -> list[int]:
         parts = self.marks.split(text)
         tokens: list[int] = []
         for at, part in enumerate(parts):
@@ -250,7 +280,7 @@ class Tokenizer:
                 plain = plain.lstrip(_SPACES)
             if parts[at + 1 :] and self._kind(int(parts[at + 1])) & binding.LLAMA_TOKEN_ATTR_LSTRIP:
                 plain = plain.rstrip(_SPACES)
-            tokens += self.split(plain, special=False) if plain else []
+            tokens += self._split(plain, special=False) if plain else []
         return tokens
 
     def token_text(self, token: int) -> bytes:
