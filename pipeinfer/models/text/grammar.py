@@ -68,7 +68,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
 
 def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     """Compile as `compile_grammar` does, but in this process, which a hostile grammar can end."""
-    body = _schema(text) if kind.startswith("json") else from_text(kind, text)
+    body = _schema(text) if kind.startswith("json") else from_text(kind, text, vocabulary)
     compiled = _HEADER + body
     if complaint := vocabulary.complaint(compiled):
         raise RequestError(_short(complaint))
@@ -79,9 +79,9 @@ def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     return compiled
 
 
-def from_text(kind: str, text: str) -> str:
+def from_text(kind: str, text: str, vocabulary: Vocabulary) -> str:
     if kind == "gbnf":
-        return to_lark(text)
+        return to_lark(text, vocabulary.token_id, vocabulary.end_ids)
     if kind == "regex":
         return f"start: /{llguidance().regex_to_lark(text, 'd')}/"
     if "%llguidance" in text:
