@@ -17,6 +17,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import generic_tools, tools
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
+from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import Specification
@@ -136,25 +137,30 @@ def offered_by(request: schema.Conversation, tokenizer: Tokenizer) -> ToolUse | 
         return None
     template = tokenizer.chat_template or ""
     most = 1 if request.parallel_tool_calls is False else MOST_CALLS
-    return ToolUse([tool.model_dump(exclude_none=True) for tool in request.tools],
-                   tools.is_hermes(template) or not knows_tools(template), most)
+    offered = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    for function in (tool["function"] for tool in offered):
+        function["parameters"] = function.get("parameters") or tools.NONE
+        if knows_tools(template):  # most of these templates append it
+            function.setdefault("description", "")
+    return ToolUse(offered, tools.is_hermes(template) or not knows_tools(template), most)
 
 
-def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return the tools for the model, with a grammar if calls are to be enforced. Raises
-    ApiError."""
+def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Grammars
+             ) -> tuple[ToolUse | None, list[str]]:
+    """Return the tools for the model, with a grammar if calls are to be enforced, and notes on
+    parameters that it does not hold. Raises ApiError."""
     choice = request.tool_choice
     offered = offered_by(request, tokenizer)
     if offered is None and choice not in (None, "none", "auto"):
         raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
     if offered is None or choice == "none":
-        return None
+        return None, []
     functions, required, most = [tool["function"] for tool in offered.tools], False, offered.most
     if choice in (None, "auto"):
         free = (request.response_format is None or request.response_format.type == "text")
         knows = knows_tools(tokenizer.chat_template or "")
         if knows or request.grammar or request.ignore_eos or not free:
-            return offered
+            return offered, []
     else:
         required = True
         most = most if request.parallel_tool_calls else 1
@@ -165,12 +171,27 @@ def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer) -> ToolUse | Non
                       "tool_choice")
     marks = tokenizer.encode(tools.OPEN, add_bos=False, special=True)
     is_token = len(marks) == 1 and tokenizer.is_markup(marks[0])
+    functions, notes = _held(functions, grammars)
     try:
         grammar = tools.call_grammar(functions, offered.hermes, is_token, most=most,
                                      words=not required)
     except RequestError as error:
         raise bad(f"the parameters of a tool cannot be used: {error}", "tools") from error
-    return replace(offered, most=most, required=required, grammar=grammar)
+    return replace(offered, most=most, required=required, grammar=grammar), notes
+
+
+def _held(functions: list[dict[str, Any]], grammars: Grammars
+          ) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions with the parameters that a grammar can hold, and notes on the rest."""
+    out, notes = [], []
+    for function in functions:
+        parameters, found = grammars.held(function["parameters"], f"tool {function['name']}",
+                                          "tools", function.get("strict"))
+        if "$ref" not in parameters:
+            parameters = {"type": "object"} | parameters
+        out.append({**function, "parameters": parameters})
+        notes += found
+    return out, notes
 
 
 def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class EngineRequest:
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
     usage, detail: whether the answer includes these. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
+    notes: on parts of the request that are not honoured, for the answer.
     """
 
     prompts: list[list[int]]
@@ -62,6 +63,7 @@ class EngineRequest:
     echo: bool = False
     decompose: Specification | None = None
     tools: chat.ToolUse | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -101,22 +103,24 @@ def _completion(request: schema.CompletionRequest, server: ServedModel) -> Engin
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     params = _sampling(request, server, n_logprobs)
     shared = _common(request, server.settings)
-    params = structs.replace(params, grammar=constrain(request, server.grammars))
+    grammar, notes = constrain(request, server.grammars)
+    params = structs.replace(params, grammar=grammar)
     return EngineRequest(tokens, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0,
-                         echo=bool(request.echo), params=params, **shared)
+                         echo=bool(request.echo), params=params, notes=list(notes), **shared)
 
 
 def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineRequest:
     settings, tokenizer = server.settings, server.tokenizer
     max_tokens, n_logprobs = _chat_limits(request, server.n_ctx)
     params = _sampling(request, server, n_logprobs)
-    offered = chat.tools_of(request, tokenizer)
-    params = structs.replace(params, grammar=constrain(
-        request, server.grammars, offered.grammar if offered else ""))
+    offered, notes = chat.tools_of(request, tokenizer, server.grammars)
+    grammar, more = constrain(request, server.grammars, offered.grammar if offered else "")
+    params = structs.replace(params, grammar=grammar)
     prompt, decompose = chat.prompt_of(request, settings, tokenizer, params, offered)
     prompts.check_lengths([prompt], server.n_ctx, "messages")
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
+                         notes=[*notes, *more],
                          **_common(request, settings))
 
 

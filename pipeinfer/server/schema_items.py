@@ -215,7 +215,7 @@ def _format(form: Format) -> schema.ResponseFormat:
     if form.json_schema is None:
         raise bad("text.format of type json_schema needs the field schema", "text.format")
     return schema.ResponseFormat(type=form.type, json_schema=schema.JsonSchema(
-        name=form.name, schema=form.json_schema))
+        name=form.name, schema=form.json_schema, strict=form.strict))
 
 
 def _messages(request: ResponseRequest) -> list[schema.Message]:
