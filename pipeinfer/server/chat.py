@@ -87,25 +87,24 @@ def _templated(
     messages = [_message(m, "developer" in template) for m in request.messages]
     offered = tools.tools if tools else None
     generic = not knows_tools(template)
-    if generic and (tools or any(m.tool_calls or m.role == "tool" for m in request.messages)):
+    calls = any(m.tool_calls for m in request.messages)
+    if generic and (tools or calls or any(m.role == "tool" for m in request.messages)):
         functions = [tool["function"] for tool in offered or ()]
         messages = generic_tools.messages_for(
             messages, functions, tools is not None and tools.required)
         offered = None
-
-    def made() -> T:
+    tries = [messages]
+    if calls and not generic:
+        tries.append([_written(m) for m in messages])
+    if generic and tools and request.messages[0].role not in ("system", "developer"):
+        tries.append(generic_tools.without_system(messages))  # the template has no system role
+    errors = []
+    for tried in tries:
         try:
-            return make(messages, add_generation_prompt, tools=offered, variables=variables)
-        except RequestError:
-            if not generic or not tools or request.messages[0].role in ("system", "developer"):
-                raise
-            plain = generic_tools.without_system(messages)  # the template has no system role
-            return make(plain, add_generation_prompt, tools=None, variables=variables)
-
-    try:
-        return made()
-    except RequestError as error:
-        raise bad(str(error), "messages") from error
+            return make(tried, add_generation_prompt, tools=offered, variables=variables)
+        except RequestError as error:
+            errors.append(error)
+    raise bad(str(errors[0]), "messages") from errors[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +200,8 @@ def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             out[name] = value
+    if message.reasoning_content is not None:  # gpt-oss has this name for it
+        out["thinking"] = message.reasoning_content
     if message.tool_calls:
         out["tool_calls"] = [{
             "id": call.id, "type": "function",
@@ -208,6 +209,20 @@ def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
                          "arguments": _arguments(call.function.arguments)},
         } for call in message.tool_calls]
     return out
+
+
+def _written(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text, which some templates
+    append."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [
+        {**call, "function": {**call["function"], "arguments": _json(
+            call["function"]["arguments"])}} for call in message["tool_calls"]]}
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _text(content: str | list[schema.TextPart] | None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-_PRINTED = frozenset({"content", "name", "reasoning_content", "tool_call_id"})
+_PRINTED = frozenset({"content", "name", "reasoning_content", "thinking", "tool_call_id"})
 
 
 class Marks:

@@ -22,6 +22,7 @@ from pipeinfer.models.text.marks import MarkGuard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
 _SPACES = " \t\n\v\f\r"  #: llama.cpp strips these next to marks with the attributes for it
+_PROBE = "pipeinfer"
 _PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
@@ -212,9 +213,19 @@ class Tokenizer:
         if template is None:
             parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
             return "".join(parts) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        if self._wants_parts:
+            messages = [{**m, "content": _parts(m["content"])}
+                        if isinstance(m.get("content"), str) else m for m in messages]
+        return self._rendered(template, messages, add_generation_prompt, tools, variables)
+
+    def _rendered(
+        self, template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any] | None,
+    ) -> str:
         from pipeinfer.models.text.chat_template import render
 
         return render(template, {
+            "documents": None,
             **(variables or {}),
             "messages": list(messages),
             "tools": None if tools is None else list(tools),
@@ -222,6 +233,20 @@ class Tokenizer:
             "bos_token": self._text(self.bos_id),
             "eos_token": self._text(self.eos_id),
         })
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows contents in parts and passes over those that are one text."""
+        template = self.chat_template or ""
+
+        def shows(content: Any) -> bool:
+            try:
+                return _PROBE in self._rendered(
+                    template, [{"role": "user", "content": content}], True, None, None)
+            except RequestError:
+                return False
+
+        return "text" in template and not shows(_PROBE) and shows(_parts(_PROBE))
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
@@ -340,6 +365,10 @@ def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
             f"{draft.path}: its vocabulary differs from the target's ({shown}); "
             "use a draft model of the target's family"
         )
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _or_none(token: int) -> int | None:
