@@ -36,7 +36,7 @@ def prompt_of(request: schema.ChatRequest, settings: Settings, tokenizer: Tokeni
     """
     method = _method_of(request, settings, params, offered)
     if not method:
-        return _templated(tokenizer.encode_chat, request, tokenizer, offered, True), None
+        return _templated(tokenizer.encode_chat, request, tokenizer, offered), None
     messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
     try:
         opened = opening(tokenizer, texts_of(Path(settings.model)), method, messages)
@@ -56,7 +56,7 @@ def _method_of(request: schema.ChatRequest, settings: Settings, params: Sampling
     if asked_for == "none" or (asked_for is None and not settings.decomposer):
         return ""
     method = asked_for or settings.decomposer
-    problem = ""
+    problem = "it cannot continue a message" if continues(request) else ""
     if method not in settings.decomposers:
         problem = "this server was not started with it: see --decomposer"
     elif (params.grammar or offered) and registry.decomposer(method).make is not None:
@@ -70,15 +70,26 @@ def _method_of(request: schema.ChatRequest, settings: Settings, params: Sampling
 
 def render(
     request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None,
-    add_generation_prompt: bool = True,
 ) -> str:
     """Return the prompt of a conversation as text. Raises ApiError when the template refuses it."""
-    return _templated(tokenizer.apply_chat, request, tokenizer, tools, add_generation_prompt)
+    return _templated(tokenizer.apply_chat, request, tokenizer, tools)
+
+
+def continues(request: schema.Conversation) -> bool:
+    """Return whether the answer goes on with the last message. Raises ApiError if it cannot."""
+    last, wanted = request.messages[-1], request.continue_final_message
+    can = last.role == "assistant" and not last.tool_calls and bool(_text(last.content))
+    if wanted is None:
+        return can and request.add_generation_prompt is None
+    if wanted and (not can or request.add_generation_prompt):
+        raise bad("continue_final_message needs a last message of the assistant with a content and "
+                  "without calls, and no add_generation_prompt", "continue_final_message")
+    return wanted
 
 
 def _templated(
     make: Callable[..., T], request: schema.Conversation, tokenizer: Tokenizer,
-    tools: ToolUse | None, add_generation_prompt: bool,
+    tools: ToolUse | None,
 ) -> T:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -101,7 +112,8 @@ def _templated(
     errors = []
     for tried in tries:
         try:
-            return make(tried, add_generation_prompt, tools=offered, variables=variables)
+            return make(tried, request.add_generation_prompt is not False, tools=offered,
+                        variables=variables, continued=continues(request))
         except RequestError as error:
             errors.append(error)
     raise bad(str(errors[0]), "messages") from errors[0]
@@ -154,6 +166,8 @@ def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Gramma
         raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
     if offered is None or choice == "none":
         return None, []
+    if isinstance(choice, schema.AllowedChoice):
+        offered, choice = _allowed(offered, choice.allowed_tools), choice.allowed_tools.mode
     functions, required, most = [tool["function"] for tool in offered.tools], False, offered.most
     if choice in (None, "auto"):
         free = (request.response_format is None or request.response_format.type == "text")
@@ -179,6 +193,14 @@ def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Gramma
     return replace(offered, most=most, required=required, grammar=grammar), notes
 
 
+def _allowed(offered: ToolUse, allowed: schema.AllowedTools) -> ToolUse:
+    names = {tool.function.name for tool in allowed.tools}
+    tools = [tool for tool in offered.tools if tool["function"]["name"] in names]
+    if len(tools) < len(names):
+        raise bad("allowed_tools names a function that is not in tools", "tool_choice")
+    return replace(offered, tools=tools)
+
+
 def _held(functions: list[dict[str, Any]], grammars: Grammars
           ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the functions with the parameters that a grammar can hold, and notes on the rest."""
@@ -197,11 +219,12 @@ def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
     out: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
     if message.role == "developer" and not knows_developer:
         out["role"] = "system"
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             out[name] = value
-    if message.reasoning_content is not None:  # gpt-oss has this name for it
-        out["thinking"] = message.reasoning_content
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:  # gpt-oss has the second name for it
+        out["reasoning_content"] = out["thinking"] = reasoning
     if message.tool_calls:
         out["tool_calls"] = [{
             "id": call.id, "type": "function",

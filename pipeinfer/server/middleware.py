@@ -50,7 +50,17 @@ _http_log.setLevel(logging.ERROR)  # a client that sends no HTTP must not fill t
 
 class Connection(H11Protocol):
     """Lets a handler abort its connection, and closes connections on which no request arrives in
-    time."""
+    time.
+
+    patience: seconds for the first request, and for one that has begun.
+    """
+
+    patience = 30.0
+
+    @classmethod
+    def patient(cls, seconds: float) -> type[Connection]:
+        """Return the class with another patience, if that is shorter."""
+        return type(cls.__name__, (cls,), {"patience": min(cls.patience, seconds)})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Store the transport for handlers, and start to wait for a request."""
@@ -84,7 +94,7 @@ class Connection(H11Protocol):
     def _expect_request(self) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.patience, self.timeout_keep_alive_handler)
 
 
 def _trim() -> None:

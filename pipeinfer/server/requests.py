@@ -101,6 +101,7 @@ def _completion(request: schema.CompletionRequest, server: ServedModel) -> Engin
     if request.echo:
         texts = [t or tokenizer.decode(p) for t, p in zip(texts, tokens, strict=True)]
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = server.n_ctx if max_tokens == -1 else max_tokens
     params = _sampling(request, server, n_logprobs)
     shared = _common(request, server.settings)
     grammar, notes = constrain(request, server.grammars)
@@ -131,6 +132,8 @@ def _sampling(request: schema.Sampling, server: ServedModel, n_logprobs: int) ->
     """
     values: dict[str, Any] = {name: given for name in NAMES
                               if (given := getattr(request, name)) is not None}
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
     if request.logit_bias is not None:
         values["logit_bias"] = _biases(request.logit_bias, server.tokenizer)
     return structs.replace(server.settings.defaults, n_logprobs=n_logprobs, **values)
@@ -163,7 +166,8 @@ def _chat_limits(request: schema.ChatRequest, n_ctx: int) -> tuple[int, int]:
     given = (request.max_tokens, request.max_completion_tokens)
     if None not in given and given[0] != given[1]:
         raise bad("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-    return next((g for g in given if g is not None), n_ctx), n_logprobs
+    most = next((g for g in given if g is not None), -1)
+    return n_ctx if most == -1 else most, n_logprobs
 
 
 def _biases(given: dict[str, float] | list[list[int | float]], tokenizer: Tokenizer

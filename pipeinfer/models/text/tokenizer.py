@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ _PROBE = "pipeinfer"
 _PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
-#: characters up to which no text overflows the stack: the worst take 2 KiB each
+#: characters up to which no text overflows the stack: the worst take under a KiB each
 SAFE_CHARACTERS = 2048
 
 
@@ -198,7 +199,7 @@ class Tokenizer:
     def apply_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, continued: bool = False,
     ) -> str:
         """Return the prompt text of a conversation, for display; `encode_chat` returns the tokens.
 
@@ -206,9 +207,20 @@ class Tokenizer:
         add_generation_prompt: whether the text ends with the beginning of the model's answer
         tools: functions that the template may describe
         variables: further variables of this template, such as enable_thinking
+        continued: whether the text ends with the last message's content, to be continued
         The model's own template renders it in a sandbox; "chatml" without one. Raises RequestError
         when the template refuses the messages.
         """
+        if continued:
+            *before, last = messages
+            end = str(10**30 + secrets.randbelow(10**30))
+            text, found, _ = self.apply_chat(
+                [*before, {**last, "content": last["content"] + end}], False,
+                tools=tools, variables=variables).rpartition(end)
+            if not found:
+                raise RequestError("the model's chat template does not show the last message, so "
+                                   "it cannot be continued: set continue_final_message to false")
+            return text
         template = self.chat_template
         if template is None:
             parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
@@ -251,7 +263,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, continued: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation; only the template's own marks become control tokens.
 
@@ -259,12 +271,13 @@ class Tokenizer:
         Arguments and errors as for `apply_chat`.
         """
         return self.encode_guarded(*self.guarded_chat(
-            messages, add_generation_prompt, tools=tools, variables=variables))
+            messages, add_generation_prompt, tools=tools, variables=variables,
+            continued=continued))
 
     def guarded_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, continued: bool = False,
     ) -> tuple[str, str]:
         """Return the text that `encode_chat` tokenises, with seams in it, and the seam.
 
@@ -275,7 +288,8 @@ class Tokenizer:
             text = self.apply_chat(
                 guard.messages(messages), add_generation_prompt,
                 tools=None if tools is None else guard.value(tools),
-                variables={k: guard.value(v) for k, v in (variables or {}).items()})
+                variables={k: guard.value(v) for k, v in (variables or {}).items()},
+                continued=continued)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
         return text, guard.seam
