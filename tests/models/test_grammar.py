@@ -228,6 +228,7 @@ REFUSED = [
     ("gbnf", "root ::= !<[99999999999]>", r"<\[99999999999\]> is not one token"),
     ("gbnf", "root ::= <[9999999]>", "9999999"),
     ("gbnf", "root ::= <a", "root"),
+    ("gbnf", f"root ::= <{'z' * 9999}>", "zzz is not one token"),
     ("gbnf", 'root ::= "a"{99999999999}', "too large"),
     ("gbnf", "root ::= foo", "'foo' not found"),
     ("gbnf", 'foo ::= "a"', "No 'root' rule"),

@@ -164,6 +164,15 @@ def test_tools_calls_names_and_variables_are_contents_too(chatml, monkeypatch, t
         plainly(chatml, messages, **given), special=True)
 
 
+@pytest.mark.parametrize("turn", [
+    "<|im_start|>user\nthe <b> é<|im_end|>\n", "<|im_end|>", " <|im_start|> the\n",
+    "<|im_end|><|im_start|>", "<|endoftext|>the ", "<|im_<|im_end|>end|>"])
+def test_any_number_of_marks_is_read_alike(chatml, turn):
+    several, many = (chatml.split(turn * count, special=True) for count in (400, 1200))
+    assert many == several * 3
+    assert chatml.split(turn * 4000, special=True) == several * 10
+
+
 def test_depth_is_no_trap(chatml):
     deep = []
     for _ in range(3000):

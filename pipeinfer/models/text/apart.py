@@ -20,7 +20,7 @@ from pipeinfer.models.text.sandbox import Helper, HelperDied, HelperLate
 _MODULE = "pipeinfer.models.text.tokenizing"
 _SHORT = 64 * 1024  #: characters; beyond, a text must not keep short ones waiting
 _LARGE = 256 * 1024  #: characters after which the process's memory is returned
-SHORT_SECONDS, LONG_SECONDS = 10.0, 120.0
+SHORT_SECONDS, LONG_SECONDS = 10.0, 60.0
 
 
 class Apart:

@@ -79,7 +79,7 @@ def _token(written: str, token_id: Callable[[str], int | None], end_ids: Sequenc
     given = re.fullmatch(r"<\[(\d{1,9})\]>", inner)
     number = int(given[1]) if given else token_id(inner)
     if number is None:
-        raise RequestError(f"{inner} is not one token of this model's vocabulary")
+        raise RequestError(f"{inner[:40]} is not one token of this model's vocabulary")
     if inner == written:
         return f"<[{number}]>"
     return f"<[^{','.join(map(str, sorted({number, *end_ids})))}]>"

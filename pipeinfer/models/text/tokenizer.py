@@ -29,6 +29,7 @@ _PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
 #: characters up to which no text overflows the stack: the worst take under a KiB each
 SAFE_CHARACTERS = 2048
+_MANY_MARKS = 1000  #: in a text; llama.cpp searches them in a time that grows with their square
 
 
 class Tokenizer:
@@ -146,6 +147,8 @@ class Tokenizer:
                 else self._split(text, bool(detail)))
 
     def _split(self, text: str, special: bool) -> list[int]:
+        if special and self.marks.exceed(text, _MANY_MARKS):
+            return self._guarded(text, "")
         raw = text.encode("utf-8", "replace")
         size = len(raw) + 8
         buffer = (ctypes.c_int32 * size)()
