@@ -173,14 +173,16 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
     from pipeinfer.models.text import apart, chat_template
 
     chat_template.prepare()
-    tokenising = apart.started(model_paths(job)[0])  # for conversations that grow long
+    helper = None  # for conversations that grow long; a process that uses MPI must not fork
+    if host.launched_size() > 1:
+        helper = apart.started(model_paths(job)[0])
     if note := advice(job):
         click.echo(f"pipeinfer: note: {note}", err=True)
     params = structs.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
     leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))
     with leading as session:
-        session.tokenizer.apart = tokenising
+        session.tokenizer.apart = helper or session.tokenizer.apart
         yield Own(session, params, n_predict, sampling)
 
 
