@@ -12,7 +12,7 @@ from pipeinfer.server.frames import Submit
 from tests.models.test_apart import write_with
 from tests.rig.server_peer import front
 from tests.server.test_http import CHAT, error, events
-from tests.support.sample import fewer
+from tests.support.sample import fewer, full
 
 pytestmark = pytest.mark.slow
 LONG = 4_000_000
@@ -52,8 +52,8 @@ def helpers(server):
 
 @pytest.mark.parametrize(("path", "body"), [
     ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
-    ("/v1/completions", lambda text: {"prompt": text}),
-    ("/v1/responses", lambda text: {"input": text}),
+    full("/v1/completions", lambda text: {"prompt": text}),
+    full("/v1/responses", lambda text: {"input": text}),
     ("/tokenize", lambda text: {"content": text}),
 ])
 def test_a_prompt_that_overflows_the_stack_costs_one_error(server, streams, path, body):
@@ -62,7 +62,7 @@ def test_a_prompt_that_overflows_the_stack_costs_one_error(server, streams, path
     assert server.post("/tokenize", {"content": "z" * 25_000}).status_code == 200
 
 
-@pytest.mark.parametrize("ending", [signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize("ending", [signal.SIGSEGV, full(signal.SIGABRT)])
 def test_a_crash_in_native_code_costs_one_request_an_error(server, streams, ending):
     server.post("/tokenize", {"content": "x"})
     (helper,) = helpers(server)
@@ -88,7 +88,7 @@ def memory(server):
 
 
 def test_large_prompts_leave_no_memory_behind(server):
-    text = "some words of a text, and more. " * (LONG // fewer(32, 128))
+    text = "some words of a text, and more. " * (LONG // fewer(32, 256))
     server.post("/v1/chat/completions", CHAT)
     before = memory(server)
     for path, body in (("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
