@@ -7,6 +7,7 @@ import threading
 
 import psutil
 import pytest
+import requests
 
 from pipeinfer.server.frames import Submit
 from tests.models.test_apart import write_with
@@ -95,3 +96,43 @@ def test_large_prompts_leave_no_memory_behind(server):
                        ("/v1/completions", {"prompt": text}), ("/tokenize", {"content": text})):
         assert server.post(path, body).status_code in (200, 400)
     server.until(lambda: memory(server) - before < 100 << 20)
+
+
+DIGITS = "9" * 5000
+
+
+def nested(opening, count, closing):
+    return opening * count + "1" + closing * count
+
+
+def function(schema):
+    return ('"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": '
+            f'"object", "properties": {{"a": {schema}}}}}}}]')
+
+
+@pytest.mark.parametrize("more", [
+    f'"chat_template_kwargs": {{"x": {DIGITS}}}', '"chat_template_kwargs": {"x": 1e999}',
+    f'"chat_template_kwargs": {{"x": {nested("[", 100_000, "]")}}}',
+    f'"chat_template_kwargs": {{"x": {nested("[", 200, "]")}}}',
+    f'"seed": {DIGITS}', f'"logit_bias": {{"{DIGITS}": 1}}', f'"stop": "{"a" * 100_000}"',
+    function('{"type": "string", "minLength": ' + "9" * 400 + "}"),
+    function('{"type": "string", "pattern": "(a{1000}){1000}"}'),
+    function('{"type": "string", "pattern": "' + "(" * 9000 + '"}'),
+    function(nested('{"items": ', 40, "}")), function(nested('{"not": ', 120, "}")),
+    function('{"enum": [' + ",".join(map(str, range(9000))) + "]}"),
+    f'"grammar": "root ::= {"(" * 100_000}"', f'"grammar": "root ::= [a]{{{DIGITS}}}"',
+    f'"grammar": "root ::= <{"z" * 100_000}>"', f'"grammar": "root ::= {"!<[1]>" * 9000}"',
+    '"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}',
+], ids=lambda text: text[:30] + text[-20:])
+def test_no_number_depth_or_length_costs_more_than_an_answer(server, more):
+    server.peer.reset()
+    for messages in ('[{"role": "user", "content": "x"}]', (
+            '[{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", '
+            f'"arguments": "{"[" * 200}"}}}}]}}, {{"role": "user", "content": "x"}}]')):
+        answer = requests.post(
+            f"{server.url}/v1/chat/completions", timeout=60,
+            data=f'{{"messages": {messages}, "max_tokens": 1, {more}}}',
+            headers={"Content-Type": "application/json"})
+        assert answer.status_code in (200, 400), answer.text
+        assert len(answer.text) < 20_000
+    assert server.get("/health").status_code == 200
