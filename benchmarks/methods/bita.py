@@ -264,6 +264,7 @@ def figures(work: Path, steps: int, batch: int, groups: int, samples: int, texts
     """
     from pipeinfer.lab.training.bita.bita import Plan
     from pipeinfer.lab.training.bita.bita import run as run_tuning
+    from pipeinfer.lab.training.work_folder import NOTE
 
     path = work / "figures.json"
     found = json.loads(path.read_text()) if path.exists() else []
@@ -277,6 +278,7 @@ def figures(work: Path, steps: int, batch: int, groups: int, samples: int, texts
             made = next(work.glob("p*-m*/samples.npy"), None)
             if made is not None and not (folder / made.name).exists():
                 shutil.copy(made, folder)
+                shutil.copy(made.with_name(NOTE), folder)
             run_tuning(TARGET, adapter, folder, Plan(
                 steps=steps, prompts=n_prompts, masks=n_masks, batch=batch, groups=groups,
                 samples=samples, tokens=128), report=click.echo)

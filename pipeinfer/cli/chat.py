@@ -170,15 +170,19 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
     from pipeinfer.cluster.launch import join
     from pipeinfer.models.locate import advice, model_paths
-    from pipeinfer.models.text import chat_template
+    from pipeinfer.models.text import apart, chat_template
 
     chat_template.prepare()
+    helper = None  # for conversations that grow long; a process that uses MPI must not fork
+    if host.launched_size() > 1:
+        helper = apart.started(model_paths(job)[0])
     if note := advice(job):
         click.echo(f"pipeinfer: note: {note}", err=True)
     params = structs.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
     leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))
     with leading as session:
+        session.tokenizer.apart = helper or session.tokenizer.apart
         yield Own(session, params, n_predict, sampling)
 
 

@@ -23,15 +23,16 @@ from pipeinfer.cli.terminal import (
     talk_past_the_launcher,
     watch_signals,
 )
-from pipeinfer.config import RequestConfig, Resolved
+from pipeinfer.config import JobConfig, RequestConfig, Resolved
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RequestError, UsageError
 from pipeinfer.files import check_writable
-from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import SAFE_CHARACTERS, Tokenizer
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.generate import Generated
     from pipeinfer.cluster.session import Session
+    from pipeinfer.models.text.apart import Apart
     from pipeinfer.strategies.decomposers.prompts import Opening
 
 
@@ -46,7 +47,6 @@ def generate(resolved: Resolved) -> None:
     from pipeinfer.cluster import generate as gen
     from pipeinfer.cluster.launch import join
     from pipeinfer.models.locate import model_paths
-    from pipeinfer.models.text import chat_template
     from pipeinfer.strategies.decomposers.prompts import validate
 
     config = resolved.config
@@ -56,6 +56,7 @@ def generate(resolved: Resolved) -> None:
     fetch_models(job)
     interrupts = watch_signals()
     text, params, seed = "", SamplingParams(), gen.draw_seed(sampling)
+    helper = None
     if host.launched_rank() == 0:  # errors in options are to be found before anything loads
         validate(job.speculation)
         text, params = _prompt_text(request), gen.sampling_params(sampling, seed)
@@ -63,8 +64,7 @@ def generate(resolved: Resolved) -> None:
             params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))
         if trace:
             check_writable(Path(trace))
-        if request.chat or decomposer:
-            chat_template.prepare()
+        helper = _helper(text, job, request)
     joined = join(job)
     if joined.place.rank:
         joined.serve()
@@ -72,6 +72,7 @@ def generate(resolved: Resolved) -> None:
     with joined.lead(progress_hook(request), grammars=bool(params.grammar)) as session:
         if session.fatal:
             click.echo(f"pipeinfer: note: {session.fatal}", err=True)
+        session.tokenizer.apart = helper or session.tokenizer.apart
         prompt = _encoded(text, request, session)
         bare = not (request.chat or decomposer)
         if not request.json and not request.no_display_prompt and bare:
@@ -92,6 +93,19 @@ def generate(resolved: Resolved) -> None:
     if trace:
         _write_trace(Path(trace), session)
     _exit_for(out, session.limits.n_ctx)
+
+
+def _helper(text: str, job: JobConfig, request: RequestConfig) -> Apart | None:
+    """Start the processes for templates and for long texts, None for a short one.
+
+    A process that uses MPI must not fork.
+    """
+    from pipeinfer.models.locate import model_paths
+    from pipeinfer.models.text import apart, chat_template
+
+    if request.chat or job.speculation.decomposer:
+        chat_template.prepare()
+    return apart.started(model_paths(job)[0]) if len(text) > SAFE_CHARACTERS else None
 
 
 def _encoded(text: str, request: RequestConfig, session: Session) -> Sequence[int] | Opening:

@@ -4,6 +4,7 @@ seem to, and the members of wide stages. Texts only; this module decides nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.draft_ranks import draft_ranks_of
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from pipeinfer.cluster.job import Job
 
 
-def why(config: SpeculationConfig, job: Job) -> str:
-    """Return the policy in use, and the reason for it."""
+def why(config: SpeculationConfig, job: Job, drafts: Sequence[Path]) -> str:
+    """Return the policy in use, and the reason for it. drafts: the models, the smallest first."""
     guessers = [spec.name for spec in registry.named(config)]
     if job.plan.whole:
         guessers = [spec.name for spec in filter(None, [registry.inline(config)])]
     elif job.draft is not None:
-        guessers = [job.draft.name if name == "draft" else name for name in guessers or ["draft"]]
+        models = " with ".join(path.name for path in reversed(drafts)) or job.draft.name
+        guessers = [models if name == "draft" else name for name in guessers or ["draft"]]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
     if config.speculation == "off":
@@ -117,9 +119,14 @@ def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]
                      f"{rows} row{'s' * (rows != 1)} are exact")
     if config.exact == "off":
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
-    elif assembly.terms.exact == 1 and job.policy is not Policy.ITERATIVE:
-        notes.append("only runs of one row are exact here, so guesses travel one by one, with one "
-                     "stage and --policy speculative not at all; --exact off allows wider runs")
+    elif assembly.terms.exact == 1:
+        if job.policy is not Policy.ITERATIVE:
+            notes.append("only runs of one row are exact here, so guesses travel one by one, with "
+                         "one stage and --policy speculative not at all; --exact off allows wider "
+                         "runs")
+        if any(one.backend == "torch" and one.threads > 1 for one in assembly.ready.values()):
+            notes.append("torch splits a run's sums over its threads by the number of rows: with "
+                         "-t 1 wider runs may be exact")
     if config.exact == "on" and (gpus := {one.gpu for one in assembly.ready.values() if one.gpu}):
         notes.append(f"layers on {', '.join(sorted(gpus))}: there tokens equal plain decoding's up "
                      "to near-ties (docs/exactness.md#gpus)")

@@ -265,7 +265,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
         remote.await_ready(config.cluster.timeout)
     drafts = draft_models(config, job.draft, job.policy)
     sharing = _sharing(job, assembly, hosts, drafts, worker)
-    notes = [why(config.speculation, job), *notes_on(hosts), *job.survey.notes,
+    notes = [why(config.speculation, job, drafts), *notes_on(hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
              *drafting(remote, hosts, label(drafts[-1]) if drafts else ""),

@@ -180,8 +180,7 @@ class Server:
         """What the model would get for a conversation."""
         tokenizer = self.client.check_ready()
         offered = chat.offered_by(body, tokenizer)
-        text = await asyncio.to_thread(
-            chat.render, body, tokenizer, offered, body.add_generation_prompt)
+        text = await asyncio.to_thread(chat.render, body, tokenizer, offered)
         return Reply(replies.Prompt(prompt=text))
 
     # --- state of the server ------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import generic_tools, tools
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
+from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import Specification
@@ -35,7 +36,7 @@ def prompt_of(request: schema.ChatRequest, settings: Settings, tokenizer: Tokeni
     """
     method = _method_of(request, settings, params, offered)
     if not method:
-        return _templated(tokenizer.encode_chat, request, tokenizer, offered, True), None
+        return _templated(tokenizer.encode_chat, request, tokenizer, offered), None
     messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
     try:
         opened = opening(tokenizer, texts_of(Path(settings.model)), method, messages)
@@ -55,7 +56,7 @@ def _method_of(request: schema.ChatRequest, settings: Settings, params: Sampling
     if asked_for == "none" or (asked_for is None and not settings.decomposer):
         return ""
     method = asked_for or settings.decomposer
-    problem = ""
+    problem = "it cannot continue a message" if continues(request) else ""
     if method not in settings.decomposers:
         problem = "this server was not started with it: see --decomposer"
     elif (params.grammar or offered) and registry.decomposer(method).make is not None:
@@ -69,15 +70,26 @@ def _method_of(request: schema.ChatRequest, settings: Settings, params: Sampling
 
 def render(
     request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None,
-    add_generation_prompt: bool = True,
 ) -> str:
     """Return the prompt of a conversation as text. Raises ApiError when the template refuses it."""
-    return _templated(tokenizer.apply_chat, request, tokenizer, tools, add_generation_prompt)
+    return _templated(tokenizer.apply_chat, request, tokenizer, tools)
+
+
+def continues(request: schema.Conversation) -> bool:
+    """Return whether the answer goes on with the last message. Raises ApiError if it cannot."""
+    last, wanted = request.messages[-1], request.continue_final_message
+    can = last.role == "assistant" and not last.tool_calls and bool(_text(last.content))
+    if wanted is None:
+        return can and request.add_generation_prompt is None
+    if wanted and (not can or request.add_generation_prompt):
+        raise bad("continue_final_message needs a last message of the assistant with a content and "
+                  "without calls, and no add_generation_prompt", "continue_final_message")
+    return wanted
 
 
 def _templated(
     make: Callable[..., T], request: schema.Conversation, tokenizer: Tokenizer,
-    tools: ToolUse | None, add_generation_prompt: bool,
+    tools: ToolUse | None,
 ) -> T:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
@@ -86,25 +98,25 @@ def _templated(
     messages = [_message(m, "developer" in template) for m in request.messages]
     offered = tools.tools if tools else None
     generic = not knows_tools(template)
-    if generic and (tools or any(m.tool_calls or m.role == "tool" for m in request.messages)):
+    calls = any(m.tool_calls for m in request.messages)
+    if generic and (tools or calls or any(m.role == "tool" for m in request.messages)):
         functions = [tool["function"] for tool in offered or ()]
         messages = generic_tools.messages_for(
             messages, functions, tools is not None and tools.required)
         offered = None
-
-    def made() -> T:
+    tries = [messages]
+    if calls and not generic:
+        tries.append([_written(m) for m in messages])
+    if generic and tools and request.messages[0].role not in ("system", "developer"):
+        tries.append(generic_tools.without_system(messages))  # the template has no system role
+    errors = []
+    for tried in tries:
         try:
-            return make(messages, add_generation_prompt, tools=offered, variables=variables)
-        except RequestError:
-            if not generic or not tools or request.messages[0].role in ("system", "developer"):
-                raise
-            plain = generic_tools.without_system(messages)  # the template has no system role
-            return make(plain, add_generation_prompt, tools=None, variables=variables)
-
-    try:
-        return made()
-    except RequestError as error:
-        raise bad(str(error), "messages") from error
+            return make(tried, request.add_generation_prompt is not False, tools=offered,
+                        variables=variables, continued=continues(request))
+        except RequestError as error:
+            errors.append(error)
+    raise bad(str(errors[0]), "messages") from errors[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +148,32 @@ def offered_by(request: schema.Conversation, tokenizer: Tokenizer) -> ToolUse | 
         return None
     template = tokenizer.chat_template or ""
     most = 1 if request.parallel_tool_calls is False else MOST_CALLS
-    return ToolUse([tool.model_dump(exclude_none=True) for tool in request.tools],
-                   tools.is_hermes(template) or not knows_tools(template), most)
+    offered = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    for function in (tool["function"] for tool in offered):
+        function["parameters"] = function.get("parameters") or tools.NONE
+        if knows_tools(template):  # most of these templates append it
+            function.setdefault("description", "")
+    return ToolUse(offered, tools.is_hermes(template) or not knows_tools(template), most)
 
 
-def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer) -> ToolUse | None:
-    """Return the tools for the model, with a grammar if calls are to be enforced. Raises
-    ApiError."""
+def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Grammars
+             ) -> tuple[ToolUse | None, list[str]]:
+    """Return the tools for the model, with a grammar if calls are to be enforced, and notes on
+    parameters that it does not hold. Raises ApiError."""
     choice = request.tool_choice
     offered = offered_by(request, tokenizer)
     if offered is None and choice not in (None, "none", "auto"):
         raise bad("tool_choice asks for a call, but tools is empty", "tool_choice")
     if offered is None or choice == "none":
-        return None
+        return None, []
+    if isinstance(choice, schema.AllowedChoice):
+        offered, choice = _allowed(offered, choice.allowed_tools), choice.allowed_tools.mode
     functions, required, most = [tool["function"] for tool in offered.tools], False, offered.most
     if choice in (None, "auto"):
         free = (request.response_format is None or request.response_format.type == "text")
         knows = knows_tools(tokenizer.chat_template or "")
         if knows or request.grammar or request.ignore_eos or not free:
-            return offered
+            return offered, []
     else:
         required = True
         most = most if request.parallel_tool_calls else 1
@@ -165,21 +184,47 @@ def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer) -> ToolUse | Non
                       "tool_choice")
     marks = tokenizer.encode(tools.OPEN, add_bos=False, special=True)
     is_token = len(marks) == 1 and tokenizer.is_markup(marks[0])
+    functions, notes = _held(functions, grammars)
     try:
         grammar = tools.call_grammar(functions, offered.hermes, is_token, most=most,
                                      words=not required)
     except RequestError as error:
         raise bad(f"the parameters of a tool cannot be used: {error}", "tools") from error
-    return replace(offered, most=most, required=required, grammar=grammar)
+    return replace(offered, most=most, required=required, grammar=grammar), notes
+
+
+def _allowed(offered: ToolUse, allowed: schema.AllowedTools) -> ToolUse:
+    names = {tool.function.name for tool in allowed.tools}
+    tools = [tool for tool in offered.tools if tool["function"]["name"] in names]
+    if len(tools) < len(names):
+        raise bad("allowed_tools names a function that is not in tools", "tool_choice")
+    return replace(offered, tools=tools)
+
+
+def _held(functions: list[dict[str, Any]], grammars: Grammars
+          ) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions with the parameters that a grammar can hold, and notes on the rest."""
+    out, notes = [], []
+    for function in functions:
+        parameters, found = grammars.held(function["parameters"], f"tool {function['name']}",
+                                          "tools", function.get("strict"))
+        if "$ref" not in parameters:
+            parameters = {"type": "object"} | parameters
+        out.append({**function, "parameters": parameters})
+        notes += found
+    return out, notes
 
 
 def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
     out: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
     if message.role == "developer" and not knows_developer:
         out["role"] = "system"
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             out[name] = value
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:  # gpt-oss has the second name for it
+        out["reasoning_content"] = out["thinking"] = reasoning
     if message.tool_calls:
         out["tool_calls"] = [{
             "id": call.id, "type": "function",
@@ -187,6 +232,20 @@ def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
                          "arguments": _arguments(call.function.arguments)},
         } for call in message.tool_calls]
     return out
+
+
+def _written(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text, which some templates
+    append."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [
+        {**call, "function": {**call["function"], "arguments": _json(
+            call["function"]["arguments"])}} for call in message["tool_calls"]]}
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _text(content: str | list[schema.TextPart] | None) -> str:

@@ -389,6 +389,8 @@ class EngineClient:
             self.renewed()
         if before is not None and (engine.settings.model != old.model or new_model):
             self.end_all("the server has come back with another model")
+            if self.tokenizer is not None:  # in a thread: a text may still be on its way
+                asyncio.get_running_loop().run_in_executor(None, self.tokenizer.apart.close)
             self.tokenizer = engine.tokenizer
         engine.serve(self.handle)
 

@@ -132,5 +132,6 @@ class ConnectedEngine:
 def vocabulary(model: str) -> Tokenizer:
     """Return a model's vocabulary with what every request needs of it. Raises PipeinferError."""
     tokenizer = open_tokenizer(model)
+    tokenizer.keep_apart()
     _ = tokenizer.eog_ids, tokenizer.marks.pattern
     return tokenizer

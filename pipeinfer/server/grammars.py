@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.errors import RequestError
-from pipeinfer.models.text.grammar import compile_grammar
+from pipeinfer.models.text.grammar import compile_grammar, loosely
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.server import schema_requests as schema
@@ -24,19 +25,41 @@ class Grammars:
     def compile(self, kind: str, text: Any, param: str) -> str:
         """Return the compiled grammar. Raises ApiError with `param` when it cannot be used."""
         try:
-            with self._lock:
-                if self._vocabulary is None:
-                    self._vocabulary = Vocabulary.of(self._tokenizer)
-            return compile_grammar(kind, text, self._vocabulary)
+            return compile_grammar(kind, text, self._known())
         except RequestError as error:
             raise bad(str(error), param, "invalid_grammar") from error
 
+    def held(self, schema: dict[str, Any], owner: str, param: str, strict: bool | None
+             ) -> tuple[dict[str, Any], list[str]]:
+        """Return the part of a JSON schema that a grammar can hold, and notes on the rest.
 
-def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") -> str:
-    """Return the compiled grammar that a request needs, "" for none. Raises ApiError.
+        owner: in these notes, whose schema it is.
+        Raises ApiError with `param` if all of it is wanted (strict) and something is left out.
+        """
+        try:
+            found, left_out = loosely(schema, self._known())
+        except RequestError as error:
+            raise bad(f"{owner}: {error}", param, "invalid_grammar") from error
+        if strict and left_out:
+            raise bad(f"{owner}: {', '.join(left_out)} cannot be enforced here: leave it out, or "
+                      "leave out strict: true, and the rest is enforced", param, "invalid_grammar")
+        return found, [f"{owner}: {one} is not enforced" for one in left_out]
+
+    def _known(self) -> Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary.of(self._tokenizer)
+            return self._vocabulary
+
+
+def constrain(request: schema.Sampling, grammars: Grammars, forced: str = ""
+              ) -> tuple[str, Sequence[str]]:
+    """Return the compiled grammar that a request needs, "" for none, and notes on parts of it that
+    are not held. Raises ApiError.
 
     forced: a lark grammar that a tool choice needs.
     """
+    notes: Sequence[str] = ()
     wanted = request.response_format
     kind, param = "", ""
     text: Any = None
@@ -46,7 +69,8 @@ def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") ->
             if wanted.json_schema is None:
                 raise bad("response_format of type json_schema needs the "
                           "field json_schema", "response_format")
-            text = wanted.json_schema.json_schema
+            given = wanted.json_schema
+            text, notes = grammars.held(given.json_schema, param, param, given.strict)
     if request.grammar:
         if kind:
             raise bad("give either grammar or response_format", "grammar")
@@ -57,8 +81,8 @@ def constrain(request: schema.Sampling, grammars: Grammars, forced: str = "") ->
                       "out", "tool_choice")
         kind, text, param = "lark", forced, "tools"
     if not kind:
-        return ""
+        return "", ()
     if request.ignore_eos:
         raise bad(f"ignore_eos cannot be combined with {param}: a grammar decides where the text "
                   "ends", "ignore_eos")
-    return grammars.compile(kind, text, param)
+    return grammars.compile(kind, text, param), notes

@@ -34,7 +34,7 @@ from pipeinfer.server.middleware import Connection
 
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
-_KEEP_ALIVE = 30
+_KEEP_ALIVE = 100  #: seconds; longer than the 90 for which clients keep connections, as Go's do
 _MOST_CONNECTIONS = 4096
 
 
@@ -92,9 +92,8 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.leave)
         tasks.append(asyncio.create_task(obey(client, control)))
     config = uvicorn.Config(
-        app, http=Connection, ws="none", lifespan="off", log_level="warning",
-        access_log=False,
-        timeout_keep_alive=max(1, int(min(_KEEP_ALIVE, settings.client_timeout))),
+        app, http=Connection.patient(settings.client_timeout), ws="none", lifespan="off",
+        log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE,
         server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
         limit_concurrency=_MOST_CONNECTIONS,
         ssl_certfile=settings.certificate or None, ssl_keyfile=settings.private_key or None,

@@ -154,7 +154,8 @@ class ItemWriter(ResponsesWriter):
     def _response(self, status: str) -> dict[str, Any]:
         request = self.request.model_dump(include=_REPEATED, exclude_none=True, by_alias=True)
         ended = status in ("completed", "incomplete")
-        return {
+        notes = {"notes": self.asked.notes} if self.asked.notes else {}
+        return notes | {
             "id": self.answer_id, "object": "response", "created_at": self.created,
             "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete"

@@ -6,6 +6,8 @@ Plain ASGI, so that streams pass unchanged. It handles headers and bytes, no fie
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import hashlib
 import hmac
 import logging
@@ -38,6 +40,8 @@ _HEADERS = [
     (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", POLICY.encode()),
 ]
+_LARGE = 256 << 10  #: bytes of a request after which freed memory is returned
+_TRIM_SECONDS = 1.0
 MAX_HEADERS = 64 << 10  #: bytes; what comes in pieces is cut off there by the parser, too
 _log = logging.getLogger("pipeinfer.requests")
 _http_log = logging.getLogger("pipeinfer.http")
@@ -46,7 +50,17 @@ _http_log.setLevel(logging.ERROR)  # a client that sends no HTTP must not fill t
 
 class Connection(H11Protocol):
     """Lets a handler abort its connection, and closes connections on which no request arrives in
-    time."""
+    time.
+
+    patience: seconds for the first request, and for one that has begun.
+    """
+
+    patience = 30.0
+
+    @classmethod
+    def patient(cls, seconds: float) -> type[Connection]:
+        """Return the class with another patience, if that is shorter."""
+        return type(cls.__name__, (cls,), {"patience": min(cls.patience, seconds)})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Store the transport for handlers, and start to wait for a request."""
@@ -80,7 +94,13 @@ class Connection(H11Protocol):
     def _expect_request(self) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.patience, self.timeout_keep_alive_handler)
+
+
+def _trim() -> None:
+    """Return freed memory to the system; threads keep what long texts needed."""
+    with contextlib.suppress(AttributeError, OSError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Guard:
@@ -99,6 +119,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request that is allowed."""
+        try:
+            await self._pass_on(scope, receive, send)
+        finally:
+            if scope.get("large"):
+                asyncio.get_running_loop().call_later(_TRIM_SECONDS, _trim)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -114,13 +141,13 @@ class Guard:
             await response(scope, receive, send)
             return
         if meter is None:
-            await self._app(scope, self._bounded(receive), send)
+            await self._app(scope, self._bounded(scope, receive), send)
             return
         meter.connected += 1
         meter.open += counted
         try:
             with asking(meter=meter):
-                await self._app(scope, self._bounded(receive), _counting(meter, send))
+                await self._app(scope, self._bounded(scope, receive), _counting(meter, send))
         finally:
             meter.connected -= 1
             meter.open -= counted
@@ -152,7 +179,7 @@ class Guard:
     def _too_long(self) -> str:
         return f"the request is longer than the {self._max_body} bytes that this server accepts"
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         size, complete = 0, False
 
         async def bounded() -> Message:
@@ -165,7 +192,7 @@ class Guard:
             except TimeoutError:
                 raise HTTPException(408, "the request's body did not arrive in time") from None
             size += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
+            scope["large"], complete = size > _LARGE, not message.get("more_body", False)
             if size > self._max_body:
                 raise HTTPException(413, self._too_long())
             return message

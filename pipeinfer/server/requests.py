@@ -45,6 +45,7 @@ class EngineRequest:
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
     usage, detail: whether the answer includes these. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
+    notes: on parts of the request that are not honoured, for the answer.
     """
 
     prompts: list[list[int]]
@@ -62,6 +63,7 @@ class EngineRequest:
     echo: bool = False
     decompose: Specification | None = None
     tools: chat.ToolUse | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -99,24 +101,27 @@ def _completion(request: schema.CompletionRequest, server: ServedModel) -> Engin
     if request.echo:
         texts = [t or tokenizer.decode(p) for t, p in zip(texts, tokens, strict=True)]
     max_tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = server.n_ctx if max_tokens == -1 else max_tokens
     params = _sampling(request, server, n_logprobs)
     shared = _common(request, server.settings)
-    params = structs.replace(params, grammar=constrain(request, server.grammars))
+    grammar, notes = constrain(request, server.grammars)
+    params = structs.replace(params, grammar=grammar)
     return EngineRequest(tokens, texts, max_tokens=max_tokens, logprobs=n_logprobs >= 0,
-                         echo=bool(request.echo), params=params, **shared)
+                         echo=bool(request.echo), params=params, notes=list(notes), **shared)
 
 
 def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineRequest:
     settings, tokenizer = server.settings, server.tokenizer
     max_tokens, n_logprobs = _chat_limits(request, server.n_ctx)
     params = _sampling(request, server, n_logprobs)
-    offered = chat.tools_of(request, tokenizer)
-    params = structs.replace(params, grammar=constrain(
-        request, server.grammars, offered.grammar if offered else ""))
+    offered, notes = chat.tools_of(request, tokenizer, server.grammars)
+    grammar, more = constrain(request, server.grammars, offered.grammar if offered else "")
+    params = structs.replace(params, grammar=grammar)
     prompt, decompose = chat.prompt_of(request, settings, tokenizer, params, offered)
     prompts.check_lengths([prompt], server.n_ctx, "messages")
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
+                         notes=[*notes, *more],
                          **_common(request, settings))
 
 
@@ -127,6 +132,8 @@ def _sampling(request: schema.Sampling, server: ServedModel, n_logprobs: int) ->
     """
     values: dict[str, Any] = {name: given for name in NAMES
                               if (given := getattr(request, name)) is not None}
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
     if request.logit_bias is not None:
         values["logit_bias"] = _biases(request.logit_bias, server.tokenizer)
     return structs.replace(server.settings.defaults, n_logprobs=n_logprobs, **values)
@@ -159,7 +166,8 @@ def _chat_limits(request: schema.ChatRequest, n_ctx: int) -> tuple[int, int]:
     given = (request.max_tokens, request.max_completion_tokens)
     if None not in given and given[0] != given[1]:
         raise bad("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-    return next((g for g in given if g is not None), n_ctx), n_logprobs
+    most = next((g for g in given if g is not None), -1)
+    return n_ctx if most == -1 else most, n_logprobs
 
 
 def _biases(given: dict[str, float] | list[list[int | float]], tokenizer: Tokenizer

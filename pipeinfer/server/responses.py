@@ -111,6 +111,8 @@ class ResponsesWriter:
             last = self._delta(choice, {}, self._reason(choice)) if self.is_chat else (
                 self._text(choice, "", _end(choice)))
             last["timings"] = timings([generation])
+            if self.asked.notes:
+                last["notes"] = self.asked.notes
             out.append(last)
         return out
 
@@ -178,6 +180,8 @@ class ResponsesWriter:
                 model=self.model, system_fingerprint=None,
                 choices=[self._text_choice(*one) for one in each], usage=self.usage(),
                 timings=spent)
+        if self.asked.notes:
+            answer["notes"] = self.asked.notes
         if self.asked.detail:
             details = [_detail(delta.pieces) for delta in deltas]
             answer["pipeinfer"] = details[0] if len(details) == 1 else {"choices": details}

@@ -34,6 +34,7 @@ class TextPart(Strict):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
+    cache_control: JsonValue = None
     annotations: JsonValue = None
     logprobs: JsonValue = None
     parsed: JsonValue = None
@@ -99,7 +100,7 @@ class FunctionTool(Strict):
     """A function that the model may call; functions are the only kind of tools."""
 
     type: Literal["function"]
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    name: schema.FunctionName
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
@@ -110,6 +111,14 @@ class NamedFunction(Strict):
 
     type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(Strict):
+    """The functions that may be called, and whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1, max_length=128)
 
 
 class Format(Strict):
@@ -143,17 +152,18 @@ class ResponseRequest(Strict):
     model: str | None = Field(None, max_length=1024)
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=_INT32)
+    max_output_tokens: schema.MaxTokens | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=10**7)
+    top_k: int | None = Field(None, ge=-1, le=10**7)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stream: bool | None = None
     stream_options: schema.StreamOptions | None = None
     text: Text | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None) = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
@@ -189,7 +199,11 @@ def to_chat(request: ResponseRequest) -> schema.ChatRequest:
         fields["tools"] = [{"type": "function", "function": tool.model_dump(
             exclude={"type"}, exclude_none=True)} for tool in request.tools]
     if isinstance(request.tool_choice, NamedFunction):
-        fields["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
+        fields["tool_choice"] = _named(request.tool_choice)
+    elif isinstance(request.tool_choice, AllowedFunctions):
+        allowed = request.tool_choice
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {
+            "mode": allowed.mode, "tools": [_named(one) for one in allowed.tools]}}
     elif request.tool_choice is not None:
         fields["tool_choice"] = request.tool_choice
     if request.reasoning is not None and request.reasoning.effort is not None:
@@ -209,13 +223,17 @@ def own_names() -> Iterator[None]:
         raise
 
 
+def _named(function: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": function.name}}
+
+
 def _format(form: Format) -> schema.ResponseFormat:
     if form.type != "json_schema":
         return schema.ResponseFormat(type=form.type)
     if form.json_schema is None:
         raise bad("text.format of type json_schema needs the field schema", "text.format")
     return schema.ResponseFormat(type=form.type, json_schema=schema.JsonSchema(
-        name=form.name, schema=form.json_schema))
+        name=form.name, schema=form.json_schema, strict=form.strict))
 
 
 def _messages(request: ResponseRequest) -> list[schema.Message]:

@@ -220,10 +220,12 @@ class Head(TypedDict):
 
 
 class Answer(Head):
-    """What both kinds of answers share. pipeinfer: only with pipeinfer.detail."""
+    """What both kinds of answers share. pipeinfer: only with pipeinfer.detail. notes: on parts of
+    the request that were not honoured."""
 
     usage: Usage
     timings: Timings
+    notes: NotRequired[list[str]]
     pipeinfer: NotRequired[Detail | Details]
 
 
@@ -242,12 +244,14 @@ class ChatCompletion(Answer):
 
 
 class Chunk(Head):
-    """A part of a streamed answer; the last one of a choice has timings, the last of all usage."""
+    """A part of a streamed answer; the last one of a choice has timings and notes, the last of all
+    usage."""
 
     object: Literal["text_completion", "chat.completion.chunk"]
     choices: list[TextDelta] | list[ChatDelta]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
+    notes: NotRequired[list[str]]
     pipeinfer: NotRequired[Detail]
 
 

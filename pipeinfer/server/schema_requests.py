@@ -66,6 +66,8 @@ MAX_BIASES = 1024  #: each costs time at every token
 _INT32 = 2**31 - 1
 
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+FunctionName: TypeAlias = Annotated[str, Field(
+    min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:/-]+$")]
 Token: TypeAlias = Annotated[int, Field(ge=0, le=_INT32)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
@@ -136,7 +138,7 @@ class Sampling(Strict):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=10**7)
+    top_k: int | None = Field(None, ge=-1, le=10**7)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
@@ -173,7 +175,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[list[Token], Field(min_length=1)]],
                     Field(min_length=1, max_length=MAX_CHOICES)]
     )
-    max_tokens: int | None = Field(None, ge=0, le=_INT32)
+    max_tokens: int | None = Field(None, ge=-1, le=_INT32)
     parse_special: bool | None = None
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
@@ -184,6 +186,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: JsonValue = None
 
 
 class FunctionCall(Strict):
@@ -203,7 +206,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One turn of a conversation."""
+    """One turn of a conversation. reasoning: another name of reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -211,17 +214,26 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    # accepted without effect: what other servers' answers have, and clients' own notes
     refusal: JsonValue = None
     annotations: JsonValue = None
+    id: JsonValue = None
+    timestamp: JsonValue = None
+    cache_control: JsonValue = None
+    reasoning_details: JsonValue = None
+    thinking_blocks: JsonValue = None
+    provider_specific_fields: JsonValue = None
 
 
 class Function(Strict):
     """A function that the model may call. parameters: a JSON schema of its arguments."""
 
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
+    cache_control: JsonValue = None
 
 
 class Tool(Strict):
@@ -229,6 +241,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: JsonValue = None
 
 
 class NamedFunction(Strict):
@@ -244,24 +257,50 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class AllowedTools(Strict):
+    """The tools that may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedChoice(Strict):
+    """A choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Conversation(Strict):
-    """What a chat template gets."""
+    """What a chat template gets. continue_final_message: the answer goes on with the last
+    message; unless it is false, so does that to a last message of the assistant."""
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=128)
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+def _not_zero(count: int) -> int:
+    if not count:
+        raise ValueError("at least 1, or -1 for as many as the context holds")
+    return count
+
+
+MaxTokens: TypeAlias = Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(_not_zero)]
 
 
 class ChatRequest(Sampling, Conversation):
     """A conversation to answer (/v1/chat/completions)."""
 
-    max_tokens: int | None = Field(None, ge=1, le=_INT32)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     decomposer: DecomposerName | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -287,5 +326,3 @@ class DetokenizeRequest(Strict):
 
 class TemplateRequest(Conversation):
     """A conversation to the text that the model would get."""
-
-    add_generation_prompt: bool = True

@@ -16,6 +16,8 @@ from typing import Any
 from pipeinfer.models.text.json_schema import closed
 from pipeinfer.server.schema_replies import ReplyCall, ReplyMore
 
+#: parameters of a function that has none
+NONE: dict[str, Any] = {"type": "object", "properties": {}}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BEGUN = re.compile(OPEN + r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*'
@@ -203,7 +205,7 @@ def call_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token: b
     # A rule for each function: references within its parameters count from their own root.
     rules = "call: " + " | ".join(f"call{i}" for i in range(len(functions))) + "\n" + "".join(
         f'call{i}: "{{\\"name\\": \\"{f["name"]}\\", \\"{key}\\": " given{i} "}}"\n'
-        f'given{i}: %json {json.dumps(closed(f.get("parameters") or {"type": "object"}))}\n'
+        f'given{i}: %json {json.dumps(closed(f.get("parameters") or NONE))}\n'
         for i, f in enumerate(functions))
     more = "" if most == 1 else f"{{0,{most - 1}}}"
     if not hermes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.core.types import Rows, make_rows
+from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.__main__ import main
 from pipeinfer.lab.training.bita.bita import (
     KINDS,
@@ -174,6 +176,12 @@ def test_the_command_writes_an_adapter_and_goes_on_where_it_was(tmp_path):
     assert adapter.about["model"] == "target.gguf"
     assert len(adapter.about["hit_rates"]["first"]) == 2
     adapter.check(12, 256)
+    other = shutil.copy("pipeinfer/models/embedded/draft.gguf", tmp_path / "other.gguf")
+    for more, named in ((["--model", other], "another model"), (["--seed", "1"], "another seed"),
+                        (["--text", __file__], "another text")):
+        done = CliRunner().invoke(main, [*args, "--text", str(tmp_path / "text.py"), *more])
+        assert isinstance(done.exception, ModelError)
+        assert f"holds samples.npy of {named}: give another --work" in str(done.exception)
 
 
 @pytest.mark.slow

@@ -169,6 +169,13 @@ GBNF = [
     ('root ::= "(" root ")" | "x" # nests', r"x|\(x\)|\(\(x\)\)", ["x", "(x)", "((x))", "(x"]),
     (r'root ::= "a\nb\t\x21" .', "a\nb\t!(.|\n)", ["a\nb\t!q", "a\nb\t!", "anb\t!q"]),
     ('root ::= | "a" "" "b"', "(ab)?", ["", "ab", "a"]),
+    (r'root ::= [a-c\-]+', r"[a-c\-]+", ["a-b", "-", "d", ""]),
+    (r'root ::= [\-a-c]+ [^\-] "\-"', r"[\-a-c]+[^\-]-", ["a-bx-", "--", "-a-"]),
+    (r'root ::= [+\--/] [a\-c]', r"[+\-./][a\-c]", ["/a", "--", ".c", ",a", "+b"]),
+    ('root ::= "a" "b"{0} "c"', "ac", ["ac", "abc"]),
+    ('root ::= "a"{0,0} [b]{0} foo{0} ("x" | "y"){0} "z"\nfoo ::= "q"', "z", ["z", "az", "qz"]),
+    ('root ::= ("a"{0} "b")+ "c" {2}', "b+cc", ["bbcc", "abcc", "bc"]),
+    ('root ::= "a" | "b"{0}', "a?", ["", "a", "b"]),
 ]
 
 
@@ -183,8 +190,46 @@ def test_gbnf_means_what_llama_cpp_means(vocabulary, tokenizer, text, pattern, s
     assert verdicts == {True, False}
 
 
+TOKENS = [
+    ('root ::= "a" <|im_end|>', ["a", "<|im_end|>"], ["a", "<|endoftext|>"]),
+    ('root ::= <|im_start|> "a"', ["<|im_start|>", "a"], ["a"]),
+    ('root ::= <[{start}]> [a-z]+', ["<|im_start|>", "ab"], ["<|endoftext|>", "ab"]),
+    ('root ::= !<[{start}]> "b"', ["a", "b"], ["<|im_start|>", "b"]),
+    ('root ::= !<|im_start|>* <|im_start|> "c"', ["a", "b", "<|im_start|>", "c"], ["a", "c"]),
+    ('root ::= (<|im_start|> "a"){{2}}', ["<|im_start|>", "a"] * 2, ["<|im_start|>", "a"]),
+    ('root ::= t "a"\nt ::= <|im_start|> | "x" # <no>', ["<|im_start|>", "a"], ["a"]),
+    ('root ::= "<" token token-2 ">"\ntoken ::= <|im_start|>\ntoken-2 ::= "b"',
+     ["<", "<|im_start|>", "b", ">"], ["<", "b", ">"]),
+    ('root ::= "a"<|im_start|>"b"', ["a", "<|im_start|>", "b"], ["a", "b"]),
+    ('root ::= !<|im_start|>', ["a"], ["<|endoftext|>"]),
+    ('root ::= <|im_start|>? "a"', ["a"], ["<|im_start|>"]),
+]
+
+
+@pytest.mark.parametrize(("text", "good", "bad"), TOKENS)
+def test_gbnf_names_tokens_as_llama_cpps_does(vocabulary, tokenizer, text, good, bad):
+    def spelled(parts):
+        return [token for part in parts
+                for token in tokenizer.encode(part, add_bos=False, special=True)]
+
+    (start,) = spelled(["<|im_start|>"])
+    made = compile_grammar("gbnf", text.format(start=start), vocabulary)
+    for parts, right in ((good, True), (bad, False)):
+        path = spelled(parts)
+        mask = Constraint(vocabulary, made).allowed(path)
+        ends = [i for i, token in enumerate(path) if token in vocabulary.end_ids]
+        complete = mask is not None and mask[list(vocabulary.end_ids)].any()
+        assert complete == right, parts
+        assert not ends or not right or ends == [len(path) - 1]
+
+
 REFUSED = [
-    ("gbnf", "root ::= <think>", "Expected name"),
+    ("gbnf", "root ::= <think>", "<think> is not one token"),
+    ("gbnf", "root ::= !<[99999999999]>", r"<\[99999999999\]> is not one token"),
+    ("gbnf", "root ::= <[9999999]>", "9999999"),
+    ("gbnf", "root ::= <a", "root"),
+    ("gbnf", f"root ::= <{'z' * 9999}>", "zzz is not one token"),
+    ("gbnf", 'root ::= "a"{99999999999}', "too large"),
     ("gbnf", "root ::= foo", "'foo' not found"),
     ("gbnf", 'foo ::= "a"', "No 'root' rule"),
     ("gbnf", r'root ::= "\q"', r"unknown escape \\q"),

@@ -13,6 +13,7 @@ from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.marks import MarkGuard, Marks
+from tests.support.sample import mostly_full
 
 _LOOP = "{% for m in messages %}"
 _END = "{% endfor %}"
@@ -162,6 +163,16 @@ def test_tools_calls_names_and_variables_are_contents_too(chatml, monkeypatch, t
     assert len(marks_in(chatml, plainly(chatml, messages, **given))) > 5
     assert chatml.decode(tokens, special=True) == chatml.decode(
         plainly(chatml, messages, **given), special=True)
+
+
+@pytest.mark.parametrize("turn", mostly_full([
+    "<|im_start|>user\nthe <b> é<|im_end|>\n", "<|im_end|>", " <|im_start|> the\n",
+    "<|im_end|><|im_start|>", "<|endoftext|>the ", "<|im_<|im_end|>end|>"], "<|im_end|>",
+    " <|im_start|> the\n"))
+def test_any_number_of_marks_is_read_alike(chatml, turn):
+    several, many = (chatml.split(turn * count, special=True) for count in (400, 1200))
+    assert many == several * 3
+    assert chatml.split(turn * 4000, special=True) == several * 10
 
 
 def test_depth_is_no_trap(chatml):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from pipeinfer.cluster.notes import doubts_about
+from pipeinfer.config import ModelConfig
+from pipeinfer.core.policy import Policy
 from tests.rig import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -30,3 +34,23 @@ def test_a_job_with_the_settings_says_nothing_of_the_kind_and_names_its_policy()
     text = said("--speculation", "off")
     assert FATAL not in text
     assert "policy iterative, token by token: --speculation off" in text
+
+
+def test_two_drafts_are_both_named():
+    models = launch.ROOT / "pipeinfer" / "models" / "embedded"
+    target, draft = (str(models / f"{name}.gguf") for name in ("target", "draft"))
+    text = launch.run(1, [sys.executable, *GENERATE, "-m", target, "-md", target, "-mds", draft,
+                          "--policy", "pipeinfer"]).stderr
+    assert "target.gguf with draft.gguf" in text
+
+
+@pytest.mark.parametrize(("backend", "threads", "policy", "notes"), [
+    ("torch", 2, Policy.PIPEINFER, ["one row", "-t 1"]), ("torch", 2, Policy.ITERATIVE, ["-t 1"]),
+    ("torch", 1, Policy.PIPEINFER, ["one row"]), ("llamacpp", 2, Policy.ITERATIVE, []),
+])
+def test_a_narrow_width_is_said_and_what_may_widen_it(backend, threads, policy, notes):
+    ready = {1: SimpleNamespace(backend=backend, threads=threads, gpu="")}
+    found = doubts_about(ModelConfig(), SimpleNamespace(policy=policy), SimpleNamespace(
+        terms=SimpleNamespace(exact=1), ready=ready))
+    assert len(found) == len(notes)
+    assert all(part in text for part, text in zip(notes, found, strict=True))

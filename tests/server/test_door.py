@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
@@ -247,6 +248,9 @@ def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
     asks = {"url": f"{door.url}/v1/completions", "json": {"prompt": "x"}, "timeout": SECONDS}
     assert requests.post(**asks).status_code == 401
     assert requests.post(**asks, headers={"X-Api-Key": "key"}).json()["choices"][0]["text"] == TEXT
+    helpers = psutil.Process(door.process.pid).children
+    door.until(lambda: 1 == sum(
+        "pipeinfer.models.text.tokenizing" in helper.cmdline() for helper in helpers()))
 
 
 @pytest.mark.parametrize("how", ["goodbye", "no job any more", "while nobody is there"])

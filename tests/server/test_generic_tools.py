@@ -172,3 +172,66 @@ def test_words_of_a_system_go_to_the_first_user():
     assert only["role"] == "user"
     assert only["content"].endswith("\n\nx")
     assert without_system(messages[:1])[0]["role"] == "user"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function",
+                                                         "function": {"name": "f"}}])
+@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"parameters": {}}],
+                         ids=["absent", "null", "empty"])
+def test_a_function_without_parameters_is_called_without(server, more, choice):
+    tool = {"type": "function", "function": {"name": "f", **more}}
+    body = {**BODY, "tools": [tool], "tool_choice": choice}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    for given, right in (("{}", True), ('{"ARGUMENT": "VALUE"}', False), ("[]", False)):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {given}}}\n</tool_call>'
+        assert follows(server, 1, text) == right, given
+
+
+ODD = {"type": "object", "properties": {
+    "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    "file": {"type": "string", "format": "path"}}, "required": ["tags", "more"]}
+LEFT_OUT = ["uniqueItems of tags", "format of file"]
+
+
+def odd_tool(**more):
+    return {"type": "function", "function": {"name": "odd", "parameters": ODD, **more}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_what_a_grammar_cannot_hold_is_named_and_the_rest_holds(server, choice):
+    body = {**BODY, "tools": [TOOL, odd_tool()], "tool_choice": choice}
+    notes = [f"tool odd: {one} is not enforced" for one in LEFT_OUT]
+    assert server.post("/v1/chat/completions", body).json()["notes"] == notes
+    for given, right in (('{"tags": [1, 1], "file": "", "more": null}', True),
+                         ('{"tags": ["x"], "more": 1}', False), ('{"tags": [1]}', False)):
+        text = f'<tool_call>\n{{"name": "odd", "arguments": {given}}}\n</tool_call>'
+        assert follows(server, 1, text) == right, given
+    chunks, _ = events(server.post("/v1/chat/completions", {**body, "stream": True}, stream=True))
+    assert [c["notes"] for c in chunks if "notes" in c] == [notes]
+    items = server.post("/v1/responses", {"input": "x", "tool_choice": choice, "tools": [
+        {"type": "function", **odd_tool()["function"]}]})
+    assert items.json()["notes"] == notes
+    assert "notes" not in server.post("/v1/chat/completions", BODY).json()
+
+
+def test_a_format_of_answers_is_held_as_far_as_possible_too(server):
+    def ask(**more):
+        return server.post("/v1/chat/completions", {
+            "messages": BODY["messages"], "response_format": {
+                "type": "json_schema", "json_schema": {"name": "odd", "schema": ODD, **more}}})
+
+    assert ask().json()["notes"] == [f"response_format: {one} is not enforced" for one in LEFT_OUT]
+    assert ask(strict=False).status_code == 200
+    error = ask(strict=True).json()["error"]
+    assert error["param"] == "response_format"
+    assert all(one in error["message"] for one in LEFT_OUT)
+    answer = server.post("/v1/responses", {"input": "x", "text": {"format": {
+        "type": "json_schema", "name": "odd", "schema": ODD, "strict": True}}})
+    assert answer.json()["error"]["param"] == "text.format"
+
+
+def test_strict_tools_are_held_or_refused(server):
+    body = {**BODY, "tools": [TOOL, odd_tool(strict=True)]}
+    error = server.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "tools"
+    assert all(one in error["message"] for one in ("tool odd", *LEFT_OUT))

@@ -136,7 +136,8 @@ def test_an_answer_that_is_cut_off_is_incomplete(server, ask):
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      "input.0.content.0.type", "input_text"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "dog"}}}},
+    ({"text": {"format": {"type": "json_schema", "name": "x", "strict": True,
+                          "schema": {"type": "dog"}}}},
      "text.format", ""),
     ({"nonsense": 1}, "nonsense", "unknown"),
 ])

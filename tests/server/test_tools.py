@@ -123,3 +123,34 @@ def test_none_hides_the_tools_and_finds_no_calls(server):
 ])
 def test_choices_that_cannot_be_are_refused(server, more, param):
     assert error(ask(server, **more), 400)["param"].startswith(param)
+
+
+#: fails where a function has no description or parameters, as that of gpt-oss does
+DESCRIBED = ("{% for t in tools or [] %}{{ t.function.description + t.function.name }} "
+             "{{ t.function.name }} {{ t.function.parameters.properties | dictsort | join }}"
+             "{% endfor %}")
+
+
+@pytest.mark.parametrize("template", [
+    "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}"
+    "{% endfor %}{% endfor %}tools"
+    + DESCRIBED,
+    "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}"
+    "{{ '%s' | format(c.function.arguments.strip()) }}{% endfor %}{% endfor %}tools"
+    + DESCRIBED,
+])
+def test_templates_get_arguments_as_text_and_functions_without_gaps(tmp_path, template):
+    path = tmp_path / "m.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_model, "CHAT_TEMPLATE", template)
+        random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    given = {"messages": [{"role": "user", "content": "x"}], "tools": [OTHER]}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": text}}
+             for text in ('{"a":  "é"}', "no JSON")]
+    with front(path) as server:
+        answer = server.post("/apply-template", {"messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": calls}]})
+        shown = server.post("/apply-template", given)
+    assert answer.json()["prompt"] == 'f{"a": "é"}fno JSONtools'
+    assert shown.json()["prompt"] == "tools" + "other " * 2

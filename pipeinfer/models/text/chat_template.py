@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 from pipeinfer.errors import RequestError
@@ -58,14 +58,31 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(4)
 def _compiled(source: str) -> Any:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import SandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    # Not the immutable one: templates append to lists, which are a copy for one conversation.
+    environment = SandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do", _generation()])
     environment.filters["tojson"] = _to_json
+    environment.filters["from_json"] = environment.filters["fromjson"] = json.loads
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = time.strftime
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)
+
+
+def _generation() -> Any:
+    """Return Jinja's extension for `{% generation %}`, which marks what a model was trained on."""
+    from jinja2.ext import Extension
+
+    class TrainedMark(Extension):
+        tags = {"generation"}  # noqa: RUF012 (an instance's, to the library)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return TrainedMark
 
 
 def _render_here(question: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +105,13 @@ def _raise(message: str) -> str:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, **how: Any) -> str:
-    """The filter tojson as templates expect it: keys in their order, nothing escaped for HTML."""
-    return json.dumps(value, **{"ensure_ascii": False, **how})
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+             separators: Any = None, sort_keys: bool = False) -> str:
+    """The filter tojson as transformers has it: keys in their order, nothing escaped for HTML."""
+    if isinstance(value, Iterator):  # what `map` and `selectattr` give
+        value = list(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,
+                      separators=separators and tuple(separators), sort_keys=sort_keys)
 
 
 def _begin(_: dict[str, Any]) -> Any:

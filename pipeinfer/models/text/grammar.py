@@ -19,6 +19,7 @@ from pipeinfer.errors import RequestError
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.gbnf import to_lark
 from pipeinfer.models.text.json_schema import closed
+from pipeinfer.models.text.loosening import loosened
 from pipeinfer.models.text.sandbox import serve
 from pipeinfer.models.text.vocabulary import Vocabulary, llguidance
 
@@ -56,6 +57,25 @@ def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary:
     return _compile_once(kind, written, vocabulary)
 
 
+def loosely(schema: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of a schema that a grammar can hold, and what is left out, as `loosened`
+    does.
+
+    Takes `sandbox.SECONDS` at most. Raises RequestError for a schema that is too big or nested too
+    deeply.
+    """
+    written = _written(schema)
+    _check_size(written)
+    answer = _loosen_once(written, vocabulary)
+    return answer["schema"], answer["left_out"]
+
+
+@functools.lru_cache(maxsize=256)
+def _loosen_once(text: str, vocabulary: Vocabulary) -> dict[str, Any]:
+    llguidance()
+    return vocabulary.compiler.ask({"kind": "loosely", "text": text})
+
+
 @functools.lru_cache(maxsize=64)
 def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
     llguidance()
@@ -68,7 +88,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
 
 def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     """Compile as `compile_grammar` does, but in this process, which a hostile grammar can end."""
-    body = _schema(text) if kind.startswith("json") else from_text(kind, text)
+    body = _schema(text) if kind.startswith("json") else from_text(kind, text, vocabulary)
     compiled = _HEADER + body
     if complaint := vocabulary.complaint(compiled):
         raise RequestError(_short(complaint))
@@ -79,9 +99,23 @@ def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     return compiled
 
 
-def from_text(kind: str, text: str) -> str:
+def _loosen_here(text: str, vocabulary: Vocabulary) -> dict[str, Any]:
+    def fits(schema: dict[str, Any]) -> bool:
+        try:
+            return bool(compile_here("json_schema", json.dumps(schema), vocabulary))
+        except RequestError:
+            return False
+
+    try:
+        schema, left_out = loosened(json.loads(text), fits)
+    except RecursionError:
+        raise RequestError("it is nested too deeply") from None
+    return {"schema": schema, "left_out": left_out}
+
+
+def from_text(kind: str, text: str, vocabulary: Vocabulary) -> str:
     if kind == "gbnf":
-        return to_lark(text)
+        return to_lark(text, vocabulary.token_id, vocabulary.end_ids)
     if kind == "regex":
         return f"start: /{llguidance().regex_to_lark(text, 'd')}/"
     if "%llguidance" in text:
@@ -142,8 +176,14 @@ def _short(complaint: str) -> str:
 
 def _serve(hello: dict[str, Any]) -> Any:
     vocabulary = Vocabulary.from_json(hello)
-    return lambda question: {
-        "compiled": compile_here(question["kind"], question["text"], vocabulary)}
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        kind, text = question["kind"], question["text"]
+        if kind == "loosely":
+            return _loosen_here(text, vocabulary)
+        return {"compiled": compile_here(kind, text, vocabulary)}
+
+    return answer
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.text.apart import Apart
 from pipeinfer.models.text.marks import Marks
 from pipeinfer.models.text.tokenizer import Tokenizer
 
@@ -45,6 +46,7 @@ class FolderTokenizer(Tokenizer):
         self._config = model.config
         self.n_vocab = model.n_vocab
         self._plain, self._special = (_load(folder, special) for special in (False, True))
+        self.apart = Apart(path)
         data = _optional(folder / "tokenizer.json")
         self._byte_level = _mentions(data.get("decoder"), "ByteLevel")
         if not self._byte_level and not _mentions(data.get("decoder"), "ByteFallback", "Metaspace"):
@@ -64,10 +66,6 @@ class FolderTokenizer(Tokenizer):
         self._template = (_text(template) if template.is_file()
                           else _template(self._settings.get("chat_template")))
         self._bytes = {text: i for i, text in enumerate(byte_tokens())}
-
-    @override
-    def close(self) -> None:
-        """Do nothing: no file is held open."""
 
     @cached_property
     def _bos(self) -> int | None:
@@ -120,7 +118,7 @@ class FolderTokenizer(Tokenizer):
         return token in self._added and text.startswith("<") and text.endswith(">")
 
     @override
-    def split(self, text: str, special: bool) -> list[int]:
+    def _split(self, text: str, special: bool) -> list[int]:
         return self._read(self._special if special else self._plain, text, {})
 
     def _read(self, reader: Any, text: str, meant: dict[int, int]) -> list[int]:
@@ -161,7 +159,8 @@ class FolderTokenizer(Tokenizer):
             for i, text in written.items()])
         return reader, written, {reader.token_to_id(text): i for i, text in written.items()}
 
-    def _encode_guarded(self, text: str, seam: str) -> list[int]:
+    @override
+    def _guarded(self, text: str, seam: str) -> list[int]:
         reader, written, meant = self._stand_ins
         whole = "".join(written[part] if isinstance(part, int) else part.replace(seam, "")
                         for part in self.marks.split(text))

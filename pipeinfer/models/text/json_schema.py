@@ -19,6 +19,8 @@ _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 def closed(schema: Any) -> Any:
     """Return the schema with objects closed that have `properties` and no rule for other fields.
 
+    Fields that are required without being described are listed with those that are.
+
     Objects that several schemas describe together (allOf, or parts besides properties) stay open,
     because each part would forbid the others' fields. Raises RequestError for a schema nested too
     deeply.
@@ -47,6 +49,8 @@ class _Closing:
                 out[key] = self.close(value)
         if _is_closable(schema) and id(schema) not in self._shared:
             out["additionalProperties"] = False
+            out["properties"] |= {name: True for name in _listed(schema, "required")
+                                  if isinstance(name, str) and name not in out["properties"]}
         return out
 
     def _mark(self, schema: Any, root: Any) -> None:

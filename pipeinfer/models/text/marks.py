@@ -9,13 +9,14 @@ beyond these texts.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-_PRINTED = frozenset({"content", "name", "reasoning_content", "tool_call_id"})
+_PRINTED = frozenset({"content", "name", "reasoning_content", "thinking", "tool_call_id"})
 
 
 class Marks:
@@ -49,6 +50,11 @@ class Marks:
         """Return the first mark that is written out in a text; empty for none."""
         found = self.pattern.search(text) if self.pattern else None
         return found[0] if found else ""
+
+    def exceed(self, text: str, count: int) -> bool:
+        """Return whether more than `count` marks are written out in a text."""
+        found = self.pattern.finditer(text) if self.pattern else iter(())
+        return next(itertools.islice(found, count, None), None) is not None
 
     def split(self, text: str) -> list[str | int]:
         """Return the text cut into marks, as their ids, and the texts between them."""

@@ -1,11 +1,11 @@
 """A helper process for untrusted texts, which can neither end nor block the main process.
 
-It compiles grammars and renders chat templates. llguidance recurses as deep as a grammar is nested,
-for any length of time: a hostile grammar overflows the stack, which raises no exception. The helper
-has a smaller stack than the processes that use the grammar later, and bounded memory. It is killed
-at a deadline (by the system, should this process be gone by then), and started again at its next
-use. It reads one JSON object per line and writes one per line. Independent of grammars and
-templates.
+It compiles grammars, renders chat templates and tokenises. llguidance recurses as deep as a grammar
+is nested, for any length of time: a hostile grammar overflows the stack, which raises no exception.
+The helper for grammars has a smaller stack than the processes that use the grammar later. Memory is
+bounded. A helper is killed at a deadline (by the system, should this process be gone by then), and
+started again at its next use. It reads one JSON object per line and writes one per line.
+Independent of grammars, templates and vocabularies.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Helper:
             self._ensure()
             try:
                 if not self._greeted:
-                    self._receive(_START_SECONDS)
+                    begun = self._receive(_START_SECONDS)
+                    if "error" in begun:
+                        raise RequestError(str(begun["error"]))
                     self._greeted = True
                 self._send(question)
                 answer = self._receive(seconds)
@@ -145,18 +147,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, Any]]],
-          memory: int = _MEMORY_BYTES) -> None:
+          memory: int = _MEMORY_BYTES, *, limits: int = resource.RLIMIT_AS,
+          stack: int = _STACK_BYTES, seconds: float = SECONDS) -> None:
     """Run the helper's side until its standard input ends.
 
     begin: takes the first line and returns the function that handles requests
     memory: bytes of address space, which exceeds the memory in use
+    limits: the limit to which `memory` applies
+    stack: bytes of the stack on which requests are handled
+    seconds: longest time for one answer
     """
 
     def run() -> None:
         handler: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         for line in sys.stdin.buffer:
             question, answer = json.loads(line), {}
-            _allow(resource.RLIMIT_CPU, int(time.process_time() + 2 * SECONDS) + 1)
+            _allow(resource.RLIMIT_CPU, int(time.process_time() + 2 * seconds) + 1)
             try:
                 if handler is None:
                     handler = begin(question)
@@ -167,8 +173,8 @@ def serve(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str,
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
 
-    _allow(resource.RLIMIT_AS, memory)
-    threading.stack_size(_STACK_BYTES)
+    _allow(limits, memory)
+    threading.stack_size(stack)
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()

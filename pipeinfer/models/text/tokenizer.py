@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,20 +18,28 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
+from pipeinfer.models.text.apart import Apart
 from pipeinfer.models.text.marks import MarkGuard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"
 _SPACES = " \t\n\v\f\r"  #: llama.cpp strips these next to marks with the attributes for it
+_PROBE = "pipeinfer"
 _PARSED = binding.LLAMA_TOKEN_ATTR_CONTROL | binding.LLAMA_TOKEN_ATTR_UNKNOWN
 
 PADDING = 128  #: by how many ids at the end a draft's vocabulary may differ in size
+#: characters up to which no text overflows the stack: the worst take under a KiB each
+SAFE_CHARACTERS = 2048
+_MANY_MARKS = 1000  #: in a text; llama.cpp searches them in a time that grows with their square
 
 
 class Tokenizer:
     """The vocabulary of one model, thread-safe after loading.
 
     This class reads GGUF files with llama.cpp; `open_tokenizer` opens Hugging Face folders, too.
+    apart: the processes for texts that native code may not survive
     """
+
+    _most_here = SAFE_CHARACTERS
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Load the vocabulary of the GGUF file at `path`. Raises ModelError when there is none."""
@@ -47,6 +56,7 @@ class Tokenizer:
                              f"{last_log()}")
         self._vocab: Any = binding.llama_model_get_vocab(self._model)
         self.path = os.fspath(path)
+        self.apart = Apart(path)
         self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were used before
         self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         if binding.llama_vocab_type(self._vocab) == 0:
@@ -55,6 +65,7 @@ class Tokenizer:
 
     def close(self) -> None:
         """Release the vocabulary. May be called twice."""
+        self.apart.close()
         model, self._model = self._model, None
         if model:
             binding.llama_model_free(model)
@@ -114,6 +125,30 @@ class Tokenizer:
 
     def split(self, text: str, special: bool) -> list[int]:
         """Return the tokens of the text alone, without `bos_id`; arguments as for `encode`."""
+        return self._tokens("split", text, special)
+
+    def keep_apart(self) -> None:
+        """Let no text reach native code in this process from now on."""
+        self._most_here = 0
+        self.apart.start()
+
+    def _tokens(self, how: str, text: str, detail: bool | str) -> list[int]:
+        if len(text) <= self._most_here:
+            return self.tokens_here(how, text, detail)
+        return self.apart.tokens(how, text, detail)
+
+    def tokens_here(self, how: str, text: str, detail: bool | str) -> list[int]:
+        """Return the tokens of a text, whatever that does to this process.
+
+        how: "split", and detail: `special` as for `encode`; or "guarded", and detail: the seam
+        Raises RequestError for a text that cannot be tokenised.
+        """
+        return (self._guarded(text, str(detail)) if how == "guarded"
+                else self._split(text, bool(detail)))
+
+    def _split(self, text: str, special: bool) -> list[int]:
+        if special and self.marks.exceed(text, _MANY_MARKS):
+            return self._guarded(text, "")
         raw = text.encode("utf-8", "replace")
         size = len(raw) + 8
         buffer = (ctypes.c_int32 * size)()
@@ -167,7 +202,7 @@ class Tokenizer:
     def apply_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, continued: bool = False,
     ) -> str:
         """Return the prompt text of a conversation, for display; `encode_chat` returns the tokens.
 
@@ -175,16 +210,37 @@ class Tokenizer:
         add_generation_prompt: whether the text ends with the beginning of the model's answer
         tools: functions that the template may describe
         variables: further variables of this template, such as enable_thinking
+        continued: whether the text ends with the last message's content, to be continued
         The model's own template renders it in a sandbox; "chatml" without one. Raises RequestError
         when the template refuses the messages.
         """
+        if continued:
+            *before, last = messages
+            end = str(10**30 + secrets.randbelow(10**30))
+            text, found, _ = self.apply_chat(
+                [*before, {**last, "content": last["content"] + end}], False,
+                tools=tools, variables=variables).rpartition(end)
+            if not found:
+                raise RequestError("the model's chat template does not show the last message, so "
+                                   "it cannot be continued: set continue_final_message to false")
+            return text
         template = self.chat_template
         if template is None:
             parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
             return "".join(parts) + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        if self._wants_parts:
+            messages = [{**m, "content": _parts(m["content"])}
+                        if isinstance(m.get("content"), str) else m for m in messages]
+        return self._rendered(template, messages, add_generation_prompt, tools, variables)
+
+    def _rendered(
+        self, template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any] | None,
+    ) -> str:
         from pipeinfer.models.text.chat_template import render
 
         return render(template, {
+            "documents": None,
             **(variables or {}),
             "messages": list(messages),
             "tools": None if tools is None else list(tools),
@@ -193,10 +249,24 @@ class Tokenizer:
             "eos_token": self._text(self.eos_id),
         })
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows contents in parts and passes over those that are one text."""
+        template = self.chat_template or ""
+
+        def shows(content: Any) -> bool:
+            try:
+                return _PROBE in self._rendered(
+                    template, [{"role": "user", "content": content}], True, None, None)
+            except RequestError:
+                return False
+
+        return "text" in template and not shows(_PROBE) and shows(_parts(_PROBE))
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, continued: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation; only the template's own marks become control tokens.
 
@@ -204,12 +274,13 @@ class Tokenizer:
         Arguments and errors as for `apply_chat`.
         """
         return self.encode_guarded(*self.guarded_chat(
-            messages, add_generation_prompt, tools=tools, variables=variables))
+            messages, add_generation_prompt, tools=tools, variables=variables,
+            continued=continued))
 
     def guarded_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None, continued: bool = False,
     ) -> tuple[str, str]:
         """Return the text that `encode_chat` tokenises, with seams in it, and the seam.
 
@@ -220,7 +291,8 @@ class Tokenizer:
             text = self.apply_chat(
                 guard.messages(messages), add_generation_prompt,
                 tools=None if tools is None else guard.value(tools),
-                variables={k: guard.value(v) for k, v in (variables or {}).items()})
+                variables={k: guard.value(v) for k, v in (variables or {}).items()},
+                continued=continued)
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
         return text, guard.seam
@@ -229,7 +301,7 @@ class Tokenizer:
         """Return the tokens of a text without its seams; its whole marks become control tokens."""
         if seam not in text:
             return self.encode(text, special=True)
-        return self._begun(self._encode_guarded(text, seam), None)
+        return self._begun(self._tokens("guarded", text, seam), None)
 
     @cached_property
     def marks(self) -> Marks:
@@ -238,7 +310,7 @@ class Tokenizer:
         return Marks({self._text(i): i for i in range(self.n_vocab)
                       if kinds(self._vocab, i) & _PARSED})
 
-    def _encode_guarded(self, text: str, seam: str) -> list[int]:
+    def _guarded(self, text: str, seam: str) -> list[int]:
         parts = self.marks.split(text)
         tokens: list[int] = []
         for at, part in enumerate(parts):
@@ -250,7 +322,7 @@ class Tokenizer:
                 plain = plain.lstrip(_SPACES)
             if parts[at + 1 :] and self._kind(int(parts[at + 1])) & binding.LLAMA_TOKEN_ATTR_LSTRIP:
                 plain = plain.rstrip(_SPACES)
-            tokens += self.split(plain, special=False) if plain else []
+            tokens += self._split(plain, special=False) if plain else []
         return tokens
 
     def token_text(self, token: int) -> bytes:
@@ -310,6 +382,10 @@ def check_draft_vocab(target: Tokenizer, draft: Tokenizer) -> None:
             f"{draft.path}: its vocabulary differs from the target's ({shown}); "
             "use a draft model of the target's family"
         )
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _or_none(token: int) -> int | None:

@@ -76,6 +76,12 @@ class Vocabulary:
     def __hash__(self) -> int:
         return hash((len(self.tokens), self.end_ids))
 
+    def token_id(self, text: str) -> int | None:
+        """Return the token that is written exactly so, of several one that is no text."""
+        raw = text.encode()
+        return next((self.tokens.index(token) for token in (_SPECIAL + raw, raw)
+                     if token in self.tokens), None)
+
     def to_json(self) -> dict[str, Any]:
         """Return a form that JSON can represent, about 5 bytes per token."""
         sizes = np.array([len(t) for t in self.tokens], "<u4").tobytes()

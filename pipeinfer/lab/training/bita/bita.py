@@ -11,6 +11,7 @@ Does not know: decoding (`strategies.bita`), runs, other kinds of training.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,11 +38,15 @@ from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
 from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
 from pipeinfer.lab.training.pair.checkpoint import load_state, save_state
 from pipeinfer.lab.training.pair.corpus import build
+from pipeinfer.lab.training.work_folder import claim
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 KINDS = ("deep", "shallow", "none")
+_CHECKPOINT = "bita-checkpoint.safetensors"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to tune. batch: samples per step; groups: cut points of each; tokens: of a sample, of
@@ -220,7 +225,7 @@ def tune(model: Frozen, adapters: Mapping[str, Adapter], samples: Samples, plan:
     learnt = {name: list(adapter.parameters()) for name, adapter in adapters.items()}
     optimizers = {name: adamw(parameters, plan.rate) for name, parameters in learnt.items()}
     losses: dict[str, list[float]] = {name: [] for name in adapters}
-    stored = work / "bita-checkpoint.safetensors"
+    stored = work / _CHECKPOINT
     if stored.exists():
         state = load_state(stored)
         losses = state["losses"]
@@ -292,13 +297,20 @@ def _samples(model: Frozen, tokenizer: Tokenizer, plan: Plan, texts: Sequence[st
                         work / "samples.npy", report)
 
 
+def _digest(texts: Sequence[str], chats: Sequence[Chat]) -> str:
+    """Tells apart what samples begin with; more of the same begins alike."""
+    begun = repr([chat.messages for chat in chats[:8]]) if chats else "\0".join(texts)
+    return hashlib.sha256(begun.encode("utf-8", "replace")).hexdigest()
+
+
 def run(model_path: Path, out: Path, work: Path, plan: Plan, *, texts: Sequence[str] = (),
         chats: Sequence[Chat] = (), kinds: Sequence[str] = ("deep",), threads: int = 1,
         device: str = "cpu", report: Callable[[str], None] = print) -> dict[str, Any]:
     """Make samples, tune one adapter per kind, write the first to `out` and the others beside it;
     returns held-out hit rates by kind. chats: to answer; texts: to continue without those; neither:
-    the standard library's sources."""
-    work.mkdir(parents=True, exist_ok=True)
+    the standard library's sources. Raises ModelError where `work` is of another model or text."""
+    claim(work, ("answers.npy", "samples.npy", _CHECKPOINT), model_path, tokens=plan.tokens,
+          seed=plan.seed, text=_digest(texts, chats))
     model = load_frozen(model_path, threads, device)
     tokenizer = open_tokenizer(model_path)
     window = getattr(model.shard.config, "sliding_window", None)

@@ -23,9 +23,11 @@ from pipeinfer.lab.training.draft.teach import Lessons, agreement, teach
 from pipeinfer.lab.training.pair.loop import Plan
 from pipeinfer.lab.training.pair.model import Llama, spread, thinned
 from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.work_folder import claim
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 
+_ANSWERS, _CHECKPOINT = "answers.npz", "draft.safetensors"
 _WORDS = "\x01"  #: stands for the user's words while the template is taken apart
 #: found by trials of 30 steps: what is left of a thinned model has much to unlearn
 _MATRIX_RATE, _OTHER_RATE = 3e-2, 1e-3
@@ -55,7 +57,7 @@ class Settings:
 def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, object]:
     """Do whatever is not done yet; returns the report that is also written as report.json."""
     torch.set_num_threads(settings.threads)
-    settings.work.mkdir(parents=True, exist_ok=True)
+    claim(settings.work, (_ANSWERS, _CHECKPOINT), settings.target)
     target, _ = restore(settings.target)
     count = target.config.n_layer
     if not 0 < settings.layers < count:
@@ -69,7 +71,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
                 lengths=((0.0, _BATCH),))
     report(f"draft: layers {', '.join(map(str, kept))}, {draft.parameter_count() / 1e6:.1f} M "
            "parameters")
-    progress = teach(draft, lessons, plan, settings.work / "draft.safetensors",
+    progress = teach(draft, lessons, plan, settings.work / _CHECKPOINT,
                      lambda line: report(f"draft: {line}"))
     draft.eval()
     result: dict[str, object] = {
@@ -102,7 +104,7 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
 
 
 def _lessons(settings: Settings, target: Llama, report: Callable[[str], None]) -> Lessons:
-    path = settings.work / "answers.npz"
+    path = settings.work / _ANSWERS
     if path.exists():
         return Lessons.load(path)
     tokenizer = open_tokenizer(settings.target)
