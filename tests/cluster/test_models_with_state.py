@@ -61,9 +61,12 @@ def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):
 
 
 def test_sequences_copied_and_dropped_leave_others_their_bits(model):
-    """Random chains on copies, dropped in any order, and one that goes on in place."""
+    """Random chains on copies, dropped in any order, and one that goes on in place.
+
+    Dropped cells fill the cache once, so that it is compacted.
+    """
     rng = np.random.default_rng(1)
-    text = rng.integers(0, model.n_vocab, 60).tolist()
+    text = rng.integers(0, model.n_vocab, 150).tolist()
 
     def row(token, pos, seq_id):
         return make_rows([(token, pos, (seq_id,), True)])
