@@ -30,6 +30,7 @@ from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
 from pipeinfer.cluster import features, placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
+from pipeinfer.cluster.comparable import check_ablation
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
@@ -315,9 +316,11 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     config = for_state(config, model)
     backends = backends_of(config, model, hosts)
     turns = takes_turns(config, hosts, backends, host.numa_nodes())
+    would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())
     config = config if turns else config.replace(turns="off")
     config = with_lookup(config, draft_path, 1 if turns else place.size)
     policy = choose_policy(config, draft_path)
+    check_ablation(config, policy, place.size, turns=would)
     check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)
     most = place.size if config.cluster.head_stage or place.size == 1 else place.size - 1
