@@ -81,8 +81,8 @@ class Launch(Struct, frozen=True):
         """The variables and their values, for messages; of Slurm also the step."""
         step = ""
         if self.names == _SLURM:
-            job = os.environ.get("SLURM_JOB_ID", "?")
-            step = f"Slurm step {job}.{os.environ.get('SLURM_STEP_ID', '?')}: "
+            number = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
+            step = f"Slurm step {'.'.join(filter(None, number))}: "
         return step + ", ".join(f"{name}={os.environ[name]}" for name in self.names)
 
 
