@@ -179,7 +179,7 @@ def test_ranks_start_where_shared_memory_is_small():
     small = 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"'
     if subprocess.run(["unshare", "-m", "sh", "-c", small, "sh", "true"], check=False).returncode:
         pytest.skip("this machine allows no mounts")
-    done = launch.run(1, ["unshare", "-m", "sh", "-c", small, "sh", launch.mpirun_path(), "-np", "4",
-                          *PIPEINFER, *GENERATE])
+    done = launch.run(1, ["unshare", "-m", "sh", "-c", small, "sh", launch.mpirun_path(),
+                          "-np", "4", *PIPEINFER, *GENERATE])
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["stats"]["stages"]) == 3
