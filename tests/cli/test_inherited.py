@@ -16,7 +16,7 @@ import pytest
 from pipeinfer.cli import inherited
 from pipeinfer.cli.main import _outside
 from tests.rig import launch
-from tests.support.sample import FULL, mostly_full
+from tests.support.sample import mostly_full
 
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]
 WRITER = """
@@ -155,7 +155,6 @@ def test_a_full_disk_is_one_line(command):
 
 
 @pytest.mark.slow
-@FULL
 def test_a_prompt_that_is_no_utf_8_is_answered():
     done = run([*PIPEINFER, "generate", "-m", "embedded", "-p", b"\xff\xe4 = ", "-n", "2"])
     assert done.returncode == 0, done.stderr
