@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,11 +16,17 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
-from pipeinfer.cli.chat_terminal import capable, own_terminal
+from pipeinfer.cli.chat_terminal import INPUT, TERMINAL, capable, own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fetch_models, leave
+from pipeinfer.cli.terminal import (
+    INTERRUPTED,
+    Stopped,
+    fetch_models,
+    leave,
+    note_forwarded_input,
+)
 from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
@@ -66,6 +73,8 @@ def chat_command(
         return
     if own:
         fetch_models(config.job)
+    if not {INPUT, TERMINAL} & set(os.environ):
+        note_forwarded_input("launch/run")
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:

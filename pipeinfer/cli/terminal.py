@@ -90,6 +90,16 @@ def talk_past_the_launcher() -> None:
         os.dup2(terminal, 2)
 
 
+def note_forwarded_input(instead: str) -> None:
+    """Print a note if standard input comes through Open MPI's launcher, which may not end then.
+
+    instead: what to use.
+    """
+    if "PMIX_RANK" in os.environ and host.launched():
+        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may hang after forwarding standard "
+                   f"input; use {instead} instead", err=True)
+
+
 def own_terminal() -> int | None:
     """Open the user's terminal without mpirun's pipes; None if there is none.
 

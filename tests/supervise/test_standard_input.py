@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from pipeinfer.cli.chat_terminal import own_terminal
+from pipeinfer.cli.terminal import note_forwarded_input
 from pipeinfer.errors import UsageError
 from tests.rig import launch
 from tests.support.sample import mostly_full
@@ -132,3 +133,16 @@ def test_a_request_to_end_ends_a_conversation_that_waits():
         process.communicate()
     assert process.returncode == 130, err
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize(("variables", "noted"), [
+    ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, True),
+    ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, True),
+    ({"PMI_SIZE": "4", "PMI_RANK": "0"}, False), ({}, False)])
+def test_a_plain_launcher_that_may_not_end_is_noted(monkeypatch, capsys, variables, noted):
+    for name in ("PMIX_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    note_forwarded_input("launch/run")
+    assert ("may hang after forwarding" in capsys.readouterr().err) == noted
