@@ -23,6 +23,7 @@ from pipeinfer.cli import chat_terminal
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
+from tests.support.sample import full
 
 
 @pytest.mark.parametrize(("text", "done"), [
@@ -117,8 +118,8 @@ def paragraphs(count, seed=0):
 
 
 @pytest.mark.parametrize(("columns", "rows", "size"), [
-    (80, 24, 4), (80, 24, 1), (80, 6, 5), (40, 24, 3), (120, 40, 7), (80, 24, 200), (23, 10, 5),
-    (200, 5, 9), (0, 0, 4), (79, 3, 2)])
+    (80, 24, 4), (0, 0, 9), (79, 3, 7), full(80, 24, 1), full(80, 6, 5), full(40, 24, 3),
+    full(120, 40, 7), full(80, 24, 200), full(23, 10, 5), full(200, 5, 9)])
 def test_each_line_of_a_streamed_answer_is_there_once(screen, columns, rows, size):
     out, said = screen(columns, rows), paragraphs(15)
     text = "\n\n".join(said)
