@@ -16,6 +16,7 @@ from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.doctor_hosts import check_hosts, common_network, is_here
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry
+from pipeinfer.supervise import commands
 from tests.rig import launch
 
 OWN = doctor_hosts._own_facts()
@@ -185,6 +186,8 @@ def test_an_example_hostfile_leads_to_the_one_of_this_machine(tmp_path, fake_ssh
     assert "hostfiles/localhost" in found[-1].remedy
     with pytest.raises(UsageError, match="take hostfiles/localhost"):
         doctor_hosts.living(write(tmp_path, text))
+    with pytest.raises(UsageError, match="leave out --hosts to use this machine alone"):
+        commands._check_head(write(tmp_path, text))
     assert "hostfiles/localhost" in (launch.ROOT / "README.md").read_text()
 
 
