@@ -10,7 +10,9 @@ import json
 import math
 import os
 import platform
+import shutil
 import socket
+import tempfile
 from collections.abc import Set
 from functools import cache
 from pathlib import Path
@@ -32,9 +34,14 @@ _MEMORY = Path("/proc/meminfo")
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
             "fuse.sshfs", "fuse.glusterfs", "fuse.ceph")  #: file systems
 _FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))  #: networks other than Ethernet
+_SHARED = Path("/dev/shm")  #: where Open MPI shares memory
+_SHARED_BYTES = 18 << 20  #: that it wants to be free for each rank: 16 MiB and some
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+#: variables of a launcher with the number of ranks and this process's rank
+_LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"), _SLURM)
+_SERVERS = ("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT")  #: what a rank of a Slurm step connects to
+_INTERACTIVE_STEP = "4294967290"  #: SLURM_INTERACTIVE_STEP of slurm.h
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
@@ -61,14 +68,57 @@ class Place(Struct):
     local_size: int
 
 
+class Launch(Struct, frozen=True):
+    """What the environment says of this process's launcher. names: of its variables, () without a
+    launcher."""
+
+    size: int = 1
+    rank: int = 0
+    names: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The variables and their values, for messages; of Slurm also the step."""
+        step = ""
+        if self.names == _SLURM:
+            number = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
+            step = f"Slurm step {'.'.join(filter(None, number))}: "
+        return step + ", ".join(f"{name}={os.environ[name]}" for name in self.names)
+
+
+def launch() -> Launch:
+    """Return what the environment says of this process's launcher.
+
+    A shell in a Slurm step is none of its ranks, though it has the step's variables.
+    """
+    for names in _LAUNCHERS:
+        size, rank = (_first_int((name,), -1) for name in names)
+        if 0 <= rank < size and not (names == _SLURM and (size == 1 or _in_slurm_shell())):
+            return Launch(size, rank, names)
+    return Launch()
+
+
+def launched() -> bool:
+    """Return whether a launcher of MPI jobs started this process, maybe as the only rank."""
+    return bool(launch().names)
+
+
 def launched_size() -> int:
     """Return how many ranks the launcher started, 1 without a launcher."""
-    return _first_int(_SIZE_VARIABLES, 1)
+    return launch().size
 
 
 def launched_rank() -> int:
     """Return this process's rank by the launcher's environment, 0 without one."""
-    return _first_int(_RANK_VARIABLES, 0)
+    return launch().rank
+
+
+def _in_slurm_shell() -> bool:
+    """Whether this is a process of `srun --pty` or of salloc's shell that can reach no other rank.
+    """
+    interactive = "SLURM_PTY_PORT" in os.environ or _INTERACTIVE_STEP in (
+        os.environ.get("SLURM_STEP_ID"), os.environ.get("SLURM_STEPID"))
+    return interactive and not any(name in os.environ for name in _SERVERS)
 
 
 def take_secrets() -> None:
@@ -155,6 +205,8 @@ def _cpu_list(path: Path) -> set[int]:
 
 def local_place() -> tuple[int, int]:
     """(rank on this host, ranks on this host) by the launcher's environment."""
+    if launched_size() == 1:
+        return 0, 1
     return _first_int(_LOCAL_RANK, 0), max(1, _first_int(_LOCAL_SIZE, 1))
 
 
@@ -168,15 +220,25 @@ def choose_transports() -> None:
     set.
 
     On one host this is TCP, whose ports are open on every interface. On one host, and without a
-    network for it, this is ofi, which waits a second in MPI_Init before it gives up.
+    network for it, this is ofi, which waits a second in MPI_Init before it gives up. Where shared
+    memory is too small for all ranks of the host, as in containers, they share files instead.
     """
     if launched_size() > 1:
         alone = on_one_host()
+        if _free_bytes(_SHARED) < local_place()[1] * _SHARED_BYTES:
+            os.environ.setdefault("OMPI_MCA_btl_sm_backing_directory", tempfile.gettempdir())
         useless = ["tcp"] if alone else []
         if alone or not any(path.exists() for path in _FABRICS):
             useless.append("ofi")
         if useless:
             os.environ.setdefault("OMPI_MCA_btl", "^" + ",".join(useless))
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
 
 
 def numa_nodes(root: Path = _NUMA_NODES) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
 from pipeinfer import host
+from pipeinfer.cluster.launch import _other_size
 
 
 @pytest.fixture
@@ -82,6 +84,7 @@ def test_transports_that_are_of_no_use_are_left_out(tmp_path, monkeypatch, size,
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(host, "_FABRICS", (tmp_path / "infiniband", tmp_path / "cxi"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(here))
     if fabric:
         (tmp_path / "cxi").mkdir()
@@ -90,3 +93,88 @@ def test_transports_that_are_of_no_use_are_left_out(tmp_path, monkeypatch, size,
     monkeypatch.setenv("OMPI_MCA_btl", "self,tcp")
     host.choose_transports()
     assert os.environ["OMPI_MCA_btl"] == "self,tcp"
+
+
+@pytest.mark.parametrize(("ranks", "free", "elsewhere"), [
+    (4, 0, True), (4, 16 << 20, True), (4, 64 << 20, True), (8, 64 << 20, True),
+    (2, 16 << 20, True), (2, 32 << 20, True), (2, 64 << 20, False), (3, 64 << 20, False),
+    (4, 80 << 20, False), (4, 24 << 30, False), (1, 0, False)])
+def test_ranks_share_files_where_shared_memory_is_small(monkeypatch, tmp_path, ranks, free,
+                                                        elsewhere):
+    monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "")  # what is there now comes back
+    monkeypatch.delenv("OMPI_MCA_btl_sm_backing_directory")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+    monkeypatch.setattr(host, "_free_bytes", lambda _: free)
+    host.choose_transports()
+    found = os.environ.get("OMPI_MCA_btl_sm_backing_directory")
+    assert found == (str(tmp_path) if elsewhere else None)
+
+
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Sets what a launcher would, and nothing of the one that started this process."""
+
+    def make(variables):
+        for name in list(os.environ):
+            if name.startswith(("OMPI_COMM_", "PMI_", "PMIX_", "SLURM_", "MPI_LOCAL")):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+@pytest.mark.parametrize(("variables", "size", "rank"), [
+    ({}, 1, 0),
+    (MPIRUN, 3, 2),
+    (MPIRUN | SLURM, 3, 2),  # mpirun within a step
+    ({"PMI_SIZE": "4", "PMI_RANK": "1"}, 4, 1),
+    ({"PMI_SIZE": "4"}, 1, 0),  # without a rank it is none
+    ({"PMI_SIZE": "4"} | SLURM, 2, 0),  # not one's size with the other's rank
+    ({"PMI_SIZE": "2", "PMI_RANK": "5"}, 1, 0),
+    ({"PMI_SIZE": "x", "PMI_RANK": "0"}, 1, 0),
+    (SLURM, 2, 0),
+    (SLURM | {"SLURM_PROCID": "1"}, 2, 1),
+    (SLURM | {"SLURM_PTY_PORT": "40000"}, 1, 0),  # the shell of srun --pty
+    (SLURM | {"SLURM_PTY_PORT": "40000", "PMIX_NAMESPACE": "slurm.pmix.1.0"}, 2, 0),
+    (SLURM | {"SLURM_STEP_ID": "4294967290"}, 1, 0),  # salloc's shell
+    (SLURM | {"SLURM_STEPID": "4294967290", "SLURM_LOCALID": "0"}, 1, 0),
+    (SLURM | {"SLURM_PTY_PORT": "40000", "SLURM_STEP_TASKS_PER_NODE": "2(x1)"}, 1, 0),
+])
+def test_who_is_a_rank_of_what(launcher, variables, size, rank):
+    launcher(variables)
+    assert (host.launched_size(), host.launched_rank()) == (size, rank)
+    if size == 1:
+        assert host.local_place() == (0, 1)
+
+
+@pytest.mark.parametrize(("variables", "wanted"), [
+    ({}, False), ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, True),
+    ({"PMI_SIZE": "1", "PMI_RANK": "0"}, True), (SLURM, True),
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, False),  # every shell of a job with one task
+])
+def test_the_only_rank_of_a_launcher_is_launched_too(launcher, variables, wanted):
+    launcher(variables)
+    assert host.launched() == wanted
+
+
+@pytest.mark.parametrize(("variables", "says"), [
+    (SLURM | {"SLURM_STEP_ID": "0"}, ("Slurm step 1.0: SLURM_STEP_NUM_TASKS=2", "sees 1",
+                                      "env -u SLURM_STEP_NUM_TASKS -u SLURM_PROCID pipeinfer",
+                                      "srun --mpi=pmix")),
+    ({"PMI_SIZE": "4", "PMI_RANK": "0"}, ("PMI_SIZE=4, PMI_RANK=0", "env -u PMI_SIZE -u PMI_RANK",
+                                          "MPI4PY_LIBMPI")),
+    (MPIRUN | {"OMPI_COMM_WORLD_RANK": "0"}, ("started 3 ranks", "different MPIs")),
+])
+def test_variables_of_no_job_are_named(launcher, variables, says):
+    launcher(variables)
+    text = _other_size(host.launch(), 1)
+    assert not [part for part in says if part not in text], text

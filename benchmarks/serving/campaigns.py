@@ -276,7 +276,8 @@ async def leave(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
     prompt = tokenizer.encode(PROMPTS[0])
     figures: dict[str, Any] = {}
-    for name, options in (("cancel", ()), ("no cancel", ("--ablate", "cancel"))):
+    apart = ("--turns", "off")
+    for name, options in (("cancel", apart), ("no cancel", (*apart, "--ablate", "cancel"))):
         delays, useful = [], []
         async with server(args.ranks, *options, *args.options) as running:
             for k in range(args.requests):

@@ -16,11 +16,17 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
-from pipeinfer.cli.chat_terminal import own_terminal
+from pipeinfer.cli.chat_terminal import INPUT, TERMINAL, capable, own_terminal
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fetch_models, leave
+from pipeinfer.cli.terminal import (
+    INTERRUPTED,
+    Stopped,
+    fetch_models,
+    leave,
+    note_forwarded_input,
+)
 from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
@@ -55,17 +61,20 @@ def chat_command(
     """
     config = resolved.config
     named = resolved.origin["model"] != "default" or bool(config.job.model.hf_repo)
-    own = named or host.launched_size() > 1
-    if own and url:
+    own = named or (host.launched() and not url)
+    if named and url:
         raise UsageError("--url talks to a running server and -m loads a model here: give only one "
                          "of them")
     if host.launched_rank() > 0:
-        from pipeinfer.cluster.launch import join
+        if own:
+            from pipeinfer.cluster.launch import join
 
-        join(config.job).serve()
+            join(config.job).serve()
         return
     if own:
         fetch_models(config.job)
+    if not {INPUT, TERMINAL} & set(os.environ):
+        note_forwarded_input("launch/run")
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
@@ -78,7 +87,7 @@ def chat_command(
                 remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict}
             )
         try:
-            formatted = lines.by_hand and out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            formatted = lines.by_hand and out.isatty() and capable()
             failed = ChatLoop(partner, lines, out, interrupts, system, config.sampling.seed,
                           formatted=formatted and not plain).run()
         except Stopped:

@@ -16,18 +16,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
-from pipeinfer import host
+from pipeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from rich.live import Live
 
+#: variables with HOST:PATH of the supervisor's standard input, if that is no terminal, and of its
+#: terminal
+INPUT, TERMINAL = "PIPEINFER_INPUT", "PIPEINFER_TERMINAL"
 _FRAMES_PER_SECOND = 12.0
 _NARROWEST = 20  #: columns
 #: control characters except line ends and tabs
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+Opened = TypeVar("Opened")
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 
 
@@ -48,19 +52,45 @@ class InputSource(Protocol):
 @contextlib.contextmanager
 def own_terminal() -> Iterator[tuple[InputSource, TextIO]]:
     """Yield the source of lines and the output for answers: standard input and output, or under
-    launch/run the terminal that it names (mpirun forwards only whole lines)."""
-    where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
-    descriptor = -1
-    if host.launched_size() > 1 and where == socket.gethostname() and path.startswith("/dev/"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
-    if descriptor < 0:
-        capable = os.environ.get("TERM", "dumb") != "dumb"
-        edits = capable and sys.stdin.isatty() and sys.stdout.isatty()
-        yield Editor() if edits else TypedLines(sys.stdin.fileno()), sys.stdout
-        return
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-        yield TypedLines(descriptor), out
+    launch/run those that it names, because mpirun forwards no standard input and only whole lines.
+
+    Raises UsageError if they are on another host, or cannot be opened.
+    """
+    if path := _named(INPUT):
+        with socket.socket(socket.AF_UNIX) as source:
+            _open(INPUT, lambda: source.connect(path))
+            yield TypedLines(source.fileno()), sys.stdout
+    elif path := _named(TERMINAL):
+        descriptor = _open(TERMINAL, lambda: os.open(path, os.O_RDWR | os.O_NOCTTY))
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
+            yield TypedLines(descriptor), out
+    else:
+        edits = capable() and sys.stdin.isatty() and sys.stdout.isatty()
+        yield Editor() if edits else TypedLines(0), sys.stdout
+
+
+def capable() -> bool:
+    """Whether TERM names a terminal that moves its cursor."""
+    return os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def _named(variable: str) -> str:
+    """Return the path in a variable, "" if it is not set. Raises UsageError if it is another
+    host's."""
+    where, _, path = os.environ.get(variable, "").partition(":")
+    if path and where != socket.gethostname():
+        raise UsageError(f"rank 0 runs on {socket.gethostname()}, but the conversation is typed on "
+                         f"{where}: put {where} on the first line of the hostfile, or use "
+                         "`pipeinfer serve` there and `pipeinfer chat --url` here")
+    return path
+
+
+def _open(variable: str, call: Callable[[], Opened]) -> Opened:
+    try:
+        return call()
+    except OSError as error:
+        raise UsageError(f"cannot read the conversation from {os.environ[variable]}: "
+                         f"{error.strerror}; start the job again") from error
 
 
 class TypedLines:
@@ -171,11 +201,10 @@ class Formatted:
         from rich.console import Console
         from rich.live import Live
 
-        columns, rows = 80, 24
-        with contextlib.suppress(OSError):
-            columns, rows = os.get_terminal_size(out.fileno())
-        self._console = Console(file=out, force_terminal=True, width=max(columns, _NARROWEST),
-                                height=rows, highlight=False)
+        self._out = out
+        columns, rows = _size(out)
+        self._console = Console(file=out, force_terminal=True, width=columns, height=rows,
+                                highlight=False)
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True,
                                 vertical_overflow="crop")
         self._text, self._drawn = "", 0.0
@@ -183,11 +212,12 @@ class Formatted:
 
     def write(self, piece: str) -> None:
         """Show a further piece."""
+        self._fit()
         self._text += _CONTROLS.sub("", piece)
         size = settled(self._text)
         if size:
             done, self._text = self._text[:size], self._text[size:]
-            self._live.update("")
+            self._live.update("", refresh=True)  # else each print draws the paragraph again below
             self._print(done)
         now = time.monotonic()
         if now - self._drawn > 1 / _FRAMES_PER_SECOND:
@@ -196,9 +226,18 @@ class Formatted:
 
     def end(self) -> None:
         """End the answer."""
+        self._fit()
         self._live.update("")
         self._live.stop()
         self._print(self._text)
+
+    def _fit(self) -> None:
+        """Wrap at the terminal's present width from now on."""
+        from rich.console import ConsoleDimensions
+
+        size = _size(self._out)
+        if size != self._console.size:
+            self._console.size = ConsoleDimensions(*size)
 
     def _print(self, text: str) -> None:
         if text.strip():
@@ -213,6 +252,14 @@ class Formatted:
         seen = lines[-max(self._console.height - 2, 1):]
         parts = [part for line in seen for part in [Segment.line(), *line]]
         return Segments(parts[1:])  # a line's end at the end would count as a further line
+
+
+def _size(out: TextIO) -> tuple[int, int]:
+    """Return columns and rows of a terminal, 80 and 24 where it reports none."""
+    columns = rows = 0
+    with contextlib.suppress(OSError):
+        columns, rows = os.get_terminal_size(out.fileno())
+    return max(columns or 80, _NARROWEST), rows or 24
 
 
 def settled(text: str) -> int:

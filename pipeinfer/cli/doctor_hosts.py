@@ -7,6 +7,7 @@ nor a remedy. It uses no MPI and changes nothing on a host.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 
 from pipeinfer import host
+from pipeinfer.cli import inherited
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
 from pipeinfer.llama.library import NO_LIBRARY, llama_version
@@ -32,6 +34,7 @@ from pipeinfer.nodes import HostEntry, Nodes, nodes_file_beside, ranks_of, read_
 _CONNECT_SECONDS = 8
 _ANSWER_SECONDS = 40
 _AT_ONCE = 32
+_THIS_HOST = "for this machine alone take hostfiles/localhost (one line: localhost slots=8)"
 _MARK = "pipeinfer-facts "
 _QUESTION = (
     "import json,os,socket,sys\n"
@@ -92,7 +95,11 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
             "nodes file are read there",
             "start the job on that host, or list this host first"))
     asked = [entry for entry in entries if entry.host in ranks]
-    return found + [finding for _, finding in _ask_all(asked, ranks, nodes)]
+    judged = [finding for _, finding in _ask_all(asked, ranks, nodes)]
+    if judged and all(finding.level == "fail" for finding in judged):
+        judged.append(Finding("fail", "hostfile", f"{hostfile} names no host that can run ranks",
+                              f"write your own hosts into it; {_THIS_HOST}"))
+    return found + judged
 
 
 def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
@@ -107,7 +114,8 @@ def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
     gone = [finding for _, finding in judged if finding.level == "fail"]
     found = [entry for entry, finding in judged if finding.level != "fail"]
     if entries[0] not in found:
-        raise UsageError(f"{gone[0].what}, on which rank 0 runs, {gone[0].detail}")
+        none = "" if found else f": no host of {hostfile} can run ranks; {_THIS_HOST}"
+        raise UsageError(f"{gone[0].what}, on which rank 0 runs, {gone[0].detail}{none}")
     return found, gone
 
 
@@ -215,17 +223,29 @@ def _own_facts() -> dict[str, Any]:
 
 
 def is_here(name: str) -> bool:
-    """Whether `name` is this host: its own name, or an address that a socket can be bound to."""
-    own = socket.gethostname()
-    if name in ("localhost", own, own.partition(".")[0]):
+    """Whether `name` is this host: its own name, or one of an address that is its own."""
+    own = socket.gethostname().lower()
+    if name.lower() in ("localhost", own, own.partition(".")[0]):
         return True
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.bind(address)
-    except OSError:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
         return False
-    return True
+    return any(_is_own(*place) for place in found)
+
+
+def _is_own(family: int, kind: int, proto: int, _: str, address: Any) -> bool:
+    """Whether an address is of this host: a socket can be bound to it."""
+    with contextlib.suppress(OSError), socket.socket(family, kind, proto) as probe:
+        probe.bind(address)
+        return True
+    return bool(ipaddress.ip_address(address[0].partition("%")[0]).is_loopback)  # IPv6 is off
+
+
+def name_for_launcher(name: str) -> str:
+    """Return the name by which a launcher recognises a host. Open MPI takes this host for another
+    one, to which it logs in, under all names but `localhost` and its own."""
+    return socket.gethostname() if name != "localhost" and is_here(name) else name
 
 
 def common_network(entries: Sequence[HostEntry]) -> str:
@@ -251,14 +271,14 @@ def common_network(entries: Sequence[HostEntry]) -> str:
 
 def hydra_hostfile(entries: Sequence[HostEntry]) -> str:
     """Return the hostfile of these hosts for MPICH's launcher."""
-    return "".join(f"{entry.host}:{entry.slots}" + (f" user={entry.user}" if entry.user else "")
-                   + "\n" for entry in entries)
+    return "".join(f"{name_for_launcher(entry.host)}:{entry.slots}"
+                   + (f" user={entry.user}" if entry.user else "") + "\n" for entry in entries)
 
 
 def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
     """Return the hostfile of these hosts in Open MPI's format, with all numbers of slots."""
-    return "".join(f"{entry.user + '@' if entry.user else ''}{entry.host} slots={entry.slots}\n"
-                   for entry in entries)
+    return "".join(f"{entry.user + '@' if entry.user else ''}{name_for_launcher(entry.host)} "
+                   f"slots={entry.slots}\n" for entry in entries)
 
 
 def main() -> None:
@@ -267,6 +287,7 @@ def main() -> None:
     Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
     lines: the path of the nodes file beside HOSTFILE, and the hosts' common network (or nothing).
     """
+    inherited.settle()
     hostfile, n_ranks, kind, out = sys.argv[1:]
     write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
     try:

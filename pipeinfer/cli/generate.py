@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeinfer.cli.terminal import (
     Stopped,
     fetch_models,
     leave,
+    note_forwarded_input,
     talk_past_the_launcher,
     watch_signals,
 )
@@ -149,9 +149,8 @@ def _prompt_text(config: RequestConfig) -> str:
         if not config.prompt:
             raise UsageError('no prompt was given: use -p "...", -f FILE or -f -')
         return config.prompt
-    if config.file == "-" and "PMIX_RANK" in os.environ and host.launched_size() > 1:
-        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may hang after forwarding standard "
-                   "input; use launch/run or -f FILE instead", err=True)
+    if config.file == "-":
+        note_forwarded_input("launch/run or -f FILE")
     try:
         data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
         text = data.decode("utf-8")

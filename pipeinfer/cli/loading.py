@@ -34,7 +34,7 @@ def progress_hook(config: RequestConfig) -> Callable[[States], None] | None:
         return None
     out: TextIO = sys.stderr
     live = out.isatty()
-    if not live and host.launched_size() > 1 and (terminal := own_terminal()) is not None:
+    if not live and host.launched() and (terminal := own_terminal()) is not None:
         out, live = os.fdopen(terminal, "w", encoding="utf-8"), True
     return LoadingLines(out, live=live).show
 

@@ -5,6 +5,7 @@ It prints and does not compute; heavy modules are imported by the command that n
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import click
 
 from pipeinfer import __version__, host
+from pipeinfer.cli import inherited
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fail, leave
 from pipeinfer.cluster.shutdown import note_exit
 from pipeinfer.errors import PipeinferError, UsageError
@@ -22,6 +24,9 @@ from pipeinfer.loading import uncollected
 from pipeinfer.transport.base import Dismissed
 
 _LAB = "pipeinfer.lab"
+#: errors of files and streams that no program can prevent
+_FROM_OUTSIDE = (errno.EAGAIN, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EISDIR,
+                 errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 _AFTER_RANK_0 = 2.0  #: seconds for rank 0 to print the error that every rank has
 
 
@@ -58,6 +63,7 @@ class _Main(click.Group):
     }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        inherited.settle()
         host.take_secrets()
         if host.launched_rank() == 0:
             try:
@@ -108,13 +114,31 @@ class _Main(click.Group):
             raise SystemExit(error.exit_code) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except Exception as error:  # a bug: print the traceback, and end every rank
-            import traceback
+        except Exception as error:  # end every rank
+            if said := _outside(error):
+                click.echo(f"pipeinfer: error: {said}", err=True)
+                leave(1)
+            import traceback  # it is a bug
 
             click.echo(traceback.format_exc(), err=True, nl=False)
             click.echo(f"pipeinfer: error: {type(error).__name__}: {error} (this is a bug)",
                        err=True)
             leave(1)
+
+
+def _outside(error: Exception) -> str:
+    """Return what happened, and the remedy, if the system caused an error; "" for a bug."""
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return (f"{error.object[:80]!a} is not UTF-8 text: correct the option, the variable "
+                "or the name of the file")
+    if isinstance(error, OSError) and error.errno in _FROM_OUTSIDE:
+        return (f"{error.filename or 'standard input or output'}: {error.strerror}: check where "
+                "the command reads and writes")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the working folder was deleted: change to another one with cd"
+    return ""
 
 
 def _without_lab(name: str) -> click.Command:

@@ -44,7 +44,8 @@ def serve_command(resolved: Resolved) -> None:
 
     \b
     pipeinfer serve
-    mpirun -np 8 --hostfile hostfiles/xeon pipeinfer serve -m big.gguf -md small.gguf
+    pipeinfer up -np 4 -- serve -m model.gguf             # over 4 processes of this machine
+    pipeinfer up --hosts FILE -- serve -m big.gguf -md small.gguf    # over the hosts of a file
     """
     config = resolved.config
     if host.launched_rank() > 0:
@@ -134,7 +135,7 @@ class _Signals:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         self._seen += 1
-        at_once = number == signal.SIGTERM and host.launched_size() > 1
+        at_once = number == signal.SIGTERM and host.launched()
         if self.engine is None or self._seen > 1 or at_once:
             raise Stopped
         self.engine.leave()

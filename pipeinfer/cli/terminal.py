@@ -86,8 +86,18 @@ def fetch_models(job: JobConfig) -> None:
 def talk_past_the_launcher() -> None:
     """Write to the terminal directly, if there is one: after an interrupt mpirun drops the
     output of its ranks."""
-    if host.launched_size() > 1 and (terminal := own_terminal()) is not None:
+    if host.launched() and (terminal := own_terminal()) is not None:
         os.dup2(terminal, 2)
+
+
+def note_forwarded_input(instead: str) -> None:
+    """Print a note if standard input comes through Open MPI's launcher, which may not end then.
+
+    instead: what to use.
+    """
+    if "PMIX_RANK" in os.environ and host.launched():
+        click.echo("pipeinfer: note: mpirun of Open MPI 5.0 may hang after forwarding standard "
+                   f"input; use {instead} instead", err=True)
 
 
 def own_terminal() -> int | None:
@@ -107,6 +117,6 @@ def own_terminal() -> int | None:
 def show_over(text: str) -> None:
     """Replace the last line on standard error; "" at the end. Without a terminal nothing is
     written, except under mpirun, where a rank cannot detect a terminal."""
-    if not sys.stderr.isatty() and host.launched_size() == 1:
+    if not sys.stderr.isatty() and not host.launched():
         return
     click.echo(f"\r\x1b[K{text}", nl=False, err=True)

@@ -10,10 +10,13 @@ from typing import Any
 
 from pipeinfer.errors import UsageError
 
-COLOURS = {
-    "prompt": "#6b7280", "non-speculative": "#2563eb", "accepted": "#16a34a",
-    "partly accepted": "#86b817", "rejected": "#f59e0b", "stopped": "#dc2626",
-    "skipped": "#fca5a5",
+#: words and colour for what became of a run, as on the page (server/web: runs.js, app.css), which
+#: has one for all that were cancelled
+FATES = {
+    "prompt": ("prompt", "#8a6bb8"), "non-speculative": ("not guessed", "#2b6cb0"),
+    "accepted": ("guessed, right", "#0b8a67"), "partly accepted": ("partly right", "#7fa31b"),
+    "rejected": ("wrong", "#cf5a1e"), "stopped": ("cancelled, cut short", "#8f3a10"),
+    "skipped": ("cancelled, not computed", "#eab296"),
 }
 
 
@@ -124,7 +127,8 @@ def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: 
     for event in shown:
         left, width = event["ts"] / 1e3 - first, max(event["dur"] / 1e3, span_ms / 4000)
         axis.barh(event["tid"], width, left=left, height=0.72, align="center",
-                  color=COLOURS.get(event["cat"], "#000"), edgecolor="white", linewidth=0.6)
+                  color=FATES.get(event["cat"], ("", "#000"))[1], edgecolor="white",
+                  linewidth=0.6)
         waited = min(event["args"].get("waited_ms", 0.0), width)
         if waited > 0:  # all waits of a run are shown at its end
             axis.barh(event["tid"], waited, left=left + width - waited, height=0.72, align="center",
@@ -138,8 +142,9 @@ def draw_timeline(trace_file: Path, picture: Path, *, start_ms: float, span_ms: 
     axis.set_xlabel("milliseconds")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-    kinds = [k for k in COLOURS if any(e["cat"] == k for e in shown)]
-    axis.legend(handles=[Patch(color=COLOURS[k], label=k) for k in kinds], ncols=len(kinds),
-                loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    kinds = [FATES[k] for k in FATES if any(e["cat"] == k for e in shown)]
+    axis.legend(handles=[Patch(color=colour, label=words) for words, colour in kinds],
+                ncols=max(1, len(kinds)), loc="lower center", bbox_to_anchor=(0.5, 1.0),
+                frameon=False)
     figure.savefig(picture, dpi=120)
     plt.close(figure)

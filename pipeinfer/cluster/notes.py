@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.draft_ranks import draft_ranks_of
 from pipeinfer.config import ModelConfig, SpeculationConfig
 from pipeinfer.core.control import Ready
-from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
+from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import stages_of
 from pipeinfer.runtime.remote_draft import RemoteDraft
-from pipeinfer.scheduler.controller import TUNABLE
 from pipeinfer.strategies import registry
 
 if TYPE_CHECKING:
@@ -58,8 +57,8 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
         notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
     notes += _without_effect(config, job.policy)
-    if config.ablate and COMPONENTS[job.policy]:
-        notes += _beside(config, job)
+    if Ablation.ASYNC in config.ablate:
+        notes.append("--ablate async also ends continuous speculation: draft and target take turns")
     if job.gaps:
         notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
                      "another run up to near-ties (docs/decomposers.md)")
@@ -69,8 +68,6 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
 def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
     """Return notes on options that change nothing in this job."""
     notes = []
-    if config.ablate and not COMPONENTS[policy]:
-        notes.append(f"--ablate has no effect with policy {policy}")
     if config.branches > 1 and policy is not Policy.SPECULATIVE and "async" not in config.ablate:
         notes.append(f"--branches has no effect with policy {policy}: it is for synchronous trees "
                      "(--policy speculative)")
@@ -78,20 +75,6 @@ def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
             and policy is Policy.PIPEINFER:
         notes.append("--p-decay has no effect here: it lowers a cutoff, which is 0 without "
                      "--draft-p-min or --p-recovery")
-    return notes
-
-
-def _beside(config: SpeculationConfig, job: Job) -> list[str]:
-    """Return notes on side effects of --ablate, so that two changes are not compared as one."""
-    notes, asked = [], f"--ablate {' --ablate '.join(config.ablate)}"
-    own = job.policy is Policy.PIPEINFER
-    if own and config.adapt and not TUNABLE.issuperset(config.ablate):
-        notes.append(f"{asked} also switches tuning off: compare with a run with --no-adapt")
-    if Ablation.ASYNC in config.ablate:
-        notes.append(f"{asked} also ends continuous speculation: draft and target take turns")
-    elif own and len(job.plan.ranks) == 1:
-        notes.append(f"{asked} also makes draft and target compute at the same time: on one rank "
-                     "they take turns without it")
     return notes
 
 

@@ -222,7 +222,7 @@ def _ask(
                     structs.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow))
     answers: dict[int, Measured] = {}
     if 0 in asked:
-        answers[0] = _answer(config, place, hosts[0].settings, path, model.fingerprint)
+        answers[0] = measure_here(config, place, hosts[0].settings, path, model.fingerprint)
     for rank in asked:
         if rank != 0:
             try:
@@ -245,10 +245,11 @@ def _ask(
     return figures, notes
 
 
-def _answer(
+def measure_here(
     config: JobConfig, place: Place, settings: NodeSettings, path: Path, fingerprint: str,
     hollow: Mapping[str, Any] | None = None,
 ) -> Measured:
+    """Measure the model's layers on this rank: its figures, or why there are none."""
     from pipeinfer.host import threads_of
     from pipeinfer.llama.library import ensure_llama
     from pipeinfer.nodes import settle
@@ -270,7 +271,7 @@ def await_place(config: JobConfig, place: Place) -> Placed:
             case Placed() as placed:
                 return placed
             case Measure(settings, model, fingerprint, hollow):
-                mpi_startup.say(place.comm, 0, _answer(
+                mpi_startup.say(place.comm, 0, measure_here(
                     config, place, NodeSettings(**settings), Path(model), fingerprint, hollow))
             case TestLinks():
                 links = [structs.asdict(one) for one in mpi_startup.measure_links(place.comm)]

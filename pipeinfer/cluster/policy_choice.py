@@ -53,17 +53,21 @@ def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
     with a draft, and on one rank, where every speculative token has to pay for its row. The
     paper's policy uses the draft alone. ranks: 1 for ranks that take turns.
     """
-    grid = config.cluster.grid
     if features.excluding(features.LOOKUP, config):
         return config
     if ranks < 2:
         if features.excluding(features.LOOKUP_ALONE, config):
             return config
-    elif draft is None:
-        most = ranks if config.cluster.head_stage else ranks - 1
-        if (len(parse_widths(grid)) if grid not in ("", "auto") else most) < 2:
-            return config
+    elif draft is None and most_stages(config, ranks) < 2:
+        return config
     return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
+
+
+def most_stages(config: JobConfig, ranks: int) -> int:
+    """Return how many stages the job has at most."""
+    if config.cluster.grid not in ("", "auto"):
+        return len(parse_widths(config.cluster.grid))
+    return max(1, ranks if config.cluster.head_stage else ranks - 1)
 
 
 def choose_policy(config: JobConfig, draft: Path | None) -> Policy:

@@ -57,8 +57,9 @@ def note_order() -> None:
 
 def end_job(code: int) -> None:
     """Exit with `code` and end every other rank."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk; the error has been printed
+            stream.flush()
     if host.launched_size() > 1:
         host.choose_transports()  # as on every other rank, else messages do not arrive
         with contextlib.suppress(ImportError, RuntimeError):

@@ -143,8 +143,11 @@ def configs_of(base: JobConfig) -> dict[str, JobConfig]:
     own = base.speculation
     if own.ablate or own.decomposer:
         raise UsageError("ablate decides about --ablate and --decomposer: leave them out")
+    # a tip that waits for its tokens makes "without continuous" the same as "without async"
+    tip = "alone" if own.tip == "auto" else own.tip
     return {one.name: base.replace(
-        ablate=one.ablate, adapt=one.tuned, policy=one.policy.value)
+        ablate=one.ablate, adapt=one.tuned, policy=one.policy.value,
+        tip=own.tip if one.tuned else tip)
         for one in variants_of(whose(base))}
 
 
@@ -189,7 +192,7 @@ def emulated(cluster: str, pair: str, nodes: int, tokens: int) -> Measure:
     def measure(variant: Variant, number: int) -> Sample:
         experiment = dataclasses.replace(
             base, policy=variant.policy.value, ablate=variant.ablate, adapt=variant.tuned,
-            prompt_seed=number)
+            limits=() if variant.tuned else (("join_tip", False),), prompt_seed=number)
         built = scenarios.build(profiles, experiment)
         result = simulate(built.scenario, scenarios.controller_of(built, experiment))
         stats = result.stats

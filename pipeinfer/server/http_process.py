@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import ipaddress
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from msgspec import structs
@@ -33,6 +36,8 @@ _SEND_BUFFER = 512 << 10  #: bytes of an answer that the kernel holds for a slow
 _NOT_ITS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "PIPEINFER_API_KEY")  #: of its environment
 _WORDS_SECONDS = 2.0
 _ENTER_SECONDS = 20.0
+_HANDOVER_SECONDS = 45.0  #: less than other ranks wait in MPI_Init
+_LOOK_SECONDS, _HEALTH_SECONDS, _MOST_HEALTH = 0.3, 2.0, 1 << 16
 DOOR = "PIPEINFER_DOOR"  #: host:path of the supervisor's HTTP process
 T = TypeVar("T")
 
@@ -94,15 +99,49 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
         with contextlib.suppress(OSError, AttributeError):  # accepted sockets inherit it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT,
                             min(int(client_timeout * 1000), 2**31 - 1))
-        sock.bind(address)
+        _bind(sock, address, host, port)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"port {port} of {host} is in use by another program: choose another "
-                             "with --port") from error
+            who = "a server that is still shutting down: end it, or" if _shuts_down(host, port) \
+                else "another program:"
+            raise UsageError(f"port {port} of {host} is in use by {who} choose another with --port"
+                             ) from error
         raise UsageError(f"cannot listen on port {port} of {host}: {error.strerror}") from error
     return sock
+
+
+def _bind(sock: socket.socket, address: Any, host: str, port: int) -> None:
+    """Bind a socket; wait for a server that shuts down there, because a restart should not fail
+    while the last answers end. Raises OSError."""
+    deadline, noted = time.monotonic() + _HANDOVER_SECONDS, False
+    while True:
+        try:
+            sock.bind(address)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline \
+                    or not _shuts_down(host, port):
+                raise
+        if not noted:
+            sys.stderr.write(f"pipeinfer: port {port} is that of a server that completes its last "
+                             "answers: waiting for it\n")
+            noted = True
+        time.sleep(_LOOK_SECONDS)
+
+
+def _shuts_down(host: str, port: int) -> bool:
+    """Whether a server of pipeinfer has the port that takes no more requests, as /health says."""
+    connection = http.client.HTTPConnection(host or "127.0.0.1", port, timeout=_HEALTH_SECONDS)
+    try:
+        connection.request("GET", "/health")
+        status = json.loads(connection.getresponse().read(_MOST_HEALTH))["status"]
+        return status in ("draining", "stopped", "failed")
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return False
+    finally:
+        connection.close()
 
 
 def entrance(path: str) -> socket.socket:

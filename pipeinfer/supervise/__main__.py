@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 
+from pipeinfer.cli import inherited
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import UsageError
 from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import name_terminal
+from pipeinfer.supervise.standard_input import passed_on
 from pipeinfer.supervise.supervisor import Supervisor
 
 
@@ -59,6 +63,7 @@ def say(text: str) -> None:
 
 def main() -> int:
     """See the module's docstring."""
+    inherited.settle()
     parser = argparse.ArgumentParser("python -m pipeinfer.supervise", allow_abbrev=False)
     parser.add_argument("--hosts", nargs=4, metavar=("HOSTFILE", "NP", "KIND", "OUT"))
     parser.add_argument("--job", required=True)
@@ -76,9 +81,13 @@ def main() -> int:
         hostfile, ranks, kind, out = given.hosts
         roster = Roster(hostfile, kind, Path(out), int(ranks), int(ranks))
     door = HttpDoor(environ, say) if int(restarts) and "serve" in given.words else None
+    chats = "chat" in given.words
     source = _Words(given.job, given.words, environ, roster)
     try:
-        return asyncio.run(Supervisor(source, int(restarts), door, say).run())
+        with passed_on(environ) if chats else contextlib.nullcontext():
+            return asyncio.run(Supervisor(
+                source, int(restarts), door, say,
+                last=(signal.SIGHUP, signal.SIGTERM) if chats else (signal.SIGHUP,)).run())
     except ChildProcessError as error:
         say(str(error))
         return 127

@@ -137,8 +137,8 @@ def _check_head(hostfile: str) -> None:
     first = read_hostfile(hostfile)[0].host
     if not is_here(first):
         raise UsageError(f"the first host of {hostfile} is {first}, which is not this one: rank 0 "
-                         "and the HTTP process run here, so list this host first, or call this "
-                         "there")
+                         "and the HTTP process run here, so list this host first, call this there, "
+                         "or leave out --hosts to use this machine alone")
 
 
 def _show(rank: int | None, text: str) -> None:

@@ -5,6 +5,7 @@ It does the same as launch/run, launch/ssh and launch/hydra, and works for an in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from pipeinfer.cli.chat_terminal import TERMINAL
 from pipeinfer.errors import UsageError
 from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.transport.settings import mpi_settings
@@ -120,10 +122,15 @@ def settings() -> dict[str, str]:
     return mpi_settings() | environ
 
 
-def name_terminal(environ: dict[str, str]) -> None:
-    """Let rank 0 write to the terminal directly, as its launcher has a session of its own."""
-    if sys.stderr.isatty():
-        environ["PIPEINFER_TERMINAL"] = f"{socket.gethostname()}:{os.ttyname(2)}"
+def name_terminal(environ: dict[str, str], number: int = 2) -> bool:
+    """Let rank 0 use the terminal of a file descriptor directly, as its launcher has a session of
+    its own; return whether there is one that can be opened by its name."""
+    with contextlib.suppress(OSError):  # no terminal, or one of another container
+        path = os.ttyname(number)
+        if os.access(path, os.R_OK | os.W_OK):
+            environ[TERMINAL] = f"{socket.gethostname()}:{path}"
+            return True
+    return False
 
 
 def passed_names(environ: dict[str, str]) -> list[str]:

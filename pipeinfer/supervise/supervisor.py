@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,12 +72,14 @@ class Supervisor:
 
     restarts: how often a failed job is started again. door: the HTTP process, None if there is
         none.
-    say: prints a line for the user.
+    say: prints a line for the user. last: signals that end the job at once. The others let what
+        runs complete first; a conversation would wait for the next message.
     """
 
     def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
-                 say: Callable[[str], None]) -> None:
-        self.source, self.door, self.say = source, door, say
+                 say: Callable[[str], None], *,
+                 last: Sequence[signal.Signals] = (signal.SIGHUP,)) -> None:
+        self.source, self.door, self.say, self._last = source, door, say, last
         self.patience = Patience(restarts)
         self._restarts = restarts
         self.current: Running | None = None
@@ -169,7 +171,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(
-                    number, lambda at_once: self.stop(at_once=at_once), number == signal.SIGHUP)
+                    number, lambda at_once: self.stop(at_once=at_once), number in self._last)
 
     async def clean(self, name: str, hosts: list[str]) -> None:
         """Kill the remaining processes of an earlier job, here and on its hosts, so that none

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import pty
+import random
+import re
 import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from pipeinfer.cli import chat_terminal
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
+from tests.support.sample import full
 
 
 @pytest.mark.parametrize(("text", "done"), [
@@ -44,6 +51,102 @@ def test_markdown_is_wrapped_and_no_control_character_passes(size):
     assert "**" not in shown
     assert "bold" in shown
     assert "```" not in shown
+
+
+class Screen(io.StringIO):
+    """A terminal that wraps, scrolls, moves its cursor up and erases lines."""
+
+    def __init__(self, columns, rows):
+        super().__init__()
+        self.size = os.terminal_size((columns, rows))
+        self.lines, self.x, self.y = [""], 0, 0
+
+    def fileno(self):
+        return 1
+
+    def write(self, text):
+        for match in re.finditer(r"\x1b\[([\d;?]*)([A-Za-z])|[^\x1b]", text):
+            self._take(match[0], match[1], match[2])
+        return len(text)
+
+    def _take(self, sign, number, order):
+        if order == "A":
+            self.y = max(self.y - int(number or 1), 0, len(self.lines) - self.size.lines)
+        elif order == "K":
+            assert number == "2"
+            self.lines[self.y] = ""
+        elif sign == "\r":
+            self.x = 0
+        elif sign == "\n":
+            self._down()
+        elif not order:
+            if self.x == self.size.columns:
+                self._down()
+            line = self.lines[self.y].ljust(self.x)
+            self.lines[self.y] = line[:self.x] + sign + line[self.x + 1:]
+            self.x += 1
+
+    def _down(self):
+        self.x, self.y = 0, self.y + 1
+        if self.y == len(self.lines):
+            self.lines.append("")
+
+    def shown(self):
+        return [line.rstrip() for line in self.lines]
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """Makes a terminal in which an answer comes slowly: it is drawn anew at most pieces."""
+    def make(columns=80, rows=24):
+        made = Screen(columns or 80, rows or 24)  # some report no size
+        unknown = os.terminal_size((0, 0))
+        monkeypatch.setattr(chat_terminal.os, "get_terminal_size",
+                            lambda *_: made.size if columns else unknown)
+        return made
+
+    clock = itertools.count(0, 0.05)
+    monkeypatch.setattr(chat_terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    return make
+
+
+def paragraphs(count, seed=0):
+    """Paragraphs of a beginning that is found nowhere else, and 3 to 60 words."""
+    words = random.Random(seed)
+    return [" ".join([f"Start{number:02}", *("w" * words.randint(1, 11) for _ in range(
+        words.randint(3, 60)))]) for number in range(count)]
+
+
+@pytest.mark.parametrize(("columns", "rows", "size"), [
+    (80, 24, 4), (0, 0, 9), (79, 3, 7), full(80, 24, 1), full(80, 6, 5), full(40, 24, 3),
+    full(120, 40, 7), full(80, 24, 200), full(23, 10, 5), full(200, 5, 9)])
+def test_each_line_of_a_streamed_answer_is_there_once(screen, columns, rows, size):
+    out, said = screen(columns, rows), paragraphs(15)
+    text = "\n\n".join(said)
+    view = Formatted(out)
+    for at in range(0, len(text), size):
+        view.write(text[at:at + size])
+        beginnings = re.findall(r"Start\d\d", "\n".join(out.lines[-(rows or 24):]))
+        assert len(beginnings) == len(set(beginnings)), out.shown()
+    view.end()
+    width = max(columns or 80, 20)
+    wanted = [line for one in said for line in [*textwrap.wrap(one, width), ""]]
+    assert [line for line in out.shown() if line] == [line for line in wanted if line]
+
+
+@pytest.mark.parametrize(("before", "after"), [(80, 50), (80, 120), (120, 31), (40, 80)])
+def test_a_window_that_is_resized_cuts_no_word(screen, before, after):
+    out, said = screen(before), paragraphs(8, seed=3)
+    text = "\n\n".join(said)
+    view, half = Formatted(out), text.index("Start04") - 2
+    view.write(text[:half])
+    out.size = os.terminal_size((after, 24))
+    for at in range(half, len(text), 5):
+        view.write(text[at:at + 5])
+    view.end()
+    shown = "\n".join(out.shown())
+    wanted = "\n".join(line for one in said[4:] for line in [*textwrap.wrap(one, after), ""])
+    assert wanted.strip() in shown
 
 
 class Script:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.doctor_hosts import check_hosts, common_network, is_here
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry
+from pipeinfer.supervise import commands
+from tests.rig import launch
 
 OWN = doctor_hosts._own_facts()
 
@@ -129,6 +133,62 @@ def test_this_host_and_others():
     assert is_here(OWN["host"])
     assert not is_here("192.0.2.1")
     assert not is_here("no-such-host.invalid")
+
+
+def own_names():
+    """Names of this host that its launcher does not know it by."""
+    name = OWN["host"]
+    addresses = {one.address for found in psutil.net_if_addrs().values() for one in found
+                 if one.family == socket.AF_INET}
+    return ["127.0.0.1", "127.0.0.2", "127.1.2.3", "::1", "LOCALHOST", "LocalHost", name.upper(),
+            name.title(), "0:0:0:0:0:0:0:1", *sorted(addresses)]
+
+
+def resolves(name):
+    try:
+        return bool(socket.getaddrinfo(name, 0))
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("name", list(filter(resolves, own_names())))
+@pytest.mark.parametrize("write", [doctor_hosts.openmpi_hostfile, doctor_hosts.hydra_hostfile])
+def test_a_launcher_gets_the_name_by_which_it_knows_this_host(name, write):
+    """Under another one Open MPI logs in to itself."""
+    assert is_here(name)
+    assert write([HostEntry(name, 2, 1)]).strip() in (f"{OWN['host']} slots=2", f"{OWN['host']}:2")
+
+
+@pytest.mark.parametrize("name", ["localhost", OWN["host"], "192.0.2.1", "no-such-host.invalid",
+                                  "x" * 300, "2001:db8::1"])
+def test_other_names_stay(name):
+    assert doctor_hosts.name_for_launcher(name) == name
+
+
+def test_one_of_several_addresses_is_enough(monkeypatch):
+    def found(name, *_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))
+                for address in ("192.0.2.7", "127.0.0.1")]
+
+    monkeypatch.setattr(doctor_hosts.socket, "getaddrinfo", found)
+    assert is_here("two-addresses")
+
+
+@pytest.mark.parametrize("name", ["xeon", "beowulf-hetero"])
+def test_an_example_hostfile_leads_to_the_one_of_this_machine(tmp_path, fake_ssh, name):
+    text = (launch.ROOT / "hostfiles" / name).read_text()
+    assert "launch/ssh hostfiles/localhost" in "".join(text.splitlines()[:3])
+    hosts = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]
+    fake_ssh({host: [255, "", f"ssh: Could not resolve hostname {host}"] for host in hosts})
+    found = check_hosts(write(tmp_path, text), len(hosts))
+    assert found[-1].level == "fail"
+    assert "names no host that can run ranks" in found[-1].detail
+    assert "hostfiles/localhost" in found[-1].remedy
+    with pytest.raises(UsageError, match="take hostfiles/localhost"):
+        doctor_hosts.living(write(tmp_path, text))
+    with pytest.raises(UsageError, match="leave out --hosts to use this machine alone"):
+        commands._check_head(write(tmp_path, text))
+    assert "hostfiles/localhost" in (launch.ROOT / "README.md").read_text()
 
 
 def test_the_network_of_the_hosts(monkeypatch):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from pipeinfer import cli
 from pipeinfer.cli.summary import memory_figures, summary
-from pipeinfer.cli.timeline import chrome_trace, draw_timeline
+from pipeinfer.cli.timeline import FATES, chrome_trace, draw_timeline
 from pipeinfer.cluster.generate import Generated, run_request, sampling_params
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
@@ -112,6 +115,15 @@ def test_memory_counts_a_rank_once_and_only_where_all_were_measured():
 
 
 @pytest.mark.slow
+def test_a_picture_and_the_page_name_and_colour_runs_alike():
+    web = Path(cli.__file__).parents[1] / "server" / "web"
+    page = re.findall(r'\["(\w+)", "([^"]+)", "([^"]+)"', (web / "runs.js").read_text())
+    colours = dict(re.findall(r"--(\w+): (#\w{6});", (web / "app.css").read_text()))
+    found = {name: (words.partition(" or ")[0], colours[style]) for style, words, name in page}
+    assert len(found) == 5
+    assert {name: FATES[name] for name in found} == found
+
+
 def test_a_trace_can_be_drawn(tmp_path):
     reports = {1: {"host": "a", "events": [[0, 1.0, 1.01, "computed", 1, 0.004],
                                            [1, 1.02, 1.021, "skipped", 2, 0.0]],

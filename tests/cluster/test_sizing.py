@@ -179,13 +179,11 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
 
 
 @pytest.mark.parametrize(("policy", "options", "says"), [
-    ("pipeinfer", {"ablate": ("continuous",)}, "--ablate continuous also switches tuning off"),
     ("pipeinfer", {"ablate": ("cancel",)}, ""),
     ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, ""),
     ("pipeinfer", {"ablate": ("async",), "adapt": False}, "also ends continuous speculation"),
     ("published", {"ablate": ("multibuffer",)}, ""),
     ("published", {"p_decay": 0.1}, ""),
-    ("iterative", {"ablate": ("cancel",)}, "--ablate has no effect"),
     ("pipeinfer", {"branches": 4}, "--branches has no effect"),
     ("speculative", {"branches": 4, "ablate": ()}, ""),
     ("speculative", {"branches": 4}, ""),
@@ -195,12 +193,6 @@ def test_options_without_effect_are_named(policy, options, says):
     job = SimpleNamespace(policy=Policy(policy), gaps=False, plan=SimpleNamespace(ranks=(1, 2)))
     found = doubts(JobConfig.of(**options).speculation, job)
     assert [says in note for note in found] == [True] * bool(says)
-
-
-def test_on_one_rank_an_ablation_ends_the_turns():
-    job = SimpleNamespace(policy=Policy.PIPEINFER, gaps=False, plan=SimpleNamespace(ranks=(0,)))
-    (note,) = doubts(JobConfig.of(ablate=("cancel",)).speculation, job)
-    assert "at the same time" in note
 
 
 def published(**options):

@@ -62,7 +62,7 @@ def test_only_the_component_differs():
         own = configs[f"without {one.value}"]
         assert own.replace(ablate=()) == configs[ALL]
         assert own.speculation.ablate == (one.value,)
-    assert configs[TUNED].replace(adapt=False) == configs[ALL]
+    assert configs[TUNED].replace(adapt=False, tip="alone") == configs[ALL]
     with pytest.raises(UsageError, match="leave them out"):
         configs_of(base.replace(ablate=("cancel",)))
     with pytest.raises(UsageError, match="has no components"):

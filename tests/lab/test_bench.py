@@ -92,13 +92,39 @@ def test_options_reach_the_experiment():
 
 
 def test_what_an_ablation_changes_besides_is_said():
-    done = invoke("--ablate", "continuous", "--policy", "pipeinfer")
-    assert "without continuous, not tuned: compare with --no-adapt" in done.stdout
+    done = invoke("--ablate", "continuous", "--policy", "pipeinfer", "--no-adapt")
+    assert "without continuous, not tuned" in done.stdout
     found = data("--ablate", "cancel")["policies"]
     ablated = {row["policy"]: (row["ablated"], row["tuned"]) for row in found}
     assert ablated["pipeinfer"] == (["cancel"], True)
     assert ablated["published"] == (["cancel"], False)
     assert ablated["iterative"] == ([], False)
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (("--ablate", "multibuffer", "--policy", "pipeinfer"), "names no component of --policy pipe"),
+    (("--ablate", "alternatives", "--policy", "published"), "names no component of --policy pub"),
+    (("--ablate", "cancel", "--policy", "iterative"), "names no component of --policy iter"),
+    (("--ablate", "cancel", "--policy", "speculative"), "choose another policy or component"),
+    (("--ablate", "cancel", "--ablate", "multibuffer", "--policy", "pipeinfer"), "multibuffer"),
+    (("--ablate", "async"), "add --no-adapt, here and to the run that you compare with"),
+    (("--ablate", "continuous", "--policy", "pipeinfer"), "add --no-adapt,"),
+    (("--ablate", "continuous", "--nodes", "3"), "add --no-adapt --set join_tip=false,"),
+    (("--ablate", "continuous", "--nodes", "2", "--no-adapt"), "add --set join_tip=false,"),
+])
+def test_an_ablation_that_cannot_be_compared_is_refused(args, says):
+    done = invoke(*args)
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+@pytest.mark.parametrize("args", [
+    ("--ablate", "multibuffer", "--policy", "published"), ("--ablate", "cancel"),
+    ("--ablate", "async", "--policy", "published"),
+    ("--ablate", "continuous", "--nodes", "3", "--no-adapt", "--set", "join_tip=false"),
+])
+def test_an_ablation_that_can_be_compared_is_measured(args):
+    assert invoke(*args).exit_code == 0
 
 
 @pytest.mark.parametrize("pair", mostly_full(

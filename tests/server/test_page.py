@@ -56,8 +56,11 @@ def test_a_message_is_answered_as_a_stream(page):
     roles = [message["role"] for message in again.value.post_data_json["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
     page.answer()
+    tab.press("#prompt", "ArrowUp")
+    assert tab.input_value("#prompt") == "And now in one line"
     tab.click("#new-chat")
     assert tab.is_visible("#empty")
+    assert tab.inner_text("#api-base") == page.url + "/v1"
     page.ask()
     assert page.answer() == first  # the same seed
 
@@ -78,6 +81,61 @@ def test_keys_send_break_lines_and_stop(page, server):
     assert tab.is_visible("#send")
     server.until(lambda: all(not slot["is_processing"] for slot in server.get("/slots")[1]),
                  "the end of the stopped request")
+
+
+def test_an_answer_goes_on_while_the_status_is_looked_at(page):
+    tab = page.answers_of(300).tab
+    page.ask()
+    tab.wait_for_selector(".answer[aria-busy] p")
+    tab.focus("#prompt")
+    tab.keyboard.type("the next one")
+    tab.keyboard.press("Enter")
+    tab.keyboard.press("Enter")
+    assert tab.locator(".notice").all_inner_texts() == [
+        "The answer is still coming. Esc or Stop ends it; then the message can be sent.\n\nClose"]
+    assert tab.input_value("#prompt") == "the next one"
+    with page.context.expect_page() as opened:
+        tab.click("#to-status")
+    status = opened.value
+    status.wait_for_selector("#stages tr")
+    assert not status.is_visible("#waits-hint")
+    tab.bring_to_front()
+    assert tab.get_attribute(".answer", "aria-busy") == "true"
+    page.answer()
+    assert "cut off at the limit" in tab.inner_text(".answer .foot")
+    assert tab.locator(".notice").count() == 0
+    status.click("#to-chat")  # leads back to this conversation
+    status.wait_for_selector(".answer .text")
+    assert status.inner_text(".user .text") == PROMPT
+
+
+def test_an_answer_whose_page_is_left_is_marked(page):
+    tab = page.answers_of(1000).tab
+    page.ask()
+    tab.wait_for_selector(".answer[aria-busy]")
+    tab.reload()  # before anything of it was kept
+    assert "left before one came" in page.problem()
+    tab.click(".problem button:has-text('Try again')")
+    page.until("document.querySelector('.answer .text')?.textContent.length > 60")
+    tab.wait_for_timeout(1500)
+    tab.reload()
+    tab.wait_for_selector(".answer .foot button")
+    assert "incomplete" in tab.inner_text(".answer .foot")
+    assert len(tab.inner_text(".answer .text")) > 20
+
+
+def test_the_end_is_one_press_away(page):
+    tab = page.tab
+    page.set(seed="8", temperature="1", max_tokens="40")
+    page.ask("word " * 2000)
+    page.answer()
+    assert not tab.is_visible("#to-end")
+    tab.hover("#scroll")
+    tab.mouse.wheel(0, -3000)
+    tab.wait_for_selector("#to-end:not([hidden])")
+    tab.click("#to-end")
+    tab.wait_for_selector("#to-end", state="hidden")
+    assert tab.evaluate(IN_SIGHT, ".answer:last-child .foot")
 
 
 def test_everything_can_be_reached_by_keyboard(page):
@@ -280,6 +338,8 @@ def test_a_server_that_goes_is_told_of(browser):
     with serve(1, "--pace-ms", "20", *GUESSING) as served:
         served.wait_until_ready()
         opened = Page(browser, served.url).ready().answers_of(1000)
+        assert opened.tab.evaluate(
+            "getComputedStyle(document.querySelector('.figures')).opacity") == "1"
         opened.ask()
         opened.tab.wait_for_selector(".answer[aria-busy] p")
         os.killpg(served.process.pid, signal.SIGKILL)
@@ -289,6 +349,8 @@ def test_a_server_that_goes_is_told_of(browser):
         assert re.search("does not answer|was lost|has failed", opened.problem())
         opened.tab.wait_for_selector("#state[data-state=gone], #state[data-state=failed]")
         opened.tab.wait_for_selector("#state[data-state=gone]")
+        faded = "getComputedStyle(document.querySelector('.figures')).opacity"
+        assert opened.tab.evaluate(faded) == "0.4"  # what stands there is old
         opened.tab.click(".problem button:has-text('Try again')")
         opened.tab.wait_for_selector(".problem:has-text('does not answer')")
         opened.close()

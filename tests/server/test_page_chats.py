@@ -205,10 +205,16 @@ def test_conversations_are_listed_renamed_exported_imported_and_deleted(page):
     assert tab.input_value("#max_tokens") == "6"
     tab.keyboard.press("Escape")
     tab.click("#open-chats")
+    tab.fill("#find-chat", "eiN")
+    assert tab.locator(".chat-list li:visible .title").all_inner_texts() == ["Eins"]
+    tab.fill("#find-chat", "")
     tab.click("[aria-label='Delete: Eins']")
-    assert tab.locator(names).count() == 2
-    tab.click("button:has-text('Really?')")
     page.wait(lambda: tab.locator(names).count() == 1, "one is gone")
+    assert "“Eins” was deleted." in tab.inner_text("#chats-note")
+    tab.click("#chats-note button:has-text('Undo')")
+    page.wait(lambda: "Eins" in tab.locator(names).all_inner_texts(), "it is back")
+    tab.click("[aria-label='Delete: Eins']")
+    page.wait(lambda: tab.locator(names).count() == 1, "one is gone again")
     tab.set_input_files("#import-file", {"name": "eins.json", "mimeType": "application/json",
                                          "buffer": json.dumps(kept).encode()})
     page.wait(lambda: tab.locator(names).count() == 2, "it is back")

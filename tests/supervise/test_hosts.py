@@ -103,7 +103,7 @@ def test_no_launcher_has_keys_and_rank_0_gets_them(rank, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said = []
     environ = os.environ | {"PIPEINFER_API_KEY": "sesame", "HF_TOKEN": "sesame 2",
-                            "OMPI_COMM_WORLD_RANK": str(rank)}
+                            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
     job = SupervisedJob([sys.executable, "-c", RANK], environ, lambda _, text: said.append(text))
     asyncio.run(job.run())
     assert json.loads(said[-1]) == [

@@ -25,6 +25,7 @@ import click
 from msgspec import structs
 
 from pipeinfer import host
+from pipeinfer.cluster.sizing import JOIN_UP_TO
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
@@ -39,6 +40,7 @@ from pipeinfer.lab.emulation.virtual import (
     simulate,
 )
 from pipeinfer.planning.partition import size_text
+from pipeinfer.scheduler.controller import TUNABLE
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.text_table import aligned
 
@@ -171,6 +173,7 @@ def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_
             said := wide.warning(profiles, experiment)):
         click.echo(f"note: {said}", err=True)
     names = read_policies(policies, default="pipeinfer" if ranks > 1 else "all")
+    check_ablation(experiment, names)
     if ranks == 1:
         if scale != 1.0:
             raise UsageError("--scale stretches wall-clock time, but a single process runs in "
@@ -192,6 +195,23 @@ def read_policies(names: Sequence[str], *, default: str) -> list[str]:
     for name in chosen:
         lookup({**LABELS, "all": ""}, name, "policy")
     return [name for name in LABELS if name in chosen or "all" in chosen]
+
+
+def check_ablation(experiment: Experiment, policies: Collection[str]) -> None:
+    """Raise UsageError if --ablate would leave out nothing, or change more than its components."""
+    parts = {one for name in policies if name in set(Policy) for one in COMPONENTS[Policy(name)]}
+    for name in experiment.ablate:
+        if name not in parts:
+            raise UsageError(f"--ablate {name} names no component of --policy "
+                             f"{' --policy '.join(policies)}: choose another policy or component")
+    more = [] if not experiment.adapt or TUNABLE.issuperset(experiment.ablate) else ["--no-adapt"]
+    if Ablation.CONTINUOUS in experiment.ablate and 0 < experiment.nodes <= JOIN_UP_TO + 1 \
+            and "join_tip" not in dict(experiment.limits):
+        more.append("--set join_tip=false")
+    if more and Policy.PIPEINFER in policies:
+        raise UsageError(f"--ablate {' --ablate '.join(experiment.ablate)} would change more than "
+                         f"that: add {' '.join(more)}, here and to the run that you compare with "
+                         "(`pipeinfer ablate --cluster` does both)")
 
 
 def read_experiment(given: Mapping[str, Any]) -> Experiment:
@@ -299,7 +319,7 @@ def as_text(data: Mapping[str, Any]) -> str:
                       f"+{first['row_cost']:.0%}; draft {1e3 * first['draft_seconds']:.1f} ms per "
                       f"token; {first['runs']} runs, {first['cancelled_runs']} cancelled"]
         if row["ablated"]:
-            tuned = "tuned" if row["tuned"] else "not tuned: compare with --no-adapt"
+            tuned = "tuned" if row["tuned"] else "not tuned"
             lines.append(f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}, {tuned}"
                          if row["policy"] == Policy.PIPEINFER else
                          f"{LABELS[row['policy']]}: without {' and '.join(row['ablated'])}")

@@ -11,6 +11,7 @@ from `planner`, speeds from the real scheduler in virtual time. Loads no model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -42,6 +43,7 @@ from pipeinfer.lab.forecast import (
 )
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import LoadMix
+from pipeinfer.planning.measure import from_json
 from pipeinfer.planning.partition import size_text
 from pipeinfer.planning.planner import ACCEPTANCE, with_text
 from pipeinfer.planning.teams import EXCHANGE, SumCost
@@ -49,6 +51,9 @@ from pipeinfer.text_table import aligned
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.job import Job
+    from pipeinfer.host import Place
+
+_NO_LINK = Link(0.0, math.inf)
 
 
 @click.command()
@@ -139,42 +144,36 @@ def _grid_experiment(model: str, profiles: Profiles, given: Mapping[str, Any]
 def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     """A report from what the ranks of this job measure; None on ranks but 0."""
     from pipeinfer.cluster import handshake, launch, placement
-    from pipeinfer.cluster.shutdown import part
     from pipeinfer.nodes import settle
 
-    if host.launched_size() == 1:
-        raise UsageError("a single process has nothing to plan: start it with mpirun -np N, or use "
-                         "--dry-run with --hostfile or --cluster")
     if model in profiles.models:
         raise UsageError(f"{model} is a profile, but ranks can only be measured with a model file: "
-                         "give a GGUF file, or use --dry-run")
+                         "give a GGUF file, or use --dry-run with --hostfile or --cluster")
     config = JobConfig.of(
         model=model, draft_model=given["draft"], nodes=given["nodes_file"], ctx=given["ctx"],
         layers=given["layers"], split=given["split"], head_stage=given["head_stage"],
         remeasure=given["remeasure"])
     place = launch.find_place(config.cluster)
-    from pipeinfer.transport import mpi_startup
-
     if place.rank > 0:
         handshake.tell(config, place)
         placement.await_place(config, place)
-        own = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
-        mpi_startup.gather_json(place.comm, json.dumps(own))
-        part(place)
+        _measured_links(place)
         return None
     hosts = handshake.compare(config, place)
     job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
-    own = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
-    texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
-    part(place)
-    measured_links = [one for text in texts for one in json.loads(text)]
-    links = [Link(one["latency"], one["bandwidth"]) for one in measured_links]
+    measured_links = _measured_links(place)
+    links = [Link(one["latency"], one["bandwidth"]) for one in measured_links] or [_NO_LINK]
     found = job.survey
-    middling = statistics.median(f.per_byte for f in found.figures.values()) if (
-        found.figures) else 0.0
+    measures = found.figures
+    if place.comm is None:  # a start of one process has nothing to split, so it measures nothing
+        own = placement.measure_here(config, place, hosts[0].settings, job.target,
+                                     job.model.fingerprint)
+        with contextlib.suppress(ValueError):
+            measures = {0: from_json(own.figures)}
+    middling = statistics.median(f.per_byte for f in measures.values()) if measures else 0.0
     machines = []
     for rank, facts in enumerate(hosts):
-        figures = found.figures.get(rank)
+        figures = measures.get(rank)
         per_byte = figures.per_byte if figures is not None else middling
         row_cost = figures.row_cost if figures is not None else 0.5
 
@@ -188,12 +187,28 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     target = dataclasses.replace(
         file_view(job.target, given["ctx"]),
         load=with_text(found.load, job.model, given["length"]))
-    if not found.figures:
+    if not measures:
         raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
                         "predicted: leave out --layers and --split equal")
-    notes = [*found.notes, *_grid_note(job, hosts, measured_links, given)]
-    return report_of(target, machines, links, "links as measured", profiles, given, notes, job.plan,
-                     str(job.draft or ""))
+    notes = [*found.notes, *(_grid_note(job, hosts, measured_links, given) if measured_links else [
+        "this is one process: mpirun -np N, or launch/run N, plans a pipeline of N ranks"])]
+    return report_of(target, machines, links,
+                     "links as measured" if measured_links else "no links", profiles, given, notes,
+                     job.plan if measured_links else None, str(job.draft or ""))
+
+
+def _measured_links(place: Place) -> list[dict[str, float]]:
+    """Measure the links between neighbours with all other ranks, which part then; return them on
+    rank 0. A single process has none."""
+    if place.comm is None:
+        return []
+    from pipeinfer.cluster.shutdown import part
+    from pipeinfer.transport import mpi_startup
+
+    own = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+    texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
+    part(place)
+    return [one for text in texts for one in json.loads(text)]
 
 
 def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]],

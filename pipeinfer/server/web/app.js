@@ -21,13 +21,14 @@ const store = new Store();
 const pipeline = new Pipeline({ onChange: tellChange });
 
 const chat = new Chat({
-  log: $("log"), scroll: $("scroll"), empty: $("empty"),
+  log: $("log"), scroll: $("scroll"), end: $("to-end"), empty: $("empty"),
   guesses: () => pipeline.guesses !== false,
   onAction: (action) => (action === "settings" ? settings.open(watcher.locked) : newChat()),
   onBusy: (busy) => {
     $("send").hidden = busy;
     $("stop").hidden = !busy;
     document.body.classList.toggle("busy", busy);
+    if (!busy) $("notices").querySelector(".early")?.remove();
     if (!busy && document.activeElement === document.body) $("prompt").focus();
   },
   onChange: keep,
@@ -49,6 +50,7 @@ const settings = new Settings({
 
 const library = new Library({
   dialog: $("chats"), list: $("chat-list"), input: $("import-file"), note: $("chats-note"), store,
+  search: $("find-chat"),
   current: () => chat.conversation.id,
   onOpen: open,
   onGone: (id) => { if (id === chat.conversation.id) newChat(); },
@@ -69,6 +71,7 @@ function open(conversation) {
 function showOpen() {
   const { id, title, empty } = chat.conversation;
   history.replaceState(null, "", empty ? "." : `#${id}`);
+  $("to-status").href = empty ? "status" : `status#${id}`; // whose way back leads here
   document.title = [empty ? "" : title, $("model").textContent, "pipeinfer"].filter(Boolean)
     .join(" · ");
 }
@@ -90,7 +93,13 @@ const files = new Files({
 
 function send() {
   const text = $("prompt").value.trim();
-  if ((!text && !files.kept.length) || chat.busy) return;
+  if (!text && !files.kept.length) return;
+  if (chat.busy) {
+    if (!$("notices").querySelector(".early")) {
+      say("The answer is still coming. Esc or Stop ends it; then the message can be sent.", "early");
+    }
+    return;
+  }
   $("prompt").value = "";
   grow();
   chat.send(text, files.give());
@@ -142,6 +151,10 @@ $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     send();
+  } else if (event.key === "ArrowUp" && !$("prompt").value && chat.lastMessage) {
+    event.preventDefault();
+    $("prompt").value = chat.lastMessage;
+    grow();
   }
 });
 document.addEventListener("keydown", (event) => {
@@ -152,6 +165,9 @@ $("stop").addEventListener("click", () => {
   chat.stop();
   $("prompt").focus();
 });
+// Another page would end the answer that is coming: then the status has a tab of its own.
+$("to-status").addEventListener("click", () => { $("to-status").target = chat.busy ? "_blank" : ""; });
+addEventListener("pagehide", () => chat.leave());
 $("new-chat").addEventListener("click", newChat);
 $("open-chats").addEventListener("click", () => library.open());
 $("import").addEventListener("click", () => $("import-file").click());
@@ -171,6 +187,7 @@ $("fold").addEventListener("click", () => {
 narrow.addEventListener("change", () => fold(narrow.matches));
 fold(narrow.matches);
 
+$("api-base").textContent = new URL("v1", document.baseURI).href;
 $("starters").append(...STARTERS.map((text) => {
   const item = element("li");
   item.append(button(text, "", () => chat.idle(() => chat.send(text))));

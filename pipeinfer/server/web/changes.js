@@ -7,7 +7,7 @@ export function described(change, stages = []) {
   const pause = `${change.seconds.toFixed(1)} s`;
   if (!change.lost.length) {
     return { from, to, lost: false, pause, text: `layers moved, ${pause}`,
-      title: "The layers were dealt out otherwise", long: sentence(change.why) };
+      title: "Layers have moved", long: sentence(change.why) };
   }
   const ranks = change.lost.map((rank) => {
     const held = stages.filter((stage) => stage.rank === rank);

@@ -6,16 +6,17 @@ import { Conversation } from "./conversation.js";
 import { Follower } from "./follower.js";
 import { Answer, messageItem } from "./turns.js";
 
-const SAVE_SECONDS = 2;
+const SAVE_SECONDS = 1;
 
 export class Chat {
   // open: settings and new were asked for (onAction); busy or not (onBusy); something is to be
   // kept (onChange, a Promise). guesses(): whether the server guesses ahead.
-  constructor({ log, scroll, empty, guesses, onAction, onBusy, onChange }) {
+  constructor({ log, scroll, end, empty, guesses, onAction, onBusy, onChange }) {
     Object.assign(this, { log, empty, guesses, onAction, onBusy, onChange });
-    this.follower = new Follower(scroll, log);
+    this.follower = new Follower(scroll, log, end);
     this.conversation = new Conversation();
     this.controller = null;
+    this.run = null; // the answer that is coming
     this.views = [];
     this.answering = null;
     this.handlers = {
@@ -33,6 +34,11 @@ export class Chat {
     return this.controller !== null;
   }
 
+  // What was asked last, "" before the first message.
+  get lastMessage() {
+    return this.conversation.path().findLast((turn) => turn.role === "user")?.content ?? "";
+  }
+
   // Does something unless an answer is coming.
   idle(act) {
     if (!this.busy) act();
@@ -47,7 +53,20 @@ export class Chat {
     this.stop();
     this.conversation = conversation;
     this.show();
+    this.tellUnanswered();
     this.follower.begin();
+  }
+
+  // The page was left before anything came of the last answer.
+  tellUnanswered() {
+    const last = this.conversation.path().at(-1);
+    if (last?.role !== "user") return;
+    const view = new Answer(this.guesses(), this.handlers);
+    this.views.push(view);
+    this.log.append(view.item);
+    view.end(null, [], "");
+    view.problem({ title: "No answer", advice: "The page was left before one came.",
+      actions: ["retry"] }, { retry: () => this.idle(() => this.answer(last.id)) });
   }
 
   show() {
@@ -88,6 +107,7 @@ export class Chat {
     this.follower.begin();
     const controller = new AbortController();
     this.controller = controller;
+    this.run = run;
     this.answering = view;
     this.onBusy(true);
     let problem = null;
@@ -101,7 +121,7 @@ export class Chat {
     view.end(run.turn, run.turn ? conversation.branches(run.turn) : [], view.summary());
     if (problem) this.fail(run, problem);
     if (this.controller === controller) {
-      this.controller = this.answering = null;
+      this.controller = this.answering = this.run = null;
       this.onBusy(false);
     }
   }
@@ -119,6 +139,11 @@ export class Chat {
     throw new Failure("the stream ended early", { code: "broken" });
   }
 
+  // The page goes away: what came of an answer stays, marked as incomplete.
+  leave() {
+    if (this.run) this.keep(this.run);
+  }
+
   // The answer so far becomes a turn.
   keep(run) {
     const { view, conversation } = run;
@@ -129,7 +154,7 @@ export class Chat {
       return;
     }
     run.turn ??= conversation.add(run.parent, "assistant", "");
-    Object.assign(run.turn, { content: view.text, marks: view.marks, note: view.summary() });
+    Object.assign(run.turn, { content: view.text, marks: view.marks, note: view.kept() });
     this.onChange(conversation);
   }
 

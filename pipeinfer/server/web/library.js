@@ -3,13 +3,15 @@
 import { Conversation } from "./conversation.js";
 import { button, download, element } from "./element.js";
 
-const SURE_SECONDS = 4;
+const FEW = 2; // chats from which on they can be searched
 
 export class Library {
   // dialog: holds the list, a file field for imports and a line for what is to be said. onOpen(
   // conversation), onGone(id): the open one was deleted or has another name (onNamed(id, title)).
-  constructor({ dialog, list, input, note, store, current, onOpen, onGone, onNamed }) {
-    Object.assign(this, { dialog, list, input, note, store, current, onOpen, onGone, onNamed });
+  constructor({ dialog, list, input, note, store, search, current, onOpen, onGone, onNamed }) {
+    Object.assign(this, { dialog, list, input, note, store, search, current, onOpen, onGone,
+      onNamed });
+    search.addEventListener("input", () => this.filter());
     input.addEventListener("change", () => {
       this.take([...input.files]);
       input.value = "";
@@ -18,6 +20,7 @@ export class Library {
 
   async open() {
     this.dialog.showModal();
+    this.search.value = "";
     await this.show();
     (this.list.querySelector("[aria-current]") ?? this.list.querySelector(".open"))?.focus();
   }
@@ -28,6 +31,16 @@ export class Library {
       ? "This browser keeps nothing here: conversations are gone when the tab is closed."
       : heads.length ? "Kept in this browser only." : "No conversation yet.";
     this.list.replaceChildren(...heads.map((head) => this.item(head)));
+    this.search.hidden = heads.length < FEW;
+    this.filter();
+  }
+
+  // Only the chats whose name holds what is searched for.
+  filter() {
+    const wanted = this.search.value.trim().toLowerCase();
+    for (const item of this.list.children) {
+      item.hidden = !(item.querySelector(".title")?.textContent ?? "").toLowerCase().includes(wanted);
+    }
   }
 
   item(head) {
@@ -51,7 +64,7 @@ export class Library {
       named("Rename", () => this.rename(item, head)),
       named("Export", () => this.give(head, "md")),
       named("JSON", () => this.give(head, "json")),
-      named("Delete", (event) => this.remove(event.currentTarget, head)));
+      named("Delete", () => this.remove(head)));
     item.append(open, tools);
     return item;
   }
@@ -90,23 +103,19 @@ export class Library {
     else download(`${name}.json`, found.toJson(), "application/json");
   }
 
-  // The first press asks, the second one deletes.
-  async remove(pressed, head) {
-    if (!pressed.dataset.sure) {
-      pressed.dataset.sure = "yes";
-      pressed.textContent = "Really?";
-      pressed.ariaLabel = `Really delete ${head.title || "Untitled"}? Press again`;
-      setTimeout(() => {
-        delete pressed.dataset.sure;
-        pressed.textContent = "Delete";
-        pressed.ariaLabel = `Delete: ${head.title || "Untitled"}`;
-      }, 1000 * SURE_SECONDS);
-      return;
-    }
+  // It can be had back until the list changes again.
+  async remove(head) {
+    const found = await this.store.get(head.id);
     await this.store.remove(head.id);
     this.onGone(head.id);
     await this.show();
-    (this.list.querySelector(".open") ?? this.dialog.querySelector("button")).focus();
+    const undo = button("Undo", "quiet", async () => {
+      await this.store.put(found);
+      await this.show();
+      this.list.querySelector(".open")?.focus();
+    });
+    this.note.replaceChildren(`“${head.title || "Untitled"}” was deleted. `, undo);
+    undo.focus();
   }
 
   async take(files) {

@@ -7,6 +7,7 @@ import { FATES, Runs, words } from "./runs.js";
 import { Timeline } from "./timeline.js";
 
 const LOAD_SECONDS = 3;
+const RESTING = 16; // tokens without a tested guess after which guessing counts as off
 const $ = (id) => document.getElementById(id);
 
 export class Pipeline {
@@ -16,6 +17,7 @@ export class Pipeline {
     this.facts = null;
     this.before = null; // the status before
     this.acceptance = null;
+    this.rests = 0; // tokens since the last guess was tested
     this.runs = new Runs();
     this.timeline = new Timeline({
       canvas: $("lanes"), tip: $("tip"), text: $("lanes-text"), runs: this.runs });
@@ -94,7 +96,6 @@ export class Pipeline {
       ...(this.guesses && facts.draft ? [`guesses by ${facts.draft}`] : []),
       `context ${facts.n_ctx.toLocaleString("en")} tokens`,
     ].join(", ");
-    $("notes").textContent = (facts.notes ?? []).join(" · ");
     this.showLegend();
   }
 
@@ -102,7 +103,10 @@ export class Pipeline {
     this.runs.heard(status.time);
     const rate = this.rateOf(status);
     this.before = status;
-    const share = this.acceptance === null ? "–" : `${Math.round(100 * this.acceptance)} %`;
+    const rests = this.rests >= RESTING;
+    $("rests").hidden = !rests;
+    const known = this.acceptance === null ? "–" : `${Math.round(100 * this.acceptance)} %`;
+    const share = rests ? "off" : known;
     const load = this.meanLoad();
     this.load.add(status.time, load);
     $("rate").textContent = rate >= 100 ? Math.round(rate) : +rate.toFixed(1);
@@ -114,7 +118,7 @@ export class Pipeline {
     $("requests").title = status.waiting ? `${running} running, ${status.waiting} waiting` : "";
     const cells = status.cells_used / Math.max(1, status.cells);
     $("cache").textContent = `${Math.round(100 * cells)} %`;
-    const second = this.guesses ? `${share} of guesses right`
+    const second = this.guesses ? (rests ? "guessing off" : `${share} of guesses right`)
       : `stages ${Math.round(100 * load)} % busy`;
     $("brief").textContent = running ? `${Math.round(rate)} tokens/s, ${second}` : "idle";
   }
@@ -126,6 +130,7 @@ export class Pipeline {
     if (!before || status.time <= before.time || totals.accepted < before.totals.accepted) return 0;
     const rate = (totals.accepted - before.totals.accepted) / (status.time - before.time);
     const tested = totals.guesses_tested - before.totals.guesses_tested;
+    this.rests = tested > 0 ? 0 : this.rests + totals.accepted - before.totals.accepted;
     if (tested > 0) {
       this.acceptance = (totals.accepted_speculative - before.totals.accepted_speculative) / tested;
     }

@@ -52,7 +52,9 @@ function showFacts() {
   $("notes").textContent = (facts.notes ?? []).join(" · ");
   $("ranks").replaceChildren(...(facts.ranks ?? []).map((one) => {
     const lost = facts.lost.includes(one.rank);
-    return row([one.rank, one.host, does(one.rank, stages), one.cores, bytes(one.memory)],
+    const first = facts.ranks.find(({ host, memory }) => host === one.host && memory === one.memory);
+    const memory = first === one ? bytes(one.memory) : `shared with rank ${first.rank}`;
+    return row([one.rank, one.host, does(one.rank, stages), one.cores, memory],
       lost ? "lost" : "");
   }));
   showStages();
@@ -70,7 +72,7 @@ function does(rank, stages) {
 
 function showStages() {
   const grid = facts.stages.some((stage) => stage.of_slices);
-  $("waits").hidden = !grid;
+  $("waits").hidden = $("waits-hint").hidden = !grid;
   $("stages").replaceChildren(...facts.stages.map((stage) => {
     const at = stage.stage - 1;  // members of a stage work in step
     const wide = Boolean(stage.of_slices);
@@ -180,6 +182,8 @@ $("rebalance").addEventListener("click", () => about(async () => {
   const done = await (await ask("rebalance", { body: {} })).json();
   return [element("p", "", `${done.message[0].toUpperCase()}${done.message.slice(1)}.`)];
 }));
+
+$("to-chat").href = `.${location.hash}`; // the conversation that was left
 
 // --- the server -----------------------------------------------------------------------------
 

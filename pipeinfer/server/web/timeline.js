@@ -119,9 +119,11 @@ export class Timeline {
     pen.fillStyle = this.colours.soft;
     pen.font = `${Math.min(11.5, lane * 0.75)}px system-ui, sans-serif`;
     pen.textBaseline = "middle";
-    const names = ["in flight", ...this.stages.map((stage) => stage.host || `${stage.node}`)];
-    names.forEach((name, row) => {
-      const text = row ? `${row} ${name}` : name;
+    const hosts = this.stages.map((stage) => stage.host);
+    const apart = new Set(hosts).size > 1; // else one host's name at each says nothing
+    ["in flight", ...hosts].forEach((host, row) => {
+      const stage = apart && host ? `${row} ${host}` : `stage ${row}`;
+      const text = row ? stage : host;
       pen.fillText(clipped(pen, text, LEFT - 12), 8, lane * (row + 0.5));
     });
   }

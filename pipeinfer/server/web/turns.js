@@ -169,13 +169,19 @@ export class Answer {
     const speed = this.timings?.predicted_per_second;
     if (speed) parts.push(`${speed.toPrecision(3)} per second`);
     if (this.tokens && this.guesses) {
-      parts.push(`${Math.round(100 * this.guessed / this.tokens)} % guessed ahead`);
+      parts.push(this.guessed ? `${Math.round(100 * this.guessed / this.tokens)} % guessed ahead`
+        : "guessing off: does not pay here");
     }
     const ends = { length: "cut off at the limit", stopped: "stopped", failed: "incomplete" };
     if (this.reason in ends && (this.tokens || this.reason === "stopped")) {
       parts.push(ends[this.reason]);
     }
     return [...parts, ...this.losses].join(" · ");
+  }
+
+  // The summary of what is kept while more may come: the page may be left.
+  kept() {
+    return [this.summary(), this.reason ? "" : "incomplete"].filter(Boolean).join(" · ");
   }
 
   problem({ title, said, advice, actions }, handlers) {

@@ -1,0 +1,66 @@
+"""The port of a server that starts while another program has it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from pipeinfer.errors import UsageError
+from pipeinfer.server import http_process
+
+
+@contextlib.contextmanager
+def occupied(answer, requests):
+    """A program that has a port, answers so many requests with these bytes, and goes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(20)
+
+    def run():
+        for _ in range(requests):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+        listener.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def health(status, code=503):
+    body = f'{{"status": "{status}"}}'.encode()
+    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (code, len(body), body)
+
+
+@pytest.mark.parametrize("status", ["draining", "stopped", "failed"])
+def test_a_restart_waits_for_the_server_before(status, capsys):
+    with occupied(health(status), 3) as port:
+        sock = http_process.listen("127.0.0.1", port, 60.0)
+    with sock:
+        assert sock.getsockname()[1] == port
+    assert capsys.readouterr().err.count("completes its last answers: waiting") == 1
+
+
+@pytest.mark.parametrize("answer", [
+    health("ok", 200), health("loading"), b"SSH-2.0-OpenSSH\r\n", b"", b"HTTP/1.1 200 OK\r\n\r\n[]",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"\0" * 100,
+    b"HTTP/1.1 404 X\r\nContent-Length: 5\r\n\r\nnull "])
+def test_other_programs_are_not_waited_for(answer):
+    with occupied(answer, 2) as port, pytest.raises(
+            UsageError, match=f"port {port} of 127.0.0.1 is in use by another program: choose"):
+        http_process.listen("127.0.0.1", port, 60.0)
+
+
+def test_the_wait_ends(monkeypatch):
+    monkeypatch.setattr(http_process, "_HANDOVER_SECONDS", 0.0)
+    with occupied(health("draining"), 1) as port, pytest.raises(
+            UsageError, match="in use by a server that is still shutting down: end it, or choose"):
+        http_process.listen("127.0.0.1", port, 60.0)
