@@ -7,7 +7,7 @@ Uses options, models and backends. How proposals travel is in `runtime.draft_ran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from msgspec import structs
 from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
+from pipeinfer.backends.rewinding import RewindingBackend, ids_for
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import own_model
@@ -24,6 +25,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import UsageError
 from pipeinfer.host import Place, threads_of
+from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import extract_shard
@@ -33,6 +35,7 @@ from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 
 DRAFT_PATHS = 8  #: paths in a draft's KV cache
+_STATE_PATHS = 2  #: the same of a draft whose layers keep a state, which each path needs several of
 BATCH = 256  #: most rows of one run of a draft
 
 
@@ -58,16 +61,17 @@ def draft_ranks_of(hosts: list[RankInfo]) -> tuple[int, ...]:
                  if one.rank and one.settings.role == "draft" and not one.dead)
 
 
-def cache_sizes(config: JobConfig, cells: int) -> dict[str, int]:
-    """Return the sizes of a draft's KV cache. cells: of each stage's cache."""
-    paths = paths_of(config)
+def cache_sizes(config: JobConfig, cells: int, path: Path) -> dict[str, int]:
+    """Return the sizes of a draft's KV cache. cells: of each stage's cache. path: of the draft."""
+    paths = paths_of(config, [path])
     return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
             "n_batch": BATCH}
 
 
-def paths_of(config: JobConfig) -> int:
-    """Return how many paths a draft keeps in its KV cache."""
-    return DRAFT_PATHS + config.speculation.parallel - 1
+def paths_of(config: JobConfig, drafts: Sequence[Path]) -> int:
+    """Return how many paths drafts keep in their KV caches."""
+    states = any(keeps_state(open_model(path)) for path in drafts)
+    return (_STATE_PATHS if states else DRAFT_PATHS) + config.speculation.parallel - 1
 
 
 def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, n_vocab: int,
@@ -82,13 +86,16 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
     if len(ranks) > model.n_layers:
         raise UsageError(f"the draft {path.name} has {model.n_layers} layers, too few for "
                          f"{len(ranks)} ranks: lower --draft-ranks")
+    if len(ranks) > 1 and keeps_state(model):
+        raise UsageError(f"layers of the draft {path.name} keep a state, which one rank holds "
+                         "whole: use --draft-ranks 1")
     if len(ranks) > 1 and path.is_dir():
         raise UsageError(f"the draft {path.name} is a folder, which one rank holds whole: use "
                          "--draft-ranks 1, or a GGUF file")
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
         ranks, str(path), model.fingerprint, model.n_layers, start, stop,
-        **cache_sizes(config, cells), paths=paths_of(config), n_vocab=n_vocab,
+        **cache_sizes(config, cells, path), paths=paths_of(config, [path]), n_vocab=n_vocab,
         settings=structs.asdict(hosts[rank].settings),
         vocabulary=vocabulary.to_json() if vocabulary and stop == model.n_layers else None)
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
@@ -127,15 +134,16 @@ def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, i
             dataclasses.replace(config.model, exact="off"), path, layers, sizes, threads), threads
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-    whole = layers == (0, n_layers)
+    whole, states = layers == (0, n_layers), keeps_state(open_model(path))
+    own = {**sizes, "n_seq_max": ids_for(sizes["n_seq_max"])} if states else sizes
     backend = LlamaCppBackend.load(
         path if whole else extract_shard(open_model(path), *layers), layers=layers,
         n_layers_total=n_layers, first=layers[0] == 0, last=layers[1] == n_layers,
-        n_threads=threads, options=llama_options(config.model, draft=True), **sizes)
+        n_threads=threads, options=llama_options(config.model, draft=True), **own)
     if not config.model.threads_draft and whole:
         with measuring.alone():
             threads = settle_threads(backend, threads)
-    return backend, threads
+    return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
 
 
 def _own_file(setup: DraftSetup) -> Path:

@@ -16,7 +16,7 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.models.locate import find, open_model
+from pipeinfer.models.locate import find
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import Need
 
@@ -143,10 +143,4 @@ def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[
     found = [draft]
     if config.model.draft_small:
         found.insert(0, find(config.model.draft_small, offline=config.model.offline).path)
-    for path in found:
-        if keeps_state(open_model(path)):
-            raise UsageError(
-                f"{path.name}: layers of this draft keep a state of the text, of which wrong "
-                "tokens could not be taken back: use another draft, or leave out -md for prompt "
-                "lookup")
     return found

@@ -56,13 +56,13 @@ def _local(
     for spec in registry.named(config.speculation) or (registry.proposers()["draft"],):
         if spec.worker is not None:
             loaded = [load_draft(config, place, path, (0, open_model(path).n_layers),
-                                 cache_sizes(config, cells))[0]
+                                 cache_sizes(config, cells, path))[0]
                       for path in drafts if Need.DRAFT in spec.needs]
             if Need.DRAFT in spec.needs and not loaded:
                 continue
             found += spec.worker(ProposerSetup(
-                registry.values_of(spec, config.speculation), n_vocab, loaded, paths_of(config),
-                vocabulary))
+                registry.values_of(spec, config.speculation), n_vocab, loaded,
+                paths_of(config, drafts), vocabulary))
     if not found:
         return None
     return DraftWorker(found[0] if len(found) == 1 else Cascade(found), notify)

@@ -157,6 +157,24 @@ def test_no_circumstance_changes_a_token(files, name, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [
+    ("qwen35", []), full("granitehybrid", ["--temp", "0.8", "--seed", "2"]),
+    full("lfm2", ["--draft-ranks", "1"]), full("mamba2", ["--branches", "3"])])
+def test_a_draft_with_a_state_is_taken_back(files, name, more):
+    """The draft is the target itself, so that most of its tokens are right."""
+    params = dict(zip(more[::2], more[1::2], strict=True))
+    sampling = seeded(int(params["--seed"]), 0.8) if "--temp" in params else GREEDY
+    expected = alone(PROMPT, 40, sampling, path=files[name])
+    done = launch.run(4, [*GENERATE, "-m", str(files[name]), "-md", str(files[name]),
+                          "--turns", "off", "--proposer", "draft", *more])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == expected
+    # a draft on another rank may be too late
+    assert answer["stats"]["accepted_speculative"] > (0 if "--draft-ranks" in more else 20)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--policy", "published", "-md", "embedded"],
                                   ["--proposer", "lookahead"]], ids=["published", "rows"])
 def test_what_takes_parts_back_is_refused_with_the_reason(more, tmp_path):
