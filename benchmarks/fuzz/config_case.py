@@ -206,18 +206,18 @@ def _grammar(path: Path) -> None:
     from pipeinfer.config import SamplingConfig
     from pipeinfer.models.text.gbnf import to_lark
 
-    to_lark(grammar_text(SamplingConfig(grammar_file=str(path)))[1])
+    to_lark(grammar_text(SamplingConfig(grammar_file=str(path)))[1], {"<a>": 1}.get, (2,))
 
 
 def _schema(path: Path) -> None:
     from pipeinfer.errors import UsageError
-    from pipeinfer.models.text.grammar import from_text
+    from pipeinfer.models.text.grammar import from_schema
 
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError("an argument is text") from error
-    from_text("json_schema", text)
+    from_schema(text)
 
 
 def _trace(path: Path) -> None:

@@ -88,7 +88,7 @@ def _compile_once(kind: str, text: str, vocabulary: Vocabulary) -> str:
 
 def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
     """Compile as `compile_grammar` does, but in this process, which a hostile grammar can end."""
-    body = _schema(text) if kind.startswith("json") else from_text(kind, text, vocabulary)
+    body = from_schema(text) if kind.startswith("json") else from_text(kind, text, vocabulary)
     compiled = _HEADER + body
     if complaint := vocabulary.complaint(compiled):
         raise RequestError(_short(complaint))
@@ -114,6 +114,7 @@ def _loosen_here(text: str, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def from_text(kind: str, text: str, vocabulary: Vocabulary) -> str:
+    """Return a grammar of another kind in llguidance's dialect. Raises RequestError."""
     if kind == "gbnf":
         return to_lark(text, vocabulary.token_id, vocabulary.end_ids)
     if kind == "regex":
@@ -132,7 +133,8 @@ def _written(schema: Any) -> str:
         raise RequestError(f"the JSON schema cannot be written as JSON: {error}") from error
 
 
-def _schema(text: str) -> str:
+def from_schema(text: str) -> str:
+    """Return a JSON schema in llguidance's dialect. Raises RequestError."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
