@@ -178,9 +178,13 @@ class Admission:
         lane.kept_at = prefixes.places(prompt, lane.next_row, limit)
 
     def keep_state(self, lane: Lane, block: Block) -> None:
-        """Cache the state of a prompt behind a run that was issued just now."""
-        while len(self.prefixes.kept) >= self.limits.kept:
+        """Cache the state of a prompt behind a run that was issued just now, if there is room."""
+        limits, lanes = self.limits, self._running.values()
+        while len(self.prefixes.kept) >= limits.kept:
             self._evict()
+        while limits.cells and self.used(lanes) + block.stop > limits.cells:
+            if not self._evict():
+                return
         seq_id = self.pool.acquire(NO_LANE)
         self.pool.share(lane.main_id, seq_id, 0, block.stop)
         self.prefixes.kept[_kept(seq_id)] = block

@@ -50,7 +50,8 @@ def test_two_drafts_are_both_named():
 ])
 def test_a_narrow_width_is_said_and_what_may_widen_it(backend, threads, policy, notes):
     ready = {1: SimpleNamespace(backend=backend, threads=threads, gpu="")}
-    found = doubts_about(ModelConfig(), SimpleNamespace(policy=policy), SimpleNamespace(
+    found = doubts_about(ModelConfig(), SimpleNamespace(
+        policy=policy, model=None), SimpleNamespace(
         terms=SimpleNamespace(exact=1), ready=ready))
     assert len(found) == len(notes)
     assert all(part in text for part, text in zip(notes, found, strict=True))
