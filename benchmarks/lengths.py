@@ -13,17 +13,15 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.sizes import stats_of
 from pipeinfer.llama.library import ensure_llama
 from pipeinfer.llama.loader import LIBRARY_VARIABLE
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig import launch
 
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 _TEXT = Path(__file__).parents[1] / "CHANGELOG.md"
 
 
@@ -62,12 +60,9 @@ def prompt_of(model: Path, rows: int, folder: Path) -> Path:
 def own(model: Path, ranks: int, prompt: Path, words: Sequence[str], timeout: float,
         cache: str) -> dict[str, float]:
     """Return what `pipeinfer generate` took for the same."""
-    command = [*PIPEINFER, "generate", "-m", str(model), "-f", str(prompt), "--temp", "0",
-               "--ignore-eos", "--json", "-md", "none", "--policy", "iterative", *words]
-    done = launch.run(ranks, command, timeout=timeout, PIPEINFER_CACHE=cache)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    stats = json.loads(done.stdout)["stats"]
+    stats = stats_of(ranks, [
+        "generate", "-m", str(model), "-f", str(prompt), "--temp", "0", "--ignore-eos", "-md",
+        "none", "--policy", "iterative", *words, "--json"], timeout, cache)
     seconds, rows = stats["time_to_first_token"], stats["n_prompt"]
     return {"rows": rows, "first": seconds, "prompt": rows / seconds,
             "decode": stats["tokens_per_second"], "R": stats["exact_width"],

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeinfer.backends.llamacpp.context import LlamaOptions, load_model
 from pipeinfer.llama import binding
@@ -48,15 +49,24 @@ def own_loading(path: Path) -> float:
     return time.monotonic() - begun
 
 
+def stats_of(ranks: int, words: Sequence[str], timeout: float, cache: str) -> dict[str, Any]:
+    """Run `pipeinfer` with these words, which end with --json; return the stats of its answer.
+
+    Raises SystemExit with what it printed if it fails.
+    """
+    done = launch.run(ranks, [*PIPEINFER, *words], timeout=timeout, PIPEINFER_CACHE=cache)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    stats: dict[str, Any] = json.loads(done.stdout)["stats"]
+    return stats
+
+
 def started(path: Path, ranks: int, cache: str, timeout: float) -> dict[str, float]:
     """Start, decode eight tokens, and return the figures in seconds and MB."""
     words = ["generate", "-m", str(path), "-p", "The", "-n", "8", "-c", "1024", "--temp", "0",
              "--ignore-eos", "--json"]
     begun = time.monotonic()
-    done = launch.run(ranks, [*PIPEINFER, *words], timeout=timeout, PIPEINFER_CACHE=cache)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    stats = json.loads(done.stdout)["stats"]
+    stats = stats_of(ranks, words, timeout, cache)
     return {"all": time.monotonic() - begun, "load": stats["load_seconds"],
             "first": stats["time_to_first_token"], "speed": stats["tokens_per_second"],
             "R": stats["exact_width"],

@@ -133,9 +133,9 @@ class Models:
             n_batch=256, n_threads=1, options=llama_options(base.model))
         self.exact = known_widths(self.target, (model.fingerprint, llama_identity())).exact
         place = host.Place(0, 1, None, 1, 0, 1)
-        sizes = cache_sizes(whole, self.cells, self.draft_path)
-        self.draft = load_draft(base, place, self.draft_path, (
-            0, open_model(self.draft_path).n_layers), sizes)[0]
+        small = open_model(self.draft_path)
+        self.draft = load_draft(base, place, self.draft_path, (0, small.n_layers),
+                                cache_sizes(whole, self.cells, small))[0]
         self.tokenizer = open_tokenizer(self.path)
         self.row_bytes = 4 * self.target.info.n_embd
         share = self.draft.info.weight_bytes / self.target.info.weight_bytes
@@ -158,7 +158,7 @@ class Models:
                 found += spec.worker(ProposerSetup(
                     registry.values_of(spec, own), self.target.info.n_vocab,
                     [self.draft] if Need.DRAFT in spec.needs else [],
-                    paths_of(config, [self.draft_path])))
+                    paths_of(config, [open_model(self.draft_path)])))
         spare = spare_cells(32, STAGES + 1)
         limits, pinned = limits_for(
             own, policy, sizes_for(ROW / DECODE), n_ctx=CONTEXT, chunk=chunk_of(config),

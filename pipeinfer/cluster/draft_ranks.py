@@ -61,16 +61,16 @@ def draft_ranks_of(hosts: list[RankInfo]) -> tuple[int, ...]:
                  if one.rank and one.settings.role == "draft" and not one.dead)
 
 
-def cache_sizes(config: JobConfig, cells: int, path: Path) -> dict[str, int]:
-    """Return the sizes of a draft's KV cache. cells: of each stage's cache. path: of the draft."""
-    paths = paths_of(config, [path])
+def cache_sizes(config: JobConfig, cells: int, model: Any) -> dict[str, int]:
+    """Return the sizes of a draft's KV cache. cells: of each stage's cache. model: the draft."""
+    paths = paths_of(config, [model])
     return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
             "n_batch": BATCH}
 
 
-def paths_of(config: JobConfig, drafts: Sequence[Path]) -> int:
+def paths_of(config: JobConfig, models: Sequence[Any]) -> int:
     """Return how many paths drafts keep in their KV caches."""
-    states = any(keeps_state(open_model(path)) for path in drafts)
+    states = any(map(keeps_state, models))
     return (_STATE_PATHS if states else DRAFT_PATHS) + config.speculation.parallel - 1
 
 
@@ -95,7 +95,7 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
         ranks, str(path), model.fingerprint, model.n_layers, start, stop,
-        **cache_sizes(config, cells, path), paths=paths_of(config, [path]), n_vocab=n_vocab,
+        **cache_sizes(config, cells, model), paths=paths_of(config, [model]), n_vocab=n_vocab,
         settings=structs.asdict(hosts[rank].settings),
         vocabulary=vocabulary.to_json() if vocabulary and stop == model.n_layers else None)
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
@@ -128,16 +128,17 @@ def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, i
     layers: first layer, and the one after the last. sizes: see `cache_sizes`.
     """
     threads = threads_of(config.model.threads_draft, place)
-    n_layers = open_model(path).n_layers
+    model = open_model(path)
+    n_layers = model.n_layers
     if path.is_dir():
         return load_torch(
             dataclasses.replace(config.model, exact="off"), path, layers, sizes, threads), threads
     from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-    whole, states = layers == (0, n_layers), keeps_state(open_model(path))
+    whole, states = layers == (0, n_layers), keeps_state(model)
     own = {**sizes, "n_seq_max": ids_for(sizes["n_seq_max"])} if states else sizes
     backend = LlamaCppBackend.load(
-        path if whole else extract_shard(open_model(path), *layers), layers=layers,
+        path if whole else extract_shard(model, *layers), layers=layers,
         n_layers_total=n_layers, first=layers[0] == 0, last=layers[1] == n_layers,
         n_threads=threads, options=llama_options(config.model, draft=True), **own)
     if not config.model.threads_draft and whole:

@@ -55,14 +55,14 @@ def _local(
     found: list[Proposer] = []
     for spec in registry.named(config.speculation) or (registry.proposers()["draft"],):
         if spec.worker is not None:
-            loaded = [load_draft(config, place, path, (0, open_model(path).n_layers),
-                                 cache_sizes(config, cells, path))[0]
-                      for path in drafts if Need.DRAFT in spec.needs]
+            models = [open_model(path) for path in drafts if Need.DRAFT in spec.needs]
+            loaded = [load_draft(config, place, model.path, (0, model.n_layers),
+                                 cache_sizes(config, cells, model))[0] for model in models]
             if Need.DRAFT in spec.needs and not loaded:
                 continue
             found += spec.worker(ProposerSetup(
                 registry.values_of(spec, config.speculation), n_vocab, loaded,
-                paths_of(config, drafts), vocabulary))
+                paths_of(config, models), vocabulary))
     if not found:
         return None
     return DraftWorker(found[0] if len(found) == 1 else Cascade(found), notify)

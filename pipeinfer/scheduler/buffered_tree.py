@@ -91,19 +91,14 @@ class BufferedTree(Tree):
         sequence.
         """
         here = self.frontier
-        survivor = here.child(token)
-        dead = [n for child in here.children if child is not survivor for n in child.subtree()]
+        survivor, dead = self._settle(token)
         left = [i for n in dead for i in n.seq_ids]
         end = here
         if survivor is not None:
             canonical, end = here.seq_ids[0], survivor
             left += survivor.seq_ids
             self.pool.share(survivor.seq_ids[0], canonical, survivor.pos, survivor.pos + 1)
-            survivor.seq_ids, survivor.accepted = (canonical,), True
-            self.frontier = survivor
-        for node in dead:
-            node.alive = False
-        here.children = [] if survivor is None else [survivor]
+            survivor.seq_ids = (canonical,)
         used = {end.seq_ids[0], *(i for n in end.subtree() if n is not end for i in n.seq_ids)}
         for seq_id in dict.fromkeys(i for i in left if i not in used):
             length = end.pos + 1

@@ -38,16 +38,7 @@ class StateTree(Tree):
     @override
     def step(self, token: int) -> tuple[Node | None, list[Node]]:
         here = self.frontier
-        survivor = here.child(token)
-        dead = [n for c in here.children if c is not survivor for n in c.subtree()]
-        gone = [n.seq_ids[0] for n in dead]
-        if survivor is not None:
-            gone.append(here.seq_ids[0])
-            survivor.accepted = True
-            self.frontier = survivor
-        for seq_id in gone:
-            self.pool.release(seq_id, 0)
-        for node in dead:
-            node.alive = False
-        here.children = [] if survivor is None else [survivor]
+        survivor, dead = self._settle(token)
+        for node in dead if survivor is None else [*dead, here]:
+            self.pool.release(node.seq_ids[0], 0)
         return survivor, dead

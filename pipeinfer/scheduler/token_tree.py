@@ -223,17 +223,23 @@ class Tree(Struct):
         the frontier stays until `add`) and the nodes that died, in no particular order.
         """
         here = self.frontier
-        survivor = here.child(token)
-        dead = [n for c in here.children if c is not survivor for n in c.subtree()]
+        survivor, dead = self._settle(token)
         length = here.pos + 1
         keep = {here.seq_ids[0]} if survivor is None else {
             i for n in survivor.subtree() for i in n.seq_ids
         }
         gone = dict.fromkeys(i for n in dead for i in n.seq_ids if i not in keep)
-        if survivor is None and here.children:
+        if survivor is None and dead:
             self.pool.truncate(here.seq_ids[0], length)
         for seq_id in gone:
             self.pool.release(seq_id, length)
+        return survivor, dead
+
+    def _settle(self, token: int) -> tuple[Node | None, list[Node]]:
+        """Do what `step` does to the nodes, without their ids; return the same."""
+        here = self.frontier
+        survivor = here.child(token)
+        dead = [n for c in here.children if c is not survivor for n in c.subtree()]
         for node in dead:
             node.alive = False
         here.children = [] if survivor is None else [survivor]

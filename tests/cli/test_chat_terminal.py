@@ -97,7 +97,7 @@ class Screen(io.StringIO):
 
 @pytest.fixture
 def screen(monkeypatch):
-    """Makes a terminal in which an answer comes slowly: it is drawn anew at most pieces."""
+    """Makes a terminal in which an answer comes slowly: it is drawn again at most pieces."""
     def make(columns=80, rows=24):
         made = Screen(columns or 80, rows or 24)  # some report no size
         unknown = os.terminal_size((0, 0))

@@ -109,7 +109,7 @@ def test_the_same_tokens_through_a_launcher(name):
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_a_hostfile_may_name_this_host_otherwise(tmp_path):
-    """Without a login: there is nobody who would answer it."""
+    """Without a login, which no test could answer."""
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.2 slots=2\n")
     done = launch.run(1, [str(launch.ROOT / "launch" / "ssh"), str(hosts), "2", *GENERATE],

@@ -92,7 +92,7 @@ class LlamaCppBackend:
         self.keeps_state = keeps_state(model)
         self._guard = info.n_seq_max + 2 if windows else None
         #: an id that never holds anything: copying it lets a state go
-        self._nothing = info.n_seq_max + 1 + (2 if windows else 0) if self.keeps_state else None
+        self._nothing = info.n_seq_max + _further_ids(model) if self.keeps_state else None
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         no_cells = bool(binding.llama_model_is_recurrent(model))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
@@ -287,8 +287,9 @@ class LlamaCppBackend:
         if order is None:
             every = range(self.info.n_seq_max) if self.keeps_state and seq_id == ALL_SEQS \
                 else (seq_id,)  # llama.cpp takes no "all" there
-            for one in every:
-                binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+            if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+                        for one in every]):
+                raise BackendError(f"llama.cpp refused to remove positions from {p0} on")
             return
         for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
             for low, high in order.remove(one, p0, p1):
