@@ -16,7 +16,7 @@ from msgspec import field
 from typing_extensions import override
 
 from pipeinfer.core.messages import NO_RUN
-from pipeinfer.scheduler.token_tree import Node, Tree
+from pipeinfer.scheduler.token_tree import Node, Tree, chain_of
 
 
 class BufferedTree(Tree):
@@ -37,10 +37,7 @@ class BufferedTree(Tree):
     @override
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
         """Issue the chain that begins with the first of `nodes`; nothing without a free id."""
-        chain: list[Node] = []
-        for node in nodes:
-            if not chain or node.parent is chain[-1]:
-                chain.append(node)
+        chain = chain_of(nodes)
         base = chain[0].parent if chain else None
         if base is None or base.children or not self.pool.available:
             return []
@@ -51,10 +48,7 @@ class BufferedTree(Tree):
         self._own.pop(seq_id, None)
         if repeats:
             self._own[seq_id] = here.pos
-        for node in chain:
-            assert node.parent is not None
-            node.parent.children.append(node)
-            node.seq_ids, node.run_id = (seq_id,), run_id
+        self._attach_chain(chain, seq_id, run_id)
         return chain
 
     @override

@@ -76,11 +76,12 @@ class GuessQueue(Struct):
             heap[:] = [(-getattr(node, key), count, node) for _, count, node in heap]
             heapq.heapify(heap)
 
-    def take(self, count: int, ids: int, floor: float) -> list[Node]:
+    def take(self, count: int, ids: int, floor: float, *, chain: bool = False) -> list[Node]:
         """Remove and return up to `count` planned nodes for one run, parents first.
 
         ids: sequence ids left for branches
         floor: least priority
+        chain: whether each is to follow the one before it
         The parents of a run's rows are in the run or all in one earlier run, so that skipping stays
         transitive.
         """
@@ -102,6 +103,8 @@ class GuessQueue(Struct):
             own = id(parent) in inside
             continues = not parent.children and id(parent) not in busy
             fits = own or (parent.run_id != PLANNED and origin in (None, parent.run_id))
+            if chain and taken and parent is not taken[-1]:
+                fits = False
             if not fits or not (continues or ids):
                 passed.append(entry)
                 continue

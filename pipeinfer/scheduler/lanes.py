@@ -200,7 +200,7 @@ class Lane(Struct, eq=False):
     @property
     def main_id(self) -> int:
         """The sequence id that holds all accepted tokens; it changes as tokens are accepted."""
-        return self.tree.frontier.seq_ids[0]
+        return self.tree.main_id
 
     @property
     def n_output(self) -> int:

@@ -447,7 +447,9 @@ class Scheduler:
             tips = [self.state.tips.popleft() for _ in range(min(size, len(self.state.tips)))]
             for lane, _ in tips:
                 lane.unsent = False
-            self.state.send(tips, NO_RUN, speculative=False)
+            self.state.send([(lane, row) for lane, node in tips
+                             for row in (*lane.tree.repeated([node]), node)], NO_RUN,
+                            speculative=False)
             for lane, node in tips:
                 lane.tree.sent(node)
 

@@ -146,7 +146,12 @@ class Limits(Tuning, frozen=True, kw_only=True):
         return self.parallel * lanes_per_response(self.threads)
 
     def group(self, lanes: int) -> int:
-        """Return how many of `lanes` lanes share a run, so that the runs fill the pipeline."""
+        """Return how many of `lanes` lanes share a run, so that the runs fill the pipeline.
+
+        Where layers keep a state each has a run of its own: states that lie apart would be moved.
+        """
+        if self.states:
+            return 1
         if self.share:
             size = self.share[min(lanes, len(self.share)) - 1]
         else:

@@ -25,7 +25,7 @@ from pipeinfer.scheduler.published import buffer_free
 from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
-from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.scheduler.token_tree import PLANNED, Node
 from pipeinfer.scheduler.worth import MODELS, Entry, Ledger
 from pipeinfer.strategies.proposers.base import InlineProposer
 
@@ -241,10 +241,13 @@ class Speculation:
             lane = open_lanes[best]
             if chances[best] <= 0.0:
                 return
-            count, first = most, lane.reserve.best()
-            if first is not None and first.parent is not None:
-                count = min(most, lane.tree.rows_left(first.parent, limits.exact_width))
-            taken = lane.reserve.take(count, self.state.pool.available, self._floor(lane))
+            count, above = most, lane.reserve.best()
+            while above is not None and above.run_id == PLANNED:
+                above = above.parent
+            if above is not None:
+                count = min(most, lane.tree.rows_left(above, limits.exact_width))
+            taken = lane.reserve.take(count, self.state.pool.available, self._floor(lane),
+                                      chain=limits.states)
             asked = self.hints.plan_below(lane, taken, limits.exact_width - len(taken),
                                           self._last_pos) \
                 if taken and self.hints is not None and self.hints.proposer.chained else []
@@ -469,7 +472,8 @@ class Speculation:
         if not planned:
             lane.empty_since_accept += 1
             lane.stats.empty_drafts += 1
-        size = min(size, limits.exact_width - 1)
+        again = len(lane.tree.repeated([tip]))
+        size = min(size, limits.exact_width - 1 - again)
         if limits.guess_rows:
             size = min(size, max(limits.guess_rows - self.state.guess_rows, 0))
         first = sorted(planned, key=lambda node: -node.score)[:size]
@@ -477,13 +481,15 @@ class Speculation:
         due = self.hints is not None and self.hints.due(lane)
         asked = self.hints.plan(lane, [tip, *first], self._last_pos) \
             if due and self.hints is not None else []
-        joined = 1 + len(first) + len(asked) <= limits.exact_width
+        joined = again + 1 + len(first) + len(asked) <= limits.exact_width
         nodes = lane.tree.issue([*first, *asked] if joined else first, self.state.next_run)
         lane.tree.widen(tip, nodes)
         if paid := sum(node.paid for node in nodes):
             self.worth.add(-paid * row_price(limits.costs))
-        run = self.state.send([(lane, node) for node in (tip, *nodes)], NO_RUN,
-                               speculative=False)
+        run = self.state.send([(lane, node) for node in (*lane.tree.repeated([tip]), tip, *nodes)],
+                              NO_RUN, speculative=False)
+        if not nodes:
+            lane.tree.sent(tip)
         if due and self.hints is not None:
             self.hints.sent(lane, run)
             if not joined:

@@ -131,6 +131,11 @@ class Tree(Struct):
     pool: SequencePool
     frontier: Node
 
+    @property
+    def main_id(self) -> int:
+        """The sequence id of the accepted tokens that are in flight or computed."""
+        return self.frontier.seq_ids[0]
+
     def add(self, token: int, run_id: int) -> Node:
         """Add an accepted token as the new frontier.
 
@@ -209,7 +214,10 @@ class Tree(Struct):
         return width
 
     def repeated(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return the rows that newly issued `nodes` need before them in their run."""
+        """Return the rows that `nodes` need before them in their run.
+
+        nodes: newly issued ones, or the accepted token to be issued and those below it.
+        """
         del nodes
         return []
 
@@ -295,6 +303,13 @@ class Tree(Struct):
         parent.children.append(node)
         return node
 
+    def _attach_chain(self, chain: Sequence[Node], seq_id: int, run_id: int) -> None:
+        """Make planned nodes that follow each other a run with an id of its own."""
+        for node in chain:
+            assert node.parent is not None
+            node.parent.children.append(node)
+            node.seq_ids, node.run_id = (seq_id,), run_id
+
     def _branch(self, tip: Node) -> int:
         return self.pool.branch(self.lane, tip.seq_ids[0], tip.pos + 1)
 
@@ -326,3 +341,12 @@ class Tree(Struct):
             kept.append(node)
             kept_ids.add(id(node))
         return kept
+
+
+def chain_of(nodes: Sequence[Node]) -> list[Node]:
+    """Return the first of these nodes and those that follow it, one below the other."""
+    chain: list[Node] = []
+    for node in nodes:
+        if not chain or node.parent is chain[-1]:
+            chain.append(node)
+    return chain

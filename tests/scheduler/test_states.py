@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler.events import Finish, IssueRun
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -31,13 +32,19 @@ def long_run(limits=LIMITS, accuracy=0.8, **options):
 @given(data=st.data(), credit=st.sampled_from([1, 2, 4, 9]),
        partitions=st.sampled_from([0, 1, 3, 12]), alternatives=st.sampled_from([0, 2]),
        cells=st.sampled_from([0, 120]), kept=st.sampled_from([0, 1, 3]),
+       width=st.sampled_from([1, 2, 3, 5, 8]), size=st.sampled_from([1, 2, 4]),
+       turns=st.sampled_from([None, "joined", "take turns", "speculative"]),
        accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
        respect_cancel=st.booleans(), seed=st.integers(0, 2**32))
 @examples(150)
 def test_every_interleaving_gives_the_plain_tokens(
-        data, credit, partitions, alternatives, cells, kept, accuracy, respect_cancel, seed):
-    limits = structs.replace(LIMITS, credit=credit, partitions=partitions, cells=cells,
-                             alternatives=alternatives, parallel=3, kept=kept, chunk=4)
+        data, credit, partitions, alternatives, cells, kept, width, size, turns, accuracy,
+        respect_cancel, seed):
+    limits = structs.replace(
+        LIMITS, credit=credit, partitions=partitions, cells=cells, alternatives=alternatives,
+        parallel=3, kept=kept, chunk=4, exact_width=width, draft_max=size, tree_max=size,
+        join_tip=turns == "joined", take_turns=turns == "take turns",
+        policy=Policy.SPECULATIVE if turns == "speculative" else Policy.PIPEINFER)
     prompts = [tuple(range(1, 14 + 3 * k)) if k % 2 else tuple(range(1 + k, 8 + k))
                for k in range(5)]
     pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed,
@@ -91,6 +98,54 @@ def test_tokens_are_guessed_and_accepted_with_an_id_each():
         assert len(run.rows) == 1
 
 
+@pytest.mark.parametrize("way", [{}, {"join_tip": True}, {"take_turns": True},
+                                 {"policy": Policy.SPECULATIVE}])
+def test_runs_of_several_rows_repeat_what_a_wrong_token_left(way):
+    limits = structs.replace(LIMITS, exact_width=8, draft_max=3, tree_max=3, **way)
+    pipeline, stats = long_run(limits, accuracy=0.8)
+    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    assert max(len(run.rows) for run in runs) > 2
+    assert all(len(set(run.rows.seq_ids)) == 1 for run in runs)
+    again = [run for run in runs[1:] if not all(run.rows.outputs)]
+    assert again  # rows without a result, behind the prompt
+    assert stats.accepted_speculative > 75
+
+
+def test_without_misses_nothing_is_repeated():
+    limits = structs.replace(LIMITS, exact_width=8, draft_max=3, alternatives=0)
+    pipeline, stats = long_run(limits, accuracy=1.0)
+    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    assert all(all(run.rows.outputs) for run in runs[1:])
+    assert stats.rows < 170
+
+
+def test_several_rows_by_hand():
+    pool = SequencePool(5)
+    pool.acquire(0)
+    tree = StateTree(0, pool, Node(5, 2, None, (0,), 0, speculative=False))
+    a = Node(7, 3, tree.frontier, (), PLANNED, speculative=True)
+    b = Node(8, 4, a, (), PLANNED, speculative=True)
+    assert tree.issue([a, b], 1) == [a, b]
+    assert pool.take_ops() == (SeqCopy(0, 1, 0, 3),)
+    c = Node(9, 4, a, (), PLANNED, speculative=True)  # behind a row inside a run
+    assert tree.rows_left(a, 8) == 7 and tree.rows_left(b, 8) == 8
+    assert tree.issue([c], 2) == [c] and pool.take_ops() == (SeqCopy(0, 2, 0, 3),)
+    assert [(n.token, n.seq_ids) for n in tree.repeated([c])] == [(7, (2,))]
+    assert tree.step(7) == (a, []) and tree.main_id == 0
+    assert tree.step(6) == (None, [b, c])  # neither of them
+    assert pool.take_ops() == (SeqRemove(1, 0), SeqRemove(2, 0))
+    tip = tree.add(6, NO_RUN)
+    assert [(n.token, n.pos, n.seq_ids) for n in tree.repeated([tip])] == [(7, 3, (0,))]
+    d = Node(4, 5, tip, (), PLANNED, speculative=True)
+    assert tree.issue([d], 3) == [d] and pool.take_ops() == (SeqCopy(0, 3, 0, 3),)
+    tree.widen(tip, [d])
+    assert [n.seq_ids for n in tree.repeated([tip])] == [(3,)] and tip.seq_ids == (3,)
+    tip.run_id = 3
+    assert tree.step(4) == (d, []) and tree.main_id == 3
+    assert pool.take_ops() == (SeqRemove(0, 0),)
+    assert tree.rows_left(d, 8) == 8
+
+
 def test_ids_by_hand():
     pool = SequencePool(4)
     pool.acquire(0)
@@ -112,6 +167,6 @@ def test_ids_by_hand():
 
 def test_a_state_that_is_not_copied_is_noticed(monkeypatch):
     """Negative control: speculative runs that continue their parent's state in place."""
-    monkeypatch.setattr(StateTree, "_branch", lambda _, base: base.seq_ids[0])
+    monkeypatch.setattr(SequencePool, "branch", lambda *given: given[2])
     with pytest.raises((AssertionError, KeyError)):
         long_run()
