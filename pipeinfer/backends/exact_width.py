@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +33,8 @@ FURTHER = (0, 7, 23, 40, 11)
 #: cells and rows of a batch beyond which the result is the same: search and curve need fewer
 MOST_CELLS, MOST_ROWS = 1024, 64
 FAR = 560  #: a context beyond the 512 cells from which some kernels split a row over threads
-_PROBE = 3  #: version of the search; raise it when it finds more
+_PROBE = 4  #: version of the search; raise it when it finds more
+_CONTEXT_ID, _CHILD, _OTHER = range(3)  #: sequence ids of the search
 #: options on which neither bits nor times of a decode depend
 _NO_BITS = ("layer_callbacks", "lend", "use_mlock", "validate")
 
@@ -166,15 +168,17 @@ def exact_width(
     """Return the largest R <= limit at which decodes of 2, 3, ... R rows are bit-equal to single
     rows.
 
-    backend: to measure; its cache must be empty, and is empty afterwards
+    backend: to measure; its cache must be empty, and is empty afterwards. With one sequence id
+        the result is 1, with two no branches are tried
     limit: largest width to try
     seed: of the random rows
     contexts: numbers of tokens before the rows of further tries
     progress: called with (widths tried, limit) before every decode
 
-    After a random context, `limit` random rows are decoded one by one; then as chains of 2, 3, ...
-    rows up to the first width that differs (a wider one may agree again, but runs have any width up
-    to R, so none beyond the first difference counts). This R is also tried as two branches in two
+    After a random context, `limit` random rows are decoded one by one, then as chains of 2, 3, ...
+    rows up to the first width that differs; each time in a copy of the context, since a state
+    cannot be taken back. (A wider chain may agree again, but runs have any width up
+    to R, so none beyond the first difference counts.) This R is also tried as two branches in two
     sequence ids, and, with some smaller widths, over other random rows after other contexts; it is
     lowered until all agree. A shard that is not the first gets random activations instead of
     tokens. A backend may state a bound that a short context cannot show, as an attribute
@@ -183,7 +187,7 @@ def exact_width(
     info = backend.info
     limit = min(limit, info.n_batch, int(getattr(backend, "exact_limit", limit)))
     limit = min(limit, (info.n_ctx - 1) // 3)
-    if limit < 2:
+    if limit < 2 or info.n_seq_max <= _CHILD:
         return 1
     room = info.n_ctx - 2 * limit
     try:
@@ -249,7 +253,7 @@ class _Probe:
         for start in range(0, context, chunk):
             stop = min(start + chunk, context)
             rows = np.arange(start, stop)
-            self._decode(rows, rows, _alone(stop - start), results=False)
+            self._decode(rows, rows, [(_CONTEXT_ID,)] * (stop - start), results=False)
 
     def run(self, limit: int) -> int:
         """The search over one context that `exact_width` describes."""
@@ -262,7 +266,7 @@ class _Probe:
         while width < limit and self._same_chain(first[: width + 1], singles):
             width += 1
             self.tried = width
-        if width == 1 or self.backend.info.n_seq_max < 2:
+        if width == 1 or self.backend.info.n_seq_max <= _OTHER:
             return width
         others = self._singles(second)
         while width > 1 and not self._same_branches(first, second, width, singles, others):
@@ -271,17 +275,15 @@ class _Probe:
 
     def _singles(self, source: Indices) -> FloatArray:
         """Results of `source` decoded one by one after the context."""
-        results = [
-            self._decode(source[i : i + 1], np.array([self.context + i]), _alone(1))
-            for i in range(len(source))
-        ]
-        self.backend.seq_rm(0, self.context, END)
-        return np.concatenate(results)
+        with self._copies(_CHILD):
+            return np.concatenate([
+                self._decode(source[i : i + 1], np.array([self.context + i]), [(_CHILD,)])
+                for i in range(len(source))])
 
     def _same_chain(self, source: Indices, singles: FloatArray) -> bool:
         positions = self.context + np.arange(len(source))
-        result = self._decode(source, positions, _alone(len(source)))
-        self.backend.seq_rm(0, self.context, END)
+        with self._copies(_CHILD):
+            result = self._decode(source, positions, [(_CHILD,)] * len(source))
         return result.tobytes() == singles[: len(source)].tobytes()
 
     def _same_branches(
@@ -292,19 +294,29 @@ class _Probe:
         singles: FloatArray,
         others: FloatArray,
     ) -> bool:
-        left, right = width - width // 2, width // 2
-        self.backend.seq_cp(0, 1, 0, self.context)
-        result = self._decode(
-            np.concatenate([first[:left], second[:right]]),
-            self.context + np.concatenate([np.arange(left), np.arange(right)]),
-            _alone(left) + [(1,)] * right,
-        )
-        self.backend.seq_rm(1, 0, END)
-        self.backend.seq_rm(0, self.context, END)
+        right = width // 2
+        # llama.cpp cuts a decode where ids with a state have different numbers of rows
+        left = width - right if self.backend.capabilities.takes_back else right
+        with self._copies(_CHILD, _OTHER):
+            result = self._decode(
+                np.concatenate([first[:left], second[:right]]),
+                self.context + np.concatenate([np.arange(left), np.arange(right)]),
+                [(_CHILD,)] * left + [(_OTHER,)] * right,
+            )
         return (
             result[:left].tobytes() == singles[:left].tobytes()
             and result[left:].tobytes() == others[:right].tobytes()
         )
+
+    @contextmanager
+    def _copies(self, *seq_ids: int) -> Iterator[None]:
+        """Let these ids have copies of the context, and be empty afterwards."""
+        if self.context:
+            for seq_id in seq_ids:
+                self.backend.seq_cp(_CONTEXT_ID, seq_id, 0, self.context)
+        yield
+        for seq_id in seq_ids:
+            self.backend.seq_rm(seq_id, 0, END)
 
     def _decode(
         self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]], *,
@@ -322,8 +334,3 @@ class _Probe:
         result = self.backend.decode(rows, hidden)
         assert result is not None  # None results from a stop only, and there is no `should_stop`
         return result.copy()  # the next decode may overwrite the backend's array
-
-
-def _alone(count: int) -> list[tuple[int, ...]]:
-    """`count` rows of sequence 0."""
-    return [(0,)] * count

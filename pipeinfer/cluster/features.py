@@ -163,7 +163,7 @@ def exclusions() -> tuple[Exclusion, ...]:
 def _of_states(inline: tuple[str, ...]) -> Exclusion:
     """Return what layers with a state exclude. inline: proposers that add rows to runs."""
     return Exclusion(STATE, (
-        f"--policy {Policy.SPECULATIVE}", f"--policy {Policy.PUBLISHED}", *inline, "--decomposer",
+        f"--policy {Policy.PUBLISHED}", *inline, "--decomposer",
         "an adapter (--bita)", "--layout replicate", "--grid", "--slices"), "leave out {found}")
 
 

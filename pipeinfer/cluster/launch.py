@@ -52,10 +52,8 @@ from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
-from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
-from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
 from pipeinfer.models.shard import check_splittable
@@ -320,8 +318,6 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     turns = takes_turns(config, hosts, backends, host.numa_nodes())
     would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())
     config = config if turns else config.replace(turns="off")
-    if (turns or place.size == 1) and keeps_state(model):  # each token has a run of its own
-        config = config.replace(policy=Policy.ITERATIVE)
     config = with_lookup(config, draft_path, 1 if turns else place.size)
     policy = choose_policy(config, draft_path)
     check_ablation(config, policy, place.size, turns=would)

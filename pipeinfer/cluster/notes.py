@@ -11,7 +11,6 @@ from pipeinfer.cluster.draft_ranks import draft_ranks_of
 from pipeinfer.config import ModelConfig, SpeculationConfig
 from pipeinfer.core.control import Ready
 from pipeinfer.core.policy import Ablation, Policy
-from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.replan import Holding
@@ -34,9 +33,6 @@ def why(config: SpeculationConfig, job: Job, drafts: Sequence[Path]) -> str:
         guessers = [models if name == "draft" else name for name in guessers or ["draft"]]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
-    if (job.turns or len(job.plan.ranks) == 1) and keeps_state(job.model):
-        return (f"policy {job.policy}, token by token: with layers that keep a state each token "
-                "is a run of its own, so guesses gain nothing where runs do not overlap")
     if config.speculation == "off":
         return f"policy {job.policy}, token by token: --speculation off"
     if guessers:
@@ -107,7 +103,7 @@ def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]
     if config.exact == "off":
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif assembly.terms.exact == 1:
-        if job.policy is not Policy.ITERATIVE and not keeps_state(job.model):
+        if job.policy is not Policy.ITERATIVE:
             notes.append("only runs of one row are exact here, so guesses travel one by one, with "
                          "one stage and --policy speculative not at all; --exact off allows wider "
                          "runs")

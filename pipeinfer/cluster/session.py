@@ -321,7 +321,7 @@ def scheduler_setup(
     draft_share = sharing.draft_share if alone else 0.0
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=loaded.chunk,
-        exact=1 if states else exact or job.width,
+        exact=exact or job.width,
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=loaded.spare, draft_share=draft_share)

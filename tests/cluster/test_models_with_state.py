@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import END, make_rows
@@ -43,7 +44,6 @@ def load(model, n_seq_max=4):
 
 def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):
     backend = load(model)
-    assert backend.exact_limit == 1
     assert not backend.capabilities.stops_inside
     backend.decode(make_rows([(i, i, (0,), True) for i in range(5)]))
     for wrong in (lambda: backend.seq_rm(0, 3, END), lambda: backend.seq_rm(0, 0, 3),
@@ -94,6 +94,14 @@ def test_sequences_copied_and_dropped_leave_others_their_bits(model):
     backend.close()
 
 
+def test_rows_of_one_run_have_the_bits_of_single_rows(model):
+    """Measured on copies of a context."""
+    backend = load(model)
+    assert exact_width(backend) == 16
+    assert backend.seq_bounds(0) is None
+    backend.close()
+
+
 @pytest.fixture
 def plain(model):
     return alone(PROMPT, 40, path=model.path)
@@ -107,6 +115,7 @@ def test_a_job_writes_what_a_plain_loop_writes(model, plain, ranks):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain
+    assert answer["stats"]["exact_width"] == 16
     assert ranks == 1 or answer["stats"]["speculative_runs"] > 0
 
 
@@ -120,6 +129,10 @@ CASES = {
     "overlapping": (2, ["--head-stage", "--turns", "off", "--credit", "7"]),
     "no cancellation": (3, ["--ablate", "cancel", "--no-adapt"]),
     "few ids": (3, ["--partitions", "1"]),
+    "four rows": (3, ["--draft-max", "4", "--path-min", "0.0001", "--no-adapt"]),
+    "joined": (3, ["--tip", "joined", "--temp", "0.7", "--seed", "5"]),
+    "speculative": (3, ["--policy", "speculative", "--draft-p-min", "0"]),
+    "turns": (1, ["--speculation", "on", "--temp", "0.8", "--seed", "4"]),
     "repetition": (3, ["--repeat-penalty", "1.3", "--temp", "0.7", "--seed", "1"]),
 }
 
@@ -135,7 +148,7 @@ def files(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [
-    (name, case) if (name, case) in (("qwen35", "draft"), ("qwen35", "killed")) else
+    (name, case) if name == "qwen35" and case in ("four rows", "killed", "turns") else
     full(name, case) for name in ("qwen35", "granitehybrid", "nemotron_h", "qwen3next")
     for case in CASES])
 def test_no_circumstance_changes_a_token(files, name, case):
@@ -148,11 +161,11 @@ def test_no_circumstance_changes_a_token(files, name, case):
             repeat_penalty=float(params.get("--repeat-penalty", 1.0)))
     expected = alone(PROMPT, 40, sampling, path=files[name])
     done = launch.run(ranks, [*GENERATE, "-m", str(files[name]), "-md", str(files["draft"]),
-                              "--turns", "off", *more])
+                              *([] if case == "turns" else ["--turns", "off"]), *more])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == expected
-    assert answer["stats"]["speculative_runs"] > 0 or "iterative" in case
+    assert answer["stats"]["issued_speculative"] > 0 or "iterative" in case
     assert bool(answer["stats"]["recovered"]) == ("--fault" in more)
 
 

@@ -128,20 +128,26 @@ def test_several_rows_by_hand():
     assert tree.issue([a, b], 1) == [a, b]
     assert pool.take_ops() == (SeqCopy(0, 1, 0, 3),)
     c = Node(9, 4, a, (), PLANNED, speculative=True)  # behind a row inside a run
-    assert tree.rows_left(a, 8) == 7 and tree.rows_left(b, 8) == 8
-    assert tree.issue([c], 2) == [c] and pool.take_ops() == (SeqCopy(0, 2, 0, 3),)
+    assert tree.rows_left(a, 8) == 7
+    assert tree.rows_left(b, 8) == 8
+    assert tree.issue([c], 2) == [c]
+    assert pool.take_ops() == (SeqCopy(0, 2, 0, 3),)
     assert [(n.token, n.seq_ids) for n in tree.repeated([c])] == [(7, (2,))]
-    assert tree.step(7) == (a, []) and tree.main_id == 0
+    assert tree.step(7) == (a, [])
+    assert tree.main_id == 0
     assert tree.step(6) == (None, [b, c])  # neither of them
     assert pool.take_ops() == (SeqRemove(1, 0), SeqRemove(2, 0))
     tip = tree.add(6, NO_RUN)
     assert [(n.token, n.pos, n.seq_ids) for n in tree.repeated([tip])] == [(7, 3, (0,))]
     d = Node(4, 5, tip, (), PLANNED, speculative=True)
-    assert tree.issue([d], 3) == [d] and pool.take_ops() == (SeqCopy(0, 3, 0, 3),)
+    assert tree.issue([d], 3) == [d]
+    assert pool.take_ops() == (SeqCopy(0, 3, 0, 3),)
     tree.widen(tip, [d])
-    assert [n.seq_ids for n in tree.repeated([tip])] == [(3,)] and tip.seq_ids == (3,)
+    assert [n.seq_ids for n in tree.repeated([tip])] == [(3,)]
+    assert tip.seq_ids == (3,)
     tip.run_id = 3
-    assert tree.step(4) == (d, []) and tree.main_id == 3
+    assert tree.step(4) == (d, [])
+    assert tree.main_id == 3
     assert pool.take_ops() == (SeqRemove(0, 0),)
     assert tree.rows_left(d, 8) == 8
 

@@ -196,7 +196,7 @@ class LlamaCppBackend:
         """
         info, start = self.info, self.info.layers[0]
         info = structs.replace(
-            info, last=False, layers=(start, start + n_layers), n_seq_max=2,
+            info, last=False, layers=(start, start + n_layers), n_seq_max=3,
             n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
         options = structs.replace(self.options, layer_callbacks=True, lend=False)
         probe = _probe(self._model, info.layers, options, last=False,
@@ -521,8 +521,6 @@ def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: 
 
 def _most_rows(model: Any, chooses_experts: bool) -> int:
     """Return the most rows of a trial that this kind of model allows."""
-    if keeps_state(model):  # rows of a trial could not be taken back
-        return 1
     if not _has_experts(model):
         return 1 << 16
     # A short trial seldom detects that a router's product depends on the number of rows:

@@ -95,7 +95,7 @@ class LoadedExcerpt:
             self._backend.options, layer_callbacks=False, gaps=False, huge_pages=False)
         return LlamaCppBackend.load(
             path, layers=(0, 1), n_layers_total=2, first=False, last=True, n_ctx=_HEAD_CELLS,
-            n_seq_max=2, n_batch=self._backend.info.n_batch, n_threads=self._backend.most_threads,
+            n_seq_max=3, n_batch=self._backend.info.n_batch, n_threads=self._backend.most_threads,
             options=options)
 
 
