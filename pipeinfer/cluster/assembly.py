@@ -194,10 +194,10 @@ class Assembly:
         """Continue without the lost ranks.
 
         Returns whether stages have changed; they have not if only ranks without a stage were lost.
-        Raises the loss if this MPI cannot continue, or if it is rank 0; ClusterError if the living
-        ranks cannot hold the model.
+        Raises the loss if this MPI cannot continue, or if it is rank 0 or nobody is left;
+        ClusterError if the living ranks cannot hold the model.
         """
-        began, causes = time.monotonic(), [self._words(loss)]
+        began, causes, cause = time.monotonic(), [self._words(loss)], loss
         before = {holding.rank: holding for holding in self.held}
         gone: set[int] = set()
         while True:
@@ -205,7 +205,7 @@ class Assembly:
             if self._whole:
                 self._note(began, gone, str(loss), before)
                 return False
-            held = self._plan_without(loss)
+            held = self._plan_without(cause)
             try:
                 self._enter(held)
                 break

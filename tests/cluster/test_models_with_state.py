@@ -132,6 +132,7 @@ CASES = {
     "four rows": (3, ["--draft-max", "4", "--path-min", "0.0001", "--no-adapt"]),
     "joined": (3, ["--tip", "joined", "--temp", "0.7", "--seed", "5"]),
     "speculative": (3, ["--policy", "speculative", "--draft-p-min", "0"]),
+    "cut short": (3, ["--pace-ms", "20", "--draft-max", "2", "--temp", "0.8", "--seed", "6"]),
     "turns": (1, ["--speculation", "on", "--temp", "0.8", "--seed", "4"]),
     "repetition": (3, ["--repeat-penalty", "1.3", "--temp", "0.7", "--seed", "1"]),
 }
@@ -148,7 +149,8 @@ def files(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [
-    (name, case) if name == "qwen35" and case in ("four rows", "killed", "turns") else
+    (name, case) if name == "qwen35" and case in (
+        "four rows", "killed", "cut short", "turns") else
     full(name, case) for name in ("qwen35", "granitehybrid", "nemotron_h", "qwen3next")
     for case in CASES])
 def test_no_circumstance_changes_a_token(files, name, case):

@@ -71,6 +71,14 @@ def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed
     assert found["stats"]["recovered"] == 0
 
 
+def test_if_all_stages_fail_the_first_error_is_the_reason():
+    """And not that the last of them is gone."""
+    done = generate(3, "--fault", "error@1:decode=5", "--fault", "error@2:decode=5")
+    assert done.returncode != 0
+    assert "injected: error@" in done.stderr
+    assert "is dead" not in done.stderr
+
+
 def test_a_spare_moves_nobody_else():
     equal = ("--split", "equal")  # a busy machine measures noise
     found = out_of(generate(5, "--fault", "kill@2:decode=10", "--spares", "1", *equal))

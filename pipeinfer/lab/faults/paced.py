@@ -15,7 +15,7 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
 from pipeinfer.backends.wrapped import WrappedBackend
-from pipeinfer.core.types import FloatArray, Rows
+from pipeinfer.core.types import END, FloatArray, Rows
 
 _STEP = 1e-3
 
@@ -44,8 +44,9 @@ class PacedBackend(WrappedBackend):
         result = self._inner.decode(rows, hidden, should_stop)
         while result is not None and (left := end - time.perf_counter()) > 0:
             if should_stop is not None and should_stop():
+                part = self._inner.capabilities.takes_back
                 for seq_id, first in rows.first_positions().items():
-                    self._inner.seq_rm(seq_id, first, int(rows.positions.max()) + 1)
+                    self._inner.seq_rm(seq_id, first if part else 0, END)
                 return None
             if self._computing:
                 _burn(min(left, step))
