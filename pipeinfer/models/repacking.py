@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pipeinfer.llama import binding, short_runs
-from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.quant_types import GGMLQuantizationType
 
@@ -16,12 +15,12 @@ def may_repack(model: ModelFile) -> bool:
 
     Compiled for AMX, llama.cpp crashes on repacked weights at two rows or more (its issue 20824).
     Its kernels for repacked Q4_K sum in an order that depends on the number of rows. Those of
-    `short_runs` for Q4_K use the file's layout and one order for all; layers with a state decode
-    one row at a time, so they need no such order. Raises BackendError without a library.
+    `short_runs` for Q4_K use the file's layout and one order for all. Raises BackendError without
+    a library.
     """
     if b"AMX_INT8 = 1" in binding.llama_print_system_info():
         return False
-    if "q4_K" not in short_runs.used() or keeps_state(model):
+    if "q4_K" not in short_runs.used():
         return True
     kind = model.get("general.file_type")
     return not (_mostly_q4_k(model) if kind is None else kind in _MOSTLY_Q4_K)
