@@ -9,7 +9,6 @@ threads and models.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
 
@@ -501,12 +500,18 @@ class Speculation:
     def _worth(self, chances: list[float]) -> int:
         """How many tokens, likeliest first, gain most beyond the time of their rows, by
         `Limits.costs`.
+
+        Where layers keep a state, a run that is not accepted as a whole costs its accepted rows,
+        the tip's included, once more in the next run.
         """
         costs = self.limits.costs
         if not costs:
             return len(chances)
-        gains = [tokens - cost for tokens, cost in
-                 zip(itertools.accumulate(chances), costs, strict=False)]
+        gains, tokens = [], 0.0
+        for size, (chance, cost) in enumerate(zip(chances, costs, strict=False), 1):
+            again = 1.0 + tokens - size * chance if self.limits.states else 0.0
+            tokens += chance
+            gains.append(tokens - cost * (1.0 + max(again, 0.0) / size))
         best = max(gains, default=0.0)
         return gains.index(best) + 1 if best > 0.0 else 0
 

@@ -13,6 +13,8 @@ from pipeinfer.core.types import Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler.events import Finish, IssueRun
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.speculation import Speculation
+from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.state_tree import StateTree
 from pipeinfer.scheduler.token_tree import PLANNED, Node
 from tests.support.sample import examples
@@ -176,3 +178,13 @@ def test_a_state_that_is_not_copied_is_noticed(monkeypatch):
     monkeypatch.setattr(SequencePool, "branch", lambda *given: given[2])
     with pytest.raises((AssertionError, KeyError)):
         long_run()
+
+
+@pytest.mark.parametrize(("states", "size"), [(False, 4), (True, 3)])
+def test_what_a_miss_repeats_counts_as_a_cost(states, size):
+    """Chances of 0.8 each: the fourth row still gains more than it costs, unless a miss makes the
+    next run repeat what was accepted."""
+    limits = structs.replace(LIMITS, states=states, exact_width=8, take_turns=True, tree_max=4,
+                             costs=(0.35, 0.7, 1.05, 1.4))
+    speculation = Speculation(SchedulerState(limits))
+    assert speculation._worth([0.8, 0.64, 0.512, 0.41]) == size
