@@ -319,7 +319,7 @@ class _Probe:
             self.backend.seq_rm(seq_id, 0, END)
 
     def _decode(
-        self, source: Indices, positions: Indices, seq_ids: list[tuple[int, ...]], *,
+        self, source: Indices, positions: Indices, seq_ids: Sequence[tuple[int, ...]], *,
         results: bool = True,
     ) -> FloatArray:
         if self.progress is not None:

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipeinfer.models.architectures import ARCHITECTURES, keeps_state, kind_of_place
+from pipeinfer.models.architectures import (
+    ARCHITECTURES,
+    LayerKind,
+    keeps_state,
+    kind_of_place,
+    layer_kinds,
+)
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
@@ -47,12 +53,12 @@ class Kinds(Struct, frozen=True):
 
 
 def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | None:
-    """Return the kinds of layers `[start, stop)` of a file; None for layers with a state, and for
-    architectures whose layers may differ by their place in ways that are not known.
+    """Return the kinds of layers `[start, stop)` of a file; None for architectures whose layers may
+    differ by their place in ways that are not known.
 
     last: whether they are a last stage, whose output matrix is used.
     """
-    if model.architecture not in ARCHITECTURES or keeps_state(model):
+    if model.architecture not in ARCHITECTURES:
         return None
     layers: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
     for tensor in model.tensors.values():
@@ -62,9 +68,15 @@ def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | 
     heads = [model.arch_get(f"attention.{key}") for key in
              ("head_count", "head_count_kv", "key_length", "value_length", "kv_lora_rank")]
     heads.append(model.arch_get("expert_used_count"))
+    if keeps_state(model):
+        heads += [f"{key} {model.get(key)}" for key in sorted(model.meta_keys())
+                  if key.startswith(f"{model.architecture}.ssm.")]
+    keeps = layer_kinds(model)
     found: dict[str, int] = {}
     for layer in sorted(layers):
         kind = [model.architecture, heads, kind_of_place(model, layer), sorted(layers[layer])]
+        if keeps[layer] is not LayerKind.CACHE:
+            kind.append(str(keeps[layer]))
         found.setdefault(_name(kind), layer)
     names = set(found)
     if last:
@@ -87,7 +99,8 @@ def write_head(model: ModelFile, path: str | os.PathLike[str], *, tied: bool) ->
     width, rows = model.n_embd, min(head.shape[-1], _ROWS)
     own = rows_of(head, _EMBEDDING if tied else head.name, (0, rows))
     parts = [own] if own.name == _EMBEDDING else [zeros(_EMBEDDING, (width, rows)), own]
-    parts.append(all_of(model.tensors[_NORM], _NORM))
+    norm = ARCHITECTURES[model.architecture].norm + ".weight"
+    parts.append(all_of(model.tensors[norm], _NORM))
     for name, shape in (("attn_norm", (width,)), ("attn_q", (width, _SMALL)),
                         ("attn_k", (width, _SMALL)), ("attn_v", (width, _SMALL)),
                         ("attn_output", (_SMALL, width)), ("ffn_norm", (width,)),

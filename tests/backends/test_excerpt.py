@@ -15,7 +15,7 @@ from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
 from pipeinfer.backends.llamacpp.inner_results import InnerBackend, InnerProbe
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.core.types import make_rows
-from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import binding
 from pipeinfer.models.bundled import EMBEDDED
@@ -25,7 +25,7 @@ from pipeinfer.models.shard import extract_shard
 from tests.support.sample import full
 
 #: recipes whose layers llama.cpp can compute from the first one on, as of a whole model
-NAMES = ("llama", "qwen2", "qwen3", *RECIPES)
+NAMES = ("llama", "qwen2", "qwen3", *RECIPES, *STATEFUL)
 
 
 def load(path, layers=None, total=None, n_ctx=1024, **options):
@@ -38,7 +38,7 @@ def load(path, layers=None, total=None, n_ctx=1024, **options):
 
 
 def spec_of(name, **changes):
-    return tiny(name, **changes) if name in RECIPES else RandomSpec(
+    return tiny(name, **changes) if name in (*RECIPES, *STATEFUL) else RandomSpec(
         name, n_embd=256, n_ff=512, **changes)
 
 
@@ -52,7 +52,7 @@ def width_of(path, backend):
 CASES = [*itertools.product(NAMES, ("F16", "BF16", "Q8_0", "Q4_0")),
          *itertools.product(("llama", "qwen2", "qwen3"), ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K"))]
 SAMPLED = (("llama", "Q8_0"), ("llama", "Q4_K_M"), ("gemma3", "F16"), ("gpt-oss", "Q8_0"),
-           ("qwen3moe", "Q4_0"), ("glm4moe", "Q8_0"))
+           ("qwen3moe", "Q4_0"), ("glm4moe", "Q8_0"), ("qwen35", "Q8_0"), ("nemotron_h", "F16"))
 
 
 @pytest.mark.parametrize(("name", "qtype"), [case if case in SAMPLED else full(*case)
@@ -181,7 +181,9 @@ def test_as_many_layers_as_show_every_kind(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "d.gguf", tiny("glm4moe")))
     assert whole(model).n_layers == 3  # two are dense
     model = ModelFile(write_random_model(tmp_path / "s.gguf", tiny("mamba")))
-    assert whole(model) is None
+    assert whole(model).n_layers == 1
+    model = ModelFile(write_random_model(tmp_path / "h.gguf", tiny("qwen35", n_layer=8)))
+    assert whole(model).n_layers == 4  # the fourth has attention
 
 
 def test_times_come_from_layers_that_caches_cannot_hold(monkeypatch):

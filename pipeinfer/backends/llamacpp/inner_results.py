@@ -18,6 +18,7 @@ from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.llama import binding
 
 _ATTENTION = b"kqv_out-"
+_DELTA_NET = b"attn_output-"  #: what a delta net gives; in layers with attention their product
 #: weights of three dimensions, whose products have rows of a head together, not of a token
 _BY_HEAD = (b".attn_k_b.weight", b".attn_v_b.weight")
 
@@ -47,7 +48,7 @@ class InnerProbe(LayerProbe):
         if self.ended:
             return ask
         name: bytes = binding.ggml_get_name(tensor)
-        if not (name.startswith(_ATTENTION) or self._is_product(tensor)):
+        if not (name.startswith((_ATTENTION, _DELTA_NET)) or self._is_product(tensor)):
             return super()._call(tensor, ask, data)
         if ask:
             return True
