@@ -44,7 +44,6 @@ def load(model, n_seq_max=4):
 
 def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):
     backend = load(model)
-    assert not backend.capabilities.stops_inside
     backend.decode(make_rows([(i, i, (0,), True) for i in range(5)]))
     for wrong in (lambda: backend.seq_rm(0, 3, END), lambda: backend.seq_rm(0, 0, 3),
                   lambda: backend.seq_cp(0, 1, 0, 3), lambda: backend.seq_cp(0, 1, 1, 5),
@@ -63,7 +62,7 @@ def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):
 def test_sequences_copied_and_dropped_leave_others_their_bits(model):
     """Random chains on copies, dropped in any order, and one that goes on in place.
 
-    Dropped cells fill the cache once, so that it is compacted.
+    Dropped cells fill the cache once, so that it is compacted. Some decodes are stopped inside.
     """
     rng = np.random.default_rng(1)
     text = rng.integers(0, model.n_vocab, 150).tolist()
@@ -78,7 +77,10 @@ def test_sequences_copied_and_dropped_leave_others_their_bits(model):
     for pos, token in enumerate(text):
         wrong = free.pop(0)
         backend.seq_cp(here, wrong, 0, pos)
-        backend.decode(row(int(rng.integers(0, model.n_vocab)), pos, wrong))
+        looks = iter(range(int(rng.integers(1, 2 * model.n_layers))))
+        backend.decode(make_rows([(int(rng.integers(0, model.n_vocab)), pos + k, (wrong,), True)
+                                  for k in range(int(rng.integers(1, 4)))]), None,
+                       lambda looks=looks: next(looks, None) is None)
         if pos and rng.random() < 0.6:  # accepted on a copy, which takes over
             other = free.pop(0)
             backend.seq_cp(here, other, 0, pos)
@@ -91,6 +93,26 @@ def test_sequences_copied_and_dropped_leave_others_their_bits(model):
         assert found.tobytes() == expected[pos].tobytes()
         backend.seq_rm(wrong, 0, END)
         free.append(wrong)
+    backend.close()
+
+
+def test_a_run_that_is_stopped_inside_leaves_nothing(model):
+    backend = load(model)
+    assert backend.capabilities.stops_inside
+    text = [(i, i, (0,), True) for i in range(6)]
+    backend.decode(make_rows(text[:5]))
+    backend.seq_cp(0, 1, 0, 5)
+    stopped = backend.decode(make_rows([(9, 5, (1,), True), (8, 6, (1,), True)]), None,
+                             lambda: True)
+    assert stopped is None
+    assert backend.seq_bounds(1) is None
+    found = backend.decode(make_rows(text[5:])).copy()
+    backend.seq_rm(0, 0, END)
+    backend.decode(make_rows(text[:5]))
+    assert backend.decode(make_rows(text[5:])).tobytes() == found.tobytes()
+    backend.seq_cp(0, 1, 0, 6)  # rows of two sequences are completed
+    assert backend.decode(make_rows([(9, 6, (0,), True), (8, 6, (1,), True)]), None,
+                          lambda: True) is not None
     backend.close()
 
 

@@ -149,8 +149,6 @@ class LlamaCppBackend:
                                  f"{layers[1]} were expected")
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
-            if keeps_state(model):  # a decode that was stopped could not be taken back
-                options = structs.replace(options, layer_callbacks=False)
             chooses = _chooses_experts(file, model, options)
             probe = _probe(model, layers, options, last=last, chooses_experts=chooses,
                            kind=cls.probe_type)
@@ -240,7 +238,10 @@ class LlamaCppBackend:
         out = None if info.last else np.empty((n, info.n_embd), np.float32)
         given = keep if self._enters else None
         if self._probe is not None:
-            self._probe.arm(should_stop if self.options.layer_callbacks else None, out, given, n)
+            # a stop would leave states of other ids in cells that were exchanged
+            fixed = self.keeps_state and len(rows.first_positions()) > 1
+            stops = self.options.layer_callbacks and not fixed
+            self._probe.arm(should_stop if stops else None, out, given, n)
         clear_log()
         status = self._evaluate()
         if status == 1 and self._order is not None and self._order.n_buried:
