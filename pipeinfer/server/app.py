@@ -6,7 +6,6 @@ Each route checks, submits and answers a request; other modules do the work.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -24,6 +23,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat, prompts
 from pipeinfer.server import schema_items as items
+from pipeinfer.server import schema_messages as blocks
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.asker import current
@@ -105,6 +105,22 @@ class Server:
         """Answer items as OpenAI's Responses API does."""
         return await self._generate("items", body, request)
 
+    async def messages(self, body: blocks.MessagesRequest, request: Request) -> Response:
+        """Answer a conversation as Anthropic's Messages API does."""
+        return await self._generate("blocks", body, request)
+
+    async def count_tokens(self, body: blocks.CountRequest) -> Response:
+        """The number of tokens that the prompt of a conversation has."""
+        tokenizer = self.client.check_ready()
+        self._check_model(body.model)
+
+        def count() -> int:
+            with schema.own_names(body):
+                wanted, _ = body.to_chat()
+                return len(chat.tokens_of(wanted, tokenizer, self._compiler(tokenizer)))
+
+        return Reply(replies.InputTokens(input_tokens=await asyncio.to_thread(count)))
+
     async def embeddings(self) -> Response:
         """Not there: this server generates text. Clients try again after a 5xx, in vain."""
         raise ApiError(404, "this server generates text and computes no embeddings: ask another "
@@ -113,18 +129,19 @@ class Server:
 
     async def _generate(
         self, kind: Kind,
-        body: schema.CompletionRequest | schema.ChatRequest | items.ResponseRequest,
+        body: schema.CompletionRequest | schema.ChatRequest | schema.Translated,
         request: Request,
     ) -> Response:
         if (before := await self.again.known(kind, body, request)) is not None:
             return before
-        wanted = items.to_chat(body) if isinstance(body, items.ResponseRequest) else body
+        wanted, notes = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
         tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
         self.client.check_room(1)  # before any work on the prompt
         model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
-        with items.own_names() if wanted is not body else contextlib.nullcontext():
+        with schema.own_names(body):
             asked = await asyncio.to_thread(request_of, wanted, model)
+        asked.notes[:0] = notes
         writer = writer_of(kind, body, asked, self.settings.name, tokenizer)
         current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
@@ -288,8 +305,12 @@ class Server:
         post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
              {**busy, **_STREAM})
         post("/v1/responses", self.responses, dict[str, Any], {**busy, **_STREAM})
+        post("/v1/messages", self.messages, dict[str, Any], {**_anthropic(busy), **_STREAM})
+        post("/v1/messages/count_tokens", self.count_tokens, replies.InputTokens,
+             _anthropic({404: _ERRORS[404]}))
         kept: _Responses = {k: _ERRORS[k] for k in (400, 404, 409, 503)}
         for path, model in (("/v1/responses", dict[str, Any]),
+                            ("/v1/messages", dict[str, Any]),
                             ("/v1/chat/completions", replies.ChatCompletion),
                             ("/v1/completions", replies.Completion)):
             get(f"{path}/{{name}}", self.again.retrieve, model, {**kept, **_STREAM})
@@ -330,40 +351,46 @@ class Server:
     def _add_handlers(self) -> None:
         metrics = self.client.metrics
 
-        def reply(error: ApiError) -> Response:
+        def reply(error: ApiError, request: Request) -> Response:
             if error.status in (429, 503):
                 metrics.refused()
-            return Reply(error.body(), error.status, error.headers)
+            return error.reply(request.url.path)
 
-        async def api(_: Request, error: Exception) -> Response:
+        async def api(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
-            return reply(error)
+            return reply(error, request)
 
-        async def http(_: Request, error: Exception) -> Response:
+        async def http(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
             text = {404: "there is nothing at this path", 405: "wrong method for this path"}
             headers = dict(error.headers or {})
             if error.status_code in (408, 413):
                 headers["Connection"] = "close"
             return reply(ApiError(error.status_code, text.get(error.status_code, error.detail),
-                                  headers=headers))
+                                  headers=headers), request)
 
-        async def invalid(_: Request, error: Exception) -> Response:
+        async def invalid(request: Request, error: Exception) -> Response:
             assert isinstance(error, RequestValidationError)
-            return reply(explain(error))
+            return reply(explain(error), request)
 
         async def left(_: Request, __: Exception) -> Response:
             return Response(status_code=_GONE)
 
-        async def bug(_: Request, error: Exception) -> Response:
+        async def bug(request: Request, error: Exception) -> Response:
             return reply(ApiError(500, f"internal server error ({type(error).__name__}); see its "
-                                       "log", code="internal_error"))
+                                       "log", code="internal_error"), request)
 
         self.app.add_exception_handler(ApiError, api)
         self.app.add_exception_handler(HTTPException, http)
         self.app.add_exception_handler(RequestValidationError, invalid)
         self.app.add_exception_handler(ClientLeft, left)
         self.app.add_exception_handler(Exception, bug)
+
+
+def _anthropic(found: _Responses) -> _Responses:
+    """Return the description of errors in the form of Anthropic's API."""
+    return {status: {**one, "model": replies.MessageError}
+            for status, one in {**_ASKED, **found}.items()}
 
 
 async def _send_file(file: Path, _: Request) -> Response:

@@ -38,6 +38,20 @@ class ErrorReply(TypedDict):
     error: ErrorDetail
 
 
+class MessageErrorDetail(TypedDict):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    """Every error of Anthropic's API has this form."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
 # --- counts -----------------------------------------------------------------------------------
 
 
@@ -295,6 +309,12 @@ class Piece(TypedDict):
 
     id: int
     piece: str | list[int]
+
+
+class InputTokens(TypedDict):
+    """How many tokens the prompt of a conversation has."""
+
+    input_tokens: int
 
 
 class Tokens(TypedDict):

@@ -7,7 +7,9 @@ unknown field is a 400, never dropped in silence. Knows shapes, bounds and names
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipeinfer.server.errors import ApiError
 from pipeinfer.strategies import registry
 
 #: accepted without effect, with the reason that docs/api.md gives
@@ -303,6 +306,48 @@ class ChatRequest(Sampling, Conversation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     decomposer: DecomposerName | None = None
     modalities: list[Literal["text"]] | None = None
+
+
+class Translated(Strict):
+    """A request of another API, which becomes one for a chat."""
+
+    #: fields of chats, and what they are called or made of in this API
+    NAMES: ClassVar[Mapping[str, str]] = {}
+
+    def to_chat(self) -> tuple[ChatRequest, list[str]]:
+        """Return the request for a chat, and notes on what is left out of it. Raises ApiError."""
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def own_names(body: object) -> Iterator[None]:
+    """Let errors name the fields that the client sent, not those of a chat."""
+    try:
+        yield
+    except ApiError as error:
+        if isinstance(body, Translated):
+            error.param = body.NAMES.get(error.param or "", error.param)
+        raise
+
+
+class OtherTool(Strict):
+    """A tool that is no function: accepted, but this server does not run it."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def tool_kind(tool: Any, *functions: str | None) -> str:
+    """Return the name of the branch of a union to which a tool belongs. functions: the types of
+    functions."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "Other" if isinstance(kind, str) and kind not in functions else "Function"
+
+
+def left_out(others: Iterable[OtherTool]) -> list[str]:
+    """Return notes on tools that are left out."""
+    return [f"tools: {kind} is left out: this server runs no tools, and models call functions alone"
+            for kind in dict.fromkeys(tool.type for tool in others)]
 
 
 class RebalanceRequest(Strict):

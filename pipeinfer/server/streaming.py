@@ -99,7 +99,8 @@ async def events(job: Work, writer: ResponsesWriter, after: int | None = None
     numbers = itertools.count() if after is not None else None
     # An empty line ends an event. The official openai client takes one that has nothing but the
     # number of the event before for an event, and fails on it.
-    keep_alive = b": waiting\n\n" if numbers is None else b": waiting\n"
+    keep_alive = event(writer.PING) if writer.PING else (
+        b": waiting\n\n" if numbers is None else b": waiting\n")
 
     def encoded(chunk: Mapping[str, Any]) -> bytes:
         if numbers is None or after is None:
