@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from pipeinfer import __version__
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import chat, prompts
+from pipeinfer.server import chat, embeddings, prompts
 from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_messages as blocks
 from pipeinfer.server import schema_replies as replies
@@ -35,7 +35,7 @@ from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
-from pipeinfer.server.streaming import ClientLeft, EventStream, events, pipeline, whole
+from pipeinfer.server.streaming import ClientLeft, EventStream, events, finished, pipeline, whole
 from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
@@ -121,11 +121,25 @@ class Server:
 
         return Reply(replies.InputTokens(input_tokens=await asyncio.to_thread(count)))
 
-    async def embeddings(self) -> Response:
-        """Not there: this server generates text. Clients try again after a 5xx, in vain."""
-        raise ApiError(404, "this server generates text and computes no embeddings: ask another "
-                            "server for them, such as llama-server --embedding with an embedding "
-                            "model", code="not_supported")
+    async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
+        """The embeddings of texts, by a model that is made for them."""
+        tokenizer, settings = self.client.check_ready(), self.settings
+        self._check_model(body.model)
+        facts = self.client.facts
+        if why := facts.get("no_embeddings", "this model has none"):
+            raise ApiError(400, why, param="model", code="not_supported")
+        if body.dimensions not in (None, facts["n_embd"]):
+            raise ApiError(400, f"dimensions: this model's embeddings have {facts['n_embd']}: cut "
+                                "them off at the client if it was trained for that",
+                           param="dimensions", code="not_supported")
+        inputs = await asyncio.to_thread(embeddings.inputs_of, body, tokenizer, self._n_ctx)
+        vectors = []
+        for start in range(0, len(inputs), settings.parallel):
+            job = self.client.submit(embeddings.asked(inputs[start:start + settings.parallel]))
+            await finished(job, request)
+            vectors += [embeddings.vector_of(one) for one in job.generations]
+        return Reply(embeddings.answer(vectors, sum(map(len, inputs)), settings.name,
+                                       body.encoding_format == "base64"))
 
     async def _generate(
         self, kind: Kind,
@@ -220,7 +234,8 @@ class Server:
             model["capabilities"] = {
                 "chat": True, "chat_template": bool(template), "completions": True,
                 "tools": "template" if chat.knows_tools(template) else "generic",
-                "structured_outputs": True, "logprobs": True, "embeddings": False,
+                "structured_outputs": True, "logprobs": True,
+                "embeddings": self.client.facts.get("no_embeddings") == "",
                 "decomposers": list(self.settings.decomposers)}
         return model
 
@@ -317,7 +332,8 @@ class Server:
             self.app.add_api_route(
                 f"{path}/{{name}}", self.again.delete, methods=["DELETE"],
                 response_model=replies.Deleted, responses={**_READ, **kept})
-        post("/v1/embeddings", self.embeddings, None, {404: _ERRORS[404]})
+        post("/v1/embeddings", self.embed, replies.EmbeddingList,
+             {k: _ERRORS[k] for k in (404, 429, 504)})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
         post("/rebalance", self.rebalance, replies.Rebalanced,

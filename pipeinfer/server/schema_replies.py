@@ -311,6 +311,30 @@ class Piece(TypedDict):
     piece: str | list[int]
 
 
+class Embedding(TypedDict):
+    """One input's embedding, of length 1: numbers, or their float32 bytes in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Token counts of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """The embeddings of all inputs, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class InputTokens(TypedDict):
     """How many tokens the prompt of a conversation has."""
 

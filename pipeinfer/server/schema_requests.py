@@ -65,6 +65,7 @@ REFUSED = {
 }
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES = 16, 1024, 128
+MOST_INPUTS = 2048  #: of a request for embeddings, as in the OpenAI API
 MAX_BIASES = 1024  #: each costs time at every token
 _INT32 = 2**31 - 1
 
@@ -361,6 +362,23 @@ class TokenizeRequest(Strict):
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+
+
+class EmbeddingRequest(Strict):
+    """Texts (or token ids) to embed (/v1/embeddings)."""
+
+    model: str | None = Field(None, max_length=1024)
+    input: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]],
+                    Field(min_length=1, max_length=MOST_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=_INT32)
+    # accepted without effect
+    user: JsonValue = None
 
 
 class DetokenizeRequest(Strict):

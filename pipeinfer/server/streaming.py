@@ -55,13 +55,19 @@ async def whole(job: Work, writer: ResponsesWriter, request: Request) -> Mapping
 
     Raises ApiError, or ClientLeft when the client disconnects.
     """
+    await finished(job, request)
+    return writer.whole()
+
+
+async def finished(job: Work, request: Request) -> None:
+    """Wait for the end of every choice. Raises ApiError, or ClientLeft when the client
+    disconnects."""
     try:
         await unless_left(_until_ended(job), request)
     finally:
         job.abort("disconnected")
     if (failure := job.failure) is not None:
         raise for_failure(failure)
-    return writer.whole()
 
 
 async def _until_ended(job: Work) -> None:
