@@ -55,7 +55,8 @@ class ApiError(Exception):
         kind = "request_too_large" if self.status == 413 else (
             _TYPES.get(self.status, "server_error"))
         return {"type": "error", "error": {
-            "type": _ANTHROPIC_TYPES.get(kind, kind), "message": _plain(self.message)}}
+            "type": _ANTHROPIC_TYPES.get(kind, kind), "message": _plain(self.message),
+            "details": None if self.code is None else {"error_code": self.code}}}
 
     def reply(self, path: str) -> Reply:
         """Return the answer to a request for a path, in the form of its API."""

@@ -92,11 +92,11 @@ class OtherItem(OtherTool):
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    kind = schema.type_of(item) or "message"
     if kind in (known := {"function_call": "Call", "function_call_output": "Result",
                           "reasoning": "Reasoning"}):
         return known[kind]
-    return "Other" if _OF_TOOLS.search(str(kind)) else "Message"
+    return "Other" if _OF_TOOLS.search(kind) else "Message"
 
 
 Item: TypeAlias = Annotated[

@@ -20,7 +20,10 @@ from pipeinfer.server.schema_requests import OtherTool, Strict, Translated
 _REFUSED = {
     "container": "this server runs no code",
     "fallbacks": "this server has one model",
+    "thread": "this server stores no conversations: send all of the messages",
 }
+#: a code by which Anthropic's own clients know that they can go on without the field
+_CODES = {"thread": "thread_unsupported_request"}
 #: a block of the system's text that Claude Code changes with every request, for a billing that is
 #: not here: with it no prompt would begin like the one before
 _BILLING = "x-anthropic-billing-header:"
@@ -68,10 +71,9 @@ class OtherBlock(OtherTool):
 
 
 def _kind(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
     return {"text": "Text", "thinking": "Thinking", "redacted_thinking": "Redacted",
             "tool_use": "Call", "tool_result": "Result"}.get(
-                kind if isinstance(kind, str) else "text", "Other")
+                schema.type_of(block) or "text", "Other")
 
 
 class ResultBlock(Strict):
@@ -216,12 +218,14 @@ class MessagesRequest(CountRequest):
     # refused with a reason of their own
     container: JsonValue = None
     fallbacks: JsonValue = None
+    thread: JsonValue = None
 
     @override
     def _sampling(self) -> dict[str, Any]:
         for name, reason in _REFUSED.items():
             if getattr(self, name):
-                raise bad(f"{name} is not supported: {reason}", name, "unsupported_field")
+                raise bad(f"{name} is not supported: {reason}", name,
+                          _CODES.get(name, "unsupported_field"))
         return {"stop": self.stop_sequences} | {name: getattr(self, name) for name in (
             "max_tokens", "stream", "temperature", "top_p", "top_k")}
 

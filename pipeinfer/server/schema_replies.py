@@ -38,11 +38,18 @@ class ErrorReply(TypedDict):
     error: ErrorDetail
 
 
+class ErrorCode(TypedDict):
+    """The kind of an error, for programs."""
+
+    error_code: str
+
+
 class MessageErrorDetail(TypedDict):
     """What went wrong, in Anthropic's words."""
 
     type: str
     message: str
+    details: ErrorCode | None
 
 
 class MessageError(TypedDict):

@@ -338,11 +338,17 @@ class OtherTool(Strict):
     type: str
 
 
-def tool_kind(tool: Any, *functions: str | None) -> str:
-    """Return the name of the branch of a union to which a tool belongs. functions: the types of
+def type_of(value: Any) -> str | None:
+    """Return the field `type` of one of a union, which pydantic gives as a client sent it or made;
+    None without one."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def tool_kind(tool: Any, function: str) -> str:
+    """Return the name of the branch of a union to which a tool belongs. function: the type of
     functions."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return "Other" if isinstance(kind, str) and kind not in functions else "Function"
+    return "Function" if type_of(tool) in (None, function) else "Other"
 
 
 def left_out(others: Iterable[OtherTool]) -> list[str]:

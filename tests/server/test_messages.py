@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import anthropic
 import pytest
@@ -10,6 +11,7 @@ import requests
 
 from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Refused, Submit
+from pipeinfer.server.schema_messages import MessagesRequest
 from pipeinfer.server.thoughts import ThoughtParser
 from tests.rig.server_peer import front
 from tests.server.test_response_items import prompt
@@ -94,6 +96,23 @@ def test_a_call_and_its_result_go_back_as_they_came(server, ask):
     assert second.content[0].text == "It is 42."
     assert prompt(server, 2).endswith(
         'assistant: Well: ()[add {"a": 1}]tool: 42()tool: ()user: Go on.()')
+
+
+def test_the_clients_own_tool_runner(server, ask):
+    """It first sends a field of conversations that the server stores, and goes on without it."""
+    given = []
+
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Adds."""
+        given.append(a)
+        return "42"
+
+    server.peer.answer = lambda f: server.peer.say(f.id, "It is 42." if given else CALL)
+    runner = ask.client.beta.messages.tool_runner(model="x", max_tokens=50, tools=[add],
+                                                  messages=[USER])
+    assert runner.until_done().content[0].text == "It is 42."
+    assert given == [1]
 
 
 @pytest.mark.parametrize(("choice", "is_held"), [
@@ -238,7 +257,8 @@ def test_thoughts_in_pieces(cuts, text, inside, expected):
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
      "document"),
     ({"messages": []}, "messages"), ({}, "messages"), ({"unknown": 1}, "unknown"),
-    ({"container": "c"}, "runs no code"), ({"max_tokens": 0}, "max_tokens"),
+    ({"container": "c"}, "runs no code"), ({"thread": {"type": "create"}}, "stores no"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"tool_choice": {"type": "any"}}, "tools is empty"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs the field name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "not in tools"),
@@ -264,7 +284,9 @@ def test_errors_of_every_layer_have_that_form(server, ask):
     server.peer.answer = lambda f: [Refused(f.id, "request", "too odd")]
     with pytest.raises(anthropic.BadRequestError) as caught:
         ask.client.messages.create(model="x", max_tokens=1, messages=[USER])
-    assert caught.value.body["error"] == {"type": "invalid_request_error", "message": "too odd"}
+    assert caught.value.body["error"] == {
+        "type": "invalid_request_error", "message": "too odd",
+        "details": {"error_code": "request_refused"}}
     with pytest.raises(anthropic.APIStatusError, match="too odd"):
         list(ask.client.messages.create(model="x", max_tokens=1, messages=[USER], stream=True))
     with pytest.raises(anthropic.BadRequestError, match="context"):
@@ -305,6 +327,19 @@ def test_counted_tokens_are_those_of_the_prompt(server, ask, more):
 def test_what_does_not_fit_is_counted_too(server, ask):
     turns = [{"role": "user", "content": "word " * 9000}]
     assert ask.client.messages.count_tokens(model="x", messages=turns).input_tokens > 4096
+
+
+def test_requests_are_written_as_they_came():
+    """As the journal stores them; the union's branches are found again."""
+    system = [{"type": "text", "text": "x"}]
+    body = {"messages": [USER, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Hm."}, {"type": "tool_use", "id": "1", "name": "add",
+                                                  "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",
+                                      "content": system}]}],
+        "system": system, "tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}
+    with warnings.catch_warnings(action="error"):
+        assert MessagesRequest.model_validate(body).model_dump(exclude_none=True) == body
 
 
 def test_a_format_becomes_a_grammar(server, ask):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import openai
 import pydantic
@@ -10,6 +11,7 @@ import pytest
 
 from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Refused, Submit
+from pipeinfer.server.schema_items import ResponseRequest
 from tests.rig.server_peer import front
 from tests.server.test_http import error
 from tests.server.test_tools import CALL
@@ -174,6 +176,19 @@ def test_tools_that_are_no_functions_are_left_out_and_noted(server, ask):
     assert not server.peer.wait_for(Submit, 2).params.grammar
     events = list(ask(tools=OTHERS[:1], stream=True))
     assert len(events[-1].response.model_extra["notes"]) == 1
+
+
+def test_requests_are_written_as_they_came():
+    """As answers repeat and the journal stores them; the union's branches are found again."""
+    body = {"input": [
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+        {"type": "web_search_call", "id": "w", "action": {"query": "x"}},
+        {"type": "function_call_output", "call_id": "1", "output": "2"}],
+        "tools": [*OTHERS, TOOL], "tool_choice": {
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}}
+    with warnings.catch_warnings(action="error"):
+        assert ResponseRequest.model_validate(body).model_dump(exclude_none=True) == body
 
 
 def test_allowed_tools_may_name_some_of_other_kinds(server, ask):
