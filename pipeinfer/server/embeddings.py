@@ -21,7 +21,7 @@ from pipeinfer.server.schema_replies import Embedding, EmbeddingList
 
 def inputs_of(request: schema.EmbeddingRequest, tokenizer: Tokenizer, n_ctx: int
               ) -> list[list[int]]:
-    """Return the token ids of each input, as the model's file wants texts to end.
+    """Return the token ids of each input, with the end that the model's file states.
 
     Raises ApiError for an input that is empty or does not fit the context.
     """

@@ -22,7 +22,7 @@ _REFUSED = {
     "fallbacks": "this server has one model",
     "thread": "this server stores no conversations: send all of the messages",
 }
-#: a code by which Anthropic's own clients know that they can go on without the field
+#: a code that lets Anthropic's own clients go on without the field
 _CODES = {"thread": "thread_unsupported_request"}
 #: a block of the system's text that Claude Code changes with every request, for a billing that is
 #: not here: with it no prompt would begin like the one before

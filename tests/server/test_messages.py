@@ -272,7 +272,7 @@ def test_a_bad_request_is_a_400_in_anthropics_form(server, body, says):
         found = answer.json()
         assert found["type"] == "error"
         assert found["error"]["type"] == "invalid_request_error"
-        if path == "/v1/messages":  # the other knows fewer fields
+        if path == "/v1/messages":  # the other has fewer fields
             assert says in found["error"]["message"]
 
 
