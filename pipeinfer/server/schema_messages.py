@@ -119,7 +119,7 @@ class ClientTool(Strict):
     eager_input_streaming: JsonValue = None
 
 
-class Choice(Strict):
+class ToolChoice(Strict):
     """Whether the model calls a tool. name: with type tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -162,7 +162,7 @@ class CountRequest(Translated):
         Annotated[ClientTool, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
         Discriminator(lambda tool: schema.tool_kind(tool, "custom"))]] | None = Field(
             None, max_length=128)
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -230,7 +230,7 @@ class MessagesRequest(CountRequest):
             "max_tokens", "stream", "temperature", "top_p", "top_k")}
 
 
-def _choice(choice: Choice) -> Any:
+def _choice(choice: ToolChoice) -> Any:
     if choice.type != "tool":
         return "required" if choice.type == "any" else choice.type
     if choice.name is None:

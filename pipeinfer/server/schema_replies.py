@@ -318,7 +318,7 @@ class Piece(TypedDict):
     piece: str | list[int]
 
 
-class Embedding(TypedDict):
+class InputEmbedding(TypedDict):
     """One input's embedding, of length 1: numbers, or their float32 bytes in base64."""
 
     object: Literal["embedding"]
@@ -337,7 +337,7 @@ class EmbeddingList(TypedDict):
     """The embeddings of all inputs, in order."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[InputEmbedding]
     model: str
     usage: EmbeddingUsage
 
