@@ -1,6 +1,9 @@
-"""A tour with the clients that people use: openai, LangChain, LiteLLM, Instructor, an agent's loop.
+"""A tour with the clients that people use: openai, anthropic, LangChain, LiteLLM, Instructor, an
+agent's loop.
 
-    python3 -m venv tour && tour/bin/pip install openai langchain-openai litellm mcp instructor
+    python3 -m venv tour
+    tour/bin/pip install openai anthropic langchain-openai langchain-anthropic
+    tour/bin/pip install litellm mcp instructor
     mpirun -np 4 pipeinfer serve -m model.gguf --any-model-name
     tour/bin/python benchmarks/serving/tour.py http://127.0.0.1:8080
 
@@ -159,6 +162,87 @@ def instructor_default(url: str) -> object:
         messages=[{"role": "user", "content": "Jason is 25 years old and lives in Paris."}])
     assert isinstance(user, User)
     return user
+
+
+def anthropic_client(url: str):
+    import anthropic
+
+    return anthropic.Anthropic(base_url=url, api_key="none", timeout=120, max_retries=0)
+
+
+@step
+def anthropic_messages(url: str) -> object:
+    """anthropic: an answer, the same in a stream, and its prompt counted."""
+    api = anthropic_client(url).messages
+    turns = [{"role": "user", "content": "Name three colours."}]
+    asked = {"model": MODEL, "max_tokens": 24, "messages": turns, "system": "Be brief.",
+             "extra_body": {"temperature": 0}}
+    whole = api.create(**asked)
+    with api.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+    count = api.count_tokens(model=MODEL, messages=turns, system="Be brief.").input_tokens
+    assert count == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    return whole.content[0].text
+
+
+@step
+def anthropic_tools(url: str) -> object:
+    """anthropic: a call and its result, and the tool runner, which makes calls by itself."""
+    import anthropic
+
+    api, function = anthropic_client(url), WEATHER["function"]
+    tool = {"name": function["name"], "description": function["description"],
+            "input_schema": function["parameters"]}
+    turns: list = [{"role": "user", "content": "What is the weather in Rome? Call get_weather."}]
+    asked = {"model": MODEL, "max_tokens": 100, "extra_body": {"temperature": 0}}
+    first = api.messages.create(messages=turns, tools=[tool], tool_choice={"type": "any"}, **asked)
+    call = first.content[-1]
+    assert first.stop_reason == "tool_use"
+    turns += [{"role": "assistant", "content": first.content},
+              {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id,
+                                            "content": "sunny, 20 degrees"}]}]
+    words = api.messages.create(messages=turns, tools=[tool], tool_choice={"type": "none"}, **asked)
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city now.
+
+        Args:
+            city: its name
+        """
+        return f"sunny in {city}, 20 degrees"
+
+    last = api.beta.messages.tool_runner(messages=turns[:1], tools=[get_weather],
+                                         max_iterations=3, **asked).until_done()
+    return call.input, words.content, last.content
+
+
+@step
+def anthropic_by_others(url: str) -> object:
+    """LangChain, LiteLLM and Instructor: the same API under them."""
+    import instructor
+    import litellm
+    from langchain_anthropic import ChatAnthropic
+    from pydantic import BaseModel, Field
+
+    class User(BaseModel):
+        """A person."""
+
+        name: str = Field(max_length=30)
+        age: int
+
+    text = "Jason is 25 years old."
+    turns = [{"role": "user", "content": text}]
+    chain = ChatAnthropic(base_url=url, api_key="none", model=MODEL, max_tokens=100)
+    found = chain.with_structured_output(User).invoke(text)
+    call = litellm.completion(
+        model=f"anthropic/{MODEL}", api_base=url, api_key="none", messages=turns, max_tokens=60,
+        tools=[WEATHER], tool_choice="required").choices[0].message.tool_calls[0]
+    made = instructor.from_anthropic(anthropic_client(url)).messages.create(
+        model=MODEL, response_model=User, messages=turns, max_tokens=100, max_retries=1)
+    assert isinstance(found, User)
+    assert isinstance(made, User)
+    return found, call.function.arguments, made
 
 
 @step

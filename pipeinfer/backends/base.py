@@ -135,3 +135,15 @@ def apply(backend: Backend, op: SeqOp) -> None:
                 raise BackendError(f"{type(backend).__name__} cannot join sequences; use the "
                                    "torch backend")
             join(src, dst, order)
+
+
+def norms(backend: Backend, rows: Rows, hidden: FloatArray | None = None) -> FloatArray:
+    """Evaluate rows up to the norm before the output head, on a backend that has the last shard.
+
+    rows, hidden: as for `Backend.decode`; at least one of the k rows with `rows.outputs`
+    Returns float32[k, n_embd]. Raises BackendError on a backend without it.
+    """
+    found: Callable[..., FloatArray] | None = getattr(backend, "norms", None)
+    if found is None:
+        raise BackendError(f"{type(backend).__name__} computes no embeddings; use llama.cpp")
+    return found(rows, hidden)

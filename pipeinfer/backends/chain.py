@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from pipeinfer.backends.base import Backend, Capabilities, apply
+from pipeinfer.backends.base import Backend, Capabilities, apply, norms
 from pipeinfer.core.types import END, FloatArray, Rows, SeqJoin
 
 
@@ -48,13 +48,24 @@ class ChainBackend:
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
         """See `Backend.decode`."""
+        return self._through([part.decode for part in self._parts], rows, hidden, should_stop)
+
+    def norms(self, rows: Rows, hidden: FloatArray | None = None) -> FloatArray | None:
+        """See `base.norms`."""
+        *before, last = self._parts
+        return self._through([*(part.decode for part in before),
+                              lambda rows, hidden, _: norms(last, rows, hidden)], rows, hidden)
+
+    def _through(self, calls: Sequence[Callable[..., FloatArray | None]], rows: Rows,
+                 hidden: FloatArray | None, should_stop: Callable[[], bool] | None = None
+                 ) -> FloatArray | None:
         result: FloatArray | None = hidden
         if not self.capabilities.takes_back:
             should_stop = None  # the first parts could not be brought back
-        for turn, part in enumerate(self._parts):
+        for turn, call in enumerate(calls):
             try:
                 stopped = turn > 0 and should_stop is not None and should_stop()
-                result = None if stopped else part.decode(rows, result, should_stop)
+                result = None if stopped else call(rows, result, should_stop)
             except BaseException:
                 self._drop(rows, turn)
                 raise

@@ -43,7 +43,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import Loss, UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
-from pipeinfer.models.architectures import keeps_state
+from pipeinfer.models.architectures import keeps_state, no_embeddings
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.nodes import RankInfo
@@ -154,6 +154,18 @@ class Session:
     def looks_up(self) -> bool:
         """Whether prompt lookup proposes tokens."""
         return self.draft is not None and LOOKUP in self.config.speculation.proposer
+
+    @property
+    def no_embeddings(self) -> str:
+        """Why the session computes no embeddings; "" if it does."""
+        model = self.loaded.job.model
+        if any(ready.backend != "llamacpp" for ready in self.assembly.ready.values()):
+            return "embeddings need the llama.cpp backend"
+        if is_cut(self.assembly.held):
+            return "stages of several members compute no embeddings: leave out --grid"
+        if keeps_state(model):
+            return "models whose layers keep a state give no embeddings here"
+        return no_embeddings(model)
 
     @property
     def bits(self) -> str:

@@ -204,6 +204,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     grammar_start: position of the grammar's first token
     bans: (after, at, token) triples: `token` may not follow the token `after` (ANY: any token) at
         position `at` (ANY: any position)
+    embed: whether the result after the prompt is its embedding in place of a token
     """
 
     temperature: float = 0.0
@@ -220,6 +221,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str = ""
     grammar_start: int = 0
     bans: tuple[tuple[int, int, int], ...] = ()
+    embed: bool = False
 
     @property
     def reads_path(self) -> bool:
@@ -241,7 +243,8 @@ class Choice(Struct, frozen=True):
 
     token: its id; NO_TOKEN where a grammar allows no token, or the row's path is not in the grammar
     logprob: its log-probability before sampling parameters apply; None if none was requested
-    top: (token id, log-probability) of the most likely tokens, the likeliest first
+    top: (token id, log-probability) of the most likely tokens, the likeliest first; with
+        `SamplingParams.embed` (number, element) of the row's embedding
     """
 
     token: int

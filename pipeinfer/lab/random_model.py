@@ -53,7 +53,8 @@ class RandomSpec:
 
     architecture: llama, qwen2, qwen3, or a name in RECIPES; see `tiny` for those. qtype: F32 or a
     name in `_MIXES`, which resemble llama.cpp's file types of that name. tied: no output matrix of
-    its own. n_expert > 0 makes a mixture of experts of a llama.
+    its own. n_expert > 0 makes a mixture of experts of a llama. pooling: llama.cpp's number for
+    that of an embedding model, whose texts end with a token of their own.
     """
 
     architecture: str = "llama"
@@ -68,6 +69,7 @@ class RandomSpec:
     tied: bool = False
     n_expert: int = 0
     rope_freqs: bool = False
+    pooling: int = 0
     seed: int = 0
 
 
@@ -110,6 +112,9 @@ def _write(path: Path, spec: RandomSpec) -> None:
         writer.add_expert_count(spec.n_expert)
         writer.add_expert_used_count(2)
     add_tokenizer(writer, spec.n_vocab)
+    if spec.pooling:
+        writer.add_pooling_type(gguf.PoolingType(spec.pooling))
+        writer.add_add_eos_token(True)
     weights = _weights(spec) if recipe is None else _by_recipe(spec, recipe)
     for name, data in weights.items():
         if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \

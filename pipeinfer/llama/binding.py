@@ -250,6 +250,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_bos": (llama_token, (_P,)),
     "llama_vocab_eos": (llama_token, (_P,)),
     "llama_vocab_get_add_bos": (c_bool, (_P,)),
+    "llama_vocab_get_add_eos": (c_bool, (_P,)),
     "llama_vocab_get_attr": (c_int, (_P, llama_token)),
     "llama_vocab_get_text": (c_char_p, (_P, llama_token)),
     "llama_vocab_is_control": (c_bool, (_P, llama_token)),

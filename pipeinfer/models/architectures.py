@@ -25,6 +25,7 @@ from pipeinfer.models.gguf_parts import bools_entry, float_entry, numbers_entry,
 
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DENSE, _NEXTN = "leading_dense_block_count", "nextn_predict_layers"
+_POOLINGS, _LAST_ROW = {1: "mean", 2: "cls", 4: "rank"}, 3  #: llama.cpp's numbers
 _EMBEDDING_SCALE, _RESIDUAL_SCALE = "embedding_scale", "residual_scale"
 _WAY_OUT = "run it whole in one process (-np 1)"
 
@@ -372,3 +373,17 @@ def _values(model: ModelFile, key: str) -> list[int]:
 def _number(model: ModelFile, key: str, default: int = 0) -> int:
     value: Value | None = model.arch_get(key)
     return int(value) if isinstance(value, int) and value >= 0 else default
+
+
+def no_embeddings(model: ModelFile) -> str:
+    """Return why a model's prompts cannot be embedded, "" if they can: by the last token's row."""
+    kind = model.arch_get("pooling_type")
+    if not isinstance(kind, int) or kind <= 0:
+        return ("the file of this model names no pooling of rows, so it is made to generate text: "
+                "serve an embedding model, such as Qwen3-Embedding")
+    if kind != _LAST_ROW:
+        name = _POOLINGS.get(kind, str(kind))
+        return f"the pooling of this model is {name}: only that of the last token works here"
+    if model.arch_get("attention.causal", default=True) is False:
+        return "tokens of this model attend to later ones, which prompts in chunks cannot"
+    return ""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field
 
-from pipeinfer.backends.base import Backend, apply
+from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
 from pipeinfer.core.control import Pace, Report, RollCall, Standing
@@ -310,7 +310,10 @@ class Stage:
                 look = self._should_stop
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
-            result = self._backend.decode(run.rows, run.hidden, look)
+            if self._embeds(run):
+                result = norms(self._backend, run.rows, run.hidden)
+            else:
+                result = self._backend.decode(run.rows, run.hidden, look)
         computed, waited = time.monotonic() - clock, self._waited - waited
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
@@ -330,6 +333,11 @@ class Stage:
             brief = fate is Fate.COMPUTED and not self._speculates and whole \
                 and computed < _BRIEF_SECONDS
             self._lent.lend(self._turn if brief else None)
+
+    def _embeds(self, run: Decode) -> bool:
+        """Whether the run's result is an embedding. A prompt's rows have runs of their own, so all
+        rows belong to one lane."""
+        return self._last and self._lanes[run.lanes[0]].embed and any(run.rows.lists.outputs)
 
     @property
     def _waited(self) -> float:
@@ -388,6 +396,9 @@ class Stage:
         for row, values in zip(wanted, logits, strict=True):
             pos, seq_id, lane = positions[row], run.rows.seq_ids[row][0], lanes[row]
             params, path, allowed = self._lanes[lane], _NOTHING, None
+            if params.embed:
+                choices.append(Choice(0, None, tuple(enumerate(values.tolist()))))
+                continue
             if params.reads_path:
                 path = self._history.of(seq_id, pos)
             if tokens[row] >= self._backend.info.n_vocab:  # a learned token: it proposes

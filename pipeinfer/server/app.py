@@ -6,7 +6,6 @@ Each route checks, submits and answers a request; other modules do the work.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -22,8 +21,9 @@ from starlette.types import ASGIApp
 from pipeinfer import __version__
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import chat, prompts
+from pipeinfer.server import chat, embeddings, prompts
 from pipeinfer.server import schema_items as items
+from pipeinfer.server import schema_messages as blocks
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.asker import current
@@ -35,7 +35,7 @@ from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
-from pipeinfer.server.streaming import ClientLeft, EventStream, events, pipeline, whole
+from pipeinfer.server.streaming import ClientLeft, EventStream, events, finished, pipeline, whole
 from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
@@ -105,26 +105,57 @@ class Server:
         """Answer items as OpenAI's Responses API does."""
         return await self._generate("items", body, request)
 
-    async def embeddings(self) -> Response:
-        """Not there: this server generates text. Clients try again after a 5xx, in vain."""
-        raise ApiError(404, "this server generates text and computes no embeddings: ask another "
-                            "server for them, such as llama-server --embedding with an embedding "
-                            "model", code="not_supported")
+    async def messages(self, body: blocks.MessagesRequest, request: Request) -> Response:
+        """Answer a conversation as Anthropic's Messages API does."""
+        return await self._generate("blocks", body, request)
+
+    async def count_tokens(self, body: blocks.CountRequest) -> Response:
+        """The number of tokens that the prompt of a conversation has."""
+        tokenizer = self.client.check_ready()
+        self._check_model(body.model)
+
+        def count() -> int:
+            with schema.own_names(body):
+                wanted, _ = body.to_chat()
+                return len(chat.tokens_of(wanted, tokenizer, self._compiler(tokenizer)))
+
+        return Reply(replies.InputTokens(input_tokens=await asyncio.to_thread(count)))
+
+    async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
+        """The embeddings of texts, by a model that is made for them."""
+        tokenizer, settings = self.client.check_ready(), self.settings
+        self._check_model(body.model)
+        facts = self.client.facts
+        if why := facts.get("no_embeddings", "this model has none"):
+            raise ApiError(400, why, param="model", code="not_supported")
+        if body.dimensions not in (None, facts["n_embd"]):
+            raise ApiError(400, f"dimensions: this model's embeddings have {facts['n_embd']}: cut "
+                                "them off at the client if it was trained for that",
+                           param="dimensions", code="not_supported")
+        inputs = await asyncio.to_thread(embeddings.inputs_of, body, tokenizer, self._n_ctx)
+        vectors = []
+        for start in range(0, len(inputs), settings.parallel):
+            job = self.client.submit(embeddings.asked(inputs[start:start + settings.parallel]))
+            await finished(job, request)
+            vectors += [embeddings.vector_of(one) for one in job.generations]
+        return Reply(embeddings.answer(vectors, sum(map(len, inputs)), settings.name,
+                                       body.encoding_format == "base64"))
 
     async def _generate(
         self, kind: Kind,
-        body: schema.CompletionRequest | schema.ChatRequest | items.ResponseRequest,
+        body: schema.CompletionRequest | schema.ChatRequest | schema.Translated,
         request: Request,
     ) -> Response:
         if (before := await self.again.known(kind, body, request)) is not None:
             return before
-        wanted = items.to_chat(body) if isinstance(body, items.ResponseRequest) else body
+        wanted, notes = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
         tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
         self.client.check_room(1)  # before any work on the prompt
         model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
-        with items.own_names() if wanted is not body else contextlib.nullcontext():
+        with schema.own_names(body):
             asked = await asyncio.to_thread(request_of, wanted, model)
+        asked.notes[:0] = notes
         writer = writer_of(kind, body, asked, self.settings.name, tokenizer)
         current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
@@ -203,7 +234,8 @@ class Server:
             model["capabilities"] = {
                 "chat": True, "chat_template": bool(template), "completions": True,
                 "tools": "template" if chat.knows_tools(template) else "generic",
-                "structured_outputs": True, "logprobs": True, "embeddings": False,
+                "structured_outputs": True, "logprobs": True,
+                "embeddings": self.client.facts.get("no_embeddings") == "",
                 "decomposers": list(self.settings.decomposers)}
         return model
 
@@ -288,15 +320,20 @@ class Server:
         post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
              {**busy, **_STREAM})
         post("/v1/responses", self.responses, dict[str, Any], {**busy, **_STREAM})
+        post("/v1/messages", self.messages, dict[str, Any], {**_anthropic(busy), **_STREAM})
+        post("/v1/messages/count_tokens", self.count_tokens, replies.InputTokens,
+             _anthropic({404: _ERRORS[404]}))
         kept: _Responses = {k: _ERRORS[k] for k in (400, 404, 409, 503)}
         for path, model in (("/v1/responses", dict[str, Any]),
+                            ("/v1/messages", dict[str, Any]),
                             ("/v1/chat/completions", replies.ChatCompletion),
                             ("/v1/completions", replies.Completion)):
             get(f"{path}/{{name}}", self.again.retrieve, model, {**kept, **_STREAM})
             self.app.add_api_route(
                 f"{path}/{{name}}", self.again.delete, methods=["DELETE"],
                 response_model=replies.Deleted, responses={**_READ, **kept})
-        post("/v1/embeddings", self.embeddings, None, {404: _ERRORS[404]})
+        post("/v1/embeddings", self.embed, replies.EmbeddingList,
+             {k: _ERRORS[k] for k in (404, 429, 504)})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
         post("/rebalance", self.rebalance, replies.Rebalanced,
@@ -330,40 +367,46 @@ class Server:
     def _add_handlers(self) -> None:
         metrics = self.client.metrics
 
-        def reply(error: ApiError) -> Response:
+        def reply(error: ApiError, request: Request) -> Response:
             if error.status in (429, 503):
                 metrics.refused()
-            return Reply(error.body(), error.status, error.headers)
+            return error.reply(request.url.path)
 
-        async def api(_: Request, error: Exception) -> Response:
+        async def api(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
-            return reply(error)
+            return reply(error, request)
 
-        async def http(_: Request, error: Exception) -> Response:
+        async def http(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
             text = {404: "there is nothing at this path", 405: "wrong method for this path"}
             headers = dict(error.headers or {})
             if error.status_code in (408, 413):
                 headers["Connection"] = "close"
             return reply(ApiError(error.status_code, text.get(error.status_code, error.detail),
-                                  headers=headers))
+                                  headers=headers), request)
 
-        async def invalid(_: Request, error: Exception) -> Response:
+        async def invalid(request: Request, error: Exception) -> Response:
             assert isinstance(error, RequestValidationError)
-            return reply(explain(error))
+            return reply(explain(error), request)
 
         async def left(_: Request, __: Exception) -> Response:
             return Response(status_code=_GONE)
 
-        async def bug(_: Request, error: Exception) -> Response:
+        async def bug(request: Request, error: Exception) -> Response:
             return reply(ApiError(500, f"internal server error ({type(error).__name__}); see its "
-                                       "log", code="internal_error"))
+                                       "log", code="internal_error"), request)
 
         self.app.add_exception_handler(ApiError, api)
         self.app.add_exception_handler(HTTPException, http)
         self.app.add_exception_handler(RequestValidationError, invalid)
         self.app.add_exception_handler(ClientLeft, left)
         self.app.add_exception_handler(Exception, bug)
+
+
+def _anthropic(found: _Responses) -> _Responses:
+    """Return the description of errors in the form of Anthropic's API."""
+    return {status: {**one, "model": replies.MessageError}
+            for status, one in {**_ASKED, **found}.items()}
 
 
 async def _send_file(file: Path, _: Request) -> Response:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import schema_items as items
 from pipeinfer.server.asker import current
+from pipeinfer.server.block_writer import BlockWriter
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.item_writer import ItemWriter
@@ -26,7 +27,7 @@ from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Deleted, Reply
 from pipeinfer.server.streaming import EventStream, events, whole
 
-Kind: TypeAlias = Literal["chat", "text", "items"]
+Kind: TypeAlias = Literal["chat", "text", "items", "blocks"]
 
 
 class RepeatedRequests:
@@ -136,6 +137,8 @@ def writer_of(kind: str, body: BaseModel | None, asked: EngineRequest, name: str
     """Return what writes the answer to a request of this kind. body: as the client sent it."""
     if isinstance(body, items.ResponseRequest):
         return ItemWriter(asked, name, tokenizer, is_chat=True, request=body, **more)
+    if kind == "blocks":
+        return BlockWriter(asked, name, tokenizer, is_chat=True, **more)
     return ResponsesWriter(asked, name, tokenizer, is_chat=kind != "text", **more)
 
 

@@ -45,6 +45,13 @@ def prompt_of(request: schema.ChatRequest, settings: Settings, tokenizer: Tokeni
     return list(opened.prompt), opened.decompose
 
 
+def tokens_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Grammars) -> list[int]:
+    """Return the prompt of a conversation that one thread answers, however long. Raises
+    ApiError."""
+    offered, _ = tools_of(request, tokenizer, grammars)
+    return _templated(tokenizer.encode_chat, request, tokenizer, offered)
+
+
 def _method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
                offered: ToolUse | None) -> str:
     """Return the method that decomposes the answer, "" for none.

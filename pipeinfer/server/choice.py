@@ -112,6 +112,11 @@ class Generation:
         """Whether a stop string was found: further tokens are not part of the answer."""
         return self._stream.stopped
 
+    @property
+    def stop(self) -> str:
+        """The stop string that was found, "" for none."""
+        return self._stream.stop
+
     # --- from the engine ----------------------------------------------------------------------
 
     def push(self, token: int, speculated: bool, logprob: float | None,

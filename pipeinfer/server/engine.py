@@ -139,6 +139,9 @@ class Engine:
         if self._deadline is not None:
             self._fail(frame.id, "draining", "the server is shutting down")
             return
+        if frame.params.embed and (why := self._session.no_embeddings):
+            self._fail(frame.id, "request", why)
+            return
         decompose = None
         try:
             if frame.decompose is not None:
@@ -246,7 +249,8 @@ class Engine:
             "speculation": session.config.speculation.speculation, "stages": stages,
             "ranks": [{"rank": one.rank, "host": one.host, "memory": one.memory,
                        "cores": one.cores} for one in session.hosts],
-            "bits": session.bits,
+            "bits": session.bits, "no_embeddings": session.no_embeddings,
+            "n_embd": session.loaded.job.model.n_embd,
             "spares": list(assembly.spares), "lost": sorted(assembly.lost),
             "changes": [structs.asdict(change) for change in assembly.changes],
             "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,

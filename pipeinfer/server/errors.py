@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.server.schema_replies import ErrorReply
+from pipeinfer.server.schema_replies import ErrorReply, MessageError, Reply
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -13,6 +13,11 @@ _TYPES = {
     413: "invalid_request_error", 422: "invalid_request_error",
     429: "rate_limit_error", 431: "invalid_request_error", 500: "server_error",
     503: "unavailable_error", 504: "timeout_error",
+}
+#: the same in Anthropic's API, where its words differ
+_ANTHROPIC_TYPES = {
+    "conflict_error": "invalid_request_error", "server_error": "api_error",
+    "unavailable_error": "overloaded_error",
 }
 RETRY_AFTER = 2  #: seconds after which a client should try again
 
@@ -44,6 +49,20 @@ class ApiError(Exception):
             "message": _plain(self.message), "type": _TYPES.get(self.status, "server_error"),
             "param": None if self.param is None else _plain(self.param), "code": self.code,
         }}
+
+    def message_body(self) -> MessageError:
+        """Return the object for clients of Anthropic's API."""
+        kind = "request_too_large" if self.status == 413 else (
+            _TYPES.get(self.status, "server_error"))
+        return {"type": "error", "error": {
+            "type": _ANTHROPIC_TYPES.get(kind, kind), "message": _plain(self.message),
+            "details": None if self.code is None else {"error_code": self.code}}}
+
+    def reply(self, path: str) -> Reply:
+        """Return the answer to a request for a path, in the form of its API."""
+        of_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
+        return Reply(self.message_body() if of_messages else self.body(), self.status,
+                     self.headers)
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -28,7 +28,6 @@ from pipeinfer.server.errors import ApiError
 from pipeinfer.server.keys import Allowance, Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.origins import Origins
-from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.tracing import OPERATIONS, Tracer
 
@@ -137,8 +136,7 @@ class Guard:
             self._check_length(headers)
             counted = meter is not None and _counted(meter, scope["method"], scope["path"])
         except ApiError as error:
-            response = Reply(error.body(), error.status, error.headers)
-            await response(scope, receive, send)
+            await error.reply(scope["path"])(scope, receive, send)
             return
         if meter is None:
             await self._app(scope, self._bounded(scope, receive), send)

@@ -69,6 +69,8 @@ class ResponsesWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     kept: bool = False  #: whether it is journaled, so that it can be requested again
     ends_with_mark: ClassVar[bool] = True  #: whether [DONE] ends a stream
+    #: an event of this API for silences of a stream; none: a comment
+    PING: ClassVar[Mapping[str, Any]] = {}
     choices: list[ResponseChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:

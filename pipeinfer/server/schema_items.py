@@ -6,15 +6,15 @@ model.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, JsonValue, Tag
+from typing_extensions import override
 
 from pipeinfer.server import schema_requests as schema
-from pipeinfer.server.errors import ApiError, bad
-from pipeinfer.server.schema_requests import Strict
+from pipeinfer.server.errors import bad
+from pipeinfer.server.schema_requests import OtherTool, Strict, Translated
 
 #: of other fields of the OpenAI API, why they are refused
 _REFUSED = {
@@ -24,9 +24,8 @@ _REFUSED = {
     "background": "this server answers at once: leave it out, or use stream",
     "top_logprobs": "use /v1/chat/completions for log probabilities",
 }
-#: fields of chats, and what they are made of here
-_NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
-_INT32 = 2**31 - 1
+#: types of items that other tools than functions bring into a conversation
+_OF_TOOLS = re.compile(r"_call$|_call_output$|^mcp_|^tool_search_output$|^compaction")
 
 
 class TextPart(Strict):
@@ -40,70 +39,85 @@ class TextPart(Strict):
     parsed: JsonValue = None
 
 
-class MessageItem(Strict):
-    """One turn of a conversation."""
+class _Item(Strict):
+    """Fields of all items, which are accepted without effect."""
+
+    id: str | None = None
+    status: JsonValue = None
+    timestamp: JsonValue = None
+    cache_control: JsonValue = None
+
+
+class MessageItem(_Item):
+    """One turn of a conversation. reasoning: what the model thought."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-    id: str | None = None
-    status: JsonValue = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     phase: JsonValue = None
 
 
-class CallItem(Strict):
+class CallItem(_Item):
     """A call that the model made; arguments as JSON text."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: JsonValue = None
+    namespace: JsonValue = None
     parsed_arguments: JsonValue = None
 
 
-class ResultItem(Strict):
+class ResultItem(_Item):
     """What a call gave."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[TextPart]
-    id: str | None = None
-    status: JsonValue = None
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(_Item):
     """Accepted without effect: this server makes none."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: JsonValue = None
     content: JsonValue = None
     encrypted_content: JsonValue = None
-    status: JsonValue = None
+
+
+class OtherItem(OtherTool):
+    """A call, or the result of a call, of a tool that is no function: left out."""
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    return {"function_call": "Call", "function_call_output": "Result",
-            "reasoning": "Reasoning"}.get(kind, "Message")
+    kind = schema.type_of(item) or "message"
+    if kind in (known := {"function_call": "Call", "function_call_output": "Result",
+                          "reasoning": "Reasoning"}):
+        return known[kind]
+    return "Other" if _OF_TOOLS.search(kind) else "Message"
 
 
 Item: TypeAlias = Annotated[
     Annotated[MessageItem, Tag("Message")] | Annotated[CallItem, Tag("Call")]
-    | Annotated[ResultItem, Tag("Result")] | Annotated[ReasoningItem, Tag("Reasoning")],
-    Discriminator(_kind)]
+    | Annotated[ResultItem, Tag("Result")] | Annotated[ReasoningItem, Tag("Reasoning")]
+    | Annotated[OtherItem, Tag("Other")], Discriminator(_kind)]
 
 
 class FunctionTool(Strict):
-    """A function that the model may call; functions are the only kind of tools."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: schema.FunctionName
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
+
+
+Tool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
+    Discriminator(lambda tool: schema.tool_kind(tool, "function"))]
 
 
 class NamedFunction(Strict):
@@ -118,7 +132,10 @@ class AllowedFunctions(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1, max_length=128)
+    tools: list[
+        Annotated[Annotated[NamedFunction, Tag("Function")] | Annotated[OtherTool, Tag("Other")],
+                  Discriminator(lambda tool: schema.tool_kind(tool, "function"))]
+    ] = Field(min_length=1, max_length=128)
 
 
 class Format(Strict):
@@ -135,7 +152,7 @@ class Text(Strict):
     """The answer's form."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Strict):
@@ -146,8 +163,11 @@ class Reasoning(Strict):
     generate_summary: JsonValue = None
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Translated):
     """Items to answer (/v1/responses), without anything that is stored."""
+
+    NAMES: ClassVar = {"messages": "input", "response_format": "text.format",
+                       "max_tokens": "max_output_tokens"}
 
     model: str | None = Field(None, max_length=1024)
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -161,7 +181,7 @@ class ResponseRequest(Strict):
     stream: bool | None = None
     stream_options: schema.StreamOptions | None = None
     text: Text | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: (
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None) = None
     parallel_tool_calls: bool | None = None
@@ -171,6 +191,7 @@ class ResponseRequest(Strict):
     # accepted without effect
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     max_tool_calls: JsonValue = None
+    client_metadata: JsonValue = None
     metadata: JsonValue = None
     user: JsonValue = None
     service_tier: JsonValue = None
@@ -184,43 +205,43 @@ class ResponseRequest(Strict):
     background: JsonValue = None
     top_logprobs: JsonValue = None
 
-
-def to_chat(request: ResponseRequest) -> schema.ChatRequest:
-    """The same as a request for a chat. Raises ApiError for what needs storage."""
-    for name, reason in _REFUSED.items():
-        if getattr(request, name) not in (None, False, 0):
-            raise bad(f"{name} is not supported: {reason}", name, "unsupported_field")
-    fields: dict[str, Any] = {name: value for name in (
-        "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
-    ) if (value := getattr(request, name)) is not None}
-    if request.max_output_tokens is not None:
-        fields["max_tokens"] = request.max_output_tokens
-    if request.tools:
-        fields["tools"] = [{"type": "function", "function": tool.model_dump(
-            exclude={"type"}, exclude_none=True)} for tool in request.tools]
-    if isinstance(request.tool_choice, NamedFunction):
-        fields["tool_choice"] = _named(request.tool_choice)
-    elif isinstance(request.tool_choice, AllowedFunctions):
-        allowed = request.tool_choice
-        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {
-            "mode": allowed.mode, "tools": [_named(one) for one in allowed.tools]}}
-    elif request.tool_choice is not None:
-        fields["tool_choice"] = request.tool_choice
-    if request.reasoning is not None and request.reasoning.effort is not None:
-        fields["reasoning_effort"] = request.reasoning.effort
-    if request.text is not None and (form := request.text.format) is not None:
-        fields["response_format"] = _format(form)
-    return schema.ChatRequest(messages=_messages(request), **fields)
+    @override
+    def to_chat(self) -> tuple[schema.ChatRequest, list[str]]:
+        for name, reason in _REFUSED.items():
+            if getattr(self, name) not in (None, False, 0):
+                raise bad(f"{name} is not supported: {reason}", name, "unsupported_field")
+        fields: dict[str, Any] = {name: value for name in (
+            "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream",
+            "parallel_tool_calls") if (value := getattr(self, name)) is not None}
+        if self.max_output_tokens is not None:
+            fields["max_tokens"] = self.max_output_tokens
+        others = [tool for tool in self.tools or () if isinstance(tool, OtherTool)]
+        if functions := [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]:
+            fields["tools"] = [{"type": "function", "function": tool.model_dump(
+                exclude={"type"}, exclude_none=True)} for tool in functions]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = _choice(self.tool_choice)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and (form := self.text.format) is not None:
+            fields["response_format"] = _format(form)
+        kinds = {item.type for item in self.input if isinstance(item, OtherItem)}
+        notes = [f"input: {kind} is left out: it is no call of a function"
+                 for kind in sorted(kinds)]
+        return schema.ChatRequest(messages=_messages(self), **fields), [
+            *schema.left_out(others), *notes]
 
 
-@contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """Errors name the fields that the client sent, not those of a chat."""
-    try:
-        yield
-    except ApiError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        raise
+def _choice(given: str | NamedFunction | AllowedFunctions) -> Any:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, NamedFunction):
+        return _named(given)
+    functions = [_named(one) for one in given.tools if isinstance(one, NamedFunction)]
+    if not functions:
+        return "none" if given.mode == "auto" else "required"
+    return {"type": "allowed_tools",
+            "allowed_tools": {"mode": given.mode, "tools": functions}}
 
 
 def _named(function: NamedFunction) -> dict[str, Any]:
@@ -247,7 +268,9 @@ def _messages(request: ResponseRequest) -> list[schema.Message]:
     for item in items:
         match item:
             case MessageItem():
-                messages.append(schema.Message(role=item.role, content=_text(item.content)))
+                messages.append(schema.Message(
+                    role=item.role, content=_text(item.content),
+                    reasoning_content=item.reasoning_content or item.reasoning))
             case CallItem():
                 call = schema.ToolCall(id=item.call_id, function=schema.FunctionCall(
                     name=item.name, arguments=item.arguments))

@@ -38,6 +38,27 @@ class ErrorReply(TypedDict):
     error: ErrorDetail
 
 
+class ErrorCode(TypedDict):
+    """The kind of an error, for programs."""
+
+    error_code: str
+
+
+class MessageErrorDetail(TypedDict):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+    details: ErrorCode | None
+
+
+class MessageError(TypedDict):
+    """Every error of Anthropic's API has this form."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
 # --- counts -----------------------------------------------------------------------------------
 
 
@@ -295,6 +316,36 @@ class Piece(TypedDict):
 
     id: int
     piece: str | list[int]
+
+
+class InputEmbedding(TypedDict):
+    """One input's embedding, of length 1: numbers, or their float32 bytes in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Token counts of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """The embeddings of all inputs, in order."""
+
+    object: Literal["list"]
+    data: list[InputEmbedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class InputTokens(TypedDict):
+    """How many tokens the prompt of a conversation has."""
+
+    input_tokens: int
 
 
 class Tokens(TypedDict):

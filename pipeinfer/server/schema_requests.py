@@ -7,7 +7,9 @@ unknown field is a 400, never dropped in silence. Knows shapes, bounds and names
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipeinfer.server.errors import ApiError
 from pipeinfer.strategies import registry
 
 #: accepted without effect, with the reason that docs/api.md gives
@@ -62,6 +65,7 @@ REFUSED = {
 }
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES = 16, 1024, 128
+MOST_INPUTS = 2048  #: of a request for embeddings, as in the OpenAI API
 MAX_BIASES = 1024  #: each costs time at every token
 _INT32 = 2**31 - 1
 
@@ -305,6 +309,54 @@ class ChatRequest(Sampling, Conversation):
     modalities: list[Literal["text"]] | None = None
 
 
+class Translated(Strict):
+    """A request of another API, which becomes one for a chat."""
+
+    #: fields of chats, and what they are called or made of in this API
+    NAMES: ClassVar[Mapping[str, str]] = {}
+
+    def to_chat(self) -> tuple[ChatRequest, list[str]]:
+        """Return the request for a chat, and notes on what is left out of it. Raises ApiError."""
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def own_names(body: object) -> Iterator[None]:
+    """Let errors name the fields that the client sent, not those of a chat."""
+    try:
+        yield
+    except ApiError as error:
+        if isinstance(body, Translated):
+            error.param = body.NAMES.get(error.param or "", error.param)
+        raise
+
+
+class OtherTool(Strict):
+    """A tool that is no function: accepted, but this server does not run it."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+def type_of(value: Any) -> str | None:
+    """Return the field `type` of one of a union, which pydantic gives as a client sent it or made;
+    None without one."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def tool_kind(tool: Any, function: str) -> str:
+    """Return the name of the branch of a union to which a tool belongs. function: the type of
+    functions."""
+    return "Function" if type_of(tool) in (None, function) else "Other"
+
+
+def left_out(others: Iterable[OtherTool]) -> list[str]:
+    """Return notes on tools that are left out."""
+    return [f"tools: {kind} is left out: this server runs no tools, and models call functions alone"
+            for kind in dict.fromkeys(tool.type for tool in others)]
+
+
 class RebalanceRequest(Strict):
     """Nothing to say yet. A form of another site cannot send even that: it is JSON."""
 
@@ -316,6 +368,23 @@ class TokenizeRequest(Strict):
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+
+
+class EmbeddingRequest(Strict):
+    """Texts (or token ids) to embed (/v1/embeddings)."""
+
+    model: str | None = Field(None, max_length=1024)
+    input: (
+        str
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]],
+                    Field(min_length=1, max_length=MOST_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=_INT32)
+    # accepted without effect
+    user: JsonValue = None
 
 
 class DetokenizeRequest(Strict):

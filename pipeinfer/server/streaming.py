@@ -55,13 +55,19 @@ async def whole(job: Work, writer: ResponsesWriter, request: Request) -> Mapping
 
     Raises ApiError, or ClientLeft when the client disconnects.
     """
+    await finished(job, request)
+    return writer.whole()
+
+
+async def finished(job: Work, request: Request) -> None:
+    """Wait for the end of every choice. Raises ApiError, or ClientLeft when the client
+    disconnects."""
     try:
         await unless_left(_until_ended(job), request)
     finally:
         job.abort("disconnected")
     if (failure := job.failure) is not None:
         raise for_failure(failure)
-    return writer.whole()
 
 
 async def _until_ended(job: Work) -> None:
@@ -99,7 +105,8 @@ async def events(job: Work, writer: ResponsesWriter, after: int | None = None
     numbers = itertools.count() if after is not None else None
     # An empty line ends an event. The official openai client takes one that has nothing but the
     # number of the event before for an event, and fails on it.
-    keep_alive = b": waiting\n\n" if numbers is None else b": waiting\n"
+    keep_alive = event(writer.PING) if writer.PING else (
+        b": waiting\n\n" if numbers is None else b": waiting\n")
 
     def encoded(chunk: Mapping[str, Any]) -> bytes:
         if numbers is None or after is None:

@@ -145,7 +145,7 @@ class CallParser:
                 break
             start = self._held.find(OPEN)
             if start < 0:
-                keep = _partial(self._held, OPEN)
+                keep = partial(self._held, OPEN)
                 cut = len(self._held) - keep
                 content, self._held = content + self._held[:cut], self._held[cut:]
                 break
@@ -223,7 +223,7 @@ def call_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token: b
             f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n{rules}")
 
 
-def _partial(text: str, mark: str) -> int:
+def partial(text: str, mark: str) -> int:
     """Return the length of the longest end of `text` that begins `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1)
                  if mark.startswith(text[-n:])), 0)

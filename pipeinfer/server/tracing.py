@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 #: the operation of each path, by the conventions
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat",
-              "/v1/completions": "text_completion"}
-KINDS = {"chat": "/v1/chat/completions", "items": "/v1/responses", "text": "/v1/completions"}
+              "/v1/messages": "chat", "/v1/completions": "text_completion"}
+KINDS = {"chat": "/v1/chat/completions", "items": "/v1/responses", "blocks": "/v1/messages",
+         "text": "/v1/completions"}
 _PARAMS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 _EXPORT_SECONDS, _LAST_SECONDS = 5.0, 3.0
 _EVERY_MS = 1000

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import anthropic
 import openai
 import psutil
 import pytest
@@ -90,6 +91,23 @@ def test_greedy_and_seeded_text_is_that_of_plain_decoding(client, plain):
         extra_body={"top_k": 30, "min_p": 0, "ignore_eos": True}).choices[0].text
         for _ in range(2)]
     assert seeded == [plain(PROMPT, 30, params)] * 2
+
+
+def test_both_apis_say_the_same(server, client):
+    """Anthropic's client and OpenAI's, with a stop string and in a stream, too."""
+    ask = {"model": "code", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 30}
+    text = client.chat.completions.create(**ask, temperature=0).choices[0].message.content
+    stop = text[len(text) // 2:][:3]
+    ask["extra_body"] = {"temperature": 0}
+    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as other:
+        whole = other.messages.create(**ask)
+        cut = other.messages.create(**ask, stop_sequences=[stop])
+        with other.messages.stream(**ask) as stream:
+            streamed = "".join(stream.text_stream)
+    assert (whole.content[0].text, whole.stop_reason) == (text, "max_tokens")
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert cut.content[0].text == text[:text.index(stop)]
+    assert streamed == text
 
 
 def test_a_stream_is_the_answer_in_pieces(client):

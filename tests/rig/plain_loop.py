@@ -37,18 +37,19 @@ class PlainLoop:
 
     n_gpu_layers: layers on a GPU, as for LlamaOptions; 0 computes on the processor, though
     llama.cpp's own default would be every GPU that it finds. flash: llama.cpp's number for flash
-    attention; None takes what `auto` chooses.
+    attention; None takes what `auto` chooses. embeds: for `embedding` alone.
     """
 
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
                  n_batch: int = 512, type_k: int | None = None, type_v: int | None = None,
-                 flash: int | None = None, n_gpu_layers: int = 0) -> None:
+                 flash: int | None = None, n_gpu_layers: int = 0, embeds: bool = False) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         of_model = model_params(n_gpu_layers)
         of_model.use_extra_bufts = may_repack(ModelFile(path))
         self.model: Any = binding.llama_model_load_from_file(str(path).encode(), of_model)
         params = binding.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+        params.embeddings = embeds
         kinds = LlamaOptions(n_gpu_layers).resolved(
             head_size(self.model), head_size(self.model, "key"), one_type=latent(self.model))
         if flash is None:
@@ -61,6 +62,7 @@ class PlainLoop:
         params.n_threads = params.n_threads_batch = n_threads
         params.offload_kqv = params.op_offload = n_gpu_layers != 0
         self.context: Any = binding.llama_init_from_model(self.model, params)
+        self._embeds = embeds
         self._vocab: Any = binding.llama_model_get_vocab(self.model)
         self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         architecture = metadata(self.model, "general.architecture")
@@ -94,9 +96,21 @@ class PlainLoop:
         status = binding.llama_decode(self.context, batch)
         binding.llama_batch_free(batch)
         assert status == 0, status
+        if self._embeds:
+            return np.empty(0, np.float32)
         pointer = binding.llama_get_logits_ith(self.context, len(tokens) - 1)
         address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(address, (self.n_vocab,)).copy()
+
+    def embedding(self, tokens: Sequence[int]) -> FloatArray:
+        """llama.cpp's embedding of a text, pooled as its file says, scaled to length 1."""
+        self.reset()
+        self.decode(tokens, 0)
+        function = ctypes.CDLL(str(binding.loaded().path)).llama_get_embeddings_seq
+        function.restype = ctypes.POINTER(ctypes.c_float)
+        pointer = function(ctypes.c_void_p(self.context), 0)
+        row = np.ctypeslib.as_array(pointer, (binding.llama_model_n_embd(self.model),)).copy()
+        return row / np.linalg.norm(row)
 
     def logits_after(self, prompt: Sequence[int], forced: Sequence[int], chunk: int = 64
                      ) -> Iterator[FloatArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import openai
 import pydantic
@@ -10,6 +11,7 @@ import pytest
 
 from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Refused, Submit
+from pipeinfer.server.schema_items import ResponseRequest
 from tests.rig.server_peer import front
 from tests.server.test_http import error
 from tests.server.test_tools import CALL
@@ -135,7 +137,9 @@ def test_an_answer_that_is_cut_off_is_incomplete(server, ask):
     ({"background": True}, "background", "answers at once"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      "input.0.content.0.type", "input_text"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+    ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
+    ({"tools": [{"name": "f"}]}, "tools.0.type", "required"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "strict": True,
                           "schema": {"type": "dog"}}}},
      "text.format", ""),
@@ -155,5 +159,74 @@ def test_a_stream_that_goes_wrong_ends_with_one_event(server, ask):
     assert events[-1].response.error.message == "the grammar allows no token"
 
 
-def test_embeddings_are_another_servers_business(server):
-    assert "embedding" in error(server.post("/v1/embeddings", {"input": "x"}), 404)["message"]
+OTHERS = [{"type": "web_search"}, {"type": "local_shell"},
+          {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+          {"type": "image_generation"}, {"type": "mcp", "server_label": "x", "server_url": "y"},
+          {"type": "namespace", "name": "n", "tools": [TOOL]}, {"type": "web_search"}]
+
+
+def test_tools_that_are_no_functions_are_left_out_and_noted(server, ask):
+    response = ask(tools=[*OTHERS, TOOL], tool_choice="auto")
+    assert [note.split(" is")[0] for note in response.model_extra["notes"]] == [
+        f"tools: {kind}" for kind in dict.fromkeys(one["type"] for one in OTHERS)]
+    assert len(response.tools) == 8
+    assert "add" in prompt(server)
+    assert "apply_patch" not in prompt(server)
+    ask(tools=OTHERS)
+    assert not server.peer.wait_for(Submit, 2).params.grammar
+    events = list(ask(tools=OTHERS[:1], stream=True))
+    assert len(events[-1].response.model_extra["notes"]) == 1
+
+
+def test_requests_are_written_as_they_came():
+    """As answers repeat and the journal stores them; the union's branches are found again."""
+    body = {"input": [
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+        {"type": "web_search_call", "id": "w", "action": {"query": "x"}},
+        {"type": "function_call_output", "call_id": "1", "output": "2"}],
+        "tools": [*OTHERS, TOOL], "tool_choice": {
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}}
+    with warnings.catch_warnings(action="error"):
+        assert ResponseRequest.model_validate(body).model_dump(exclude_none=True) == body
+
+
+def test_allowed_tools_may_name_some_of_other_kinds(server, ask):
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [
+        {"type": "web_search"}, {"type": "function", "name": "add"}]}
+    ask(CALL, tools=[*OTHERS, TOOL], tool_choice=choice)
+    assert server.peer.wait_for(Submit).params.grammar
+    ask(tools=[*OTHERS, TOOL], tool_choice={**choice, "mode": "auto", "tools": choice["tools"][:1]})
+    assert "add" not in prompt(server, 2)
+    answer = server.post("/v1/responses", {"input": "x", "tools": OTHERS,
+                                           "tool_choice": "required"})
+    assert error(answer, 400)["param"] == "tool_choice"
+
+
+def test_items_of_other_programs_conversations(server, ask):
+    response = ask(input=[
+        {"type": "message", "role": "user", "content": "Hi", "timestamp": 1, "id": "msg_1"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+        {"type": "local_shell_call", "call_id": "1", "action": {"type": "exec"}},
+        {"type": "local_shell_call_output", "call_id": "1", "output": "secret"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "apply_patch", "input": "x"},
+        {"role": "assistant", "content": "Well.", "reasoning": "so", "id": "msg_2"},
+        {"role": "user", "content": "On."},
+    ], extra_body={"client_metadata": {"a": "b"}}, text={"verbosity": "low"})
+    assert response.output_text == "Hello."
+    assert [note.split(" is")[0] for note in response.model_extra["notes"]] == [
+        f"input: {kind}" for kind in ("custom_tool_call", "local_shell_call",
+                                      "local_shell_call_output", "web_search_call")]
+    assert "secret" not in prompt(server)
+    assert prompt(server).index("Well.") < prompt(server).index("On.")
+
+
+@pytest.mark.parametrize("name", ["mcp/files:read", "a.b-c_D/9"])
+def test_names_and_numbers_that_other_servers_take(server, ask, name):
+    call = CALL.replace('"add"', f'"{name}"')
+    response = ask(call, tools=[{**TOOL, "name": name}], max_output_tokens=-1,
+                   extra_body={"top_k": -1})
+    assert response.output[0].name == name
+    submitted = server.peer.wait_for(Submit)
+    assert (submitted.max_tokens, submitted.params.top_k) == (4096, 0)

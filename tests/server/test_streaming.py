@@ -17,7 +17,7 @@ httpx = pytest.importorskip("httpx2")
 class Slow:
     """The work of a request that is silent between its two pieces, and its writer."""
 
-    failure, ended, ends_with_mark = None, False, True
+    failure, ended, ends_with_mark, PING = None, False, True, None
 
     def __init__(self):
         self.choices, self.waits, self.done = [self], 0, False
@@ -65,6 +65,18 @@ def test_signs_of_life_are_no_events_to_the_official_client(after):
             transport=httpx.MockTransport(give))) as client:
         stream = client.completions.create(model="m", prompt="x", stream=True)
         assert [chunk.choices[0].text for chunk in stream] == ["a", "b"]
+
+
+def test_signs_of_life_are_events_where_the_api_has_some():
+    work = Slow()
+    work.PING = {"type": "ping"}
+
+    async def data():
+        return b"".join([one async for one in streaming.events(work, work)])
+
+    text = asyncio.run(data())
+    assert text.count(b'event: ping\ndata: {"type":"ping"}\n\n') == 2
+    assert b"waiting" not in text
 
 
 def test_a_sign_of_life_does_not_swallow_the_event_behind_it():

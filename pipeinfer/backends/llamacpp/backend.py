@@ -93,6 +93,7 @@ class LlamaCppBackend:
         self._guard = info.n_seq_max + 2 if windows else None
         #: an id that never holds anything: copying it lets a state go
         self._nothing = info.n_seq_max + _further_ids(model) if self.keeps_state else None
+        self._until_norm = False  # see `norms`
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         no_cells = bool(binding.llama_model_is_recurrent(model))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
@@ -235,7 +236,9 @@ class LlamaCppBackend:
         long = rows.lists.positions[0] >= _LONG
         if long != self._all_at_work:
             self._set_threads(all_of_them=long)
-        out = None if info.last else np.empty((n, info.n_embd), np.float32)
+        count = rows.lists.outputs.count(True)
+        out = None if info.last and not self._until_norm else np.empty(
+            (count if info.last else n, info.n_embd), np.float32)
         given = keep if self._enters else None
         if self._probe is not None:
             # a stop would leave states of other ids in cells that were exchanged
@@ -254,7 +257,21 @@ class LlamaCppBackend:
             return None
         if status != 0:
             raise self._failure(status, rows)
-        return self._logits(rows.lists.outputs.count(True)) if out is None else out
+        return self._logits(count) if out is None else out
+
+    def norms(self, rows: Rows, hidden: FloatArray | None = None) -> FloatArray:
+        """See `base.norms`; these are llama.cpp's embeddings without pooling. Raises BackendError
+        as `decode` does, and for a shard that is not the last or has no callbacks."""
+        if self._probe is None or not self.info.last:
+            raise BackendError("this shard has no norm that could be read")
+        self._until_norm = True
+        try:
+            with self._probe.at_norm():
+                found = self.decode(rows, hidden)
+        finally:
+            self._until_norm = False
+        assert found is not None  # nothing has stopped it
+        return found
 
     def _finished(self, probe: LayerProbe, rows: Rows, given: FloatArray | None, status: int
                   ) -> bool:
@@ -269,8 +286,10 @@ class LlamaCppBackend:
             error = BackendError("the shard's graph has no input to put rows into; it cannot be "
                                  "split")
         stopped = probe.stopped or (probe.ended and not taken)
-        if status == 0 and not (self.info.last or taken or stopped or error):
-            error = BackendError("the shard's graph has no l_out tensor; it cannot be split")
+        if status == 0 and not (taken or stopped or error or (
+                self.info.last and not self._until_norm)):
+            error = BackendError(f"the shard's graph has no {probe.last_name.decode()} tensor; it "
+                                 "cannot be split or give embeddings")
         probe.arm(None, None)  # holds neither the caller's array nor its callback
         if status == 0 and (stopped or error):
             self._drop(rows)
@@ -512,7 +531,9 @@ def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: 
     """Return the callbacks that this shard needs; None for a model that runs without any."""
     architecture = metadata(model, "general.architecture")
     entry, output = _ENTRIES.get(architecture, ""), _OUTPUTS.get(architecture, "l_out")
-    if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts):
+    pools = last and int(metadata(model, f"{architecture}.pooling_type") or 0) > 0
+    if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts
+                     or pools):
         return None
     probe = kind(layers[1] - layers[0] - 1, layers[0], entry, output)
     if chooses_experts:

@@ -12,8 +12,9 @@ otherwise Python does, at 1 to 2 us each. Identifies tensors by their names in l
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -111,6 +112,17 @@ class LayerProbe:
         if sums is not None:
             self._look_inside()
             own.sums = None if compiled_filter() is None else sums.address
+
+    @contextlib.contextmanager
+    def at_norm(self) -> Iterator[None]:
+        """Copy the output of the norm before the head, of rows whose results are wanted, in place
+        of the last layer's."""
+        before = self.last_name
+        self.last_name = self._filter.last = b"result_norm"
+        try:
+            yield
+        finally:
+            self.last_name = self._filter.last = before
 
     def choose_experts_row_by_row(self) -> None:
         """Compute the routers' products of few rows as those of single rows from now on: see

@@ -26,6 +26,11 @@ class TextStream:
         self._ready = ""
 
     @property
+    def stop(self) -> str:
+        """The stop string that has ended the text, "" if none has."""
+        return self._stopper.found
+
+    @property
     def taken(self) -> int:
         """The number of characters that `take` has returned."""
         return self.certain - len(self._ready)
@@ -76,9 +81,13 @@ class TextStream:
 
 
 class StopText:
-    """Searches stop strings in a text that arrives in pieces; holds back partial matches."""
+    """Searches stop strings in a text that arrives in pieces; holds back partial matches.
+
+    found: the stop string that has occurred, "" before.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        self.found = ""
         self._stops = [s for s in stops if s]
         self._held = ""
 
@@ -89,10 +98,11 @@ class StopText:
         if not self._stops:
             return piece, False
         text = self._held + piece
-        found = [at for s in self._stops if (at := text.find(s)) >= 0]
+        found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
+            at, self.found = min(found)
             self._held = ""
-            return text[: min(found)], True
+            return text[:at], True
         keep = max((n for s in self._stops for n in range(1, min(len(s), len(text) + 1))
                     if text.endswith(s[:n])), default=0)
         self._held = text[len(text) - keep :]

@@ -85,6 +85,11 @@ class Tokenizer:
         """Whether prompts of the model should begin with `bos_id`."""
         return bool(binding.llama_vocab_get_add_bos(self._vocab))
 
+    @property
+    def adds_eos(self) -> bool:
+        """Whether texts that the model embeds should end with `eos_id`."""
+        return bool(binding.llama_vocab_get_add_eos(self._vocab))
+
     @cached_property
     def eog_ids(self) -> frozenset[int]:
         """Every token that ends a generation: end of text, of turn, and the like."""
