@@ -288,6 +288,72 @@ def _llama4(s: Sizes, i: int) -> dict[str, Shape]:
     return found | (_experts(s) | _dense(s, "_shexp", EXPERT_FF) if i % 2 else _dense(s))
 
 
+def _exaone4(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "post_attention_norm", "post_ffw_norm") | _attention(s) | _head_norms(s)
+            | _dense(s))
+
+
+def _seed_oss(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "post_attention_norm") | _attention(s, bias=True) | _dense(s))
+
+
+def _hunyuan(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | _head_norms(s) | _dense(s)
+
+
+def _hunyuan_moe(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm") | _attention(s) | _head_norms(s)
+            | _experts(s, s.ff) | _dense(s, "_shexp"))
+
+
+def _later_experts(s: Sizes, i: int, kv_heads: int = 0) -> dict[str, Shape]:
+    """Experts behind the first layers, one of them shared."""
+    found = _norms(s, "attn_norm", "ffn_norm") | _attention(s, kv_heads=kv_heads)
+    if i < s.dense_first:
+        return found | _dense(s)
+    return found | _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+        "exp_probs_b.bias": (s.experts,)}
+
+
+def _dots1(s: Sizes, i: int) -> dict[str, Shape]:
+    return _later_experts(s, i, kv_heads=s.heads) | _head_norms(s)
+
+
+def _bailingmoe2(s: Sizes, i: int) -> dict[str, Shape]:
+    found = {name: shape for name, shape in _later_experts(s, i).items()
+             if name not in ("attn_q.weight", "attn_k.weight", "attn_v.weight")}
+    return found | _fused(s) | _head_norms(s)
+
+
+_LATER: dict[str, Key] = _SPARSE | {
+    "leading_dense_block_count": DENSE_FIRST, "expert_shared_count": 1, "expert_gating_func": 2,
+    "expert_weights_scale": 1.5, "expert_weights_norm": True}
+
+
+def _wide_norms(s: Sizes, kv_heads: int) -> dict[str, Shape]:
+    """Norms of queries and keys over all heads."""
+    return {"attn_q_norm.weight": (s.heads * s.head,), "attn_k_norm.weight": (kv_heads * s.head,)}
+
+
+def _minimax_m2(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm") | _attention(s) | _wide_norms(s, s.kv_heads)
+            | _experts(s, s.ff) | {"exp_probs_b.bias": (s.experts,)})
+
+
+def _olmoe(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm") | _attention(s, kv_heads=s.heads)
+            | _wide_norms(s, s.heads) | _experts(s, s.ff))
+
+
+def _arctic(s: Sizes, _: int) -> dict[str, Shape]:
+    return (_norms(s, "attn_norm", "ffn_norm", "ffn_norm_exps") | _attention(s)
+            | _dense(s, columns=s.width) | _experts(s, s.ff))
+
+
+def _as_many_kv_heads(*parts: dict[str, Key]) -> Callable[[Sizes], dict[str, Key]]:
+    return lambda s: _plain(*parts)(s) | {"attention.head_count_kv": s.heads}
+
+
 _WINDOWED: dict[str, Key] = {"attention.sliding_window": WINDOW}
 _SCALES: dict[str, Key] = {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 2.0,
                            "attention.scale": 0.1}
@@ -336,6 +402,20 @@ RECIPES = {
     "minicpm": Recipe("minicpm", _plain(_RMS, {
         "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 2.0}), _llama_layer),
     "minicpm-old": Recipe("minicpm", _plain(_RMS), _llama_layer),
+    "exaone4": Recipe("exaone4", _plain(_RMS), _exaone4, tied=True),
+    "seed_oss": Recipe("seed_oss", _plain(_RMS), _seed_oss),
+    "hunyuan-dense": Recipe("hunyuan-dense", _plain(_RMS), _hunyuan, tied=True),
+    "hunyuan-moe": Recipe("hunyuan-moe", _plain(_RMS, _SPARSE), _hunyuan_moe, tied=True),
+    "ernie4_5": Recipe("ernie4_5", _plain(_RMS), _llama_layer, tied=True),
+    "ernie4_5-moe": Recipe("ernie4_5-moe", _plain(_RMS, _LATER, {
+        "interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": EXPERT_FF}),
+        _later_experts, tied=True),
+    "dots1": Recipe("dots1", _as_many_kv_heads(_RMS, _LATER), _dots1),
+    "bailingmoe2": Recipe("bailingmoe2", _plain(_RMS, _LATER), _bailingmoe2),
+    "minimax-m2": Recipe("minimax-m2", _plain(_RMS, _SPARSE, {"expert_gating_func": 2}),
+                         _minimax_m2),
+    "olmoe": Recipe("olmoe", _as_many_kv_heads(_RMS, _MIXTURE), _olmoe),
+    "arctic": Recipe("arctic", _plain(_RMS, _MIXTURE), _arctic),
 }
 
 
@@ -394,6 +474,15 @@ def _parted(s: Sizes, i: int) -> dict[str, Shape]:
         return _mamba2(s, i)
     return _norms(s, "attn_norm") | (_attention(s) if i % 3 == 2 else {
         "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
+
+
+def _parted_moe(s: Sizes, i: int) -> dict[str, Shape]:
+    if i % 3 != 1:
+        return _parted(s, i)
+    found = _norms(s, "attn_norm") | _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+        "exp_probs_b.bias": (s.experts,)}
+    return {name: shape for name, shape in found.items() if "gate_exps" not in name
+            and "gate_shexp" not in name}
 
 
 _INTERVAL = 4  #: one of so many layers has attention
@@ -470,14 +559,53 @@ def _lfm2(s: Sizes, i: int) -> dict[str, Shape]:
         "shortconv.out_proj.weight": (s.width, s.width)}
 
 
+def _lfm2moe_keys(s: Sizes) -> dict[str, Key]:
+    return _lfm2_keys(s) | _SPARSE | {"leading_dense_block_count": DENSE_FIRST,
+                                      "expert_gating_func": 2}
+
+
+def _lfm2moe(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _lfm2(s, i)
+    if i < s.dense_first:
+        return found
+    return {name: shape for name, shape in found.items() if name not in _dense(s)} | _experts(s) \
+        | {"exp_probs_b.bias": (s.experts,)}
+
+
+def _jamba_keys(s: Sizes) -> dict[str, Key]:
+    return _state_keys(s) | _MIXTURE | {"attention.head_count_kv": [
+        s.kv_heads if i % 2 else 0 for i in range(s.n_layer)]}
+
+
+def _jamba(s: Sizes, i: int) -> dict[str, Shape]:
+    """Every other layer has attention, and every third experts."""
+    found = _mamba(s, i) | {"ssm_dt_norm.weight": (_TIME,), "ssm_b_norm.weight": (_STATE,),
+                            "ssm_c_norm.weight": (_STATE,)}
+    if i % 2:
+        found = _norms(s, "attn_norm") | _attention(s)
+    return found | _norms(s, "ffn_norm") | (_experts(s, s.ff) if i % 3 == 1 else _dense(s))
+
+
+def _falcon_h1(s: Sizes, i: int) -> dict[str, Shape]:
+    """A state and attention in every layer."""
+    return _mamba2(s, i) | {"ffn_norm": (s.width,)} | _attention(s) | _dense(s)
+
+
 #: models whose layers keep a state; see `RECIPES`
 STATEFUL = {
     "mamba": Recipe("mamba", _state_keys, _mamba),
     "mamba2": Recipe("mamba2", _mamba2_keys, _mamba2),
     "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid, layers=6),
     "nemotron_h": Recipe("nemotron_h", _parted_keys, _parted, layers=7),
+    "nemotron_h_moe": Recipe("nemotron_h_moe", lambda s: _parted_keys(s) | _SPARSE | {
+        "expert_shared_feed_forward_length": EXPERT_FF, "expert_weights_scale": 2.5,
+        "expert_weights_norm": True}, _parted_moe, layers=7),
     "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, lambda s: {"token_embd_norm.weight": (s.width,)},
                    tied=True, layers=7),
+    "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe,
+                      lambda s: {"token_embd_norm.weight": (s.width,)}, tied=True, layers=7),
+    "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
+    "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
     "qwen35-tied": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, tied=True,
                           layers=8),

@@ -163,7 +163,7 @@ def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
     rng = np.random.default_rng(spec.seed)
     shapes = {"token_embd.weight": (spec.n_vocab, spec.n_embd),
               "output_norm.weight": (spec.n_embd,)}
-    if recipe.architecture == "lfm2":  # its last norm has another name
+    if recipe.architecture in ("lfm2", "lfm2moe"):  # their last norm has another name
         del shapes["output_norm.weight"]
     if not (spec.tied or recipe.tied):
         shapes["output.weight"] = (spec.n_vocab, spec.n_embd)

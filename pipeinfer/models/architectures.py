@@ -59,14 +59,23 @@ class CutRule(Struct, frozen=True):
 _WINDOWS = (_WINDOW,)  # also the beginning of the pattern's name
 _SCALES = (_EMBEDDING_SCALE, _RESIDUAL_SCALE, "logit_scale", "attention.scale")
 _INTERVAL, _RECURRENT = "full_attention_interval", "attention.recurrent_layers"
+_MOE_STEP = "interleave_moe_layer_step"
 _KV_HEADS, _FF = "attention.head_count_kv", "feed_forward_length"
 _PARTED = ("nemotron_h", "nemotron_h_moe")  #: a layer is a state, attention or a feed forward alone
+_IN_ONE = ("falcon-h1",)  #: every layer has a state and attention
 _DELTA_NET = ("ssm.", _INTERVAL, _NEXTN)
 #: every architecture that can be cut; Mistral and Mixtral are "llama"
 ARCHITECTURES = {
+    "arctic": CutRule(),
+    "bailingmoe2": CutRule((_DENSE, _NEXTN), head=True),
     "cohere2": CutRule((*_WINDOWS, "logit_scale"), period=4, arrays=(_PATTERN,)),
     "deepseek2": CutRule((_DENSE, _NEXTN, "attention.temperature_scale")),
+    "dots1": CutRule((_DENSE,), head=True),
+    "ernie4_5": CutRule(),
+    "ernie4_5-moe": CutRule((_DENSE, _MOE_STEP)),
+    "exaone4": CutRule((*_WINDOWS, _NEXTN), always="attn_output"),
     "falcon": CutRule(),
+    "falcon-h1": CutRule(("ssm.",)),
     "gemma2": CutRule(_WINDOWS, period=2, arrays=(_PATTERN,)),
     "gemma3": CutRule(_WINDOWS, period=6, plain=True, arrays=(_PATTERN,)),
     "gemma4": CutRule(_WINDOWS, period=1, arrays=(
@@ -77,17 +86,25 @@ ARCHITECTURES = {
     "granite": CutRule(_SCALES),
     "granitehybrid": CutRule((*_SCALES, "ssm."), arrays=(_KV_HEADS,)),
     "granitemoe": CutRule(_SCALES),
+    "hunyuan-dense": CutRule(),
+    "hunyuan-moe": CutRule(),
+    "jamba": CutRule(("ssm.",), arrays=(_KV_HEADS,)),
     "lfm2": CutRule(arrays=(_KV_HEADS,), norm="token_embd_norm"),
+    "lfm2moe": CutRule((_DENSE,), arrays=(_KV_HEADS,), norm="token_embd_norm"),
     "llama": CutRule(),
-    "llama4": CutRule((*_WINDOWS, "interleave_moe_layer_step"), period=4, arrays=(_PATTERN,),
+    "llama4": CutRule((*_WINDOWS, _MOE_STEP), period=4, arrays=(_PATTERN,),
                       step=4),
     "mamba": CutRule(("ssm.",)),
     "mamba2": CutRule(("ssm.",)),
     "minicpm": CutRule(_SCALES),
+    "minimax-m2": CutRule(head=True),
     "mistral3": CutRule(("attention.temperature_scale",)),
     "nemotron_h": CutRule(("ssm.",), arrays=(_KV_HEADS, _FF)),
+    "nemotron_h_moe": CutRule(("ssm.", _NEXTN), arrays=(
+        _KV_HEADS, _FF, "expert_feed_forward_length", "expert_used_count")),
     "olmo2": CutRule(_WINDOWS, period=4, plain=True, arrays=(_PATTERN,), head=True,
                  always="attn_output"),
+    "olmoe": CutRule(head=True),
     "phi3": CutRule(_WINDOWS),  # llama.cpp computes these without windows
     "qwen2": CutRule(),
     "qwen2moe": CutRule(head=True),
@@ -96,10 +113,12 @@ ARCHITECTURES = {
     "qwen35moe": CutRule(_DELTA_NET),
     "qwen3moe": CutRule(),
     "qwen3next": CutRule(_DELTA_NET),
+    "seed_oss": CutRule(),
     "smollm3": CutRule(step=4),  # every fourth layer does not rotate
 }
 #: numbers of layers at which llama.cpp scales queries in another way
 _SCALED_OTHERWISE = {"gemma2": 46, "gemma3": 62}
+_WITH_WINDOWS = 64  #: number of layers from which llama.cpp knows an exaone4 with windows
 #: architectures whose graphs have inputs that only layers of one kind read: llama.cpp ends the
 #: process where a graph reads them nowhere. With their period
 _BOTH_KINDS = {"cohere2": 4, "llama4": 4}
@@ -124,6 +143,7 @@ class LayerKind(StrEnum):
 
     STATE = "state"
     CACHE = "cache"  #: keys and values, for attention
+    BOTH = "both"
     NOTHING = "nothing"
 
 
@@ -132,6 +152,8 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     n, arch = model.n_layers, model.architecture
     if not keeps_state(model):
         return [LayerKind.CACHE] * n
+    if arch in _IN_ONE:
+        return [LayerKind.BOTH] * n
     if model.is_array(f"{arch}.{_RECURRENT}"):
         states = [bool(value) for value in _values(model, _RECURRENT)][:n]
     elif model.is_array(f"{arch}.{_KV_HEADS}"):
@@ -151,7 +173,7 @@ def step_of(model: ModelFile) -> int:
     cut = ARCHITECTURES.get(model.architecture)
     if cut is None or cut.step == 1:
         return 1
-    return int(np.lcm(cut.step, max(1, _number(model, "interleave_moe_layer_step"))))
+    return int(np.lcm(cut.step, max(1, _number(model, _MOE_STEP))))
 
 
 def refusal(model: ModelFile) -> str:
@@ -160,6 +182,11 @@ def refusal(model: ModelFile) -> str:
     if n == _SCALED_OTHERWISE.get(arch):
         return (f"llama.cpp tells by its {n} layers how to scale queries, and a part of it has "
                 "fewer")
+    if arch == "exaone4" and n == _WITH_WINDOWS:
+        return (f"llama.cpp tells by its {n} layers that most of them have a sliding window, and a "
+                "part of it has fewer")
+    if arch == "ernie4_5-moe" and _number(model, _MOE_STEP, 1) != 1:
+        return "llama.cpp tells by a layer's number whether it has experts"
     if arch == "gemma4" and (_number(model, "attention.shared_kv_layers")
                              or _number(model, "embedding_length_per_layer_input")):
         return "its last layers read the cache of others, or every layer reads the token itself"

@@ -21,10 +21,12 @@ from pipeinfer.models.gguf import STRING, ModelFile
 COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "qwen3vl", "seed_oss", "cohere2", "deepseek2",
            "falcon", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
            "granitemoe", "llama4", "minicpm", "mistral3", "olmo2", "phi3", "qwen2moe", "qwen3moe",
-           "smollm3")
+           "smollm3", "arctic", "bailingmoe2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone4",
+           "hunyuan-dense", "hunyuan-moe", "minimax-m2", "olmoe")
 #: of these, whose heads may be rotated in part, and whose heads add up to the model's width
-_PARTLY = ("cohere2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "phi3")
-_WIDE = ("cohere2", "falcon", "olmo2", "phi3", "qwen2moe")
+_PARTLY = ("cohere2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "phi3", "bailingmoe2",
+           "minimax-m2")
+_WIDE = ("cohere2", "falcon", "olmo2", "phi3", "qwen2moe", "arctic", "exaone4", "olmoe")
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
 VOCABULARIES = ("gemma4", "gpt2", "llama")
 _MOST_LAYERS, _MOST_EXPERTS = 512, 512  # llama.cpp's own

@@ -49,6 +49,8 @@ _SLICED = ("gemma2", "gemma3", "glm4", "granite", "llama", "minicpm", "mistral3"
            "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
 _REASONS = {
+    **dict.fromkeys(("arctic", "exaone4", "olmoe"), _WIDTH),
+    **dict.fromkeys(("ernie4_5", "hunyuan-dense", "seed_oss"), "it was not tried"),
     "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH,
     "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
     "deepseek2": "all its heads read one compressed cache, and its experts would have to be summed",

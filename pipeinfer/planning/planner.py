@@ -46,7 +46,7 @@ _SCRATCH = 32 << 20
 def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -> list[float]:
     """Each layer's KV cache; two bytes per element on llama.cpp (quantised caches need less).
 
-    Layers with a state have one for each of `n_ids` sequences in its place.
+    Layers with a state have one for each of `n_ids` sequences in its place, or beside it.
     """
     from pipeinfer.models.architectures import LayerKind, layer_kinds
 
@@ -55,16 +55,17 @@ def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) 
     kv_heads = _per_layer(model, "attention.head_count_kv", 0)
     near = _per_layer(model, "attention.sliding_window_pattern", 0)
     latent = model.arch_get("attention.key_length_mla") is not None  # values are part of the keys
-    found = []
+    found: list[float] = []
     for i, layer_keeps in enumerate(kinds):
-        if layer_keeps is not LayerKind.CACHE:
-            found.append(n_ids * _state_bytes(model) if layer_keeps is LayerKind.STATE else 0.0)
+        state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
+        found.append(n_ids * _state_bytes(model) if state else 0.0)
+        if layer_keeps not in (LayerKind.CACHE, LayerKind.BOTH):
             continue
         size, width = model.n_embd // heads[i], 0
         for kind in ("key",) if latent else ("key", "value"):
             own = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
             width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
-        found.append(float(n_cells * (kv_heads[i] or heads[i]) * width * item_bytes))
+        found[i] += n_cells * (kv_heads[i] or heads[i]) * width * item_bytes
     return found
 
 

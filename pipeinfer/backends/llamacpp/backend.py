@@ -50,7 +50,8 @@ __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensu
 #: where hidden rows are put into the graphs of architectures that do not take them as llama.cpp's
 #: embedding rows: glm4's end the process, gemma2's scale them as they scale tokens
 _ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
-_OUTPUTS = {"nemotron_h": "nemotron_h_block_out"}  #: names of layers' outputs in other graphs
+#: names of layers' outputs in other graphs
+_OUTPUTS = dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out")
 _SECTIONS = ("qwen35", "qwen35moe")  #: architectures whose positions have four sections
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied: only whole sequences can")
