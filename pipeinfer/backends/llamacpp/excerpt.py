@@ -47,7 +47,7 @@ class LoadedExcerpt:
     def opened(cls, source: str | os.PathLike[str] | ShardSource, backend: LlamaCppBackend
                ) -> Iterator[LoadedExcerpt | None]:
         """Open the excerpt of the file or shard that was loaded; None where the whole has to be
-        measured: layers with a state, or architectures whose layers are not known to be alike."""
+        measured: architectures whose layers are not known to be alike."""
         if shard := isinstance(source, ShardSource):
             model, (start, stop) = source.model, source.layers
         else:
