@@ -24,11 +24,14 @@ _STATES, _REQUESTS = 8, 4  #: copies of a state for speculative runs; requests a
 LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 
 
-def for_state(config: JobConfig, model: Any) -> JobConfig:
+def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobConfig:
     """Return the config, restricted if the model's layers keep a recurrent state.
 
     No part of such a state can be removed again, so each speculative run has a copy of it. Every
     sequence costs memory for a state.
+
+    in_turns: whether draft and target compute one after the other, so that a request has one run in
+        flight.
     Other models get the same config back. Raises UsageError for options that need more.
     """
     if not keeps_state(model):
@@ -38,10 +41,11 @@ def for_state(config: JobConfig, model: Any) -> JobConfig:
             f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
             "which llama.cpp cannot take a part back: leave out " + " and ".join(found))
     own: dict[str, Any] = {}
-    if config.speculation.partitions < 0:
-        own["partitions"] = _STATES
+    parallel = config.speculation.parallel
     if "parallel" not in config.given:
-        own["parallel"] = min(config.speculation.parallel, _REQUESTS)
+        parallel = own["parallel"] = min(parallel, _REQUESTS)
+    if config.speculation.partitions < 0:
+        own["partitions"] = parallel + 1 if in_turns else _STATES
     return config.replace(**own) if own else config
 
 
