@@ -178,8 +178,8 @@ def _gemma4(s: Sizes, i: int) -> dict[str, Shape]:
              | _attention(s, head=head, kv_heads=kv_heads) | _head_norms(s, head) | _dense(s)
              | {"layer_output_scale.weight": (1,), "ffn_gate_inp.weight": (EXPERTS, s.width),
                 "ffn_gate_inp.scale": (s.width,), "ffn_down_exps.scale": (EXPERTS,),
-                "ffn_gate_up_exps.weight": (EXPERTS, 2 * EXPERT_FF, s.width),
-                "ffn_down_exps.weight": (EXPERTS, s.width, EXPERT_FF)})
+                "ffn_gate_up_exps.weight": (EXPERTS, 2 * s.expert_ff, s.width),
+                "ffn_down_exps.weight": (EXPERTS, s.width, s.expert_ff)})
     if not near:  # keys serve as values
         del found["attn_v.weight"]
     return found
@@ -241,7 +241,7 @@ def _deepseek2_lite(s: Sizes, i: int) -> dict[str, Shape]:
         "attn_output.weight": (s.width, s.heads * s.head)}
     if i < DENSE_FIRST:
         return found | _dense(s)
-    return found | _experts(s) | _dense(s, "_shexp", 2 * EXPERT_FF)
+    return found | _experts(s) | _dense(s, "_shexp", 2 * s.expert_ff)
 
 
 def _deepseek2(s: Sizes, i: int) -> dict[str, Shape]:
@@ -285,7 +285,7 @@ def _cohere2(s: Sizes, _: int) -> dict[str, Shape]:
 
 def _llama4(s: Sizes, i: int) -> dict[str, Shape]:
     found = _norms(s, "attn_norm", "ffn_norm") | _attention(s)
-    return found | (_experts(s) | _dense(s, "_shexp", EXPERT_FF) if i % 2 else _dense(s))
+    return found | (_experts(s) | _dense(s, "_shexp", s.expert_ff) if i % 2 else _dense(s))
 
 
 _WINDOWED: dict[str, Key] = {"attention.sliding_window": WINDOW}

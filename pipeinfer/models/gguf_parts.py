@@ -8,6 +8,7 @@ and parts give the same bytes. Independent of layers, shards and the cache.
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -75,16 +76,34 @@ def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPa
                    nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, (0, row_bytes)))
 
 
+def bands_of_each(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
+    """Take the same ranges of rows of each matrix of a stack, such as of each expert's."""
+    columns, rows, matrices = tensor.shape
+    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // (rows * matrices)
+    every = tuple((rows * i + low, rows * i + high) for i in range(matrices) for low, high in bands)
+    return structs.replace(
+        all_of(tensor, name), shape=(columns, count, matrices),
+        nbytes=count * matrices * row_bytes, window=FileWindow(row_bytes, every, (0, row_bytes)))
+
+
 def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
-    """Take columns `[a, b)` of a matrix, which begin and end at blocks or with the row."""
+    """Take columns `[a, b)` of a matrix, or of each of a stack, which begin and end at blocks or
+    with the row.
+    """
     low, high = columns
-    row_bytes, block = tensor.nbytes // tensor.shape[1], block_size(tensor)
+    rows = math.prod(tensor.shape[1:])
+    row_bytes, block = tensor.nbytes // rows, block_size(tensor)
     type_size = row_bytes * block // tensor.shape[0]
     assert low % block == high % block == 0, (tensor.name, columns, block)
     span = (low // block * type_size, high // block * type_size)
-    return structs.replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
-                   nbytes=(span[1] - span[0]) * tensor.shape[1],
-                   window=FileWindow(row_bytes, ((0, tensor.shape[1]),), span))
+    return structs.replace(
+        all_of(tensor, name), shape=(high - low, *tensor.shape[1:]),
+        nbytes=(span[1] - span[0]) * rows, window=FileWindow(row_bytes, ((0, rows),), span))
+
+
+def nothing_of(tensor: TensorInfo, name: str) -> TensorPart:
+    """Take zeros of the tensor's type and shape."""
+    return structs.replace(all_of(tensor, name), source=None)
 
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:

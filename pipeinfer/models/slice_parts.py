@@ -1,9 +1,12 @@
 """The part of each tensor of a layer that a slice takes, and the models that can be sliced.
 
-    rows      attn_q, attn_k, attn_v, their biases: its heads; ffn_gate, ffn_up: its FFN columns
+    rows      attn_q, attn_k, attn_v, their biases and sinks: its heads; ffn_gate, ffn_up: its FFN
+              columns
     columns   attn_output: its heads; ffn_down: its FFN columns
-    whole     norms, also those of heads; biases of attn_output and ffn_down
+    whole     norms, also those of heads; routers; biases of attn_output and ffn_down; what all
+              heads read (deepseek2's compressed cache)
     bands     of a matrix that is two in one (glm4's ffn_up): the rows of each
+    experts   see `slice_experts`
 
 attn_output and ffn_down of a slice yield a partial result of the sum over all slices. llama.cpp
 adds a bias of theirs in a node of its own after the product, so it comes after the sum: every slice
@@ -12,30 +15,31 @@ has it. Handles one model and one slice; `slices` decides where to cut.
 
 from __future__ import annotations
 
-import math
 import re
 
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.models import architectures
+from pipeinfer.models import architectures, slice_experts
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
     bands_of,
-    block_size,
     columns_of,
     rows_of,
     text_entry,
     uint_entry,
 )
 from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
-          "post_ffw_norm.weight")
+          "post_ffw_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias",
+          "attn_q_a.weight", "attn_q_a_norm.weight", "attn_kv_a_mqa.weight",
+          "attn_kv_a_norm.weight")
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
@@ -45,43 +49,55 @@ _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward
 _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
 _WAY_OUT = "run it as a plain pipeline, without --grid"
 #: architectures that can be sliced, and why others cannot
-_SLICED = ("gemma2", "gemma3", "glm4", "granite", "llama", "minicpm", "mistral3", "qwen2", "qwen3",
-           "smollm3")
+_SLICED = ("deepseek2", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "granite", "granitemoe",
+           "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen3moe", "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
 _REASONS = {
-    "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH,
+    "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
     "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
-    "deepseek2": "all its heads read one compressed cache, and its experts would have to be summed",
+    **dict.fromkeys(("granitehybrid", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen35",
+                     "qwen35moe", "qwen3next"), "its layers keep a state, which is not cut"),
     "gemma4": "the heads of its layers differ, and its experts would have to be summed",
 }
 _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
+_LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
 
 
 _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
-                   r"\.f(\d{1,9})-(\d{1,9})\.v(\d{1,9})-(\d{1,9})", re.ASCII)
+                   r"\.f(\d{1,9})-(\d{1,9})(?:\.e(\d{1,9})-(\d{1,9}))?"
+                   r"(?:\.s(\d{1,9})-(\d{1,9}))?\.v(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
 class Slice(Struct, frozen=True):
     """The parts of every layer and of the output head that a slice holds; all ranges are `[a, b)`.
 
     heads: KV heads
-    ff: FFN columns
+    ff: FFN columns; in a mixture without any other feed forward those of each expert
     vocab: rows of the output head
     queries: query heads of the model, where the slice has only some of those of its one KV head;
         None: all of its KV heads'
+    experts: columns of each expert; None: as `ff`
+    shared: columns of the shared expert where they are cut on their own
     """
 
     heads: tuple[int, int]
     ff: tuple[int, int]
     vocab: tuple[int, int]
     queries: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
+    shared: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
-        queries = f"q{self.queries[0]}-{self.queries[1]}" if self.queries else ""
-        return (f"h{self.heads[0]}-{self.heads[1]}{queries}.f{self.ff[0]}-{self.ff[1]}"
-                f".v{self.vocab[0]}-{self.vocab[1]}")
+        ranges = (("h", self.heads), ("q", self.queries), (".f", self.ff), (".e", self.experts),
+                  (".s", self.shared), (".v", self.vocab))
+        return "".join(f"{letter}{own[0]}-{own[1]}" for letter, own in ranges if own is not None)
+
+    @property
+    def expert_columns(self) -> tuple[int, int]:
+        """The columns of each expert."""
+        return self.experts or self.ff
 
     @classmethod
     def parse(cls, text: str) -> Slice:
@@ -89,14 +105,14 @@ class Slice(Struct, frozen=True):
         match = _NAME.fullmatch(text)
         if match is not None:
             numbers = [None if part is None else int(part) for part in match.groups()]
-            heads, queries, ff, vocab = (
+            heads, queries, ff, experts, shared, vocab = (
                 None if low is None or high is None else (low, high)
                 for low, high in zip(numbers[::2], numbers[1::2], strict=True))
             assert heads is not None
             assert ff is not None
             assert vocab is not None
-            found = cls(heads, ff, vocab, queries)
-            ranges = (heads, ff, vocab, queries or heads)
+            found = cls(heads, ff, vocab, queries, experts, shared)
+            ranges = (heads, ff, vocab, queries or heads, experts or ff, shared or ff)
             # a number with leading zeros would give one slice two names
             if all(low < high for low, high in ranges) and found.name == text:
                 return found
@@ -110,11 +126,13 @@ class Sizes(Struct, frozen=True):
     heads, kv_heads: query heads and KV heads
     key, value: elements of a head's key and value
     rotated: elements of a head that are rotated
-    ff: FFN columns
+    ff: FFN columns; in a mixture without any other feed forward those of each expert
     vocab: rows of the output head
     head_block, ff_block: columns of attn_output and of ffn_down can be cut at multiples of these in
         all layers
     new_names: names of tensors in a layer that differ in a slice
+    mixture: the experts; None: there are none
+    both: whether the model has experts and another feed forward
     """
 
     heads: int
@@ -127,6 +145,8 @@ class Sizes(Struct, frozen=True):
     head_block: int
     ff_block: int
     new_names: dict[str, str]
+    mixture: Mixture | None = None
+    both: bool = False
 
     @property
     def group(self) -> int:
@@ -138,6 +158,13 @@ class Sizes(Struct, frozen=True):
         if piece.queries is not None:
             return piece.queries
         return piece.heads[0] * self.group, piece.heads[1] * self.group
+
+    def shared(self, piece: Slice) -> tuple[int, int]:
+        """Return the columns `[a, b)` of the shared expert of a slice."""
+        if piece.shared is not None or self.mixture is None:
+            return piece.shared or (0, 0)
+        low, high = piece.expert_columns
+        return low * self.mixture.tied, high * self.mixture.tied
 
 
 def why_not_sliced(architecture: str) -> str:
@@ -159,19 +186,21 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         raise UnsupportedArchitecture(
             f"{model.path.name}: layers rewritten for gaps between positions are not sliced: "
             f"{_WAY_OUT}, or choose a decomposer that leaves no gaps")
-    if model.arch_get("expert_count") not in (None, 0):
-        raise UnsupportedArchitecture(
-            f"{model.path.name}: is a mixture of experts, which is not sliced: {_WAY_OUT}")
     if why := why_not_sliced(model.architecture):
         raise UnsupportedArchitecture(f"{model.path.name}: {why}: {_WAY_OUT}")
-    heads = _number(model, "attention.head_count")
+    heads, mixture = _number(model, "attention.head_count"), mixture_of(model)
     kv_heads = _number(model, "attention.head_count_kv", heads)
-    key = _number(model, "attention.key_length", model.n_embd // heads)
+    suffix = "_mla" if model.architecture in _LATENT else ""
+    key, value = (_number(model, f"attention.{name}_length{suffix}", model.n_embd // heads)
+                  for name in ("key", "value"))
+    down = tensors_of(model, "ffn_down")
+    ff, block = (mixture.columns, mixture.block) if mixture is not None and not down else (
+        _number(model, "feed_forward_length"), common_block(down))
     sizes = Sizes(
-        heads, kv_heads, key, _number(model, "attention.value_length", model.n_embd // heads),
-        _number(model, "rope.dimension_count", key), _number(model, "feed_forward_length"),
-        model.n_vocab, _common_block(model, "attn_output"), _common_block(model, "ffn_down"),
-        _WRITTEN_AS.get(model.architecture, ("", {}))[1])
+        heads, kv_heads, key, value, _number(model, "rope.dimension_count", key), ff,
+        model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
+        _WRITTEN_AS.get(model.architecture, ("", {}))[1], mixture,
+        both=mixture is not None and bool(down))
     if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
@@ -180,7 +209,8 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         raise ModelError(f"{model.path}: {heads} heads cannot share {kv_heads} KV heads evenly; "
                          "the file is damaged, fetch it again")
     for tensor in model.tensors.values():
-        if tensor.layer is not None or tensor.name in ("output.weight", "output.bias"):
+        if tensor.name in ("output.weight", "output.bias") or (
+                tensor.layer is not None and tensor.layer < model.n_layers):
             _check(model, tensor, sizes)
     return sizes
 
@@ -227,6 +257,21 @@ def _sizes_of_folder(folder: ModelDir) -> Sizes:
     return Sizes(heads, kv_heads, size, size, size, ff, folder.n_vocab, 1, 1, {})
 
 
+def most_by_columns(sizes: Sizes) -> int:
+    """Return the most slices with some columns of every kind of feed forward each."""
+    most, mixture = sizes.ff // sizes.ff_block, sizes.mixture
+    if mixture is not None:
+        most = min(most, mixture.columns // mixture.block)
+        if mixture.apart:
+            most = min(most, mixture.apart // mixture.shared_block)
+    return max(1, most)
+
+
+def is_whole(kind: str) -> bool:
+    """Return whether every slice has all of a layer's tensor with this name."""
+    return kind in _WHOLE
+
+
 def architecture_of(model: ModelFile) -> str:
     """Return the architecture that is written into slices of the model."""
     return _WRITTEN_AS.get(model.architecture, (model.architecture, {}))[0]
@@ -246,12 +291,16 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
         return columns_of(tensor, name, (low * sizes.value, high * sizes.value))
     if kind == "ffn_down.weight":
         return columns_of(tensor, name, piece.ff)
+    if slice_experts.is_expert(kind):
+        return slice_experts.part_of(tensor, name, kind, piece.expert_columns, sizes.shared(piece))
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
         return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
         "attn_q": (low * sizes.key, high * sizes.key),
         "attn_k": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
         "attn_v": (piece.heads[0] * sizes.value, piece.heads[1] * sizes.value),
+        "attn_q_b": (low * sizes.key, high * sizes.key), "attn_k_b": (low, high),
+        "attn_v_b": (low, high), "attn_sinks": (low, high),
         "ffn_gate": piece.ff, "ffn_up": piece.ff,
     }
     return rows_of(tensor, name, rows[kind.split(".")[0]])
@@ -270,12 +319,21 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
     numbers = {
         f"{arch}.attention.head_count": high - low,
         f"{arch}.attention.head_count_kv": piece.heads[1] - piece.heads[0],
-        f"{arch}.attention.key_length": sizes.key,
-        f"{arch}.attention.value_length": sizes.value,
-        f"{arch}.rope.dimension_count": sizes.rotated,
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
+    if arch not in _LATENT:  # whose lengths are those of the compressed cache
+        numbers |= {
+            f"{arch}.attention.key_length": sizes.key,
+            f"{arch}.attention.value_length": sizes.value,
+            f"{arch}.rope.dimension_count": sizes.rotated,
+        }
+    if sizes.mixture is not None:
+        own, shared = piece.expert_columns, sizes.shared(piece)
+        numbers[f"{arch}.expert_feed_forward_length"] = own[1] - own[0]
+        numbers["pipeinfer.shared_expert"] = int(sizes.mixture.shared > 0)
+        if sizes.mixture.apart:
+            numbers[f"{arch}.expert_shared_feed_forward_length"] = shared[1] - shared[0]
     return ranged | {key: uint_entry(key, value) for key, value in numbers.items()} | {
         "general.architecture": text_entry("general.architecture", arch),
         "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
@@ -287,6 +345,7 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
     low, high = sizes.queries(piece)
     group = (piece.heads[0] * sizes.group, piece.heads[1] * sizes.group)
     ends = {low * sizes.value, high * sizes.value}
+    mixture, columns, shared = sizes.mixture, piece.experts, piece.shared
     if piece.heads[1] > sizes.kv_heads or piece.ff[1] > sizes.ff or piece.vocab[1] > sizes.vocab:
         problem = (f"it has {sizes.kv_heads} KV heads, {sizes.ff} FFN columns and {sizes.vocab} "
                    "rows of the output head")
@@ -296,10 +355,21 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
         problem = f"its attention columns are quantised in blocks of {sizes.head_block}"
     elif any(end % sizes.ff_block for end in piece.ff):
         problem = f"its FFN columns are quantised in blocks of {sizes.ff_block}"
+    elif sizes.both != (columns is not None) or (mixture is not None and mixture.apart > 0) != (
+            shared is not None):
+        problem = "it has other experts"
+    elif mixture is not None and not (
+            _lies_in(columns, mixture.columns, mixture.block)
+            and _lies_in(shared, mixture.shared, mixture.shared_block)):
+        problem = f"the columns of its experts are quantised in blocks of {mixture.block}"
     else:
         return
     raise PlanError(f"{model.path.name} cannot be cut into the slice {piece.name}: {problem}; "
                     "start the same version of pipeinfer on every host")
+
+
+def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:
+    return columns is None or (columns[1] <= size and not any(end % block for end in columns))
 
 
 def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -> int:
@@ -308,14 +378,6 @@ def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -
         raise ModelError(f"{model.path}: {model.architecture}.{key} is {str(value)[:40]!r}, not a "
                          "number of at least 1; the file is damaged, fetch it again")
     return value
-
-
-def _common_block(model: ModelFile, name: str) -> int:
-    """The multiple at which the columns of this matrix can be cut in every layer, as types may
-    differ.
-    """
-    return math.lcm(*(block_size(tensor) for tensor in model.tensors.values()
-                      if tensor.layer is not None and tensor.name.endswith(f".{name}.weight")))
 
 
 def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
@@ -333,8 +395,14 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
         "ffn_up.weight": (width, sizes.ff * (1 + (model.architecture in _TWO_IN_ONE))),
         "ffn_up.bias": (sizes.ff,),
         "ffn_down.weight": (sizes.ff, width),
+        "attn_sinks.weight": (sizes.heads,),
+        "attn_q_b.weight": (tensor.shape[0], queries),
         "output.weight": (width, sizes.vocab), "output.bias": (sizes.vocab,),
     }
+    if kind in ("attn_k_b.weight", "attn_v_b.weight"):
+        shapes[kind] = (*tensor.shape[:-1], sizes.heads)
+    if sizes.mixture is not None:
+        shapes |= slice_experts.shapes_of(sizes.mixture, width)
     if kind not in shapes and kind not in _WHOLE:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has the tensor {tensor.name!r}, and it is not known how to slice "

@@ -6,7 +6,7 @@ over a layer's slices is computed in that order. Where a slice may begin depends
 
     heads     whole KV heads with their query heads; with more slices than KV heads, a KV head is
               repeated and its query heads are distributed
-    columns   of attn_output and ffn_down at quantisation blocks of every layer
+    columns   of attn_output, ffn_down and each expert at quantisation blocks of every layer
     and       at multiples of 32 where possible, or kernels for whole tiles are chosen for one slice
               and not for another
 
@@ -22,7 +22,7 @@ from pipeinfer.errors import PlanError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.shard import check_splittable
-from pipeinfer.models.slice_parts import Sizes, Slice, sizes_of
+from pipeinfer.models.slice_parts import Sizes, Slice, most_by_columns, sizes_of
 
 _TILE = 32  #: rows and columns that kernels take at once
 
@@ -58,11 +58,17 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
             + _finer(sizes, widest))
     total = math.fsum(shares)
     parts = [share / total for share in shares]
-    ff = _ranges(sizes.ff, math.lcm(sizes.ff_block, _TILE), sizes.ff_block, parts)
+    ff = _columns(sizes.ff, sizes.ff_block, parts)
     vocab = _ranges(sizes.vocab, _TILE, 1, parts)
-    return tuple(Slice(heads, columns, rows, queries)
-                 for (heads, queries), columns, rows in
-                 zip(_deal_heads(sizes, parts), ff, vocab, strict=True))
+    experts: Sequence[tuple[int, int] | None] = [None] * len(parts)
+    shared: Sequence[tuple[int, int] | None] = experts
+    if sizes.mixture is not None and sizes.both:
+        experts = _columns(sizes.mixture.columns, sizes.mixture.block, parts)
+    if sizes.mixture is not None and sizes.mixture.apart:
+        shared = _columns(sizes.mixture.apart, sizes.mixture.shared_block, parts)
+    return tuple(Slice(heads, columns, rows, queries, *more)
+                 for (heads, queries), columns, rows, *more in
+                 zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, strict=True))
 
 
 # --- how many slices --------------------------------------------------------------------------
@@ -95,7 +101,7 @@ def _most_by_heads(sizes: Sizes) -> int:
 
 
 def _widest(sizes: Sizes) -> int:
-    return min(_most_by_heads(sizes), _units(sizes.ff, sizes.ff_block), sizes.vocab)
+    return min(_most_by_heads(sizes), most_by_columns(sizes), sizes.vocab)
 
 
 def _counted(widest: int) -> str:
@@ -108,7 +114,10 @@ def _counted(widest: int) -> str:
 
 
 def _why(sizes: Sizes, widest: int) -> str:
+    mixture = sizes.mixture
     if _most_by_heads(sizes) > widest:
+        if _units(sizes.ff, sizes.ff_block) > widest and mixture is not None:
+            return f"{mixture.columns} columns of each expert in blocks of {mixture.block}"
         return f"{sizes.ff} FFN columns in blocks of {sizes.ff_block}"
     blocks = f" in blocks of {sizes.head_block} columns" if sizes.head_block > 1 else ""
     return (f"{sizes.kv_heads} KV heads of {sizes.group} query heads of {sizes.value} "
@@ -117,7 +126,8 @@ def _why(sizes: Sizes, widest: int) -> str:
 
 def _finer(sizes: Sizes, widest: int) -> str:
     """A hint at another quantisation, where that would allow more slices."""
-    block = sizes.head_block if _most_by_heads(sizes) == widest else sizes.ff_block
+    block = sizes.head_block if _most_by_heads(sizes) == widest else max(
+        sizes.ff_block, sizes.mixture.block if sizes.mixture is not None else 1)
     return ", or a file of the model in Q8_0 or Q4_0, whose blocks are smaller" if block > 32 \
         else ""
 
@@ -144,6 +154,10 @@ def _ranges(size: int, wide: int, narrow: int, shares: Sequence[float]) -> list[
     """Divide `[0, size)` by shares, at multiples of `wide`, or of `narrow` if those are too few."""
     step = wide if _units(size, wide) >= len(shares) else narrow
     return _bounds(size, step, _deal(_units(size, step), shares))
+
+
+def _columns(size: int, block: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    return _ranges(size, math.lcm(block, _TILE), block, shares)
 
 
 def _bounds(size: int, step: int, units: Sequence[int]) -> list[tuple[int, int]]:

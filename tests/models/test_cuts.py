@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
@@ -29,11 +29,14 @@ TARGET = EMBEDDED / "target.gguf"
 ranges = st.tuples(st.integers(0, 10**6), st.integers(1, 10**6)).map(lambda p: (p[0], p[0] + p[1]))
 
 
-@given(st.builds(Slice, ranges, ranges, ranges, st.none() | ranges))
+some = st.none() | ranges
+
+
+@given(st.builds(Slice, ranges, ranges, ranges, some, some, some))
 def test_a_name_tells_the_slice(piece):
     assert Slice.parse(piece.name) == piece
     assert "/" not in piece.name
-    assert not set(piece.name) - set("0123456789-.hqfv")
+    assert not set(piece.name) - set("0123456789-.hqfesv")
 
 
 def test_how_a_name_looks():
@@ -146,6 +149,14 @@ def test_too_many_slices(tmp_path):
         cut_of(write_sliceable(tmp_path / "w.gguf", n_head=16, n_embd=256), [1] * 17)
 
 
+def test_experts_limit_the_slices(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("glm4moe", qtype="Q8_0")))
+    assert [piece.name for piece in cut_of(model, [3, 1])] == [
+        "h0-1.f0-96.e0-32.v0-256", "h1-2.f96-128.e32-64.v256-320"]
+    with pytest.raises(PlanError, match=r"1, 2 slices \(64 columns of each expert in blocks of 32"):
+        cut_of(model, [1, 1, 1])
+
+
 @pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [float("nan")], [float("inf"), 1]])
 def test_impossible_shares(shares):
     with pytest.raises(PlanError, match="give each slice a number above 0"):
@@ -155,7 +166,8 @@ def test_impossible_shares(shares):
 def test_models_that_cannot_be_sliced(tmp_path):
     piece = Slice((0, 1), (0, 32), (0, 32))
     for name, said, refused in (
-        ("experts", "is a mixture of experts", write_sliceable(tmp_path / "e.gguf", n_expert=4)),
+        ("width", "wants its heads to add up to its width", ModelFile(write_random_model(
+            tmp_path / "e.gguf", tiny("qwen2moe")))),
         ("gaps", "rewritten for gaps", GapModel(ModelFile(TARGET))),
         ("unknown", "'blk.0.attn_odd.weight', and it is not known how to slice",
          ModelFile(altered(TARGET, tmp_path / "u.gguf",
@@ -190,6 +202,7 @@ def test_a_damaged_model(tmp_path):
     ("h0-1.f0-768.v0-4097", "it has 2 KV heads"),
     ("h0-1q1-3.f0-768.v0-4096", "query heads 1 to 3 do not belong to these KV heads"),
     ("h0-1.f0-100.v0-4096", "its FFN columns are quantised in blocks of 32"),
+    ("h0-1.f0-96.e0-32.v0-4096", "it has other experts"),
 ])
 def test_slices_of_another_model_are_refused(tmp_path, name, said):
     with pytest.raises(PlanError, match=said):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -14,9 +16,12 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.slices import cut_of
 from tests.models.test_slices import logits_of_slices, logits_of_whole, steps_of
 from tests.support.embeddings import extract_embedding
+from tests.support.sample import matrix, mostly_full
 
+MIXTURES = ("deepseek2", "deepseek2-lite", "glm4moe", "gpt-oss", "granitemoe", "llama4", "qwen3moe")
 SLICED = ("gemma2", "gemma3", "gemma3-no-window", "glm4", "granite", "minicpm", "minicpm-old",
-          "mistral3", "smollm3")
+          "mistral3", "smollm3", *MIXTURES)
+SAMPLED = [name for name in SLICED if name not in ("deepseek2-lite", "llama4", "qwen3moe")]
 
 
 def stages_of(model):
@@ -27,8 +32,9 @@ def stages_of(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLICED)
-@pytest.mark.parametrize("qtype", ["F32", "Q8_0"])
+@pytest.mark.parametrize(("name", "qtype"), [
+    *itertools.product(SLICED[:-len(MIXTURES)], ["F32", "Q8_0"]),
+    *matrix(MIXTURES, ["F32", "Q8_0", "Q4_0", "MXFP4"])])
 def test_one_slice_of_everything_gives_the_bits_of_the_whole(name, qtype, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype)))
     steps = steps_of(model)
@@ -37,7 +43,7 @@ def test_one_slice_of_everything_gives_the_bits_of_the_whole(name, qtype, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("name", mostly_full(SLICED, *SAMPLED))
 def test_sums_of_slices_give_the_whole_but_for_rounding(name, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
     steps = steps_of(model)

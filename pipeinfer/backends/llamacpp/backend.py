@@ -37,7 +37,7 @@ from pipeinfer.backends.llamacpp.context import (
     metadata,
 )
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
-from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
+from pipeinfer.backends.llamacpp.layer_probe import ExpertSum, LayerProbe, PartSum
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
@@ -500,6 +500,14 @@ def _has_experts(model: Any) -> bool:
     return int(metadata(model, f"{architecture}.expert_count") or 0) > 0
 
 
+def _expert_sum(model: Any) -> ExpertSum:
+    """Return where the experts of a slice are summed."""
+    if not (_is_slice(model) and _has_experts(model)):
+        return ExpertSum.NONE
+    shared = int(metadata(model, "pipeinfer.shared_expert") or 0)
+    return ExpertSum.SHARED if shared else ExpertSum.ALONE
+
+
 def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOptions) -> bool:
     """Return whether pipeinfer's own code computes the routers of this mixture."""
     return _has_experts(model) and options.on_cpu and routers.single_row_dot() is not None \
@@ -514,6 +522,7 @@ def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: 
     if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts):
         return None
     probe = kind(layers[1] - layers[0] - 1, layers[0], entry, output)
+    probe.sum_experts_at(_expert_sum(model))
     if chooses_experts:
         probe.choose_experts_row_by_row()
     return probe

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from enum import IntEnum
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeinfer.backends.llamacpp import routers
-from pipeinfer.backends.llamacpp.tensors import source_offset, weight_of
+from pipeinfer.backends.llamacpp.tensors import source_of, source_offset, weight_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
@@ -34,6 +35,15 @@ _CUTS = 8
 
 
 _SUMMED = (b".attn_output.weight", b".ffn_down.weight")
+_EXPERTS = b"ffn_moe_out-"  #: before the layer's number, of the node that adds up its experts
+
+
+class ExpertSum(IntEnum):
+    """Which node of a mixture's graph is a slice's partial result of the feed forward."""
+
+    NONE = 0  #: the model has no experts
+    ALONE = 1  #: the sum over the experts
+    SHARED = 2  #: what is made of that first: the sum with the shared expert
 
 
 class PartSum(Protocol):
@@ -60,7 +70,8 @@ class Filter(ctypes.Structure):
                 ("bytes_of", ctypes.c_void_p), ("sums", ctypes.c_void_p),
                 ("entry", ctypes.c_char_p), ("enters", ctypes.c_int),
                 ("row_by_row", ctypes.c_int), ("elements_of", ctypes.c_void_p),
-                ("rows_of", ctypes.c_void_p), ("dot", ctypes.c_void_p))
+                ("rows_of", ctypes.c_void_p), ("dot", ctypes.c_void_p),
+                ("experts", ctypes.c_int))
 
 
 class LayerProbe:
@@ -111,6 +122,10 @@ class LayerProbe:
         if sums is not None:
             self._look_inside()
             own.sums = None if compiled_filter() is None else sums.address
+
+    def sum_experts_at(self, node: ExpertSum) -> None:
+        """Take this node for a slice's partial result, where layers have experts."""
+        self._filter.experts = node
 
     def choose_experts_row_by_row(self) -> None:
         """Compute the routers' products of few rows as those of single rows from now on: see
@@ -203,11 +218,18 @@ class LayerProbe:
 
     def _place_of(self, tensor: int) -> int:
         """The number of the sum that a tensor is a partial result of; -1 for none."""
-        name = weight_of(tensor, self._filter.source)
-        if not name.endswith(_SUMMED):
+        own = self._filter
+        name = weight_of(tensor, own.source)
+        if name.endswith(_SUMMED):
+            layer = own.first + int(name.split(b".", 2)[1])
+            return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
+        if own.experts == ExpertSum.NONE:
             return -1
-        layer = self._filter.first + int(name.split(b".", 2)[1])
-        return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
+        named = source_of(tensor, own.source, 0) if own.experts == ExpertSum.SHARED else tensor
+        name = binding.ggml_get_name(named) if named else b""
+        if not name.startswith(_EXPERTS):
+            return -1
+        return place_of(own.first + int(name[len(_EXPERTS):].split()[0]), feed_forward=True)
 
     def _sum(self, sums: PartSum, tensor: int, place: int) -> bool:
         count = binding.ggml_nbytes(tensor) // 4

@@ -13,6 +13,7 @@
 #include "sums.h"
 
 enum { NOTHING, LAST, SOME, ENDED };
+enum { NO_EXPERTS, ALONE, SHARED };  /* see LayerProbe.experts */
 
 struct filter {
     const char *(*name_of)(const void *tensor);           /* ggml_get_name */
@@ -32,6 +33,7 @@ struct filter {
     int64_t (*elements_of)(const void *tensor);           /* ggml_nelements */
     int64_t (*rows_of)(const void *tensor);               /* ggml_nrows */
     void (*dot)(int n, float *to, size_t, const float *x, size_t, const float *y, size_t, int);
+    int experts;     /* which node is a slice's part of the sum over its experts */
 };
 
 size_t pipeinfer_filter_bytes(void)
@@ -85,16 +87,29 @@ static bool by_rows(const struct filter *filter, char *tensor)
     return true;
 }
 
+/* The number of the layer whose experts' part of the sum a tensor is, -1 for none: see
+   LayerProbe.experts. */
+static int layer_of_experts(const struct filter *filter, const char *tensor)
+{
+    static const char prefix[] = "ffn_moe_out-";
+    const size_t length = sizeof prefix - 1;
+    const void *named = filter->experts == SHARED ? source_of(filter, tensor, 0) : tensor;
+    const char *name = named == NULL ? "" : filter->name_of(named);
+    return strncmp(name, prefix, length) == 0 ? atoi(name + length) : -1;
+}
+
 /* Which sum of the model a tensor is a part of, -1 for none: see place_of in layer_probe.py. */
 static int place_of(const struct filter *filter, const char *tensor)
 {
     const char *name = weight_of(filter, tensor);
-    if (name == NULL)
-        return -1;
-    if (ends(name, ".attn_output.weight"))
+    int layer;
+
+    if (name != NULL && ends(name, ".attn_output.weight"))
         return 2 * (filter->first + atoi(name + 4));
-    if (ends(name, ".ffn_down.weight"))
+    if (name != NULL && ends(name, ".ffn_down.weight"))
         return 2 * (filter->first + atoi(name + 4)) + 1;
+    if (filter->experts != NO_EXPERTS && (layer = layer_of_experts(filter, tensor)) >= 0)
+        return 2 * (filter->first + layer) + 1;
     return -1;
 }
 

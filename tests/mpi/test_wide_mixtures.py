@@ -1,0 +1,61 @@
+"""Wide stages of mixtures of experts: the tokens of a plain loop over the same slices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from pipeinfer.core.types import SamplingParams
+from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.planning.wide import shares_of
+from tests.models.test_slices_of_architectures import MIXTURES, stages_of
+from tests.mpi.test_jobs import check, one_of_each, run_matrix
+from tests.rig.sliced_loop import SlicedLoop
+from tests.support.sample import FULL
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+#: members of each stage, slices, how parts travel
+GRIDS = {
+    "1x2": ((2,), "", "auto"),
+    "2x2": ((2, 2), "", "messages"),
+    "1x3 unequal": ((3,), "3:2:1", "auto"),
+    "2,1": ((2, 1), "2,2", "auto"),
+}
+SAMPLED = (("gpt-oss", "MXFP4", "1x3 unequal"), ("glm4moe", "Q8_0", "2,1"))
+#: every architecture on every grid, with types in turns
+CASES = [(name, ("Q8_0", "MXFP4", "Q4_0", "Q8_0")[k % 4], grid)
+         for k, (name, grid) in enumerate(itertools.product(MIXTURES, GRIDS))
+         if name != "deepseek2-lite"]  # is as deepseek2 is, with 27 layers
+
+
+@pytest.mark.parametrize(("name", "qtype", "grid"), [
+    *SAMPLED, *(pytest.param(*one, marks=FULL) for one in CASES if one not in SAMPLED)])
+def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, name, qtype, grid):
+    widths, slices, way = GRIDS[grid]
+    path = write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype, expert_ff=192,
+                                                        n_ff=192, n_head=8, n_head_kv=4))
+    model, todo = ModelFile(path), one_of_each()
+    layers = [stop - start for start, stop in (
+        stages_of(model) if len(widths) > 1 else [(0, model.n_layers)])]
+    loop = SlicedLoop(path, layers, [own or (1.0,) for own in shares_of(slices, widths)],
+                      cache_dir=tmp_path)
+    tokenizer = open_tokenizer(path)
+    expected = {}
+    for one in todo:
+        key = one["prompt"], json.dumps(one["params"])
+        if key not in expected:
+            expected[key] = loop.generate(tokenizer.encode(one["prompt"]), one["count"],
+                                          SamplingParams(**one["params"]))
+    loop.close()
+    tokenizer.close()
+    answer = run_matrix(tmp_path, sum(widths), {
+        "model": str(path), "draft_model": str(path), "head_stage": True, "slices": slices,
+        "grid": ",".join(map(str, widths)), "layers": ",".join(map(str, layers)),
+        "sum_path": way}, todo)
+    check(answer, todo, expected)
+    assert sum(one["accepted_speculative"] for one in answer["results"]) > 0
+    assert answer["exact_width"] > 1
