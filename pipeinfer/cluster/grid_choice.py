@@ -164,12 +164,13 @@ class GridPlanner(Struct, frozen=True):
 
         teams, model, cluster = choice.teams, self.model, self.config.cluster
         assert teams is not None
-        check_teams(model.path, teams.ranks, self.hosts)
+        check_teams(model, teams.ranks, self.hosts, [*self.members])
         counts: Sequence[int | None] = choice.layers or asked_counts(
             cluster, model, teams.leaders, self.hosts, None)
         leaders = [structs.replace(one, layers=count)
                    for one, count in zip(combined(self.members, teams), counts, strict=True)]
-        plan = make_plan(cluster, self.load, leaders, teams.leaders, self.hosts,
+        load = self.load.cut_in(max(len(own) for own in (*teams.shares, (1.0,))))
+        plan = make_plan(cluster, load, leaders, teams.leaders, self.hosts,
                          lambda split: estimate(split, self.policy), timed=bool(self.figures))
         if plan.left_out:
             raise UsageError("every stage of a grid needs layers: give --layers a count above 0 "
@@ -190,7 +191,7 @@ class GridPlanner(Struct, frozen=True):
 
         Raises PlanError, UnsupportedArchitecture, UsageError, RankLost.
         """
-        check_teams(self.model.path, [ranks], self.hosts)
+        check_teams(self.model, [ranks], self.hosts, [*self.members])
         best, plain = grids_of_ranks(
             self.model, self.load, [self.members[rank] for rank in ranks],
             [self.figures.get(rank) for rank in ranks],
@@ -298,12 +299,15 @@ def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
     if not cut:
         return
     sizes = sizes_of(model)
-    at = query = row = 0
+    at: tuple[int, ...] = (0,) * 5
     for piece in cut:
         check_fits(model, piece)
         low, high = sizes.queries(piece)
-        if (piece.ff[0], low, piece.vocab[0]) != (at, query, row):
+        own = (piece.ff, (low, high), piece.vocab, piece.expert_columns, sizes.shared(piece))
+        if tuple(begin for begin, _ in own) != at:
             raise PlanError("its slices are not all of the model")
-        at, query, row = piece.ff[1], high, piece.vocab[1]
-    if (at, query, row) != (sizes.ff, sizes.heads, sizes.vocab):
+        at = tuple(end for _, end in own)
+    mixture = sizes.mixture
+    if at != (sizes.ff, sizes.heads, sizes.vocab, sizes.ff if mixture is None else mixture.columns,
+              0 if mixture is None else mixture.shared):
         raise PlanError("its slices are not all of the model")

@@ -83,6 +83,9 @@ class TeamCut(Struct, frozen=True):
         share a group, and each computes its keys and values.
     blocks: pieces of the FFN's columns.
     attention: share of a layer's cost that is attention. kv: share that is keys and values.
+    whole: share of the cost that every member computes (routers; what all heads read).
+    stored: shares of a layer's memory that are attention, and that every member stores; None: as
+        of the cost. Of a mixture's experts a row reads only some.
     """
 
     n_embd: int
@@ -91,6 +94,8 @@ class TeamCut(Struct, frozen=True):
     attention: float
     kv: float = 0.0
     heads: int = 0
+    whole: float = 0.0
+    stored: tuple[float, float] | None = None
 
     def allows(self, width: int) -> bool:
         """Whether a layer can be cut for so many members."""
@@ -110,6 +115,7 @@ class PlannedTeam(Struct, frozen=True):
     layer: seconds of a layer's computing for one row. head: of the output matrix, per unit of
         cost.
     attention, feed: each member's part in the two parts of a layer, as shares of the whole layer.
+    shares: each member's share of a layer's memory.
     wire: the worst between them.
     """
 
@@ -121,13 +127,9 @@ class PlannedTeam(Struct, frozen=True):
     overhead: float
     attention: tuple[float, ...]
     feed: tuple[float, ...]
+    shares: tuple[float, ...]
     wire: Wire
     curve: Curve
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Each member's share of a layer's weights."""
-        return tuple(a + f for a, f in zip(self.attention, self.feed, strict=True))
 
     @property
     def width(self) -> int:
@@ -159,13 +161,17 @@ def team(hosts: Sequence[Member], chosen: Sequence[int], network: Network, cut: 
     total = sum(pieces)
     attention = [(cut.attention - cut.kv) * count / total + cut.kv * own / cut.groups
                  for count, own in zip(pieces, keys, strict=True)]
-    feed = [(1 - cut.attention) * count / sum(blocks) for count in blocks]
+    feed = [(1 - cut.attention - cut.whole) * count / sum(blocks) for count in blocks]
     layer = cost * (max(s * a for s, a in zip(speeds, attention, strict=True))
-                    + max(s * f for s, f in zip(speeds, feed, strict=True)))
+                    + max(s * f for s, f in zip(speeds, feed, strict=True))
+                    + cut.whole * max(speeds))
+    heads, whole = cut.stored or (cut.attention, cut.whole)
+    shares = [heads * part / cut.attention + (1 - heads - whole) * count / sum(blocks) + whole
+              for part, count in zip(attention, blocks, strict=True)]
     return PlannedTeam(
         tuple(chosen), tuple(pieces), tuple(blocks), layer, 1 / sum(1 / s for s in speeds),
         max(member.overhead for member in members),
-        tuple(attention), tuple(feed), network.worst(chosen),
+        tuple(attention), tuple(feed), tuple(shares), network.worst(chosen),
         _worst_curve([member.curve for member in members]))
 
 

@@ -134,11 +134,12 @@ def is_cut(held: Sequence[Holding]) -> bool:
 
 
 def share_of(holding: Holding) -> float:
-    """Return the share of its layers' weights that a rank holds, by FFN columns; 1 if they are
-    whole."""
+    """Return the share of its layers' weights that a rank holds, by FFN columns (of a mixture
+    those of its experts); 1 if they are whole."""
     if not holding.cut:
         return 1.0
-    columns = [ff[1] - ff[0] for ff in (Slice.parse(name).ff for name in holding.cut)]
+    columns = [high - low for low, high in (Slice.parse(name).expert_columns
+                                            for name in holding.cut)]
     return sum(columns[index] for index in holding.slices) / sum(columns)
 
 
