@@ -36,8 +36,8 @@ CASES = [(name, ("Q8_0", "MXFP4", "Q4_0", "Q8_0")[k % 4], grid)
     *SAMPLED, *(pytest.param(*one, marks=FULL) for one in CASES if one not in SAMPLED)])
 def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, name, qtype, grid):
     widths, slices, way = GRIDS[grid]
-    path = write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype, expert_ff=192,
-                                                        n_ff=192, n_head=8, n_head_kv=4))
+    path = write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype, expert_ff=192, n_ff=192,
+                                                        n_head=8, n_head_kv=4))
     model, todo = ModelFile(path), one_of_each()
     layers = [stop - start for start, stop in (
         stages_of(model) if len(widths) > 1 else [(0, model.n_layers)])]
@@ -57,5 +57,7 @@ def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path,
         "grid": ",".join(map(str, widths)), "layers": ",".join(map(str, layers)),
         "sum_path": way}, todo)
     check(answer, todo, expected)
-    assert sum(one["accepted_speculative"] for one in answer["results"]) > 0
-    assert answer["exact_width"] > 1
+    # only single rows are exact in deepseek2, so these policies guess nothing
+    assert answer["exact_width"] > 1 or model.architecture == "deepseek2"
+    assert sum(one["accepted_speculative"] for one in answer["results"]) > 0 or (
+        answer["exact_width"] == 1)
