@@ -299,15 +299,20 @@ def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
     if not cut:
         return
     sizes = sizes_of(model)
-    at: tuple[int, ...] = (0,) * 5
+    mixture, expert, column = sizes.mixture, 0, 0
+    at: tuple[int, ...] = (0,) * 4
     for piece in cut:
         check_fits(model, piece)
-        low, high = sizes.queries(piece)
-        own = (piece.ff, (low, high), piece.vocab, piece.expert_columns, sizes.shared(piece))
-        if tuple(begin for begin, _ in own) != at:
+        dense = piece.ff if mixture is None or sizes.both else (0, 0)
+        own = (dense, sizes.queries(piece), piece.vocab, sizes.shared(piece))
+        columns, among = piece.expert_columns, sizes.among(piece)
+        if tuple(begin for begin, _ in own) != at or (
+                mixture is not None and (columns[0], among[0]) != (column, expert)):
             raise PlanError("its slices are not all of the model")
-        at = tuple(end for _, end in own)
-    mixture = sizes.mixture
-    if at != (sizes.ff, sizes.heads, sizes.vocab, sizes.ff if mixture is None else mixture.columns,
-              0 if mixture is None else mixture.shared):
+        at, column = tuple(end for _, end in own), columns[1]
+        if mixture is not None and column == mixture.columns:  # the next has other experts
+            column, expert = 0, among[1]
+    dense_size = sizes.ff if mixture is None or sizes.both else 0
+    if at != (dense_size, sizes.heads, sizes.vocab, 0 if mixture is None else mixture.shared) or (
+            mixture is not None and (column, expert) != (0, mixture.count)):
         raise PlanError("its slices are not all of the model")

@@ -160,7 +160,8 @@ def lines_of(held: Sequence[Holding], host_of: Callable[[Holding], str],
 def _slices(holding: Holding) -> str:
     own = [Slice.parse(holding.cut[index]) for index in holding.slices]
     return " and ".join(f"{_heads(one)}, columns {one.ff[0]}-{one.ff[1] - 1}" + (
-        f", of each expert {one.experts[0]}-{one.experts[1] - 1}" if one.experts else "")
+        f", of each expert {one.experts[0]}-{one.experts[1] - 1}" if one.experts else
+        f" of experts {one.among[0]}-{one.among[1] - 1}" if one.among else "")
         for one in own)
 
 

@@ -76,34 +76,42 @@ def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPa
                    nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, (0, row_bytes)))
 
 
-def bands_of_each(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
-    """Take the same ranges of rows of each matrix of a stack, such as of each expert's."""
-    columns, rows, matrices = tensor.shape
-    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // (rows * matrices)
-    every = tuple((rows * i + low, rows * i + high) for i in range(matrices) for low, high in bands)
+def bands_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
+                  *bands: tuple[int, int]) -> TensorPart:
+    """Take the same ranges of rows of matrices `[a, b)` of a stack, such as of each expert's."""
+    columns, rows, stacked = tensor.shape
+    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // (rows * stacked)
+    taken = range(*matrices)
+    every = tuple((rows * i + low, rows * i + high) for i in taken for low, high in bands)
     return structs.replace(
-        all_of(tensor, name), shape=(columns, count, matrices),
-        nbytes=count * matrices * row_bytes, window=FileWindow(row_bytes, every, (0, row_bytes)))
+        all_of(tensor, name), shape=(columns, count, len(taken)),
+        nbytes=count * len(taken) * row_bytes, window=FileWindow(row_bytes, every, (0, row_bytes)))
 
 
-def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
+def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int],
+               last: tuple[int, int] | None = None) -> TensorPart:
     """Take columns `[a, b)` of a matrix, or of each of a stack, which begin and end at blocks or
     with the row.
+
+    last: `[a, b)` of the last dimension: rows of a matrix, matrices of a stack; None: all
     """
     low, high = columns
-    rows = math.prod(tensor.shape[1:])
-    row_bytes, block = tensor.nbytes // rows, block_size(tensor)
+    first, stop = last or (0, tensor.shape[-1])
+    each = math.prod(tensor.shape[1:-1])  # rows of a matrix of a stack, 1 in a matrix
+    rows = each * (stop - first)
+    row_bytes, block = tensor.nbytes // math.prod(tensor.shape[1:]), block_size(tensor)
     type_size = row_bytes * block // tensor.shape[0]
     assert low % block == high % block == 0, (tensor.name, columns, block)
     span = (low // block * type_size, high // block * type_size)
     return structs.replace(
-        all_of(tensor, name), shape=(high - low, *tensor.shape[1:]),
-        nbytes=(span[1] - span[0]) * rows, window=FileWindow(row_bytes, ((0, rows),), span))
+        all_of(tensor, name), shape=(high - low, *tensor.shape[1:-1], stop - first),
+        nbytes=(span[1] - span[0]) * rows,
+        window=FileWindow(row_bytes, ((each * first, each * stop),), span))
 
 
-def nothing_of(tensor: TensorInfo, name: str) -> TensorPart:
-    """Take zeros of the tensor's type and shape."""
-    return structs.replace(all_of(tensor, name), source=None)
+def without_values(part: TensorPart) -> TensorPart:
+    """Return zeros of the same type and shape."""
+    return structs.replace(part, source=None, window=None)
 
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:

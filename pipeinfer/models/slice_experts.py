@@ -5,30 +5,42 @@
     one slice the bias of ffn_down_exps: it is a part of the sum, which must contain it once
     likewise  ffn_gate_shexp, ffn_up_shexp, ffn_down_shexp, the shared expert
 
-Every slice has the whole router, so each selects the experts of a row itself. Handles tensors of
-one layer; `slice_parts` has the rest of the layer.
+Every slice has the whole router, so each selects the experts of a row itself. Where an expert has
+fewer blocks than there are slices, a slice has columns of some experts only. Then llama.cpp sees
+the router of these alone, and the whole one follows the file's tensors: `layer_filter.c` selects
+with that. `slice_parts` has the rest of the layer.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
+    aligned,
+    all_of,
     bands_of_each,
     block_size,
     columns_of,
-    nothing_of,
     rows_of,
+    without_values,
 )
 
 #: architectures whose shared expert has so many columns for each column of an expert
 _TIED = ("deepseek2", "glm4moe", "llama4")
+#: architectures whose experts' weights are the softmax of the products of those that are drawn,
+#: and those of them that compute it last instead of dividing by its sum
+_SOFTMAX = ("gpt-oss", "granitemoe", "llama", "qwen3moe")
+SOFTMAX_LAST = ("gpt-oss",)
+_FLOAT32 = 0
 Range = tuple[int, int]
+Floats = npt.NDArray[np.float32]
 
 
 class Mixture(Struct, frozen=True):
@@ -41,6 +53,7 @@ class Mixture(Struct, frozen=True):
     shared_block: the same for it
     tied: columns of the shared expert for each column of an expert, where llama.cpp derives one
         from the other; 0: its columns are cut on their own
+    drawn: experts that a row draws, where slices can have some of the experts; else 0
     """
 
     count: int
@@ -49,11 +62,19 @@ class Mixture(Struct, frozen=True):
     shared: int = 0
     shared_block: int = 1
     tied: int = 0
+    drawn: int = 0
 
     @property
     def apart(self) -> int:
         """The columns of a shared expert that are cut on their own; 0 if there are none."""
         return 0 if self.tied else self.shared
+
+    @property
+    def groups(self) -> int:
+        """Into how many parts the experts can be divided, so that each has as many as a row
+        draws.
+        """
+        return max(1, self.count // self.drawn) if self.drawn else 1
 
 
 def mixture_of(model: ModelFile) -> Mixture | None:
@@ -68,12 +89,68 @@ def mixture_of(model: ModelFile) -> Mixture | None:
     columns, block = down[0].shape[0], common_block(down)
     both = tensors_of(model, "ffn_down_shexp")
     if not both:
-        return Mixture(count, columns, block)
+        return Mixture(count, columns, block, drawn=_drawn(model))
     shared, shared_block = both[0].shape[0], common_block(both)
     if model.architecture not in _TIED:
         return Mixture(count, columns, block, shared, shared_block)
     return Mixture(count, columns, math.lcm(block, shared_block), shared, shared_block,
                    shared // columns)
+
+
+def layout(slices: int, columns: int, groups: int) -> tuple[int, int]:
+    """Return how many slices share the columns of an expert, and into how many groups the experts
+    are divided; (0, 0) if so many slices are not possible.
+
+    columns, groups: the most of each
+    Columns go first: members with some experts wait for the one of which a row draws most.
+    """
+    for count in range(min(slices, columns), 0, -1):
+        if slices % count == 0 and slices // count <= groups:
+            return count, slices // count
+    return 0, 0
+
+
+def _drawn(model: ModelFile) -> int:
+    """The experts that a row draws if slices can have some of the experts, see `Mixture`."""
+    drawn = model.arch_get("expert_used_count")
+    routers = tensors_of(model, "ffn_gate_inp")
+    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or not drawn or any(
+            tensor.type != _FLOAT32 for tensor in routers) or tensors_of(model, "ffn_down"):
+        return 0
+    return drawn
+
+
+def routers_of(model: ModelFile, start: int, stop: int) -> list[TensorPart]:
+    """Return the routers of layers `[start, stop)` and their biases, which follow the tensors of a
+    slice with whole experts: llama.cpp itself reads those of its own experts only.
+    """
+    found = (model.tensors.get(f"blk.{layer}.ffn_gate_inp.{kind}")
+             for layer in range(start, stop) for kind in ("weight", "bias"))
+    return [all_of(tensor, tensor.name) for tensor in found if tensor is not None]
+
+
+def read_routers(file: ModelFile) -> list[tuple[Floats, Floats | None]]:
+    """Return the routers that `routers_of` has put into the file of a slice: for each layer the
+    weights, float32[experts, n_embd], and the biases, float32[experts].
+
+    Raises ModelError if the file cannot be read.
+    """
+    at = max(tensor.offset + aligned(tensor.nbytes) for tensor in file.tensors.values())
+    count = int(str(file.get("pipeinfer.experts", 0)))
+    try:
+        with file.path.open("rb") as stream:
+            def floats(number: int) -> Floats:
+                nonlocal at
+                stream.seek(at)
+                at += aligned(4 * number)
+                return np.frombuffer(stream.read(4 * number), np.float32, number)
+
+            return [(floats(count * file.n_embd),
+                     floats(count) if f"blk.{i}.ffn_gate_inp.bias" in file.tensors else None)
+                    for i in range(file.n_layers)]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file.path}: its routers cannot be read ({error}); remove the file, it "
+                         "is then made again") from None
 
 
 def tensors_of(model: ModelFile, name: str) -> list[TensorInfo]:
@@ -106,20 +183,22 @@ def shapes_of(mixture: Mixture, width: int) -> dict[str, tuple[int, ...]]:
         "ffn_down_shexp.weight": (shared, width)}
 
 
-def part_of(tensor: TensorInfo, name: str, kind: str, experts: Range, shared: Range) -> TensorPart:
+def part_of(tensor: TensorInfo, name: str, kind: str, among: Range, experts: Range, shared: Range
+            ) -> TensorPart:
     """Return the slice's part of a tensor of the experts.
 
     name: in the new file
     kind: the tensor's name in its layer
-    experts, shared: columns `[a, b)` of each expert and of the shared expert
+    among: experts `[a, b)` that the slice has
+    experts, shared: columns `[a, b)` of each of them and of the shared expert
     """
     if kind == "ffn_down_exps.bias":
-        return columns_of(tensor, name, (0, tensor.shape[0])) if experts[0] == 0 \
-            else nothing_of(tensor, name)
+        own = columns_of(tensor, name, (0, tensor.shape[0]), among)
+        return own if experts[0] == 0 else without_values(own)
     if kind in ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.weight"):
-        return columns_of(tensor, name, experts)
+        return columns_of(tensor, name, experts, among)
     if kind == "ffn_down_shexp.weight":
         return columns_of(tensor, name, shared)
     if kind in ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"):
         return rows_of(tensor, name, shared)
-    return bands_of_each(tensor, name, experts)
+    return bands_of_each(tensor, name, among, experts)

@@ -65,7 +65,8 @@ _LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
 
 _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
                    r"\.f(\d{1,9})-(\d{1,9})(?:\.e(\d{1,9})-(\d{1,9}))?"
-                   r"(?:\.s(\d{1,9})-(\d{1,9}))?\.v(\d{1,9})-(\d{1,9})", re.ASCII)
+                   r"(?:\.x(\d{1,9})-(\d{1,9}))?(?:\.s(\d{1,9})-(\d{1,9}))?"
+                   r"\.v(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
 class Slice(Struct, frozen=True):
@@ -78,6 +79,7 @@ class Slice(Struct, frozen=True):
         None: all of its KV heads'
     experts: columns of each expert; None: as `ff`
     shared: columns of the shared expert where they are cut on their own
+    among: experts of which the slice has these columns; None: all
     """
 
     heads: tuple[int, int]
@@ -86,12 +88,13 @@ class Slice(Struct, frozen=True):
     queries: tuple[int, int] | None = None
     experts: tuple[int, int] | None = None
     shared: tuple[int, int] | None = None
+    among: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
         ranges = (("h", self.heads), ("q", self.queries), (".f", self.ff), (".e", self.experts),
-                  (".s", self.shared), (".v", self.vocab))
+                  (".x", self.among), (".s", self.shared), (".v", self.vocab))
         return "".join(f"{letter}{own[0]}-{own[1]}" for letter, own in ranges if own is not None)
 
     @property
@@ -105,14 +108,14 @@ class Slice(Struct, frozen=True):
         match = _NAME.fullmatch(text)
         if match is not None:
             numbers = [None if part is None else int(part) for part in match.groups()]
-            heads, queries, ff, experts, shared, vocab = (
+            heads, queries, ff, experts, among, shared, vocab = (
                 None if low is None or high is None else (low, high)
                 for low, high in zip(numbers[::2], numbers[1::2], strict=True))
             assert heads is not None
             assert ff is not None
             assert vocab is not None
-            found = cls(heads, ff, vocab, queries, experts, shared)
-            ranges = (heads, ff, vocab, queries or heads, experts or ff, shared or ff)
+            found = cls(heads, ff, vocab, queries, experts, shared, among)
+            ranges = (heads, ff, vocab, queries or heads, experts or ff, shared or ff, among or ff)
             # a number with leading zeros would give one slice two names
             if all(low < high for low, high in ranges) and found.name == text:
                 return found
@@ -165,6 +168,10 @@ class Sizes(Struct, frozen=True):
             return piece.shared or (0, 0)
         low, high = piece.expert_columns
         return low * self.mixture.tied, high * self.mixture.tied
+
+    def among(self, piece: Slice) -> tuple[int, int]:
+        """Return the experts `[a, b)` of a slice."""
+        return piece.among or (0, 0 if self.mixture is None else self.mixture.count)
 
 
 def why_not_sliced(architecture: str) -> str:
@@ -284,6 +291,8 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     """
     kind = tensor.name.split(".", 2)[2]
     name = f"{block}.{sizes.new_names.get(kind, kind)}"
+    if piece.among is not None and kind.startswith("ffn_gate_inp."):
+        return rows_of(tensor, name, piece.among)
     if kind in _WHOLE:
         return all_of(tensor, name)
     low, high = sizes.queries(piece)
@@ -292,7 +301,8 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     if kind == "ffn_down.weight":
         return columns_of(tensor, name, piece.ff)
     if slice_experts.is_expert(kind):
-        return slice_experts.part_of(tensor, name, kind, piece.expert_columns, sizes.shared(piece))
+        return slice_experts.part_of(tensor, name, kind, sizes.among(piece), piece.expert_columns,
+                                     sizes.shared(piece))
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
         return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
@@ -332,6 +342,10 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
         own, shared = piece.expert_columns, sizes.shared(piece)
         numbers[f"{arch}.expert_feed_forward_length"] = own[1] - own[0]
         numbers["pipeinfer.shared_expert"] = int(sizes.mixture.shared > 0)
+        if piece.among is not None:
+            numbers[f"{arch}.expert_count"] = piece.among[1] - piece.among[0]
+            numbers |= {"pipeinfer.experts": sizes.mixture.count,
+                        "pipeinfer.first_expert": piece.among[0]}
         if sizes.mixture.apart:
             numbers[f"{arch}.expert_shared_feed_forward_length"] = shared[1] - shared[0]
     return ranged | {key: uint_entry(key, value) for key, value in numbers.items()} | {
@@ -362,10 +376,16 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
             _lies_in(columns, mixture.columns, mixture.block)
             and _lies_in(shared, mixture.shared, mixture.shared_block)):
         problem = f"the columns of its experts are quantised in blocks of {mixture.block}"
+    elif piece.among is not None and (mixture is None or not _has_among(piece.among, mixture)):
+        problem = "its experts cannot be divided so"
     else:
         return
     raise PlanError(f"{model.path.name} cannot be cut into the slice {piece.name}: {problem}; "
                     "start the same version of pipeinfer on every host")
+
+
+def _has_among(among: tuple[int, int], mixture: Mixture) -> bool:
+    return among[1] <= mixture.count and among[1] - among[0] >= mixture.drawn > 0
 
 
 def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:

@@ -6,7 +6,8 @@ over a layer's slices is computed in that order. Where a slice may begin depends
 
     heads     whole KV heads with their query heads; with more slices than KV heads, a KV head is
               repeated and its query heads are distributed
-    columns   of attn_output, ffn_down and each expert at quantisation blocks of every layer
+    columns   of attn_output, ffn_down and each expert at quantisation blocks of every layer; with
+              more slices than an expert has blocks, the experts are divided, too
     and       at multiples of 32 where possible, or kernels for whole tiles are chosen for one slice
               and not for another
 
@@ -22,6 +23,7 @@ from pipeinfer.errors import PlanError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.shard import check_splittable
+from pipeinfer.models.slice_experts import Mixture, layout
 from pipeinfer.models.slice_parts import Sizes, Slice, most_by_columns, sizes_of
 
 _TILE = 32  #: rows and columns that kernels take at once
@@ -34,7 +36,7 @@ def widths_of(model: ModelFile | ModelDir) -> tuple[int, ...]:
     """
     if isinstance(model, ModelFile):
         check_splittable(model)
-    return tuple(range(1, _widest(sizes_of(model)) + 1))
+    return _possible(sizes_of(model))
 
 
 def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice, ...]:
@@ -50,25 +52,30 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
     sizes = sizes_of(model)
     if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
         raise PlanError(f"shares of {list(shares)}: give each slice a number above 0")
-    widest = _widest(sizes)
-    if len(shares) > widest:
+    possible = _possible(sizes)
+    if len(shares) not in possible:
         raise PlanError(
-            f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(widest)} "
-            f"({_why(sizes, widest)}); lower --slices and use more stages"
-            + _finer(sizes, widest))
+            f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(possible)} "
+            f"({_why(sizes, possible[-1])}); lower --slices and use more stages"
+            + _finer(sizes, possible[-1]))
     total = math.fsum(shares)
     parts = [share / total for share in shares]
-    ff = _columns(sizes.ff, sizes.ff_block, parts)
+    mixture = sizes.mixture
+    among: Sequence[tuple[int, int] | None] = [None] * len(parts)
+    if mixture is not None and len(parts) > most_by_columns(sizes):
+        ff, among = _deal_experts(mixture, most_by_columns(sizes), parts)
+    else:
+        ff = _columns(sizes.ff, sizes.ff_block, parts)
     vocab = _ranges(sizes.vocab, _TILE, 1, parts)
     experts: Sequence[tuple[int, int] | None] = [None] * len(parts)
     shared: Sequence[tuple[int, int] | None] = experts
-    if sizes.mixture is not None and sizes.both:
-        experts = _columns(sizes.mixture.columns, sizes.mixture.block, parts)
-    if sizes.mixture is not None and sizes.mixture.apart:
-        shared = _columns(sizes.mixture.apart, sizes.mixture.shared_block, parts)
+    if mixture is not None and sizes.both:
+        experts = _columns(mixture.columns, mixture.block, parts)
+    if mixture is not None and mixture.apart:
+        shared = _columns(mixture.apart, mixture.shared_block, parts)
     return tuple(Slice(heads, columns, rows, queries, *more)
                  for (heads, queries), columns, rows, *more in
-                 zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, strict=True))
+                 zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, among, strict=True))
 
 
 # --- how many slices --------------------------------------------------------------------------
@@ -100,16 +107,21 @@ def _most_by_heads(sizes: Sizes) -> int:
     return sizes.kv_heads * _units(sizes.group, _query_step(sizes, 1))
 
 
-def _widest(sizes: Sizes) -> int:
-    return min(_most_by_heads(sizes), most_by_columns(sizes), sizes.vocab)
+def _possible(sizes: Sizes) -> tuple[int, ...]:
+    """The possible numbers of slices."""
+    columns = most_by_columns(sizes)
+    groups = 1 if sizes.mixture is None else sizes.mixture.groups
+    return tuple(n for n in range(1, min(_most_by_heads(sizes), sizes.vocab) + 1)
+                 if layout(n, columns, groups)[0])
 
 
-def _counted(widest: int) -> str:
+def _counted(possible: Sequence[int]) -> str:
     """The possible numbers as text, shortened where there are many."""
-    if widest == 1:
+    if len(possible) == 1:
         return "only 1 is possible"
-    numbers = [str(n) for n in range(1, widest + 1)] if widest <= 8 else ["1, 2, 3, ...",
-                                                                          str(widest)]
+    numbers = [*map(str, possible)]
+    if len(numbers) > 8:
+        numbers = [f"{', '.join(numbers[:3])}, ...", numbers[-1]]
     return f"possible are {', '.join(numbers)} slices".replace("...,", "...")
 
 
@@ -154,6 +166,19 @@ def _ranges(size: int, wide: int, narrow: int, shares: Sequence[float]) -> list[
     """Divide `[0, size)` by shares, at multiples of `wide`, or of `narrow` if those are too few."""
     step = wide if _units(size, wide) >= len(shares) else narrow
     return _bounds(size, step, _deal(_units(size, step), shares))
+
+
+def _deal_experts(mixture: Mixture, most: int, shares: Sequence[float]
+                  ) -> tuple[list[tuple[int, int]], list[tuple[int, int] | None]]:
+    """Each slice's columns, and the experts of which it has them; most: slices of an expert."""
+    width, groups = layout(len(shares), most, mixture.groups)
+    teams = [shares[k * width:(k + 1) * width] for k in range(groups)]
+    experts = _ranges(mixture.count, 1, 1, [sum(team) for team in teams])
+    if any(high - low < mixture.drawn for low, high in experts):  # llama.cpp needs as many
+        experts = _ranges(mixture.count, 1, 1, [1 / groups] * groups)
+    columns = [own for team in teams for own in _columns(
+        mixture.columns, mixture.block, [share / sum(team) for share in team])]
+    return columns, [own for own in experts for _ in range(width)]
 
 
 def _columns(size: int, block: int, shares: Sequence[float]) -> list[tuple[int, int]]:

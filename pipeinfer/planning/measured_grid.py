@@ -19,7 +19,7 @@ from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member
-from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire
+from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire, busiest
 
 _ROWS = (2, 4, 8)  #: points of the curve that is made of a measured row cost
 
@@ -45,7 +45,9 @@ def cut_from(model: ModelFile | ModelDir, load: Load | None = None) -> TeamCut:
         # the cache is divided as the heads are, but for what every member stores
         stored = (heads + size - plain - everywhere) / size, (whole + everywhere) / size
     return TeamCut(model.n_embd, max(1, sizes.kv_heads // step), most_by_columns(sizes),
-                   heads / total, keys / total, sizes.kv_heads * parts, whole / total, stored)
+                   heads / total, keys / total, sizes.kv_heads * parts, whole / total,
+                   (1, 0) if sizes.mixture is None else (sizes.mixture.groups, sizes.mixture.drawn),
+                   stored)
 
 
 def _read_bytes(model: ModelFile | ModelDir, sizes: Sizes) -> tuple[float, float, float, float]:
@@ -84,11 +86,12 @@ def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]
     for piece in map(Slice.parse, cut):
         low, high = sizes.queries(piece)
         keys = (piece.heads[1] - piece.heads[0]) / sizes.kv_heads
-        columns = piece.expert_columns
-        count = sizes.ff if sizes.mixture is None else sizes.mixture.columns
+        columns, mixture = piece.expert_columns, sizes.mixture
+        feed = (columns[1] - columns[0]) / (sizes.ff if mixture is None else mixture.columns)
+        if mixture is not None and piece.among is not None:
+            feed *= busiest(round(mixture.count / (piece.among[1] - piece.among[0])), mixture.drawn)
         found.append((whole.attention - whole.kv) * (high - low) / sizes.heads + whole.kv * keys
-                     + (1 - whole.attention - whole.whole) * (columns[1] - columns[0]) / count
-                     + whole.whole)
+                     + (1 - whole.attention - whole.whole) * feed + whole.whole)
     return found
 
 

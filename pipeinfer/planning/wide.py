@@ -138,9 +138,12 @@ def share_of(holding: Holding) -> float:
     those of its experts); 1 if they are whole."""
     if not holding.cut:
         return 1.0
-    columns = [high - low for low, high in (Slice.parse(name).expert_columns
-                                            for name in holding.cut)]
-    return sum(columns[index] for index in holding.slices) / sum(columns)
+    sizes = []
+    for piece in map(Slice.parse, holding.cut):
+        low, high = piece.expert_columns
+        first, stop = piece.among or (0, 1)
+        sizes.append((high - low) * (stop - first))
+    return sum(sizes[index] for index in holding.slices) / sum(sizes)
 
 
 def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]]:

@@ -120,6 +120,16 @@ def test_members_of_a_mixture_need_one_build_of_llama_cpp(cluster, tmp_path):
     assert cluster([1.0] * 3, kernels=kernels, grid="1x2")[0].held  # others differ in near-ties
 
 
+def test_a_grid_of_members_with_some_experts_is_remembered(cluster, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny(
+        "qwen3moe", qtype="Q8_0", expert_ff=32, n_head=8, n_head_kv=8))
+    first, _ = cluster([1.0, 1.0, 1.0], model=open_model(path))
+    assert ".x" in first.held[0].cut[0]
+    again, notes = cluster([1.0, 1.0, 1.0], model=open_model(path))
+    assert again.held == first.held
+    assert "so that answers stay the same" in notes[0]
+
+
 def test_a_compressed_cache_counts_for_every_member(cluster, tmp_path):
     model = mixture(tmp_path, "deepseek2")
     load = load_of(model, 1 << 16, 64)

@@ -10,6 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
@@ -32,11 +33,11 @@ ranges = st.tuples(st.integers(0, 10**6), st.integers(1, 10**6)).map(lambda p: (
 some = st.none() | ranges
 
 
-@given(st.builds(Slice, ranges, ranges, ranges, some, some, some))
+@given(st.builds(Slice, ranges, ranges, ranges, some, some, some, some))
 def test_a_name_tells_the_slice(piece):
     assert Slice.parse(piece.name) == piece
     assert "/" not in piece.name
-    assert not set(piece.name) - set("0123456789-.hqfesv")
+    assert not set(piece.name) - set("0123456789-.hqfesvx")
 
 
 def test_how_a_name_looks():
@@ -155,6 +156,26 @@ def test_experts_limit_the_slices(tmp_path):
         "h0-1.f0-96.e0-32.v0-256", "h1-2.f96-128.e32-64.v256-320"]
     with pytest.raises(PlanError, match=r"1, 2 slices \(64 columns of each expert in blocks of 32"):
         cut_of(model, [1, 1, 1])
+
+
+@pytest.mark.parametrize(("columns", "slices", "expected"), [
+    (512, [1] * 4, ["f0-256.x0-2", "f256-512.x0-2", "f0-256.x2-4", "f256-512.x2-4"]),
+    (768, [1] * 4, ["f0-512.x0-2", "f512-768.x0-2", "f0-512.x2-4", "f512-768.x2-4"]),
+    (768, [1] * 3, ["f0-256", "f256-512", "f512-768"]),
+    (256, [3, 1], ["f0-256.x0-2", "f0-256.x2-4"]),  # a row draws two, so each has two
+])
+def test_with_more_slices_than_blocks_the_experts_are_divided(tmp_path, columns, slices, expected):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(
+        "qwen3moe", qtype="Q4_K_M", n_layer=2, n_embd=1024, n_head=16, n_head_kv=4,
+        expert_ff=columns)))
+    assert widths_of(model) == {512: (1, 2, 4), 768: (1, 2, 3, 4), 256: (1, 2)}[columns]
+    cut = cut_of(model, slices)
+    assert [piece.name.partition(".")[2].rpartition(".v")[0] for piece in cut] == expected
+    for piece in cut:
+        check_fits(model, piece)
+    odd = structs.replace(cut[-1], among=(3, 4))
+    with pytest.raises(PlanError, match="its experts cannot be divided so"):
+        check_fits(model, odd)
 
 
 @pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [float("nan")], [float("inf"), 1]])

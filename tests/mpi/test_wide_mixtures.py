@@ -35,14 +35,29 @@ CASES = [(name, ("Q8_0", "MXFP4", "Q4_0", "Q8_0")[k % 4], grid)
 @pytest.mark.parametrize(("name", "qtype", "grid"), [
     *SAMPLED, *(pytest.param(*one, marks=FULL) for one in CASES if one not in SAMPLED)])
 def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, name, qtype, grid):
-    widths, slices, way = GRIDS[grid]
-    path = write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype, expert_ff=192, n_ff=192,
-                                                        n_head=8, n_head_kv=4))
+    compare(tmp_path, GRIDS[grid], tiny(name, qtype=qtype, expert_ff=192, n_ff=192, n_head=8,
+                                        n_head_kv=4))
+
+
+@pytest.mark.parametrize(("columns", "widths", "slices"), [
+    (512, (1,), "4"), pytest.param(768, (4,), "", marks=FULL),
+    pytest.param(512, (4,), "", marks=FULL), pytest.param(256, (2, 1), "2,2", marks=FULL)])
+def test_members_may_have_some_of_the_experts(tmp_path, columns, widths, slices):
+    """Of k-quants, whose blocks are 256 columns."""
+    compare(tmp_path, (widths, slices, "auto"), tiny(
+        "qwen3moe", qtype="Q4_K_M", n_layer=2, n_embd=1024, n_head=16, n_head_kv=4,
+        expert_ff=columns))
+
+
+def compare(folder, grid, spec):
+    """Every policy over a grid of a model with a plain loop over the same slices."""
+    widths, slices, way = grid
+    path = write_random_model(folder / "m.gguf", spec)
     model, todo = ModelFile(path), one_of_each()
     layers = [stop - start for start, stop in (
         stages_of(model) if len(widths) > 1 else [(0, model.n_layers)])]
     loop = SlicedLoop(path, layers, [own or (1.0,) for own in shares_of(slices, widths)],
-                      cache_dir=tmp_path)
+                      cache_dir=folder)
     tokenizer = open_tokenizer(path)
     expected = {}
     for one in todo:
@@ -52,7 +67,7 @@ def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path,
                                           SamplingParams(**one["params"]))
     loop.close()
     tokenizer.close()
-    answer = run_matrix(tmp_path, sum(widths), {
+    answer = run_matrix(folder, sum(widths), {
         "model": str(path), "draft_model": str(path), "head_stage": True, "slices": slices,
         "grid": ",".join(map(str, widths)), "layers": ",".join(map(str, layers)),
         "sum_path": way}, todo)

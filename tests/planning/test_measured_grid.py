@@ -13,7 +13,7 @@ from pipeinfer.planning.measured_grid import cut_from, grids_of_ranks, network_o
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
 from pipeinfer.planning.replan import Holding
-from pipeinfer.planning.teams import Network, SumCost, Wire, team
+from pipeinfer.planning.teams import Network, SumCost, Wire, busiest, team
 from pipeinfer.planning.wide import share_of
 
 FIGURES = Figures(1e10, 1, {1: 1.0, 2: 1.3, 4: 1.9})
@@ -46,6 +46,23 @@ def test_members_of_a_mixture_read_what_rows_draw_and_store_all(tmp_path, name):
     assert one.layer == pytest.approx(0.5 + cut.whole / 2)
     pieces = [piece.name for piece in cut_of(model, [1, 1])]
     assert sum(slice_shares(model, pieces)) == pytest.approx(1 + cut.whole)
+    assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
+
+
+def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
+    assert busiest(1, 8) == 1.0
+    assert busiest(2, 2) == pytest.approx((2 * 0.5 + 1 * 0.5) / 2)
+    assert 0.25 < busiest(4, 8) < 0.5
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen3moe", qtype="Q8_0",
+                                                                  expert_ff=32)))
+    cut = cut_from(model, load_of(model, 256, 64))
+    assert cut.widths(64) == widths_of(model) == (1, 2)
+    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
+    assert one.layer == pytest.approx(
+        cut.attention / 2 + 0.75 * (1 - cut.attention - cut.whole) + cut.whole)
+    assert sum(one.shares) == pytest.approx(1 + cut.stored[1])
+    pieces = [piece.name for piece in cut_of(model, [1, 1])]
+    assert slice_shares(model, pieces)[0] == pytest.approx(one.layer)
     assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
 
 

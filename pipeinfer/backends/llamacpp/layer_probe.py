@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeinfer.backends.llamacpp import routers
+from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.backends.llamacpp.tensors import source_of, source_offset, weight_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
@@ -71,7 +72,10 @@ class Filter(ctypes.Structure):
                 ("entry", ctypes.c_char_p), ("enters", ctypes.c_int),
                 ("row_by_row", ctypes.c_int), ("elements_of", ctypes.c_void_p),
                 ("rows_of", ctypes.c_void_p), ("dot", ctypes.c_void_p),
-                ("experts", ctypes.c_int))
+                ("experts", ctypes.c_int), ("routers", ctypes.c_void_p),
+                ("weights", ctypes.c_char_p), ("n_experts", ctypes.c_int),
+                ("n_drawn", ctypes.c_int), ("first_expert", ctypes.c_int),
+                ("n_own", ctypes.c_int), ("input", ctypes.c_void_p), ("drawn", ctypes.c_void_p))
 
 
 class LayerProbe:
@@ -105,6 +109,7 @@ class LayerProbe:
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
         self._sums: PartSum | None = None
+        self.routers: Routers | None = None  #: of a slice with some of the experts
         self.chooses_experts = False  #: whether it computes the routers of mixtures
         function = compiled_filter()
         if function is None:
@@ -140,6 +145,22 @@ class LayerProbe:
         own.dot = _address(routers.single_row_dot())
         self.chooses_experts = True
 
+    def select_among(self, routers: Routers) -> None:
+        """Select the experts of each row among those of all slices from now on, and compute those
+        of this slice, which has whole ones.
+
+        Raises BackendError without the C part.
+        """
+        if compiled_filter() is None:
+            raise BackendError("slices with whole experts need the C part, which was not compiled "
+                               "here: install a C compiler, then pipeinfer again, or use fewer "
+                               "slices")
+        self.choose_experts_row_by_row()
+        own, self.routers = self._filter, routers
+        own.routers, own.weights = routers.address, routers.weights
+        own.n_experts, own.n_drawn = routers.count, routers.drawn
+        own.first_expert, own.n_own = routers.own
+
     def _look_inside(self) -> None:
         own = self._filter
         own.source = source_offset()
@@ -160,7 +181,8 @@ class LayerProbe:
         """
         self.should_stop, self.hidden, self._given = should_stop, hidden, given
         self._filter.enters = given is not None
-        self._filter.row_by_row = self.chooses_experts and 1 < rows <= routers.MOST_ROWS
+        self._filter.row_by_row = self.routers is None and self.chooses_experts \
+            and 1 < rows <= routers.MOST_ROWS
         self.hidden_done = self.stopped = self.entered = False
         self.error = None
         self._filter.wants = _SOME if should_stop is not None else \
@@ -181,6 +203,9 @@ class LayerProbe:
                 if not ask:
                     routers.by_rows(tensor, self._filter.source)
                 return True
+            if self.routers is not None and not ask and binding.ggml_get_name(tensor).startswith(
+                    self.routers.weights):
+                raise BackendError(routers.UNKNOWN)  # the C part could not do it
             if self._given is not None and binding.ggml_get_name(tensor) == self._filter.entry:
                 return ask or self._put_in(tensor, self._given)
             if self._filter.wants == _NOTHING:
