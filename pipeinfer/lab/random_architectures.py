@@ -185,6 +185,16 @@ def _gemma4(s: Sizes, i: int) -> dict[str, Shape]:
     return found
 
 
+def _gemma4_dense_keys(s: Sizes) -> dict[str, Key]:
+    return {key: value for key, value in _gemma4_keys(s).items() if not key.startswith("expert")}
+
+
+def _gemma4_dense(s: Sizes, i: int) -> dict[str, Shape]:
+    further = ("exps", "gate_inp", "norm_1", "norm_2")
+    return {name: shape for name, shape in _gemma4(s, i).items()
+            if not any(part in name for part in further)}
+
+
 def _glm4_keys(s: Sizes) -> dict[str, Key]:
     return _RMS | _heads(s) | {"rope.dimension_count": s.head // 2}
 
@@ -308,6 +318,8 @@ RECIPES = {
     "gemma3-no-window": Recipe("gemma3", _plain(_RMS), _gemma3, tied=True),
     "gemma4": Recipe("gemma4", _gemma4_keys, _gemma4,
                      lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
+    "gemma4-dense": Recipe("gemma4", _gemma4_dense_keys, _gemma4_dense,
+                           lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
     "glm4": Recipe("glm4", _glm4_keys, _glm4),
     "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1),
     "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2),

@@ -179,6 +179,7 @@ def shapes_of(mixture: Mixture, width: int) -> dict[str, tuple[int, ...]]:
         found[f"ffn_{name}_exps.bias"] = (columns, count)
         found[f"ffn_{name}_shexp.weight"] = (width, shared)
     return found | {
+        "ffn_gate_up_exps.weight": (width, 2 * columns, count),
         "ffn_down_exps.weight": (columns, width, count), "ffn_down_exps.bias": (width, count),
         "ffn_down_shexp.weight": (shared, width)}
 
@@ -201,4 +202,7 @@ def part_of(tensor: TensorInfo, name: str, kind: str, among: Range, experts: Ran
         return columns_of(tensor, name, shared)
     if kind in ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"):
         return rows_of(tensor, name, shared)
+    if kind == "ffn_gate_up_exps.weight":  # the rows of the gate before the others
+        half, (low, high) = tensor.shape[1] // 2, experts
+        return bands_of_each(tensor, name, among, experts, (half + low, half + high))
     return bands_of_each(tensor, name, among, experts)

@@ -15,9 +15,10 @@ has it. Handles one model and one slice; `slices` decides where to cut.
 
 from __future__ import annotations
 
+import math
 import re
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
 from pipeinfer.models import architectures, slice_experts
@@ -39,7 +40,9 @@ _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_n
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
           "post_ffw_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias",
           "attn_q_a.weight", "attn_q_a_norm.weight", "attn_kv_a_mqa.weight",
-          "attn_kv_a_norm.weight")
+          "attn_kv_a_norm.weight", "pre_ffw_norm_2.weight", "post_ffw_norm_1.weight",
+          "post_ffw_norm_2.weight", "ffn_gate_inp.scale", "ffn_down_exps.scale",
+          "layer_output_scale.weight")
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
@@ -49,18 +52,19 @@ _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward
 _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
 _WAY_OUT = "run it as a plain pipeline, without --grid"
 #: architectures that can be sliced, and why others cannot
-_SLICED = ("deepseek2", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "granite", "granitemoe",
-           "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen3moe", "smollm3")
+_SLICED = ("deepseek2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
+           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen3moe",
+           "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
 _REASONS = {
     "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
     "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
     **dict.fromkeys(("granitehybrid", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen35",
                      "qwen35moe", "qwen3next"), "its layers keep a state, which is not cut"),
-    "gemma4": "the heads of its layers differ, and its experts would have to be summed",
 }
 _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
 _LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
+_VARIED = ("gemma4",)  #: whose layers with a sliding window have other heads than the rest
 
 
 _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
@@ -126,8 +130,9 @@ class Slice(Struct, frozen=True):
 class Sizes(Struct, frozen=True):
     """The sizes of every layer.
 
-    heads, kv_heads: query heads and KV heads
-    key, value: elements of a head's key and value
+    heads, kv_heads: query heads and KV heads; of layers that differ, those of the layer with the
+        fewest KV heads
+    key, value: elements of a head's key and value; of layers that differ, what divides all of them
     rotated: elements of a head that are rotated
     ff: FFN columns; in a mixture without any other feed forward those of each expert
     vocab: rows of the output head
@@ -136,6 +141,7 @@ class Sizes(Struct, frozen=True):
     new_names: names of tensors in a layer that differ in a slice
     mixture: the experts; None: there are none
     both: whether the model has experts and another feed forward
+    layers: KV heads, and elements of a head, of each layer, where they differ
     """
 
     heads: int
@@ -150,6 +156,7 @@ class Sizes(Struct, frozen=True):
     new_names: dict[str, str]
     mixture: Mixture | None = None
     both: bool = False
+    layers: tuple[tuple[int, int], ...] = ()
 
     @property
     def group(self) -> int:
@@ -161,6 +168,23 @@ class Sizes(Struct, frozen=True):
         if piece.queries is not None:
             return piece.queries
         return piece.heads[0] * self.group, piece.heads[1] * self.group
+
+    @property
+    def least_group(self) -> int:
+        """The query heads per KV head in the layer with the most KV heads."""
+        return self.heads // max([self.kv_heads, *(kv_heads for kv_heads, _ in self.layers)])
+
+    def of_layer(self, layer: int) -> Sizes:
+        """Return the sizes of one layer."""
+        if not self.layers:
+            return self
+        kv_heads, head = self.layers[layer]
+        return structs.replace(self, kv_heads=kv_heads, key=head, value=head, layers=())
+
+    def keys(self, piece: Slice) -> tuple[int, int]:
+        """Return the KV heads `[a, b)` of a slice, in a layer that has these sizes."""
+        low, high = self.queries(piece)
+        return low // self.group, -(-high // self.group)
 
     def shared(self, piece: Slice) -> tuple[int, int]:
         """Return the columns `[a, b)` of the shared expert of a slice."""
@@ -196,29 +220,37 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     if why := why_not_sliced(model.architecture):
         raise UnsupportedArchitecture(f"{model.path.name}: {why}: {_WAY_OUT}")
     heads, mixture = _number(model, "attention.head_count"), mixture_of(model)
-    kv_heads = _number(model, "attention.head_count_kv", heads)
+    layers: tuple[tuple[int, int], ...] = ()
+    if model.architecture in _VARIED:
+        layers = _varied(model)
+        kv_heads = min(kv_heads for kv_heads, _ in layers)
+    else:
+        kv_heads = _number(model, "attention.head_count_kv", heads)
     suffix = "_mla" if model.architecture in _LATENT else ""
     key, value = (_number(model, f"attention.{name}_length{suffix}", model.n_embd // heads)
                   for name in ("key", "value"))
+    if layers:
+        key = value = math.gcd(*(head for _, head in layers))
     down = tensors_of(model, "ffn_down")
     ff, block = (mixture.columns, mixture.block) if mixture is not None and not down else (
-        _number(model, "feed_forward_length"), common_block(down))
+        _columns(model), common_block(down))
     sizes = Sizes(
         heads, kv_heads, key, value, _number(model, "rope.dimension_count", key), ff,
         model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
         _WRITTEN_AS.get(model.architecture, ("", {}))[1], mixture,
-        both=mixture is not None and bool(down))
+        both=mixture is not None and bool(down), layers=layers)
     if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
             f"{model.architecture} models cannot have one: {_WAY_OUT}")
-    if heads % kv_heads:
-        raise ModelError(f"{model.path}: {heads} heads cannot share {kv_heads} KV heads evenly; "
-                         "the file is damaged, fetch it again")
+    for count in {kv_heads, *(count for count, _ in layers)}:
+        if heads % count or count % kv_heads:
+            raise ModelError(f"{model.path}: {heads} heads cannot share {count} KV heads evenly; "
+                             "the file is damaged, fetch it again")
     for tensor in model.tensors.values():
         if tensor.name in ("output.weight", "output.bias") or (
                 tensor.layer is not None and tensor.layer < model.n_layers):
-            _check(model, tensor, sizes)
+            _check(model, tensor, sizes.of_layer(tensor.layer or 0))
     return sizes
 
 
@@ -291,11 +323,15 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     """
     kind = tensor.name.split(".", 2)[2]
     name = f"{block}.{sizes.new_names.get(kind, kind)}"
+    queries = sizes.queries(piece)
+    sizes = sizes.of_layer(tensor.layer or 0)
+    piece = structs.replace(piece, queries=queries)
     if piece.among is not None and kind.startswith("ffn_gate_inp."):
         return rows_of(tensor, name, piece.among)
     if kind in _WHOLE:
         return all_of(tensor, name)
-    low, high = sizes.queries(piece)
+    low, high = queries
+    first, last = sizes.keys(piece)
     if kind == "attn_output.weight":
         return columns_of(tensor, name, (low * sizes.value, high * sizes.value))
     if kind == "ffn_down.weight":
@@ -307,8 +343,8 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
         return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
         "attn_q": (low * sizes.key, high * sizes.key),
-        "attn_k": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
-        "attn_v": (piece.heads[0] * sizes.value, piece.heads[1] * sizes.value),
+        "attn_k": (first * sizes.key, last * sizes.key),
+        "attn_v": (first * sizes.value, last * sizes.value),
         "attn_q_b": (low * sizes.key, high * sizes.key), "attn_k_b": (low, high),
         "attn_v_b": (low, high), "attn_sinks": (low, high),
         "ffn_gate": piece.ff, "ffn_up": piece.ff,
@@ -332,7 +368,13 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
-    if arch not in _LATENT:  # whose lengths are those of the compressed cache
+    if sizes.layers:
+        keys = [sizes.of_layer(layer).keys(structs.replace(piece, queries=(low, high)))
+                for layer in range(model.n_layers)]
+        ranged = architectures.entries(model, start, stop, takes_tokens=False, given={
+            "attention.head_count_kv": [b - a for a, b in keys]})
+        del numbers[f"{arch}.attention.head_count_kv"]
+    elif arch not in _LATENT:  # whose lengths are those of the compressed cache
         numbers |= {
             f"{arch}.attention.key_length": sizes.key,
             f"{arch}.attention.value_length": sizes.value,
@@ -386,6 +428,25 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
 
 def _has_among(among: tuple[int, int], mixture: Mixture) -> bool:
     return among[1] <= mixture.count and among[1] - among[0] >= mixture.drawn > 0
+
+
+def _varied(model: ModelFile) -> tuple[tuple[int, int], ...]:
+    """The KV heads, and the elements of a head, of each layer."""
+    windows = architectures.windows_of(model, 0)
+    counts = architectures.values_of(model, "attention.head_count_kv")
+    return tuple((count, _number(model, f"attention.key_length{'_swa' if near else ''}"))
+                 for count, near in zip(counts, windows, strict=False))
+
+
+def _columns(model: ModelFile) -> int:
+    """The FFN columns of every layer."""
+    value = model.arch_get("feed_forward_length")
+    if isinstance(value, list) and len({*value[:model.n_layers]}) > 1:
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: its layers have different numbers of FFN columns, so they are not "
+            f"sliced: {_WAY_OUT}")
+    return int(str(value[0])) if isinstance(value, list) and value else _number(
+        model, "feed_forward_length")
 
 
 def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:

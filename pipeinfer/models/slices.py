@@ -88,8 +88,11 @@ def _head_step(sizes: Sizes, tile: int) -> int:
 
 
 def _query_step(sizes: Sizes, tile: int) -> int:
-    """The number of query heads whose attention columns end at a block and a multiple of `tile`."""
-    return math.lcm(sizes.head_block, tile, sizes.value) // sizes.value
+    """The number of query heads whose attention columns end at a block and a multiple of `tile`,
+    in each layer with whole KV heads or a part of one.
+    """
+    step = math.lcm(sizes.head_block, tile, sizes.value) // sizes.value
+    return math.lcm(step, sizes.least_group) if sizes.layers else step
 
 
 def _units(size: int, step: int) -> int:
