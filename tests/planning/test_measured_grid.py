@@ -64,6 +64,11 @@ def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
     pieces = [piece.name for piece in cut_of(model, [1, 1])]
     assert slice_shares(model, pieces)[0] == pytest.approx(one.layer)
     assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
+    best, _ = grids_of_ranks(model, load_of(model, 256, 64), [Member("", 1.0)] * 2, [FIGURES] * 2,
+                             Network(Wire(1e-6, 1e10)), LoadMix(), SumCost())
+    assert best.widths == (2,)
+    assert "of 2 members 1 share the columns of an expert, and the experts are divided into 2 " \
+        "groups" in best.why()
 
 
 def test_ranks_further_apart_are_joined_by_the_worst_link_between():
