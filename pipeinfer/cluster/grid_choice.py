@@ -300,11 +300,12 @@ def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
         return
     sizes = sizes_of(model)
     mixture, expert, column = sizes.mixture, 0, 0
-    at: tuple[int, ...] = (0,) * 4
+    at: tuple[int, ...] = (0,) * 5
     for piece in cut:
         check_fits(model, piece)
         dense = piece.ff if mixture is None or sizes.both else (0, 0)
-        own = (dense, sizes.queries(piece), piece.vocab, sizes.shared(piece))
+        own = (dense, sizes.queries(piece), piece.vocab, sizes.shared(piece),
+               piece.delta or (0, 0))
         columns, among = piece.expert_columns, sizes.among(piece)
         if tuple(begin for begin, _ in own) != at or (
                 mixture is not None and (columns[0], among[0]) != (column, expert)):
@@ -313,6 +314,7 @@ def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
         if mixture is not None and column == mixture.columns:  # the next has other experts
             column, expert = 0, among[1]
     dense_size = sizes.ff if mixture is None or sizes.both else 0
-    if at != (dense_size, sizes.heads, sizes.vocab, 0 if mixture is None else mixture.shared) or (
+    if at != (dense_size, sizes.heads, sizes.vocab, 0 if mixture is None else mixture.shared,
+              0 if sizes.delta is None else sizes.delta.keys) or (
             mixture is not None and (column, expert) != (0, mixture.count)):
         raise PlanError("its slices are not all of the model")

@@ -21,7 +21,7 @@ import re
 from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.models import architectures, slice_experts
+from pipeinfer.models import architectures, slice_experts, slice_states
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
@@ -35,6 +35,7 @@ from pipeinfer.models.gguf_parts import (
 )
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
+from pipeinfer.models.slice_states import DeltaNet, delta_net_of
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
@@ -42,7 +43,7 @@ _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_n
           "attn_q_a.weight", "attn_q_a_norm.weight", "attn_kv_a_mqa.weight",
           "attn_kv_a_norm.weight", "pre_ffw_norm_2.weight", "post_ffw_norm_1.weight",
           "post_ffw_norm_2.weight", "ffn_gate_inp.scale", "ffn_down_exps.scale",
-          "layer_output_scale.weight")
+          "layer_output_scale.weight", "ffn_gate_inp_shexp.weight", "ssm_norm.weight")
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
@@ -53,14 +54,14 @@ _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.we
 _WAY_OUT = "run it as a plain pipeline, without --grid"
 #: architectures that can be sliced, and why others cannot
 _SLICED = ("deepseek2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
-           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen3moe",
-           "smollm3")
+           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen35",
+           "qwen35moe", "qwen3moe", "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
 _REASONS = {
     "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
     "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
-    **dict.fromkeys(("granitehybrid", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen35",
-                     "qwen35moe", "qwen3next"), "its layers keep a state, which is not cut"),
+    **dict.fromkeys(("granitehybrid", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3next"),
+                    "its layers keep a state, which is not cut"),
 }
 _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
 _LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
@@ -68,7 +69,7 @@ _VARIED = ("gemma4",)  #: whose layers with a sliding window have other heads th
 
 
 _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
-                   r"\.f(\d{1,9})-(\d{1,9})(?:\.e(\d{1,9})-(\d{1,9}))?"
+                   r"(?:d(\d{1,9})-(\d{1,9}))?\.f(\d{1,9})-(\d{1,9})(?:\.e(\d{1,9})-(\d{1,9}))?"
                    r"(?:\.x(\d{1,9})-(\d{1,9}))?(?:\.s(\d{1,9})-(\d{1,9}))?"
                    r"\.v(\d{1,9})-(\d{1,9})", re.ASCII)
 
@@ -84,6 +85,7 @@ class Slice(Struct, frozen=True):
     experts: columns of each expert; None: as `ff`
     shared: columns of the shared expert where they are cut on their own
     among: experts of which the slice has these columns; None: all
+    delta: key heads of the delta net of layers with a state
     """
 
     heads: tuple[int, int]
@@ -93,12 +95,14 @@ class Slice(Struct, frozen=True):
     experts: tuple[int, int] | None = None
     shared: tuple[int, int] | None = None
     among: tuple[int, int] | None = None
+    delta: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
-        ranges = (("h", self.heads), ("q", self.queries), (".f", self.ff), (".e", self.experts),
-                  (".x", self.among), (".s", self.shared), (".v", self.vocab))
+        ranges = (("h", self.heads), ("q", self.queries), ("d", self.delta), (".f", self.ff),
+                  (".e", self.experts), (".x", self.among), (".s", self.shared),
+                  (".v", self.vocab))
         return "".join(f"{letter}{own[0]}-{own[1]}" for letter, own in ranges if own is not None)
 
     @property
@@ -112,14 +116,15 @@ class Slice(Struct, frozen=True):
         match = _NAME.fullmatch(text)
         if match is not None:
             numbers = [None if part is None else int(part) for part in match.groups()]
-            heads, queries, ff, experts, among, shared, vocab = (
+            heads, queries, delta, ff, experts, among, shared, vocab = (
                 None if low is None or high is None else (low, high)
                 for low, high in zip(numbers[::2], numbers[1::2], strict=True))
             assert heads is not None
             assert ff is not None
             assert vocab is not None
-            found = cls(heads, ff, vocab, queries, experts, shared, among)
-            ranges = (heads, ff, vocab, queries or heads, experts or ff, shared or ff, among or ff)
+            found = cls(heads, ff, vocab, queries, experts, shared, among, delta)
+            ranges = (heads, ff, vocab, *(own or ff for own in (
+                queries, experts, shared, among, delta)))
             # a number with leading zeros would give one slice two names
             if all(low < high for low, high in ranges) and found.name == text:
                 return found
@@ -142,6 +147,7 @@ class Sizes(Struct, frozen=True):
     mixture: the experts; None: there are none
     both: whether the model has experts and another feed forward
     layers: KV heads, and elements of a head, of each layer, where they differ
+    delta: of layers with a state
     """
 
     heads: int
@@ -157,6 +163,7 @@ class Sizes(Struct, frozen=True):
     mixture: Mixture | None = None
     both: bool = False
     layers: tuple[tuple[int, int], ...] = ()
+    delta: DeltaNet | None = None
 
     @property
     def group(self) -> int:
@@ -168,6 +175,11 @@ class Sizes(Struct, frozen=True):
         if piece.queries is not None:
             return piece.queries
         return piece.heads[0] * self.group, piece.heads[1] * self.group
+
+    @property
+    def query(self) -> int:
+        """The rows of attn_q of a head: with a delta net in other layers it has a gate, too."""
+        return self.key * (1 if self.delta is None else 2)
 
     @property
     def least_group(self) -> int:
@@ -238,7 +250,7 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         heads, kv_heads, key, value, _number(model, "rope.dimension_count", key), ff,
         model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
         _WRITTEN_AS.get(model.architecture, ("", {}))[1], mixture,
-        both=mixture is not None and bool(down), layers=layers)
+        both=mixture is not None and bool(down), layers=layers, delta=delta_net_of(model))
     if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
@@ -330,6 +342,9 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
         return rows_of(tensor, name, piece.among)
     if kind in _WHOLE:
         return all_of(tensor, name)
+    if sizes.delta is not None and piece.delta is not None and (
+            found := slice_states.part_of(tensor, name, kind, sizes.delta, piece.delta)):
+        return found
     low, high = queries
     first, last = sizes.keys(piece)
     if kind == "attn_output.weight":
@@ -342,7 +357,7 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
         return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
-        "attn_q": (low * sizes.key, high * sizes.key),
+        "attn_q": (low * sizes.query, high * sizes.query),
         "attn_k": (first * sizes.key, last * sizes.key),
         "attn_v": (first * sizes.value, last * sizes.value),
         "attn_q_b": (low * sizes.key, high * sizes.key), "attn_k_b": (low, high),
@@ -380,6 +395,9 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
             f"{arch}.attention.value_length": sizes.value,
             f"{arch}.rope.dimension_count": sizes.rotated,
         }
+    if sizes.delta is not None and piece.delta is not None:
+        numbers |= {f"{arch}.{key}": value
+                    for key, value in sizes.delta.entries(piece.delta).items()}
     if sizes.mixture is not None:
         own, shared = piece.expert_columns, sizes.shared(piece)
         numbers[f"{arch}.expert_feed_forward_length"] = own[1] - own[0]
@@ -418,6 +436,10 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
             _lies_in(columns, mixture.columns, mixture.block)
             and _lies_in(shared, mixture.shared, mixture.shared_block)):
         problem = f"the columns of its experts are quantised in blocks of {mixture.block}"
+    elif (sizes.delta is None) != (piece.delta is None) or (
+            sizes.delta is not None and not _lies_in(
+                piece.delta, sizes.delta.keys, sizes.delta.step)):
+        problem = "its layers with a state have other heads"
     elif piece.among is not None and (mixture is None or not _has_among(piece.among, mixture)):
         problem = "its experts cannot be divided so"
     else:
@@ -465,7 +487,7 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
     """Check that a layer's tensor, or the output head, is known and has the expected size."""
     kind = tensor.name if tensor.layer is None else tensor.name.split(".", 2)[2]
     width = model.n_embd
-    queries, keys, values = (sizes.heads * sizes.key, sizes.kv_heads * sizes.key,
+    queries, keys, values = (sizes.heads * sizes.query, sizes.kv_heads * sizes.key,
                              sizes.kv_heads * sizes.value)
     shapes: dict[str, tuple[int, ...]] = {
         "attn_q.weight": (width, queries), "attn_q.bias": (queries,),
@@ -480,6 +502,8 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
         "attn_q_b.weight": (tensor.shape[0], queries),
         "output.weight": (width, sizes.vocab), "output.bias": (sizes.vocab,),
     }
+    if sizes.delta is not None:
+        shapes |= sizes.delta.shapes(width, tensor.shape[0])
     if kind in ("attn_k_b.weight", "attn_v_b.weight"):
         shapes[kind] = (*tensor.shape[:-1], sizes.heads)
     if sizes.mixture is not None:

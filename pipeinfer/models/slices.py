@@ -71,11 +71,15 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
     shared: Sequence[tuple[int, int] | None] = experts
     if mixture is not None and sizes.both:
         experts = _columns(mixture.columns, mixture.block, parts)
+    delta: Sequence[tuple[int, int] | None] = [None] * len(parts)
+    if sizes.delta is not None:
+        delta = _ranges(sizes.delta.keys, sizes.delta.step, sizes.delta.step, parts)
     if mixture is not None and mixture.apart:
         shared = _columns(mixture.apart, mixture.shared_block, parts)
     return tuple(Slice(heads, columns, rows, queries, *more)
                  for (heads, queries), columns, rows, *more in
-                 zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, among, strict=True))
+                 zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, among, delta,
+                     strict=True))
 
 
 # --- how many slices --------------------------------------------------------------------------
@@ -114,7 +118,10 @@ def _possible(sizes: Sizes) -> tuple[int, ...]:
     """The possible numbers of slices."""
     columns = most_by_columns(sizes)
     groups = 1 if sizes.mixture is None else sizes.mixture.groups
-    return tuple(n for n in range(1, min(_most_by_heads(sizes), sizes.vocab) + 1)
+    most = min(_most_by_heads(sizes), sizes.vocab)
+    if sizes.delta is not None:
+        most = min(most, sizes.delta.most)
+    return tuple(n for n in range(1, most + 1)
                  if layout(n, columns, groups)[0])
 
 

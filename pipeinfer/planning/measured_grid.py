@@ -37,6 +37,9 @@ def cut_from(model: ModelFile | ModelDir, load: Load | None = None) -> TeamCut:
     parts = 0
     if step == 1:
         parts = group // (math.lcm(sizes.head_block, sizes.value) // sizes.value)
+    groups, heads_pieces = max(1, sizes.kv_heads // step), sizes.kv_heads * parts
+    if sizes.delta is not None:
+        groups, heads_pieces = (min(count, sizes.delta.most) for count in (groups, heads_pieces))
     heads, keys, whole, columns = _read_bytes(model, sizes)
     total, stored = heads + whole + columns, None
     if load is not None and sizes.mixture is not None:
@@ -44,8 +47,8 @@ def cut_from(model: ModelFile | ModelDir, load: Load | None = None) -> TeamCut:
             load.sizes, model.layer_bytes, load.whole))
         # the cache is divided as the heads are, but for what every member stores
         stored = (heads + size - plain - everywhere) / size, (whole + everywhere) / size
-    return TeamCut(model.n_embd, max(1, sizes.kv_heads // step), most_by_columns(sizes),
-                   heads / total, keys / total, sizes.kv_heads * parts, whole / total,
+    return TeamCut(model.n_embd, groups, most_by_columns(sizes), heads / total, keys / total,
+                   heads_pieces, whole / total,
                    (1, 0) if sizes.mixture is None else (sizes.mixture.groups, sizes.mixture.drawn),
                    stored)
 
@@ -54,27 +57,28 @@ def _read_bytes(model: ModelFile | ModelDir, sizes: Sizes) -> tuple[float, float
     """Return the bytes of a layer that a row reads: of the attention, of its keys and values
     alone, of what every slice has whole, and of the feed forward.
 
-    Of a mixture, whose layers differ, an average.
+    Of models whose layers differ much, an average.
     """
     mixture = sizes.mixture
+    every = mixture is not None or sizes.delta is not None
     drawn = model.arch_get("expert_used_count")
     heads = keys = whole = columns = 0.0
     for tensor in model.tensors.values():
         if tensor.layer is None or tensor.layer >= model.n_layers or (
-                mixture is None and tensor.layer != model.n_layers // 2):
+                not every and tensor.layer != model.n_layers // 2):
             continue
         size = float(tensor.nbytes)
         if mixture is not None and "_exps." in tensor.name and isinstance(drawn, int):
             size *= drawn / mixture.count
-        if mixture is not None and is_whole(tensor.name.split(".", 2)[2]):
+        if every and is_whole(tensor.name.split(".", 2)[2]):
             whole += size
-        elif ".attn_" in tensor.name or ".self_attn." in tensor.name:
+        elif any(part in tensor.name for part in (".attn_", ".self_attn.", ".ssm_")):
             heads += size
         else:
             columns += size
         if any(f".{name}." in tensor.name for name in ("attn_k", "attn_v", "k_proj", "v_proj")):
             keys += size
-    count = 1 if mixture is None else model.n_layers
+    count = model.n_layers if every else 1
     return heads / count, keys / count, whole / count, columns / count
 
 

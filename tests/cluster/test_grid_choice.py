@@ -94,6 +94,15 @@ def test_what_is_written_is_looked_at_before_it_is_believed(cluster, tmp_path):
     assert recall_grid(cluster.model, hosts, [1, 2, 3]) is None
 
 
+def test_a_grid_of_layers_with_a_state_is_remembered(cluster, tmp_path):
+    model = open_model(write_random_model(tmp_path / "m.gguf", tiny("qwen35moe", qtype="Q8_0")))
+    first, _ = cluster([1.0, 1.0, 1.0], model=model)
+    assert "d0-1" in first.held[0].cut[0]
+    again, notes = cluster([1.0, 1.0, 1.0], model=model)
+    assert again.held == first.held
+    assert "so that answers stay the same" in notes[0]
+
+
 def mixture(tmp_path, name="glm4moe"):
     path = tmp_path / f"{name}.gguf"
     return open_model(write_random_model(path, tiny(name, qtype="Q8_0", expert_ff=128)))

@@ -33,11 +33,11 @@ ranges = st.tuples(st.integers(0, 10**6), st.integers(1, 10**6)).map(lambda p: (
 some = st.none() | ranges
 
 
-@given(st.builds(Slice, ranges, ranges, ranges, some, some, some, some))
+@given(st.builds(Slice, ranges, ranges, ranges, some, some, some, some, some))
 def test_a_name_tells_the_slice(piece):
     assert Slice.parse(piece.name) == piece
     assert "/" not in piece.name
-    assert not set(piece.name) - set("0123456789-.hqfesvx")
+    assert not set(piece.name) - set("0123456789-.hqdfesvx")
 
 
 def test_how_a_name_looks():
@@ -224,6 +224,7 @@ def test_a_damaged_model(tmp_path):
     ("h0-1q1-3.f0-768.v0-4096", "query heads 1 to 3 do not belong to these KV heads"),
     ("h0-1.f0-100.v0-4096", "its FFN columns are quantised in blocks of 32"),
     ("h0-1.f0-96.e0-32.v0-4096", "it has other experts"),
+    ("h0-1d0-1.f0-96.v0-4096", "its layers with a state have other heads"),
 ])
 def test_slices_of_another_model_are_refused(tmp_path, name, said):
     with pytest.raises(PlanError, match=said):

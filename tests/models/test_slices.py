@@ -149,6 +149,29 @@ def test_slices_of_every_expert_put_together_are_the_expert(tmp_path, name):
         gguf.GGUFReader(file.path)
 
 
+def test_slices_of_a_delta_net_have_the_value_heads_of_their_key_heads(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen35", qtype="Q8_0")))
+    keys, values, size = 2, 4, 64
+    files = [ModelFile(extract_shard(model, 0, 12, piece=piece, cache_dir=tmp_path))
+             for piece in cut_of(model, [1, 1])]
+    for head, file in enumerate(files):
+        own = np.arange(head, values, keys)  # value heads of this key head
+        rows = (size * own[:, None] + np.arange(size)).ravel()
+        key = np.arange(size * head, size * (head + 1))
+        mixed = np.concatenate([key, keys * size + key, 2 * keys * size + rows])
+        for name, taken in (("attn_qkv.weight", mixed), ("ssm_conv1d.weight", mixed),
+                            ("attn_gate.weight", rows), ("ssm_alpha.weight", own),
+                            ("ssm_beta.weight", own), ("ssm_dt.bias", own), ("ssm_a", own)):
+            assert np.array_equal(array(file, f"blk.0.{name}"),
+                                  array(model, f"blk.0.{name}")[taken]), name
+        assert np.array_equal(array(file, "blk.0.ssm_out.weight"),
+                              array(model, "blk.0.ssm_out.weight")[:, rows])
+        assert np.array_equal(array(file, "blk.3.attn_q.weight"),  # with gates
+                              array(model, "blk.3.attn_q.weight")[256 * head:256 * (head + 1)])
+        assert [file.arch_get(f"ssm.{key}") for key in (
+            "group_count", "time_step_rank", "inner_size")] == [1, 2, 128]
+
+
 def test_the_bytes_of_a_slice_are_those_that_are_sent(model, tmp_path):
     for start, stop in ((0, 1), (1, 2), (0, 2)):
         for piece in cut_of(model, [1, 1, 1]):

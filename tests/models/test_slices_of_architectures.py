@@ -9,7 +9,7 @@ import pytest
 
 from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
-from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models import slice_experts
 from pipeinfer.models.architectures import barred
@@ -25,6 +25,7 @@ MIXTURES = ("deepseek2", "deepseek2-lite", "gemma4", "glm4moe", "gpt-oss", "gran
             "qwen3moe")
 SLICED = ("gemma2", "gemma3", "gemma3-no-window", "gemma4-dense", "glm4", "granite", "minicpm",
           "minicpm-old", "mistral3", "smollm3", *MIXTURES)
+STATES = ("qwen35", "qwen35moe", "qwen35-tied")
 SAMPLED = [name for name in SLICED if name not in ("deepseek2-lite", "llama4", "qwen3moe")]
 
 
@@ -38,7 +39,7 @@ def stages_of(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "qtype"), [
     *itertools.product(SLICED[:-len(MIXTURES)], ["F32", "Q8_0"]),
-    *matrix(MIXTURES, ["F32", "Q8_0", "Q4_0", "MXFP4"])])
+    *matrix((*MIXTURES, *STATES), ["F32", "Q8_0", "Q4_0", "MXFP4"])])
 def test_one_slice_of_everything_gives_the_bits_of_the_whole(name, qtype, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype)))
     steps = steps_of(model)
@@ -47,7 +48,7 @@ def test_one_slice_of_everything_gives_the_bits_of_the_whole(name, qtype, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_full(SLICED, *SAMPLED))
+@pytest.mark.parametrize("name", [*mostly_full(SLICED, *SAMPLED), *mostly_full(STATES, "qwen35")])
 def test_sums_of_slices_give_the_whole_but_for_rounding(name, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
     steps = steps_of(model)
@@ -96,7 +97,8 @@ def test_a_slice_without_its_routers_is_refused(tmp_path):
         Routers(path)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in SLICED])
+@pytest.mark.parametrize("name", [name for name in RECIPES | STATEFUL
+                                  if name not in (*SLICED, *STATES)])
 def test_the_others_are_refused_with_the_reason(name, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
     with pytest.raises(UnsupportedArchitecture, match=r"not sliced.*without --grid") as caught:

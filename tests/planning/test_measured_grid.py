@@ -49,6 +49,17 @@ def test_members_of_a_mixture_read_what_rows_draw_and_store_all(tmp_path, name):
     assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+def test_layers_with_a_state_are_cut_as_attention_is(tmp_path, name):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0",
+                                                                  n_head=8, n_head_kv=8)))
+    cut = cut_from(model, load_of(model, 256, 64))
+    assert cut.widths(64) == widths_of(model) == (1, 2)  # two key heads
+    assert cut.attention > 0.3
+    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
+    assert one.layer == pytest.approx(0.5 + cut.whole / 2)
+
+
 def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
     assert busiest(1, 8) == 1.0
     assert busiest(2, 2) == pytest.approx((2 * 0.5 + 1 * 0.5) / 2)

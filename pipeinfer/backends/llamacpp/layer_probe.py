@@ -35,7 +35,8 @@ _NOTHING, _LAST, _SOME, _ENDED = range(4)
 _CUTS = 8
 
 
-_SUMMED = (b".attn_output.weight", b".ffn_down.weight")
+_FEED_FORWARD = b".ffn_down.weight"
+_SUMMED = (b".attn_output.weight", b".ssm_out.weight", _FEED_FORWARD)
 _EXPERTS = b"ffn_moe_out-"  #: before the layer's number, of the node that adds up its experts
 
 
@@ -247,7 +248,7 @@ class LayerProbe:
         name = weight_of(tensor, own.source)
         if name.endswith(_SUMMED):
             layer = own.first + int(name.split(b".", 2)[1])
-            return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
+            return place_of(layer, feed_forward=name.endswith(_FEED_FORWARD))
         if own.experts == ExpertSum.NONE:
             return -1
         named = source_of(tensor, own.source, 0) if own.experts == ExpertSum.SHARED else tensor

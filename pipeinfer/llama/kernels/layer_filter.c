@@ -115,7 +115,7 @@ static int place_of(const struct filter *filter, const char *tensor)
     const char *name = weight_of(filter, tensor);
     int layer;
 
-    if (name != NULL && ends(name, ".attn_output.weight"))
+    if (name != NULL && (ends(name, ".attn_output.weight") || ends(name, ".ssm_out.weight")))
         return 2 * (filter->first + atoi(name + 4));
     if (name != NULL && ends(name, ".ffn_down.weight"))
         return 2 * (filter->first + atoi(name + 4)) + 1;
