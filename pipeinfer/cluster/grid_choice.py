@@ -304,8 +304,8 @@ def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
     for piece in cut:
         check_fits(model, piece)
         dense = piece.ff if mixture is None or sizes.both else (0, 0)
-        own = (dense, sizes.queries(piece), piece.vocab, sizes.shared(piece),
-               piece.delta or (0, 0))
+        own = (dense, sizes.queries(piece), piece.vocab,
+               sizes.shared(piece) or (at[3], at[3]), piece.delta or (0, 0))
         columns, among = piece.expert_columns, sizes.among(piece)
         if tuple(begin for begin, _ in own) != at or (
                 mixture is not None and (columns[0], among[0]) != (column, expert)):

@@ -143,8 +143,9 @@ def _keys(spec: RandomSpec, recipe: Recipe) -> dict[str, Key]:
     usual: dict[str, Key] = {"attention.head_count_kv": spec.n_head_kv,
                              "rope.dimension_count": spec.n_embd // spec.n_head}
     found = usual | recipe.keys(_sizes(spec))
-    if "expert_feed_forward_length" in found:
-        found["expert_feed_forward_length"] = spec.expert_ff
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if found.get(key) == EXPERT_FF:
+            found[key] = spec.expert_ff
     return found
 
 

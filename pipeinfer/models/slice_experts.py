@@ -36,7 +36,7 @@ from pipeinfer.models.gguf_parts import (
 _TIED = ("deepseek2", "glm4moe", "llama4")
 #: architectures whose experts' weights are the softmax of the products of those that are drawn,
 #: and those of them that compute it last instead of dividing by its sum
-_SOFTMAX = ("gpt-oss", "granitemoe", "llama", "qwen3moe")
+_SOFTMAX = ("gpt-oss", "granitemoe", "llama", "qwen35moe", "qwen3moe", "qwen3next")
 SOFTMAX_LAST = ("gpt-oss",)
 _FLOAT32 = 0
 Range = tuple[int, int]
@@ -92,7 +92,7 @@ def mixture_of(model: ModelFile) -> Mixture | None:
         return Mixture(count, columns, block, drawn=_drawn(model))
     shared, shared_block = both[0].shape[0], common_block(both)
     if model.architecture not in _TIED:
-        return Mixture(count, columns, block, shared, shared_block)
+        return Mixture(count, columns, block, shared, shared_block, drawn=_drawn(model))
     return Mixture(count, columns, math.lcm(block, shared_block), shared, shared_block,
                    shared // columns)
 
@@ -114,8 +114,10 @@ def _drawn(model: ModelFile) -> int:
     """The experts that a row draws if slices can have some of the experts, see `Mixture`."""
     drawn = model.arch_get("expert_used_count")
     routers = tensors_of(model, "ffn_gate_inp")
-    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or not drawn or any(
-            tensor.type != _FLOAT32 for tensor in routers) or tensors_of(model, "ffn_down"):
+    plain = model.arch_get("expert_weights_scale", 0) in (0, 1) and not tensors_of(
+        model, "ffn_down")
+    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or not plain or any(
+            tensor.type != _FLOAT32 for tensor in routers):
         return 0
     return drawn
 
@@ -184,15 +186,20 @@ def shapes_of(mixture: Mixture, width: int) -> dict[str, tuple[int, ...]]:
         "ffn_down_shexp.weight": (shared, width)}
 
 
-def part_of(tensor: TensorInfo, name: str, kind: str, among: Range, experts: Range, shared: Range
-            ) -> TensorPart:
+def part_of(tensor: TensorInfo, name: str, kind: str, among: Range, experts: Range,
+            shared: Range | None, least: int) -> TensorPart:
     """Return the slice's part of a tensor of the experts.
 
     name: in the new file
     kind: the tensor's name in its layer
     among: experts `[a, b)` that the slice has
-    experts, shared: columns `[a, b)` of each of them and of the shared expert
+    experts: columns `[a, b)` of each of them
+    shared: columns `[a, b)` of the shared expert; None: of the slice it consists of zeros
+    least: columns of zeros
     """
+    if kind.split(".")[0].endswith("_shexp") and shared is None:
+        return without_values(part_of(tensor, name, kind, among, experts, (0, least), least))
+    shared = shared or (0, 0)
     if kind == "ffn_down_exps.bias":
         own = columns_of(tensor, name, (0, tensor.shape[0]), among)
         return own if experts[0] == 0 else without_values(own)

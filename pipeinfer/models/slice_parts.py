@@ -55,13 +55,15 @@ _WAY_OUT = "run it as a plain pipeline, without --grid"
 #: architectures that can be sliced, and why others cannot
 _SLICED = ("deepseek2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
            "granitemoe", "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen35",
-           "qwen35moe", "qwen3moe", "smollm3")
+           "qwen35moe", "qwen3moe", "qwen3next", "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
 _REASONS = {
     "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
     "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
-    **dict.fromkeys(("granitehybrid", "lfm2", "mamba", "mamba2", "nemotron_h", "qwen3next"),
-                    "its layers keep a state, which is not cut"),
+    **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), "its layers keep a state, which is not cut"),
+    "granitehybrid": "its norm of states goes over all heads, of which a slice has some",
+    "lfm2": "llama.cpp wants its convolutions to be as wide as the model, which those of a slice "
+            "are not",
 }
 _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
 _LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
@@ -198,10 +200,10 @@ class Sizes(Struct, frozen=True):
         low, high = self.queries(piece)
         return low // self.group, -(-high // self.group)
 
-    def shared(self, piece: Slice) -> tuple[int, int]:
-        """Return the columns `[a, b)` of the shared expert of a slice."""
-        if piece.shared is not None or self.mixture is None:
-            return piece.shared or (0, 0)
+    def shared(self, piece: Slice) -> tuple[int, int] | None:
+        """Return the columns `[a, b)` of the shared expert of a slice, None for none."""
+        if piece.shared is not None or self.mixture is None or not self.mixture.tied:
+            return piece.shared
         low, high = piece.expert_columns
         return low * self.mixture.tied, high * self.mixture.tied
 
@@ -352,8 +354,9 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     if kind == "ffn_down.weight":
         return columns_of(tensor, name, piece.ff)
     if slice_experts.is_expert(kind):
-        return slice_experts.part_of(tensor, name, kind, sizes.among(piece), piece.expert_columns,
-                                     sizes.shared(piece))
+        return slice_experts.part_of(
+            tensor, name, kind, sizes.among(piece), piece.expert_columns, sizes.shared(piece),
+            1 if sizes.mixture is None else sizes.mixture.shared_block)
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
         return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
@@ -407,7 +410,8 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
             numbers |= {"pipeinfer.experts": sizes.mixture.count,
                         "pipeinfer.first_expert": piece.among[0]}
         if sizes.mixture.apart:
-            numbers[f"{arch}.expert_shared_feed_forward_length"] = shared[1] - shared[0]
+            low, high = shared or (0, sizes.mixture.shared_block)
+            numbers[f"{arch}.expert_shared_feed_forward_length"] = high - low
     return ranged | {key: uint_entry(key, value) for key, value in numbers.items()} | {
         "general.architecture": text_entry("general.architecture", arch),
         "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
@@ -429,8 +433,9 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
         problem = f"its attention columns are quantised in blocks of {sizes.head_block}"
     elif any(end % sizes.ff_block for end in piece.ff):
         problem = f"its FFN columns are quantised in blocks of {sizes.ff_block}"
-    elif sizes.both != (columns is not None) or (mixture is not None and mixture.apart > 0) != (
-            shared is not None):
+    elif sizes.both != (columns is not None) or (
+            (mixture is not None and mixture.apart > 0) != (shared is not None)
+            and piece.among is None):
         problem = "it has other experts"
     elif mixture is not None and not (
             _lies_in(columns, mixture.columns, mixture.block)

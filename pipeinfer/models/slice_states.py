@@ -1,10 +1,11 @@
 """The part of a layer with a state that a slice takes: some heads of its delta net.
 
-A key head has several value heads, one in each of as many groups: value head j reads key head
-j modulo the number of key heads. So what a slice has of the values lies in bands.
+Several value heads read a key head. In most files there are as many groups of value heads, of which
+each has one for every key head, so what a slice has of the values lies in bands. In qwen3next those
+of a key head follow each other.
 
     rows      attn_qkv and ssm_conv1d: queries, keys and values of its heads; attn_gate, ssm_alpha,
-              ssm_beta, ssm_dt, ssm_a: its value heads
+              ssm_beta, ssm_ba, ssm_dt, ssm_a: its value heads
     columns   ssm_out: its value heads; its product is the partial result of the sum
     whole     ssm_norm
 
@@ -13,14 +14,16 @@ Handles tensors of one layer; `slice_parts` has the layers with attention and th
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import TensorPart, bands_of, columns_in_bands
 from pipeinfer.models.slice_experts import Range, common_block, tensors_of
 
-#: architectures whose value heads lie so
-DELTA_NETS = ("qwen35", "qwen35moe")
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+_TOGETHER = ("qwen3next",)  #: whose value heads of a key head follow each other
 
 
 class DeltaNet(Struct, frozen=True):
@@ -30,17 +33,20 @@ class DeltaNet(Struct, frozen=True):
     groups: value heads per key head
     size: elements of a head
     block: columns of ssm_out can be cut at multiples of this in all layers
+    together: whether the value heads of a key head follow each other
     """
 
     keys: int
     groups: int
     size: int
     block: int
+    together: bool = False
 
     @property
     def step(self) -> int:
         """The number of key heads at whose multiples it can be cut."""
-        return -(-self.block // self.size)
+        each = self.size * (self.groups if self.together else 1)
+        return math.lcm(self.block, each) // each
 
     @property
     def most(self) -> int:
@@ -52,6 +58,8 @@ class DeltaNet(Struct, frozen=True):
         of a head.
         """
         low, high = heads
+        if self.together:
+            return ((start + low * self.groups * size, start + high * self.groups * size),)
         firsts = [start + group * self.keys * size for group in range(self.groups)]
         return tuple((first + low * size, first + high * size) for first in firsts)
 
@@ -67,6 +75,7 @@ class DeltaNet(Struct, frozen=True):
             "attn_qkv.weight": (width, channels), "ssm_conv1d.weight": (kernel, channels),
             "attn_gate.weight": (width, values * self.size),
             "ssm_alpha.weight": (width, values), "ssm_beta.weight": (width, values),
+            "ssm_ba.weight": (width, 2 * values),
             "ssm_dt.bias": (values,), "ssm_a": (values,), "ssm_norm.weight": (self.size,),
             "ssm_out.weight": (values * self.size, width)}
 
@@ -84,7 +93,8 @@ def delta_net_of(model: ModelFile) -> DeltaNet | None:
         return None
     keys, values, size = (int(str(model.arch_get(f"ssm.{name}", 1))) for name in (
         "group_count", "time_step_rank", "state_size"))
-    return DeltaNet(keys, values // max(1, keys), size, common_block(tensors_of(model, "ssm_out")))
+    return DeltaNet(keys, values // max(1, keys), size, common_block(tensors_of(model, "ssm_out")),
+                    model.architecture in _TOGETHER)
 
 
 def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet, heads: Range
@@ -104,6 +114,8 @@ def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet, heads: Rang
                         *net.bands(heads, size, 2 * half))
     if kind == "attn_gate.weight":
         return bands_of(tensor, name, *net.bands(heads, size))
+    if kind == "ssm_ba.weight":  # of each key head both rates of its value heads
+        return bands_of(tensor, name, *net.bands(heads, 2))
     if kind in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias", "ssm_a"):
         return bands_of(tensor, name, *net.bands(heads, 1))
     return None

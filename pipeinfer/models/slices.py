@@ -75,7 +75,12 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
     if sizes.delta is not None:
         delta = _ranges(sizes.delta.keys, sizes.delta.step, sizes.delta.step, parts)
     if mixture is not None and mixture.apart:
-        shared = _columns(mixture.apart, mixture.shared_block, parts)
+        # where the experts are divided, the slices of the first ones have the shared one, too
+        count = 1 + max(k for k, own in enumerate(among) if own == among[0])
+        first = parts[:count]
+        shared = [*_columns(mixture.apart, mixture.shared_block,
+                            [share / sum(first) for share in first]),
+                  *[None] * (len(parts) - count)]
     return tuple(Slice(heads, columns, rows, queries, *more)
                  for (heads, queries), columns, rows, *more in
                  zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, among, delta,

@@ -178,6 +178,19 @@ def test_with_more_slices_than_blocks_the_experts_are_divided(tmp_path, columns,
         check_fits(model, odd)
 
 
+def test_the_slices_of_the_first_experts_have_the_shared_one(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(
+        "granitemoe", qtype="Q8_0", n_ff=64, n_head=4, n_head_kv=4)))
+    cut = cut_of(model, [1] * 4)
+    assert [(piece.among, piece.shared) for piece in cut] == [
+        ((0, 2), (0, 64)), ((0, 2), (64, 96)), ((2, 4), None), ((2, 4), None)]
+    for piece in cut:
+        check_fits(model, piece)
+    file = ModelFile(extract_shard(model, 0, 4, piece=cut[3], cache_dir=tmp_path))
+    assert file.arch_get("expert_shared_feed_forward_length") == 32
+    assert not any(b"".join(file.read_tensor(file.tensors["blk.0.ffn_down_shexp.weight"])))
+
+
 @pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [float("nan")], [float("inf"), 1]])
 def test_impossible_shares(shares):
     with pytest.raises(PlanError, match="give each slice a number above 0"):

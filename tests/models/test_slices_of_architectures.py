@@ -25,7 +25,7 @@ MIXTURES = ("deepseek2", "deepseek2-lite", "gemma4", "glm4moe", "gpt-oss", "gran
             "qwen3moe")
 SLICED = ("gemma2", "gemma3", "gemma3-no-window", "gemma4-dense", "glm4", "granite", "minicpm",
           "minicpm-old", "mistral3", "smollm3", *MIXTURES)
-STATES = ("qwen35", "qwen35moe", "qwen35-tied")
+STATES = ("qwen35", "qwen35moe", "qwen35-tied", "qwen3next")
 SAMPLED = [name for name in SLICED if name not in ("deepseek2-lite", "llama4", "qwen3moe")]
 
 
@@ -70,7 +70,8 @@ def test_sums_of_slices_give_the_whole_but_for_rounding(name, tmp_path):
     ("qwen3moe", "F32", 2, (1.0,) * 4),
     *(pytest.param(*one, marks=FULL) for one in (
         ("qwen3moe", "Q8_0", 32, (1.0, 1.0)), ("gpt-oss", "F32", 1, (3.0, 1.0)),
-        ("llama-experts", "F32", 1, (1.0, 1.0)))),
+        ("llama-experts", "F32", 1, (1.0, 1.0)), ("qwen3next", "F32", 1, (1.0, 1.0)))),
+    ("qwen35moe", "F32", 1, (1.0, 1.0)),
     ("gpt-oss", "MXFP4", 32, (1.0, 1.0))])
 def test_slices_of_some_experts_add_up_to_all(name, qtype, columns, shares, tmp_path):
     spec = RandomSpec("llama", n_embd=256, n_ff=columns, qtype=qtype, n_expert=4) \
