@@ -13,8 +13,10 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from tests.models.test_slices_of_architectures import MIXTURES, stages_of
-from tests.mpi.test_jobs import check, one_of_each, run_matrix
+from tests.mpi.test_jobs import PIPEINFER, check, one_of_each, run_matrix
+from tests.rig import launch
 from tests.rig.sliced_loop import SlicedLoop
+from tests.support.references import seeded
 from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -47,6 +49,26 @@ def test_members_may_have_some_of_the_experts(tmp_path, columns, widths, slices)
     compare(tmp_path, (widths, slices, "auto"), tiny(
         "qwen3moe", qtype="Q4_K_M", n_layer=2, n_embd=1024, n_head=16, n_head_kv=4,
         expert_ff=columns))
+
+
+@pytest.mark.parametrize(("name", "columns"), [
+    pytest.param("gpt-oss", 128, marks=FULL), pytest.param("qwen3moe", 32, marks=FULL)])
+def test_a_spare_takes_the_experts_of_a_lost_member(tmp_path, name, columns):
+    """Also where members have some of them each."""
+    path = write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0", expert_ff=columns))
+    loop = SlicedLoop(path, (4,), [(1.0, 1.0)], n_ctx=256, cache_dir=tmp_path)
+    tokenizer = open_tokenizer(path)
+    expected = loop.generate(tokenizer.encode("the rain in"), 40, seeded(3))
+    loop.close()
+    tokenizer.close()
+    done = launch.run(4, [
+        *PIPEINFER, "generate", "-m", str(path), "-md", str(path), "-p", "the rain in", "-n", "40",
+        "-c", "256", "-t", "1", "--temp", "0.8", "--seed", "3", "--ignore-eos", "--json", "--grid",
+        "1x2", "--spares", "1", "--fault", "kill@2:decode=9", "--turns", "off"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == expected
+    assert answer["stats"]["recovered"]
 
 
 def compare(folder, grid, spec):
