@@ -166,9 +166,9 @@ def _slices(holding: Holding) -> str:
 
 
 def _heads(piece: Slice) -> str:
-    if piece.queries is not None:
-        return f"query heads {piece.queries[0]}-{piece.queries[1] - 1} of KV head {piece.heads[0]}"
     text = f"KV heads {piece.heads[0]}-{piece.heads[1] - 1}"
+    if piece.queries is not None:
+        text = f"query heads {piece.queries[0]}-{piece.queries[1] - 1} of KV head {piece.heads[0]}"
     if piece.delta is not None:
         text += f", key heads {piece.delta[0]}-{piece.delta[1] - 1} of layers with a state"
     return text

@@ -13,6 +13,7 @@ from pipeinfer.cluster.grid_choice import (
     recall_grid,
     teams_asked,
 )
+from pipeinfer.cluster.notes import lines_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
@@ -22,6 +23,7 @@ from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
+from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import cut_layers
 
 
@@ -137,6 +139,18 @@ def test_a_grid_of_members_with_some_experts_is_remembered(cluster, tmp_path):
     again, notes = cluster([1.0, 1.0, 1.0], model=open_model(path))
     assert again.held == first.held
     assert "so that answers stay the same" in notes[0]
+
+
+@pytest.mark.parametrize(("cut", "words"), [
+    ("h0-1q1-2d8-16.f0-256.x64-128.v0-9", "query heads 1-1 of KV head 0, key heads 8-15 of layers "
+     "with a state, columns 0-255 of experts 64-127"),
+    ("h0-2.f0-96.e32-64.v0-9", "KV heads 0-1, columns 0-95, of each expert 32-63"),
+    ("h0-2.f0-96.v0-9", "KV heads 0-1, columns 0-95"),
+])
+def test_a_start_names_what_members_hold(cut, words):
+    line, = lines_of([Holding(1, 0, 4, 0, (cut,), (0,))], lambda _: "a", lambda _: 2e6,
+                     lambda _: "sums")
+    assert line == f"stage 1: layers 0-3, sums: rank 1 on a ({words}; 2 MB)"
 
 
 def test_a_compressed_cache_counts_for_every_member(cluster, tmp_path):
