@@ -370,12 +370,12 @@ def _state_keys(s: Sizes) -> dict[str, Key]:
                    "ssm.state_size": _STATE, "ssm.time_step_rank": _TIME}
 
 
-def _mamba2(s: Sizes, _: int) -> dict[str, Shape]:
-    inner, channels = 2 * s.width, 2 * s.width + 2 * _STATE
+def _mamba2(s: Sizes, _: int, groups: int = 1) -> dict[str, Shape]:
+    inner, channels = 2 * s.width, 2 * s.width + 2 * groups * _STATE
     return _norms(s, "attn_norm") | {
         "ssm_in.weight": (inner + channels + _TIME, s.width), "ssm_dt.bias": (_TIME,),
         "ssm_conv1d.weight": (channels, _CONV), "ssm_conv1d.bias": (channels,),
-        "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (1, inner),
+        "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (groups, inner // groups),
         "ssm_out.weight": (s.width, inner)}
 
 
@@ -401,9 +401,9 @@ def _parted_keys(s: Sizes) -> dict[str, Key]:
         "feed_forward_length": [s.ff if i % 3 == 1 else 0 for i in range(s.n_layer)]}
 
 
-def _parted(s: Sizes, i: int) -> dict[str, Shape]:
+def _parted(s: Sizes, i: int, groups: int = 1) -> dict[str, Shape]:
     if i % 3 == 0:
-        return _mamba2(s, i)
+        return _mamba2(s, i, groups)
     return _norms(s, "attn_norm") | (_attention(s) if i % 3 == 2 else {
         "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
 
@@ -488,6 +488,9 @@ STATEFUL = {
     "mamba2": Recipe("mamba2", _mamba2_keys, _mamba2),
     "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid, layers=6),
     "nemotron_h": Recipe("nemotron_h", _parted_keys, _parted, layers=7),
+    "nemotron_h-groups": Recipe(
+        "nemotron_h", lambda s: _parted_keys(s) | {"ssm.group_count": 4},
+        lambda s, i: _parted(s, i, 4), layers=7),
     "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, lambda s: {"token_embd_norm.weight": (s.width,)},
                    tied=True, layers=7),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),

@@ -35,7 +35,7 @@ from pipeinfer.models.gguf_parts import (
 )
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
-from pipeinfer.models.slice_states import DeltaNet, delta_net_of
+from pipeinfer.models.slice_states import DeltaNet, Scan, states_of
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
@@ -54,13 +54,13 @@ _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.we
 _WAY_OUT = "run it as a plain pipeline, without --grid"
 #: architectures that can be sliced, and why others cannot
 _SLICED = ("deepseek2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
-           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "qwen2", "qwen3", "qwen35",
-           "qwen35moe", "qwen3moe", "qwen3next", "smollm3")
+           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "nemotron_h", "qwen2", "qwen3",
+           "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
 _REASONS = {
     "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
     "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
-    **dict.fromkeys(("mamba", "mamba2", "nemotron_h"), "its layers keep a state, which is not cut"),
+    **dict.fromkeys(("mamba", "mamba2"), "its layers keep a state, which is not cut"),
     "granitehybrid": "its norm of states goes over all heads, of which a slice has some",
     "lfm2": "llama.cpp wants its convolutions to be as wide as the model, which those of a slice "
             "are not",
@@ -165,7 +165,7 @@ class Sizes(Struct, frozen=True):
     mixture: Mixture | None = None
     both: bool = False
     layers: tuple[tuple[int, int], ...] = ()
-    delta: DeltaNet | None = None
+    delta: DeltaNet | Scan | None = None
 
     @property
     def group(self) -> int:
@@ -181,7 +181,7 @@ class Sizes(Struct, frozen=True):
     @property
     def query(self) -> int:
         """The rows of attn_q of a head: with a delta net in other layers it has a gate, too."""
-        return self.key * (1 if self.delta is None else 2)
+        return self.key * (2 if isinstance(self.delta, DeltaNet) else 1)
 
     @property
     def least_group(self) -> int:
@@ -239,7 +239,7 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         layers = _varied(model)
         kv_heads = min(kv_heads for kv_heads, _ in layers)
     else:
-        kv_heads = _number(model, "attention.head_count_kv", heads)
+        kv_heads = _same(model, "attention.head_count_kv", heads)
     suffix = "_mla" if model.architecture in _LATENT else ""
     key, value = (_number(model, f"attention.{name}_length{suffix}", model.n_embd // heads)
                   for name in ("key", "value"))
@@ -247,12 +247,12 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         key = value = math.gcd(*(head for _, head in layers))
     down = tensors_of(model, "ffn_down")
     ff, block = (mixture.columns, mixture.block) if mixture is not None and not down else (
-        _columns(model), common_block(down))
+        _same(model, "feed_forward_length"), common_block(down))
     sizes = Sizes(
         heads, kv_heads, key, value, _number(model, "rope.dimension_count", key), ff,
         model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
         _WRITTEN_AS.get(model.architecture, ("", {}))[1], mixture,
-        both=mixture is not None and bool(down), layers=layers, delta=delta_net_of(model))
+        both=mixture is not None and bool(down), layers=layers, delta=states_of(model))
     if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
@@ -340,13 +340,13 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     queries = sizes.queries(piece)
     sizes = sizes.of_layer(tensor.layer or 0)
     piece = structs.replace(piece, queries=queries)
+    if sizes.delta is not None and piece.delta is not None and (
+            found := slice_states.part_of(tensor, name, kind, sizes.delta, piece.delta)):
+        return found
     if piece.among is not None and kind.startswith("ffn_gate_inp."):
         return rows_of(tensor, name, piece.among)
     if kind in _WHOLE:
         return all_of(tensor, name)
-    if sizes.delta is not None and piece.delta is not None and (
-            found := slice_states.part_of(tensor, name, kind, sizes.delta, piece.delta)):
-        return found
     low, high = queries
     first, last = sizes.keys(piece)
     if kind == "attn_output.weight":
@@ -386,13 +386,12 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
-    if sizes.layers:
-        keys = [sizes.of_layer(layer).keys(structs.replace(piece, queries=(low, high)))
-                for layer in range(model.n_layers)]
-        ranged = architectures.entries(model, start, stop, takes_tokens=False, given={
-            "attention.head_count_kv": [b - a for a, b in keys]})
-        del numbers[f"{arch}.attention.head_count_kv"]
-    elif arch not in _LATENT:  # whose lengths are those of the compressed cache
+    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
+    if given:
+        ranged = architectures.entries(model, start, stop, takes_tokens=False, given=given)
+        numbers = {key: value for key, value in numbers.items()
+                   if key.removeprefix(f"{arch}.") not in given}
+    if arch not in (*_LATENT, *_VARIED):  # whose lengths are others, or differ
         numbers |= {
             f"{arch}.attention.key_length": sizes.key,
             f"{arch}.attention.value_length": sizes.value,
@@ -465,15 +464,30 @@ def _varied(model: ModelFile) -> tuple[tuple[int, int], ...]:
                  for count, near in zip(counts, windows, strict=False))
 
 
-def _columns(model: ModelFile) -> int:
-    """The FFN columns of every layer."""
-    value = model.arch_get("feed_forward_length")
-    if isinstance(value, list) and len({*value[:model.n_layers]}) > 1:
+def _same(model: ModelFile, key: str, default: int | None = None) -> int:
+    """A number that is the same in all layers which have it."""
+    if not model.is_array(f"{model.architecture}.{key}"):
+        return _number(model, key, default)
+    found = {*architectures.values_of(model, key)[:model.n_layers]} - {0}
+    if len(found) != 1:
         raise UnsupportedArchitecture(
-            f"{model.path.name}: its layers have different numbers of FFN columns, so they are not "
+            f"{model.path.name}: its layers have different values of {key}, so they are not "
             f"sliced: {_WAY_OUT}")
-    return int(str(value[0])) if isinstance(value, list) and value else _number(
-        model, "feed_forward_length")
+    return found.pop()
+
+
+def _by_layer(model: ModelFile, sizes: Sizes, piece: Slice) -> dict[str, list[int]]:
+    """The metadata of a slice with one value per layer, by key."""
+    kv, ff = "attention.head_count_kv", "feed_forward_length"
+    found = {}
+    if model.is_array(f"{model.architecture}.{kv}"):
+        keys = (sizes.of_layer(layer).keys(piece) for layer in range(model.n_layers))
+        found[kv] = [high - low if count else 0 for (low, high), count in zip(
+            keys, architectures.values_of(model, kv), strict=False)]
+    if model.is_array(f"{model.architecture}.{ff}"):
+        found[ff] = [piece.ff[1] - piece.ff[0] if count else 0
+                     for count in architectures.values_of(model, ff)[:model.n_layers]]
+    return found
 
 
 def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:

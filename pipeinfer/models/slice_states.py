@@ -1,4 +1,4 @@
-"""The part of a layer with a state that a slice takes: some heads of its delta net.
+"""The part of a layer with a state that a slice takes: some heads of its delta net or scan.
 
 Several value heads read a key head. In most files there are as many groups of value heads, of which
 each has one for every key head, so what a slice has of the values lies in bands. In qwen3next those
@@ -9,6 +9,7 @@ of a key head follow each other.
     columns   ssm_out: its value heads; its product is the partial result of the sum
     whole     ssm_norm
 
+A scan (Mamba 2) has groups of heads in the place of key heads, each with a norm of its own.
 Handles tensors of one layer; `slice_parts` has the layers with attention and the feed forward.
 """
 
@@ -23,6 +24,7 @@ from pipeinfer.models.gguf_parts import TensorPart, bands_of, columns_in_bands
 from pipeinfer.models.slice_experts import Range, common_block, tensors_of
 
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+_SCANS = ("nemotron_h",)
 _TOGETHER = ("qwen3next",)  #: whose value heads of a key head follow each other
 
 
@@ -52,6 +54,22 @@ class DeltaNet(Struct, frozen=True):
     def most(self) -> int:
         """The most slices with some heads each."""
         return max(1, self.keys // self.step)
+
+    def columns(self, heads: Range) -> tuple[Range, ...]:
+        """Return the columns of ssm_out of a slice."""
+        return self.bands(heads, self.size)
+
+    def rows(self, heads: Range) -> dict[str, tuple[Range, ...]]:
+        """Return the rows of a slice by tensors' names."""
+        half = self.keys * self.size
+        low, high = heads[0] * self.size, heads[1] * self.size
+        mixed = ((low, high), (half + low, half + high), *self.bands(heads, self.size, 2 * half))
+        each = dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias", "ssm_a"),
+                             self.bands(heads, 1))
+        return each | {
+            "attn_qkv.weight": mixed, "ssm_conv1d.weight": mixed,
+            "attn_gate.weight": self.bands(heads, self.size),
+            "ssm_ba.weight": self.bands(heads, 2)}  # of a key head both rates of its value heads
 
     def bands(self, heads: Range, size: int, start: int = 0) -> tuple[Range, ...]:
         """Return where the value heads of key heads `[a, b)` lie, from `start` on; size: elements
@@ -87,35 +105,94 @@ class DeltaNet(Struct, frozen=True):
                 "ssm.inner_size": values * self.size}
 
 
-def delta_net_of(model: ModelFile) -> DeltaNet | None:
-    """Return the delta net of a model's layers, None if they have none."""
+class Scan(Struct, frozen=True):
+    """The scan of a model's layers.
+
+    keys: groups of heads
+    groups: heads of each
+    size: elements of a head
+    block: columns of ssm_out can be cut at multiples of this in all layers
+    state: elements of a group's input and output of the state
+    """
+
+    keys: int
+    groups: int
+    size: int
+    block: int
+    state: int
+
+    @property
+    def each(self) -> int:
+        """The elements of a group of heads."""
+        return self.groups * self.size
+
+    @property
+    def step(self) -> int:
+        """The number of groups at whose multiples it can be cut."""
+        return math.lcm(self.block, self.each) // self.each
+
+    @property
+    def most(self) -> int:
+        """The most slices with some groups each."""
+        return max(1, self.keys // self.step)
+
+    def columns(self, heads: Range) -> tuple[Range, ...]:
+        """Return the columns of ssm_out of a slice."""
+        return ((heads[0] * self.each, heads[1] * self.each),)
+
+    def rows(self, heads: Range) -> dict[str, tuple[Range, ...]]:
+        """Return the rows of a slice by tensors' names."""
+        def of(size: int, start: int) -> Range:
+            return start + heads[0] * size, start + heads[1] * size
+
+        inner, state = self.keys * self.each, self.keys * self.state
+        mixed = (of(self.each, 0), of(self.state, inner), of(self.state, inner + state))
+        one = (of(self.groups, 0),)
+        return {
+            "ssm_in.weight": (of(self.each, 0), *((inner + a, inner + b) for a, b in mixed),
+                              of(self.groups, 2 * (inner + state))),
+            "ssm_conv1d.weight": mixed, "ssm_conv1d.bias": mixed, "ssm_norm.weight": (heads,),
+            "ssm_dt.bias": one, "ssm_a": one, "ssm_d": one}
+
+    def shapes(self, width: int, kernel: int) -> dict[str, tuple[int, ...]]:
+        """See `DeltaNet.shapes`."""
+        inner, heads = self.keys * self.each, self.keys * self.groups
+        channels = inner + 2 * self.keys * self.state
+        return {
+            "ssm_in.weight": (width, inner + channels + heads),
+            "ssm_conv1d.weight": (kernel, channels), "ssm_conv1d.bias": (channels,),
+            "ssm_norm.weight": (self.each, self.keys), "ssm_dt.bias": (heads,),
+            "ssm_a": (1, heads), "ssm_d": (1, heads), "ssm_out.weight": (inner, width)}
+
+    def entries(self, heads: Range) -> dict[str, int]:
+        """See `DeltaNet.entries`."""
+        count = heads[1] - heads[0]
+        return {"ssm.group_count": count, "ssm.time_step_rank": count * self.groups,
+                "ssm.inner_size": count * self.each}
+
+
+def states_of(model: ModelFile) -> DeltaNet | Scan | None:
+    """Return the delta net or scan of a model's layers, None if they have none that can be cut."""
+    keys, values, size, inner = (int(str(model.arch_get(f"ssm.{name}", 1))) for name in (
+        "group_count", "time_step_rank", "state_size", "inner_size"))
+    if model.architecture in _SCANS:
+        return Scan(keys, values // max(1, keys), inner // max(1, values),
+                    common_block(tensors_of(model, "ssm_out")), size)
     if model.architecture not in DELTA_NETS:
         return None
-    keys, values, size = (int(str(model.arch_get(f"ssm.{name}", 1))) for name in (
-        "group_count", "time_step_rank", "state_size"))
     return DeltaNet(keys, values // max(1, keys), size, common_block(tensors_of(model, "ssm_out")),
                     model.architecture in _TOGETHER)
 
 
-def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet, heads: Range
+def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet | Scan, heads: Range
             ) -> TensorPart | None:
-    """Return the slice's part of a tensor; None for one that is no part of a delta net.
+    """Return the slice's part of a tensor; None for one that no slice has a part of.
 
     name: in the new file
     kind: the tensor's name in its layer
-    heads: key heads `[a, b)` of the slice
+    heads: key heads, or groups, `[a, b)` of the slice
     """
-    size, half = net.size, net.keys * net.size
-    low, high = heads[0] * size, heads[1] * size
     if kind == "ssm_out.weight":
-        return columns_in_bands(tensor, name, *net.bands(heads, size))
-    if kind in ("attn_qkv.weight", "ssm_conv1d.weight"):
-        return bands_of(tensor, name, (low, high), (half + low, half + high),
-                        *net.bands(heads, size, 2 * half))
-    if kind == "attn_gate.weight":
-        return bands_of(tensor, name, *net.bands(heads, size))
-    if kind == "ssm_ba.weight":  # of each key head both rates of its value heads
-        return bands_of(tensor, name, *net.bands(heads, 2))
-    if kind in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias", "ssm_a"):
-        return bands_of(tensor, name, *net.bands(heads, 1))
-    return None
+        return columns_in_bands(tensor, name, *net.columns(heads))
+    bands = net.rows(heads).get(kind)
+    return None if bands is None else bands_of(tensor, name, *bands)

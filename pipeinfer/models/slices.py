@@ -142,6 +142,8 @@ def _counted(possible: Sequence[int]) -> str:
 
 def _why(sizes: Sizes, widest: int) -> str:
     mixture = sizes.mixture
+    if sizes.delta is not None and sizes.delta.most == widest:
+        return f"{sizes.delta.keys} key heads or groups of heads of layers with a state"
     if _most_by_heads(sizes) > widest:
         if _units(sizes.ff, sizes.ff_block) > widest and mixture is not None:
             return f"{mixture.columns} columns of each expert in blocks of {mixture.block}"

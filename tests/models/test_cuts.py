@@ -191,6 +191,18 @@ def test_the_slices_of_the_first_experts_have_the_shared_one(tmp_path):
     assert not any(b"".join(file.read_tensor(file.tensors["blk.0.ffn_down_shexp.weight"])))
 
 
+def test_groups_of_heads_of_a_scan_limit_the_slices(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("nemotron_h")))
+    with pytest.raises(PlanError, match=r"only 1 is possible \(1 key heads or groups of heads of "):
+        cut_of(model, [1, 1])
+    model = ModelFile(write_random_model(tmp_path / "g.gguf", tiny("nemotron_h-groups")))
+    file = ModelFile(extract_shard(model, 0, 7, piece=cut_of(model, [1, 1])[1],
+                                   cache_dir=tmp_path))
+    assert file.arch_get("attention.head_count_kv") == [0, 0, 1, 0, 0, 1, 0]
+    assert file.arch_get("feed_forward_length") == [0, 64, 0, 0, 64, 0, 0]
+    assert file.arch_get("ssm.group_count") == 2
+
+
 @pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [float("nan")], [float("inf"), 1]])
 def test_impossible_shares(shares):
     with pytest.raises(PlanError, match="give each slice a number above 0"):

@@ -25,7 +25,7 @@ MIXTURES = ("deepseek2", "deepseek2-lite", "gemma4", "glm4moe", "gpt-oss", "gran
             "qwen3moe")
 SLICED = ("gemma2", "gemma3", "gemma3-no-window", "gemma4-dense", "glm4", "granite", "minicpm",
           "minicpm-old", "mistral3", "smollm3", *MIXTURES)
-STATES = ("qwen35", "qwen35moe", "qwen35-tied", "qwen3next")
+STATES = ("qwen35", "qwen35moe", "qwen35-tied", "qwen3next", "nemotron_h-groups")
 SAMPLED = [name for name in SLICED if name not in ("deepseek2-lite", "llama4", "qwen3moe")]
 
 
@@ -99,7 +99,7 @@ def test_a_slice_without_its_routers_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES | STATEFUL
-                                  if name not in (*SLICED, *STATES)])
+                                  if name not in (*SLICED, *STATES, "nemotron_h")])
 def test_the_others_are_refused_with_the_reason(name, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
     with pytest.raises(UnsupportedArchitecture, match=r"not sliced.*without --grid") as caught:

@@ -27,7 +27,7 @@ GRIDS = {
     "1x3 unequal": ((3,), "3:2:1", "auto"),
     "2,1": ((2, 1), "2,2", "auto"),
 }
-SAMPLED = (("gpt-oss", "MXFP4", "1x3 unequal"), ("glm4moe", "Q8_0", "2,1"))
+SAMPLED = ("gpt-oss", "MXFP4", "1x3 unequal")
 #: every architecture on every grid, with types in turns
 CASES = [(name, ("Q8_0", "MXFP4", "Q4_0", "Q8_0")[k % 4], grid)
          for k, (name, grid) in enumerate(itertools.product(MIXTURES, GRIDS))
@@ -35,7 +35,7 @@ CASES = [(name, ("Q8_0", "MXFP4", "Q4_0", "Q8_0")[k % 4], grid)
 
 
 @pytest.mark.parametrize(("name", "qtype", "grid"), [
-    *SAMPLED, *(pytest.param(*one, marks=FULL) for one in CASES if one not in SAMPLED)])
+    SAMPLED, *(pytest.param(*one, marks=FULL) for one in CASES if one != SAMPLED)])
 def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, name, qtype, grid):
     compare(tmp_path, GRIDS[grid], tiny(name, qtype=qtype, expert_ff=192, n_ff=192, n_head=8,
                                         n_head_kv=4))
