@@ -93,6 +93,9 @@ def mixture_of(model: ModelFile) -> Mixture | None:
     shared, shared_block = both[0].shape[0], common_block(both)
     if model.architecture not in _TIED:
         return Mixture(count, columns, block, shared, shared_block, drawn=_drawn(model))
+    if shared % columns:
+        raise ModelError(f"{model.path}: its shared experts have {shared} columns, no multiple of "
+                         f"{columns}; the file is damaged, fetch it again")
     return Mixture(count, columns, math.lcm(block, shared_block), shared, shared_block,
                    shared // columns)
 
@@ -116,7 +119,8 @@ def _drawn(model: ModelFile) -> int:
     routers = tensors_of(model, "ffn_gate_inp")
     plain = model.arch_get("expert_weights_scale", 0) in (0, 1) and not tensors_of(
         model, "ffn_down")
-    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or not plain or any(
+    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or drawn < 1 \
+            or not plain or any(
             tensor.type != _FLOAT32 for tensor in routers):
         return 0
     return drawn
@@ -138,7 +142,8 @@ def read_routers(file: ModelFile) -> list[tuple[Floats, Floats | None]]:
     Raises ModelError if the file cannot be read.
     """
     at = max(tensor.offset + aligned(tensor.nbytes) for tensor in file.tensors.values())
-    count = int(str(file.get("pipeinfer.experts", 0)))
+    count = file.get("pipeinfer.experts", 0)
+    assert isinstance(count, int)
     try:
         with file.path.open("rb") as stream:
             def floats(number: int) -> Floats:

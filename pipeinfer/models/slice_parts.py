@@ -87,7 +87,7 @@ class Slice(Struct, frozen=True):
     experts: columns of each expert; None: as `ff`
     shared: columns of the shared expert where they are cut on their own
     among: experts of which the slice has these columns; None: all
-    delta: key heads of the delta net of layers with a state
+    delta: key heads of the delta net, or groups of heads of the scan, of layers with a state
     """
 
     heads: tuple[int, int]
@@ -149,7 +149,7 @@ class Sizes(Struct, frozen=True):
     mixture: the experts; None: there are none
     both: whether the model has experts and another feed forward
     layers: KV heads, and elements of a head, of each layer, where they differ
-    delta: of layers with a state
+    delta: the delta net or scan of layers with a state
     """
 
     heads: int
@@ -258,7 +258,7 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
             f"{model.path.name}: has a bias in its output head, and slices of "
             f"{model.architecture} models cannot have one: {_WAY_OUT}")
     for count in {kv_heads, *(count for count, _ in layers)}:
-        if heads % count or count % kv_heads:
+        if kv_heads < 1 or heads % count or count % kv_heads:
             raise ModelError(f"{model.path}: {heads} heads cannot share {count} KV heads evenly; "
                              "the file is damaged, fetch it again")
     for tensor in model.tensors.values():
@@ -469,7 +469,7 @@ def _same(model: ModelFile, key: str, default: int | None = None) -> int:
     if not model.is_array(f"{model.architecture}.{key}"):
         return _number(model, key, default)
     found = {*architectures.values_of(model, key)[:model.n_layers]} - {0}
-    if len(found) != 1:
+    if len(found) != 1 or min(found) < 1:
         raise UnsupportedArchitecture(
             f"{model.path.name}: its layers have different values of {key}, so they are not "
             f"sliced: {_WAY_OUT}")

@@ -19,6 +19,7 @@ import math
 
 from msgspec import Struct
 
+from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import TensorPart, bands_of, columns_in_bands
 from pipeinfer.models.slice_experts import Range, common_block, tensors_of
@@ -173,15 +174,26 @@ class Scan(Struct, frozen=True):
 
 def states_of(model: ModelFile) -> DeltaNet | Scan | None:
     """Return the delta net or scan of a model's layers, None if they have none that can be cut."""
-    keys, values, size, inner = (int(str(model.arch_get(f"ssm.{name}", 1))) for name in (
-        "group_count", "time_step_rank", "state_size", "inner_size"))
-    if model.architecture in _SCANS:
-        return Scan(keys, values // max(1, keys), inner // max(1, values),
-                    common_block(tensors_of(model, "ssm_out")), size)
-    if model.architecture not in DELTA_NETS:
+    if model.architecture not in (*DELTA_NETS, *_SCANS):
         return None
-    return DeltaNet(keys, values // max(1, keys), size, common_block(tensors_of(model, "ssm_out")),
+    keys, values, size, inner = (_number(model, f"ssm.{name}") for name in (
+        "group_count", "time_step_rank", "state_size", "inner_size"))
+    if values % keys or inner % values:
+        raise ModelError(f"{model.path}: {keys} groups do not share {values} heads, or these "
+                         f"{inner} elements, evenly; the file is damaged, fetch it again")
+    if model.architecture in _SCANS:
+        return Scan(keys, values // keys, inner // values,
+                    common_block(tensors_of(model, "ssm_out")), size)
+    return DeltaNet(keys, values // keys, size, common_block(tensors_of(model, "ssm_out")),
                     model.architecture in _TOGETHER)
+
+
+def _number(model: ModelFile, key: str) -> int:
+    value = model.arch_get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{model.path}: {model.architecture}.{key} is {str(value)[:40]!r}, not a "
+                         "number of at least 1; the file is damaged, fetch it again")
+    return value
 
 
 def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet | Scan, heads: Range

@@ -242,6 +242,23 @@ def test_a_damaged_model(tmp_path):
         widths_of(ModelFile(odd))
 
 
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("qwen35", "ssm.group_count", 0), ("qwen35", "ssm.group_count", 3),
+    ("qwen35", "ssm.state_size", 0), ("nemotron_h-groups", "ssm.time_step_rank", 7),
+    ("gemma4", "attention.key_length", 0), ("glm4moe", "expert_count", 7),
+    ("qwen3moe", "expert_feed_forward_length", 0), ("qwen3moe", "expert_used_count", 0),
+])
+def test_damaged_sizes_of_layers_are_an_error_or_change_nothing(tmp_path, name, key, value):
+    path = write_random_model(tmp_path / "m.gguf", tiny(name))
+    full = f"{name.partition('-')[0]}.{key}"
+    model = ModelFile(altered(path, tmp_path / "d.gguf", numbers={full: value}))
+    if key in ("expert_feed_forward_length", "expert_used_count"):  # read from the tensors
+        assert widths_of(model)
+        return
+    with pytest.raises((ModelError, UnsupportedArchitecture)):
+        widths_of(model)
+
+
 @pytest.mark.parametrize(("name", "said"), [
     ("h0-3.f0-768.v0-4096", "it has 2 KV heads, 768 FFN columns and 4096 rows"),
     ("h0-1.f0-800.v0-4096", "it has 2 KV heads"),

@@ -48,10 +48,12 @@ class Routers:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         model = ModelFile(path)
-        self.count, first, own, self.drawn = (int(str(value)) for value in (
-            model.get("pipeinfer.experts"), model.get("pipeinfer.first_expert"),
-            model.arch_get("expert_count"), model.arch_get("expert_used_count")))
-        if not 0 < self.drawn <= own <= self.count - first <= self.count <= MOST_EXPERTS:
+        self.count, first, own, self.drawn = (
+            value if isinstance(value, int) else -1 for value in (
+                model.get("pipeinfer.experts"), model.get("pipeinfer.first_expert"),
+                model.arch_get("expert_count"), model.arch_get("expert_used_count")))
+        if first < 0 or not (
+                0 < self.drawn <= own <= self.count - first <= self.count <= MOST_EXPERTS):
             raise ModelError(f"{path}: has {own} of {self.count} experts from {first} on, of which "
                              f"a row draws {self.drawn}; remove the file, it is then made again")
         self.own = first, own
