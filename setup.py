@@ -11,6 +11,7 @@ setup(ext_modules=[Extension(
      "pipeinfer/llama/kernels/spin.c"],
     depends=["pipeinfer/llama/kernels/sums.h"],
     extra_compile_args=["-O3"],
+    libraries=["m"],
     optional=True,
     py_limited_api=True,
 ), Extension(

@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpt-oss": (("gpt-oss",), "gpt-oss-20b, gpt-oss-120b"),
     "gemma2": (("gemma2",), "Gemma 2, but 27B"),
     "gemma3": (("gemma3", "gemma3-no-window"), "Gemma 3, but 27B"),
-    "gemma4": (("gemma4",), "Gemma 4 26B-A4B, 31B; not E2B, E4B"),
+    "gemma4": (("gemma4", "gemma4-dense"), "Gemma 4 26B-A4B, 31B; not E2B, E4B"),
     "glm4": (("glm4",), "GLM-4-0414 9B, 32B"),
     "glm4moe": (("glm4moe",), "GLM-4.5, 4.6, Air"),
     "deepseek2": (("deepseek2", "deepseek2-lite"), "DeepSeek-V2, V3, R1, Kimi K2"),

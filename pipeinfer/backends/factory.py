@@ -157,14 +157,25 @@ def backends_of(config: JobConfig, model: Any, hosts: Sequence[RankInfo]
     return tuple(kinds)
 
 
-def check_teams(path: Path, teams: Sequence[Sequence[int]], hosts: Sequence[RankInfo]) -> None:
+def check_teams(model: Any, teams: Sequence[Sequence[int]], hosts: Sequence[RankInfo],
+                members: Sequence[int]) -> None:
     """Raise UsageError where ranks of one stage have different backends.
 
     Their residual rows would not have the same bits. teams: ranks of each stage; hosts: of all
-    ranks.
+    ranks; members: ranks that may become members. Those of a mixture must have one build of
+    llama.cpp, as each selects a row's experts itself.
     """
+    builds = {hosts[rank].kernels: hosts[rank] for rank in members if not hosts[rank].dead}
+    if len(builds) > 1 and model.arch_get("expert_count"):
+        first, second = [*builds.values()][:2]
+        raise UsageError(
+            f"rank {first.rank} on {first.host} runs llama.cpp with kernels for "
+            f"{first.kernels or '?'}, rank {second.rank} on {second.host} for "
+            f"{second.kernels or '?'}: members of a stage "
+            "select experts themselves and must do so alike; use one build on every host, or a "
+            "plain pipeline without --grid")
     for number, ranks in enumerate(teams, 1):
-        kinds = [backend_for(hosts[rank].asked_backend, path) for rank in ranks]
+        kinds = [backend_for(hosts[rank].asked_backend, model.path) for rank in ranks]
         if len(set(kinds)) > 1:
             other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
             raise UsageError(

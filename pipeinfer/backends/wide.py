@@ -15,7 +15,7 @@ from msgspec import structs
 from pipeinfer.backends.base import Backend, Capabilities, apply
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
-from pipeinfer.core.types import FloatArray, IntArray, Rows, SeqJoin
+from pipeinfer.core.types import END, FloatArray, IntArray, Rows, SeqJoin
 
 
 class SliceBackend(Backend, Protocol):
@@ -58,9 +58,10 @@ class WideBackend:
             weight_bytes=sum(p.info.weight_bytes for chain in slices for p in chain),
             cache_bytes=sum(p.info.cache_bytes for chain in slices for p in chain))
         able = [part.capabilities for chain in slices for part in chain]
+        takes_back = all(one.takes_back for one in able)
         self.capabilities = Capabilities(
             free_positions=all(one.free_positions for one in able), separate_views=False,
-            embedding_rows=True, stops_inside=True)
+            embedding_rows=True, stops_inside=takes_back, takes_back=takes_back)
         for index, chain in zip(team.shape.own, self._slices, strict=True):
             for shard in chain:
                 shard.sum_with(team.part(index))
@@ -75,7 +76,7 @@ class WideBackend:
         if self._embedding is not None and hidden is None:
             hidden = self._embedding.rows(rows.tokens)
         team = self._team
-        team.arm(should_stop)
+        team.arm(should_stop if self.capabilities.stops_inside else None)
         further = [self._threads.submit(self._run, turn, rows, hidden)
                    for turn in range(1, len(self._slices))] if self._threads else []
         error: BaseException | None = None
@@ -127,10 +128,11 @@ class WideBackend:
 
     def _drop(self, rows: Rows) -> None:
         """Remove the rows' cells from all shards; some may have none."""
-        end = int(rows.positions.max(initial=-1)) + 1
+        whole = not self.capabilities.takes_back
+        end = END if whole else int(rows.positions.max(initial=-1)) + 1
         for shard in self._all():
             for seq_id, first in rows.first_positions().items():
-                shard.seq_rm(seq_id, first, end)
+                shard.seq_rm(seq_id, 0 if whole else first, end)
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """See `Backend.seq_rm`."""

@@ -343,7 +343,8 @@ class Assembly:
 
     def _bytes_of(self, holding: Holding) -> float:
         """Bytes of memory that a holding takes on its rank."""
-        return self._load.stage_bytes(holding.start, holding.stop) * share_of(holding)
+        return self._load.slices_bytes(
+            holding.start, holding.stop, share_of(holding), max(1, len(holding.slices)))
 
     def _has_room(self, rank: int, holding: Holding) -> bool:
         alive = [one for one in self.held if one.rank not in self.lost]

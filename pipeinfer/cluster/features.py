@@ -164,7 +164,7 @@ def _of_states(inline: tuple[str, ...]) -> Exclusion:
     """Return what layers with a state exclude. inline: proposers that add rows to runs."""
     return Exclusion(STATE, (
         f"--policy {Policy.PUBLISHED}", *inline, "--decomposer",
-        "an adapter (--bita)", "--layout replicate", "--grid", "--slices"), "leave out {found}")
+        "an adapter (--bita)", "--layout replicate"), "leave out {found}")
 
 
 def used(names: Sequence[str], job: JobConfig, sampling: SamplingConfig | None = None

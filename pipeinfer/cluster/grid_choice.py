@@ -164,12 +164,13 @@ class GridPlanner(Struct, frozen=True):
 
         teams, model, cluster = choice.teams, self.model, self.config.cluster
         assert teams is not None
-        check_teams(model.path, teams.ranks, self.hosts)
+        check_teams(model, teams.ranks, self.hosts, [*self.members])
         counts: Sequence[int | None] = choice.layers or asked_counts(
             cluster, model, teams.leaders, self.hosts, None)
         leaders = [structs.replace(one, layers=count)
                    for one, count in zip(combined(self.members, teams), counts, strict=True)]
-        plan = make_plan(cluster, self.load, leaders, teams.leaders, self.hosts,
+        load = self.load.cut_in(max(len(own) for own in (*teams.shares, (1.0,))))
+        plan = make_plan(cluster, load, leaders, teams.leaders, self.hosts,
                          lambda split: estimate(split, self.policy), timed=bool(self.figures))
         if plan.left_out:
             raise UsageError("every stage of a grid needs layers: give --layers a count above 0 "
@@ -190,7 +191,7 @@ class GridPlanner(Struct, frozen=True):
 
         Raises PlanError, UnsupportedArchitecture, UsageError, RankLost.
         """
-        check_teams(self.model.path, [ranks], self.hosts)
+        check_teams(self.model, [ranks], self.hosts, [*self.members])
         best, plain = grids_of_ranks(
             self.model, self.load, [self.members[rank] for rank in ranks],
             [self.figures.get(rank) for rank in ranks],
@@ -298,12 +299,22 @@ def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
     if not cut:
         return
     sizes = sizes_of(model)
-    at = query = row = 0
+    mixture, expert, column = sizes.mixture, 0, 0
+    at: tuple[int, ...] = (0,) * 5
     for piece in cut:
         check_fits(model, piece)
-        low, high = sizes.queries(piece)
-        if (piece.ff[0], low, piece.vocab[0]) != (at, query, row):
+        dense = piece.ff if mixture is None or sizes.both else (0, 0)
+        own = (dense, sizes.queries(piece), piece.vocab,
+               sizes.shared(piece) or (at[3], at[3]), piece.delta or (0, 0))
+        columns, among = piece.expert_columns, sizes.among(piece)
+        if tuple(begin for begin, _ in own) != at or (
+                mixture is not None and (columns[0], among[0]) != (column, expert)):
             raise PlanError("its slices are not all of the model")
-        at, query, row = piece.ff[1], high, piece.vocab[1]
-    if (at, query, row) != (sizes.ff, sizes.heads, sizes.vocab):
+        at, column = tuple(end for _, end in own), columns[1]
+        if mixture is not None and column == mixture.columns:  # the next has other experts
+            column, expert = 0, among[1]
+    dense_size = sizes.ff if mixture is None or sizes.both else 0
+    if at != (dense_size, sizes.heads, sizes.vocab, 0 if mixture is None else mixture.shared,
+              0 if sizes.delta is None else sizes.delta.keys) or (
+            mixture is not None and (column, expert) != (0, mixture.count)):
         raise PlanError("its slices are not all of the model")

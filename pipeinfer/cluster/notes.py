@@ -155,10 +155,16 @@ def lines_of(held: Sequence[Holding], host_of: Callable[[Holding], str],
 
 def _slices(holding: Holding) -> str:
     own = [Slice.parse(holding.cut[index]) for index in holding.slices]
-    return " and ".join(f"{_heads(one)}, columns {one.ff[0]}-{one.ff[1] - 1}" for one in own)
+    return " and ".join(f"{_heads(one)}, columns {one.ff[0]}-{one.ff[1] - 1}" + (
+        f", of each expert {one.experts[0]}-{one.experts[1] - 1}" if one.experts else
+        f" of experts {one.among[0]}-{one.among[1] - 1}" if one.among else "")
+        for one in own)
 
 
 def _heads(piece: Slice) -> str:
+    text = f"KV heads {piece.heads[0]}-{piece.heads[1] - 1}"
     if piece.queries is not None:
-        return f"query heads {piece.queries[0]}-{piece.queries[1] - 1} of KV head {piece.heads[0]}"
-    return f"KV heads {piece.heads[0]}-{piece.heads[1] - 1}"
+        text = f"query heads {piece.queries[0]}-{piece.queries[1] - 1} of KV head {piece.heads[0]}"
+    if piece.delta is not None:
+        text += f", key heads {piece.delta[0]}-{piece.delta[1] - 1} of layers with a state"
+    return text

@@ -178,11 +178,21 @@ def _gemma4(s: Sizes, i: int) -> dict[str, Shape]:
              | _attention(s, head=head, kv_heads=kv_heads) | _head_norms(s, head) | _dense(s)
              | {"layer_output_scale.weight": (1,), "ffn_gate_inp.weight": (EXPERTS, s.width),
                 "ffn_gate_inp.scale": (s.width,), "ffn_down_exps.scale": (EXPERTS,),
-                "ffn_gate_up_exps.weight": (EXPERTS, 2 * EXPERT_FF, s.width),
-                "ffn_down_exps.weight": (EXPERTS, s.width, EXPERT_FF)})
+                "ffn_gate_up_exps.weight": (EXPERTS, 2 * s.expert_ff, s.width),
+                "ffn_down_exps.weight": (EXPERTS, s.width, s.expert_ff)})
     if not near:  # keys serve as values
         del found["attn_v.weight"]
     return found
+
+
+def _gemma4_dense_keys(s: Sizes) -> dict[str, Key]:
+    return {key: value for key, value in _gemma4_keys(s).items() if not key.startswith("expert")}
+
+
+def _gemma4_dense(s: Sizes, i: int) -> dict[str, Shape]:
+    further = ("exps", "gate_inp", "norm_1", "norm_2")
+    return {name: shape for name, shape in _gemma4(s, i).items()
+            if not any(part in name for part in further)}
 
 
 def _glm4_keys(s: Sizes) -> dict[str, Key]:
@@ -241,7 +251,7 @@ def _deepseek2_lite(s: Sizes, i: int) -> dict[str, Shape]:
         "attn_output.weight": (s.width, s.heads * s.head)}
     if i < DENSE_FIRST:
         return found | _dense(s)
-    return found | _experts(s) | _dense(s, "_shexp", 2 * EXPERT_FF)
+    return found | _experts(s) | _dense(s, "_shexp", 2 * s.expert_ff)
 
 
 def _deepseek2(s: Sizes, i: int) -> dict[str, Shape]:
@@ -285,7 +295,7 @@ def _cohere2(s: Sizes, _: int) -> dict[str, Shape]:
 
 def _llama4(s: Sizes, i: int) -> dict[str, Shape]:
     found = _norms(s, "attn_norm", "ffn_norm") | _attention(s)
-    return found | (_experts(s) | _dense(s, "_shexp", EXPERT_FF) if i % 2 else _dense(s))
+    return found | (_experts(s) | _dense(s, "_shexp", s.expert_ff) if i % 2 else _dense(s))
 
 
 def _exaone4(s: Sizes, _: int) -> dict[str, Shape]:
@@ -374,6 +384,8 @@ RECIPES = {
     "gemma3-no-window": Recipe("gemma3", _plain(_RMS), _gemma3, tied=True),
     "gemma4": Recipe("gemma4", _gemma4_keys, _gemma4,
                      lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
+    "gemma4-dense": Recipe("gemma4", _gemma4_dense_keys, _gemma4_dense,
+                           lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
     "glm4": Recipe("glm4", _glm4_keys, _glm4),
     "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1),
     "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2),
@@ -438,12 +450,12 @@ def _state_keys(s: Sizes) -> dict[str, Key]:
                    "ssm.state_size": _STATE, "ssm.time_step_rank": _TIME}
 
 
-def _mamba2(s: Sizes, _: int) -> dict[str, Shape]:
-    inner, channels = 2 * s.width, 2 * s.width + 2 * _STATE
+def _mamba2(s: Sizes, _: int, groups: int = 1) -> dict[str, Shape]:
+    inner, channels = 2 * s.width, 2 * s.width + 2 * groups * _STATE
     return _norms(s, "attn_norm") | {
         "ssm_in.weight": (inner + channels + _TIME, s.width), "ssm_dt.bias": (_TIME,),
         "ssm_conv1d.weight": (channels, _CONV), "ssm_conv1d.bias": (channels,),
-        "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (1, inner),
+        "ssm_a": (_TIME, 1), "ssm_d": (_TIME, 1), "ssm_norm.weight": (groups, inner // groups),
         "ssm_out.weight": (s.width, inner)}
 
 
@@ -469,9 +481,9 @@ def _parted_keys(s: Sizes) -> dict[str, Key]:
         "feed_forward_length": [s.ff if i % 3 == 1 else 0 for i in range(s.n_layer)]}
 
 
-def _parted(s: Sizes, i: int) -> dict[str, Shape]:
+def _parted(s: Sizes, i: int, groups: int = 1) -> dict[str, Shape]:
     if i % 3 == 0:
-        return _mamba2(s, i)
+        return _mamba2(s, i, groups)
     return _norms(s, "attn_norm") | (_attention(s) if i % 3 == 2 else {
         "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)})
 
@@ -600,6 +612,9 @@ STATEFUL = {
     "nemotron_h_moe": Recipe("nemotron_h_moe", lambda s: _parted_keys(s) | _SPARSE | {
         "expert_shared_feed_forward_length": EXPERT_FF, "expert_weights_scale": 2.5,
         "expert_weights_norm": True}, _parted_moe, layers=7),
+    "nemotron_h-groups": Recipe(
+        "nemotron_h", lambda s: _parted_keys(s) | {"ssm.group_count": 4},
+        lambda s, i: _parted(s, i, 4), layers=7),
     "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, lambda s: {"token_embd_norm.weight": (s.width,)},
                    tied=True, layers=7),
     "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe,

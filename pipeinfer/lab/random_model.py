@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_architectures import (
+    EXPERT_FF,
     RECIPES,
     STATEFUL,
     Key,
@@ -34,7 +35,7 @@ from pipeinfer.models.text.hf_tokenizer import byte_tokens
 #: mixes: the type of most matrices, and that of `output`, `attn_v` and `ffn_down`
 _MIXES = {
     "Q4_K_M": ("Q4_K", "Q6_K"), "Q4_K_S": ("Q4_K", "Q5_K"), "Q5_K_M": ("Q5_K", "Q6_K"),
-    **{name: (name, name) for name in ("F16", "BF16", "Q8_0", "Q6_K", "Q4_0")},
+    **{name: (name, name) for name in ("F16", "BF16", "Q8_0", "Q6_K", "Q4_0", "MXFP4")},
 }
 _BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
@@ -53,8 +54,9 @@ class RandomSpec:
 
     architecture: llama, qwen2, qwen3, or a name in RECIPES; see `tiny` for those. qtype: F32 or a
     name in `_MIXES`, which resemble llama.cpp's file types of that name. tied: no output matrix of
-    its own. n_expert > 0 makes a mixture of experts of a llama. pooling: llama.cpp's number for
-    that of an embedding model, whose texts end with a token of their own.
+    its own. n_expert > 0 makes a mixture of experts of a llama. expert_ff: columns of an expert of
+    a mixture by a recipe. pooling: llama.cpp's number for that of an embedding model, whose texts
+    end with a token of their own.
     """
 
     architecture: str = "llama"
@@ -68,6 +70,7 @@ class RandomSpec:
     qtype: str = "F32"
     tied: bool = False
     n_expert: int = 0
+    expert_ff: int = EXPERT_FF
     rope_freqs: bool = False
     pooling: int = 0
     seed: int = 0
@@ -123,7 +126,9 @@ def _write(path: Path, spec: RandomSpec) -> None:
             writer.add_tensor(name, data)
             continue
         better = any(part in name for part in _BETTER)
-        kind = gguf.GGMLQuantizationType[_MIXES[spec.qtype][better]]
+        only_experts = spec.qtype == "MXFP4" and "_exps" not in name  # as in published files
+        kind = gguf.GGMLQuantizationType[
+            "Q8_0" if only_experts else _MIXES[spec.qtype][better]]
         if kind.name in ("F16", "Q8_0"):
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
@@ -136,13 +141,17 @@ def _write(path: Path, spec: RandomSpec) -> None:
 
 def _sizes(spec: RandomSpec) -> Sizes:
     return Sizes(spec.n_layer, spec.n_embd, spec.n_head, spec.n_head_kv,
-                 spec.n_embd // spec.n_head, spec.n_ff)
+                 spec.n_embd // spec.n_head, spec.n_ff, expert_ff=spec.expert_ff)
 
 
 def _keys(spec: RandomSpec, recipe: Recipe) -> dict[str, Key]:
     usual: dict[str, Key] = {"attention.head_count_kv": spec.n_head_kv,
                              "rope.dimension_count": spec.n_embd // spec.n_head}
-    return usual | recipe.keys(_sizes(spec))
+    found = usual | recipe.keys(_sizes(spec))
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if found.get(key) == EXPERT_FF:
+            found[key] = spec.expert_ff
+    return found
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Key) -> None:

@@ -13,7 +13,7 @@ Uses metadata; writes no file and does not plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -155,11 +155,11 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     if arch in _IN_ONE:
         return [LayerKind.BOTH] * n
     if model.is_array(f"{arch}.{_RECURRENT}"):
-        states = [bool(value) for value in _values(model, _RECURRENT)][:n]
+        states = [bool(value) for value in values_of(model, _RECURRENT)][:n]
     elif model.is_array(f"{arch}.{_KV_HEADS}"):
-        heads, wide = _values(model, _KV_HEADS), [0] * n
+        heads, wide = values_of(model, _KV_HEADS), [0] * n
         if arch in _PARTED and model.is_array(f"{arch}.{_FF}"):
-            wide = _values(model, _FF)
+            wide = values_of(model, _FF)
         return [LayerKind.NOTHING if wide[i] else LayerKind.CACHE if heads[i] else LayerKind.STATE
                 for i in range(n)]
     else:
@@ -271,12 +271,13 @@ def smallest_stage(model: ModelFile, last: int) -> tuple[int, int]:
     return 0, n
 
 
-def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | None = None
-            ) -> dict[str, bytes]:
+def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | None = None,
+            given: Mapping[str, Sequence[int]] | None = None) -> dict[str, bytes]:
     """Return the metadata in which a shard's header differs from the model's.
 
     start, stop: the layers `[start, stop)` of the shard
     takes_tokens: whether the shard looks tokens up itself; None: if it has the first layer
+    given: values of all layers in place of the model's, by key
     Returns entries by key; an empty entry removes the key. The number of layers is among them.
     Where no layer has a sliding window although llama.cpp requires one, or there are too few layers
     for it, one more layer is announced as one for multi-token prediction, which needs no weights
@@ -297,7 +298,7 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
         own.bools(_PATTERN, [*windows, True] if ghost else windows)
     for key in cut.arrays:
         if key != _PATTERN and model.is_array(f"{model.architecture}.{key}"):
-            values = _values(model, key)[start:stop]
+            values = [*((given or {}).get(key) or values_of(model, key))][start:stop]
             own.numbers(key, [*values, values[-1]] if ghost else values)
     if (dense := _number(model, _DENSE)) and _DENSE in cut.traps:
         own.uint(_DENSE, max(0, dense - start))
@@ -330,7 +331,7 @@ def windows_of(model: ModelFile, period: int) -> list[bool]:
     """Return for each layer whether it has a sliding window; period: as in `CutRule`."""
     key = f"{model.architecture}.{_PATTERN}"
     if model.is_array(key):
-        return [bool(value) for value in _values(model, _PATTERN)][:model.n_layers]
+        return [bool(value) for value in values_of(model, _PATTERN)][:model.n_layers]
     period = _number(model, _PATTERN, period)
     return [period == 0 or i % period < period - 1 for i in range(model.n_layers)]
 
@@ -341,7 +342,7 @@ def kind_of_place(model: ModelFile, layer: int) -> list[int]:
     found = [layer % step_of(model)]
     if cut.period and (_number(model, _WINDOW) or not cut.plain):
         found.append(windows_of(model, cut.period)[layer])
-    return found + [_values(model, key)[layer] for key in cut.arrays
+    return found + [values_of(model, key)[layer] for key in cut.arrays
                     if key != _PATTERN and model.is_array(f"{arch}.{key}")]
 
 
@@ -388,7 +389,8 @@ def _lite(model: ModelFile) -> bool:
     return "blk.0.attn_q.weight" in model.tensors
 
 
-def _values(model: ModelFile, key: str) -> list[int]:
+def values_of(model: ModelFile, key: str) -> list[int]:
+    """Return metadata with one value per layer. Raises ModelError if it is damaged."""
     values = model.arch_get(key)
     if not isinstance(values, list) or len(values) < model.n_layers or not all(
             isinstance(value, int) for value in values):

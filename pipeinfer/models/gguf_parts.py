@@ -8,6 +8,7 @@ and parts give the same bytes. Independent of layers, shards and the cache.
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -28,12 +29,12 @@ class FileWindow(Struct, frozen=True):
 
     row_bytes: bytes of a row
     bands: rows `[a, b)`, in bands one after the other
-    span: bytes `[c, d)` of each row
+    spans: bytes `[c, d)` of each row, one after the other
     """
 
     row_bytes: int
     bands: tuple[tuple[int, int], ...]
-    span: tuple[int, int]
+    spans: tuple[tuple[int, int], ...]
 
 
 class TensorPart(Struct, frozen=True):
@@ -72,19 +73,51 @@ def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPa
     """Take several ranges of rows, one after the other."""
     count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
     return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
-                   nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, (0, row_bytes)))
+                   nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, ((0, row_bytes),)))
 
 
-def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int]) -> TensorPart:
-    """Take columns `[a, b)` of a matrix, which begin and end at blocks or with the row."""
-    low, high = columns
-    row_bytes, block = tensor.nbytes // tensor.shape[1], block_size(tensor)
+def bands_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
+                  *bands: tuple[int, int]) -> TensorPart:
+    """Take the same ranges of rows of matrices `[a, b)` of a stack, such as of each expert's."""
+    columns, rows, stacked = tensor.shape
+    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // (rows * stacked)
+    taken = range(*matrices)
+    every = tuple((rows * i + low, rows * i + high) for i in taken for low, high in bands)
+    return structs.replace(
+        all_of(tensor, name), shape=(columns, count, len(taken)),
+        nbytes=count * len(taken) * row_bytes,
+        window=FileWindow(row_bytes, every, ((0, row_bytes),)))
+
+
+def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int],
+               last: tuple[int, int] | None = None) -> TensorPart:
+    """Take columns `[a, b)` of a matrix, or of each of a stack, which begin and end at blocks or
+    with the row.
+
+    last: `[a, b)` of the last dimension: rows of a matrix, matrices of a stack; None: all
+    """
+    return columns_in_bands(tensor, name, columns, last=last)
+
+
+def columns_in_bands(tensor: TensorInfo, name: str, *columns: tuple[int, int],
+                     last: tuple[int, int] | None = None) -> TensorPart:
+    """Take several ranges of columns, one after the other. last: as for `columns_of`"""
+    first, stop = last or (0, tensor.shape[-1])
+    each = math.prod(tensor.shape[1:-1])  # rows of a matrix of a stack, 1 in a matrix
+    row_bytes, block = tensor.nbytes // math.prod(tensor.shape[1:]), block_size(tensor)
     type_size = row_bytes * block // tensor.shape[0]
-    assert low % block == high % block == 0, (tensor.name, columns, block)
-    span = (low // block * type_size, high // block * type_size)
-    return structs.replace(all_of(tensor, name), shape=(high - low, tensor.shape[1]),
-                   nbytes=(span[1] - span[0]) * tensor.shape[1],
-                   window=FileWindow(row_bytes, ((0, tensor.shape[1]),), span))
+    assert not any(end % block for own in columns for end in own), (tensor.name, columns, block)
+    spans = tuple((low // block * type_size, high // block * type_size) for low, high in columns)
+    return structs.replace(
+        all_of(tensor, name),
+        shape=(sum(high - low for low, high in columns), *tensor.shape[1:-1], stop - first),
+        nbytes=sum(high - low for low, high in spans) * each * (stop - first),
+        window=FileWindow(row_bytes, ((each * first, each * stop),), spans))
+
+
+def without_values(part: TensorPart) -> TensorPart:
+    """Return zeros of the same type and shape."""
+    return structs.replace(part, source=None, window=None)
 
 
 def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
@@ -226,7 +259,7 @@ def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> It
     pages.
     """
     path, size = model.paths[tensor.part], window.row_bytes
-    low, high = window.span
+    whole = window.spans == ((0, size),)
     try:
         with path.open("rb") as file:
             for at, stop in window.bands:
@@ -237,9 +270,10 @@ def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> It
                     if len(data) < count * size:
                         raise ModelError(f"{path}: was truncated while it was being read; fetch "
                                          "it again")
-                    if high - low < size:
+                    if not whole:
                         cells = np.frombuffer(data, np.uint8).reshape(count, size)
-                        data = cells[:, low:high].tobytes()
+                        data = np.concatenate(
+                            [cells[:, low:high] for low, high in window.spans], axis=1).tobytes()
                     yield data
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None

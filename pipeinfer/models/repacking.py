@@ -15,9 +15,12 @@ def may_repack(model: ModelFile) -> bool:
 
     Compiled for AMX, llama.cpp crashes on repacked weights at two rows or more (its issue 20824).
     Its kernels for repacked Q4_K sum in an order that depends on the number of rows. Those of
-    `short_runs` for Q4_K use the file's layout and one order for all. Raises BackendError without
-    a library.
+    `short_runs` for Q4_K use the file's layout and one order for all. With repacked weights it
+    takes a row for an expert at most once; in slices with some experts a row may be several times
+    in the place of experts that other slices have. Raises BackendError without a library.
     """
+    if model.get("pipeinfer.experts"):
+        return False
     if b"AMX_INT8 = 1" in binding.llama_print_system_info():
         return False
     if "q4_K" not in short_runs.used():

@@ -48,6 +48,7 @@ from pipeinfer.models.gguf_parts import (
     zeros,
 )
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
+from pipeinfer.models.slice_experts import routers_of
 
 if TYPE_CHECKING:
     from pipeinfer.models.slice_parts import Slice
@@ -266,8 +267,11 @@ class ShardSource:
             if piece is not None:
                 slice_parts.check_fits(model, piece)
             parts = _parts(model, start, stop, piece)
-        self.model, self.layers, self._parts = model, (start, stop), parts
+        self.model, self.layers = model, (start, stop)
         self.header = _header(model, start, stop, parts, piece)
+        if piece is not None and piece.among is not None:
+            parts += routers_of(model, start, stop)  # behind what the header names
+        self._parts = parts
         self.total = total_bytes(self.header, parts)
         self.name = shard_name(model.fingerprint, start, stop, piece.name if piece else "")
 

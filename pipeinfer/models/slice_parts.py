@@ -1,9 +1,12 @@
 """The part of each tensor of a layer that a slice takes, and the models that can be sliced.
 
-    rows      attn_q, attn_k, attn_v, their biases: its heads; ffn_gate, ffn_up: its FFN columns
+    rows      attn_q, attn_k, attn_v, their biases and sinks: its heads; ffn_gate, ffn_up: its FFN
+              columns
     columns   attn_output: its heads; ffn_down: its FFN columns
-    whole     norms, also those of heads; biases of attn_output and ffn_down
+    whole     norms, also those of heads; routers; biases of attn_output and ffn_down; what all
+              heads read (deepseek2's compressed cache)
     bands     of a matrix that is two in one (glm4's ffn_up): the rows of each
+    experts   see `slice_experts`
 
 attn_output and ffn_down of a slice yield a partial result of the sum over all slices. llama.cpp
 adds a bias of theirs in a node of its own after the product, so it comes after the sum: every slice
@@ -15,27 +18,32 @@ from __future__ import annotations
 import math
 import re
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.models import architectures
+from pipeinfer.models import architectures, slice_experts, slice_states
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
     bands_of,
-    block_size,
     columns_of,
     rows_of,
     text_entry,
     uint_entry,
 )
 from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
+from pipeinfer.models.slice_states import DeltaNet, Scan, states_of
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
-          "post_ffw_norm.weight")
+          "post_ffw_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias",
+          "attn_q_a.weight", "attn_q_a_norm.weight", "attn_kv_a_mqa.weight",
+          "attn_kv_a_norm.weight", "pre_ffw_norm_2.weight", "post_ffw_norm_1.weight",
+          "post_ffw_norm_2.weight", "ffn_gate_inp.scale", "ffn_down_exps.scale",
+          "layer_output_scale.weight", "ffn_gate_inp_shexp.weight", "ssm_norm.weight")
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
@@ -45,45 +53,69 @@ _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward
 _WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
 _WAY_OUT = "run it as a plain pipeline, without --grid"
 #: architectures that can be sliced, and why others cannot
-_SLICED = ("gemma2", "gemma3", "glm4", "granite", "llama", "minicpm", "mistral3", "qwen2", "qwen3",
-           "smollm3")
+_SLICED = ("deepseek2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
+           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "nemotron_h", "qwen2", "qwen3",
+           "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "smollm3")
 _WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
+_NORMS = "its norm of queries and keys goes over all heads, of which a slice has some"
 _REASONS = {
     **dict.fromkeys(("arctic", "exaone4", "olmoe"), _WIDTH),
-    **dict.fromkeys(("ernie4_5", "hunyuan-dense", "seed_oss"), "it was not tried"),
-    "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH,
-    "olmo2": "its norm of queries and keys goes over all heads, of which a slice has some",
-    "deepseek2": "all its heads read one compressed cache, and its experts would have to be summed",
-    "gemma4": "the heads of its layers differ, and its experts would have to be summed",
+    **dict.fromkeys(("bailingmoe2", "dots1", "ernie4_5", "ernie4_5-moe", "falcon-h1",
+                     "hunyuan-dense", "hunyuan-moe", "jamba", "lfm2moe", "nemotron_h_moe",
+                     "seed_oss"), "it was not tried"),
+    "minimax-m2": _NORMS, "olmo2": _NORMS,
+    "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
+    **dict.fromkeys(("mamba", "mamba2"), "its layers keep a state, which is not cut"),
+    "granitehybrid": "its norm of states goes over all heads, of which a slice has some",
+    "lfm2": "llama.cpp wants its convolutions to be as wide as the model, which those of a slice "
+            "are not",
 }
 _TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
+_LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
+_VARIED = ("gemma4",)  #: whose layers with a sliding window have other heads than the rest
 
 
 _NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
-                   r"\.f(\d{1,9})-(\d{1,9})\.v(\d{1,9})-(\d{1,9})", re.ASCII)
+                   r"(?:d(\d{1,9})-(\d{1,9}))?\.f(\d{1,9})-(\d{1,9})(?:\.e(\d{1,9})-(\d{1,9}))?"
+                   r"(?:\.x(\d{1,9})-(\d{1,9}))?(?:\.s(\d{1,9})-(\d{1,9}))?"
+                   r"\.v(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
 class Slice(Struct, frozen=True):
     """The parts of every layer and of the output head that a slice holds; all ranges are `[a, b)`.
 
     heads: KV heads
-    ff: FFN columns
+    ff: FFN columns; in a mixture without any other feed forward those of each expert
     vocab: rows of the output head
     queries: query heads of the model, where the slice has only some of those of its one KV head;
         None: all of its KV heads'
+    experts: columns of each expert; None: as `ff`
+    shared: columns of the shared expert where they are cut on their own
+    among: experts of which the slice has these columns; None: all
+    delta: key heads of the delta net, or groups of heads of the scan, of layers with a state
     """
 
     heads: tuple[int, int]
     ff: tuple[int, int]
     vocab: tuple[int, int]
     queries: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
+    shared: tuple[int, int] | None = None
+    among: tuple[int, int] | None = None
+    delta: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
-        queries = f"q{self.queries[0]}-{self.queries[1]}" if self.queries else ""
-        return (f"h{self.heads[0]}-{self.heads[1]}{queries}.f{self.ff[0]}-{self.ff[1]}"
-                f".v{self.vocab[0]}-{self.vocab[1]}")
+        ranges = (("h", self.heads), ("q", self.queries), ("d", self.delta), (".f", self.ff),
+                  (".e", self.experts), (".x", self.among), (".s", self.shared),
+                  (".v", self.vocab))
+        return "".join(f"{letter}{own[0]}-{own[1]}" for letter, own in ranges if own is not None)
+
+    @property
+    def expert_columns(self) -> tuple[int, int]:
+        """The columns of each expert."""
+        return self.experts or self.ff
 
     @classmethod
     def parse(cls, text: str) -> Slice:
@@ -91,14 +123,15 @@ class Slice(Struct, frozen=True):
         match = _NAME.fullmatch(text)
         if match is not None:
             numbers = [None if part is None else int(part) for part in match.groups()]
-            heads, queries, ff, vocab = (
+            heads, queries, delta, ff, experts, among, shared, vocab = (
                 None if low is None or high is None else (low, high)
                 for low, high in zip(numbers[::2], numbers[1::2], strict=True))
             assert heads is not None
             assert ff is not None
             assert vocab is not None
-            found = cls(heads, ff, vocab, queries)
-            ranges = (heads, ff, vocab, queries or heads)
+            found = cls(heads, ff, vocab, queries, experts, shared, among, delta)
+            ranges = (heads, ff, vocab, *(own or ff for own in (
+                queries, experts, shared, among, delta)))
             # a number with leading zeros would give one slice two names
             if all(low < high for low, high in ranges) and found.name == text:
                 return found
@@ -109,14 +142,19 @@ class Slice(Struct, frozen=True):
 class Sizes(Struct, frozen=True):
     """The sizes of every layer.
 
-    heads, kv_heads: query heads and KV heads
-    key, value: elements of a head's key and value
+    heads, kv_heads: query heads and KV heads; of layers that differ, those of the layer with the
+        fewest KV heads
+    key, value: elements of a head's key and value; of layers that differ, what divides all of them
     rotated: elements of a head that are rotated
-    ff: FFN columns
+    ff: FFN columns; in a mixture without any other feed forward those of each expert
     vocab: rows of the output head
     head_block, ff_block: columns of attn_output and of ffn_down can be cut at multiples of these in
         all layers
     new_names: names of tensors in a layer that differ in a slice
+    mixture: the experts; None: there are none
+    both: whether the model has experts and another feed forward
+    layers: KV heads, and elements of a head, of each layer, where they differ
+    delta: the delta net or scan of layers with a state
     """
 
     heads: int
@@ -129,6 +167,10 @@ class Sizes(Struct, frozen=True):
     head_block: int
     ff_block: int
     new_names: dict[str, str]
+    mixture: Mixture | None = None
+    both: bool = False
+    layers: tuple[tuple[int, int], ...] = ()
+    delta: DeltaNet | Scan | None = None
 
     @property
     def group(self) -> int:
@@ -140,6 +182,39 @@ class Sizes(Struct, frozen=True):
         if piece.queries is not None:
             return piece.queries
         return piece.heads[0] * self.group, piece.heads[1] * self.group
+
+    @property
+    def query(self) -> int:
+        """The rows of attn_q of a head: with a delta net in other layers it has a gate, too."""
+        return self.key * (2 if isinstance(self.delta, DeltaNet) else 1)
+
+    @property
+    def least_group(self) -> int:
+        """The query heads per KV head in the layer with the most KV heads."""
+        return self.heads // max([self.kv_heads, *(kv_heads for kv_heads, _ in self.layers)])
+
+    def of_layer(self, layer: int) -> Sizes:
+        """Return the sizes of one layer."""
+        if not self.layers:
+            return self
+        kv_heads, head = self.layers[layer]
+        return structs.replace(self, kv_heads=kv_heads, key=head, value=head, layers=())
+
+    def keys(self, piece: Slice) -> tuple[int, int]:
+        """Return the KV heads `[a, b)` of a slice, in a layer that has these sizes."""
+        low, high = self.queries(piece)
+        return low // self.group, -(-high // self.group)
+
+    def shared(self, piece: Slice) -> tuple[int, int] | None:
+        """Return the columns `[a, b)` of the shared expert of a slice, None for none."""
+        if piece.shared is not None or self.mixture is None or not self.mixture.tied:
+            return piece.shared
+        low, high = piece.expert_columns
+        return low * self.mixture.tied, high * self.mixture.tied
+
+    def among(self, piece: Slice) -> tuple[int, int]:
+        """Return the experts `[a, b)` of a slice."""
+        return piece.among or (0, 0 if self.mixture is None else self.mixture.count)
 
 
 def why_not_sliced(architecture: str) -> str:
@@ -161,29 +236,40 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         raise UnsupportedArchitecture(
             f"{model.path.name}: layers rewritten for gaps between positions are not sliced: "
             f"{_WAY_OUT}, or choose a decomposer that leaves no gaps")
-    if model.arch_get("expert_count") not in (None, 0):
-        raise UnsupportedArchitecture(
-            f"{model.path.name}: is a mixture of experts, which is not sliced: {_WAY_OUT}")
     if why := why_not_sliced(model.architecture):
         raise UnsupportedArchitecture(f"{model.path.name}: {why}: {_WAY_OUT}")
-    heads = _number(model, "attention.head_count")
-    kv_heads = _number(model, "attention.head_count_kv", heads)
-    key = _number(model, "attention.key_length", model.n_embd // heads)
+    heads, mixture = _number(model, "attention.head_count"), mixture_of(model)
+    layers: tuple[tuple[int, int], ...] = ()
+    if model.architecture in _VARIED:
+        layers = _varied(model)
+        kv_heads = min(kv_heads for kv_heads, _ in layers)
+    else:
+        kv_heads = _same(model, "attention.head_count_kv", heads)
+    suffix = "_mla" if model.architecture in _LATENT else ""
+    key, value = (_number(model, f"attention.{name}_length{suffix}", model.n_embd // heads)
+                  for name in ("key", "value"))
+    if layers:
+        key = value = math.gcd(*(head for _, head in layers))
+    down = tensors_of(model, "ffn_down")
+    ff, block = (mixture.columns, mixture.block) if mixture is not None and not down else (
+        _same(model, "feed_forward_length"), common_block(down))
     sizes = Sizes(
-        heads, kv_heads, key, _number(model, "attention.value_length", model.n_embd // heads),
-        _number(model, "rope.dimension_count", key), _number(model, "feed_forward_length"),
-        model.n_vocab, _common_block(model, "attn_output"), _common_block(model, "ffn_down"),
-        _WRITTEN_AS.get(model.architecture, ("", {}))[1])
+        heads, kv_heads, key, value, _number(model, "rope.dimension_count", key), ff,
+        model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
+        _WRITTEN_AS.get(model.architecture, ("", {}))[1], mixture,
+        both=mixture is not None and bool(down), layers=layers, delta=states_of(model))
     if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
             f"{model.architecture} models cannot have one: {_WAY_OUT}")
-    if heads % kv_heads:
-        raise ModelError(f"{model.path}: {heads} heads cannot share {kv_heads} KV heads evenly; "
-                         "the file is damaged, fetch it again")
+    for count in {kv_heads, *(count for count, _ in layers)}:
+        if kv_heads < 1 or heads % count or count % kv_heads:
+            raise ModelError(f"{model.path}: {heads} heads cannot share {count} KV heads evenly; "
+                             "the file is damaged, fetch it again")
     for tensor in model.tensors.values():
-        if tensor.layer is not None or tensor.name in ("output.weight", "output.bias"):
-            _check(model, tensor, sizes)
+        if tensor.name in ("output.weight", "output.bias") or (
+                tensor.layer is not None and tensor.layer < model.n_layers):
+            _check(model, tensor, sizes.of_layer(tensor.layer or 0))
     return sizes
 
 
@@ -229,6 +315,21 @@ def _sizes_of_folder(folder: ModelDir) -> Sizes:
     return Sizes(heads, kv_heads, size, size, size, ff, folder.n_vocab, 1, 1, {})
 
 
+def most_by_columns(sizes: Sizes) -> int:
+    """Return the most slices with some columns of every kind of feed forward each."""
+    most, mixture = sizes.ff // sizes.ff_block, sizes.mixture
+    if mixture is not None:
+        most = min(most, mixture.columns // mixture.block)
+        if mixture.apart:
+            most = min(most, mixture.apart // mixture.shared_block)
+    return max(1, most)
+
+
+def is_whole(kind: str) -> bool:
+    """Return whether every slice has all of a layer's tensor with this name."""
+    return kind in _WHOLE
+
+
 def architecture_of(model: ModelFile) -> str:
     """Return the architecture that is written into slices of the model."""
     return _WRITTEN_AS.get(model.architecture, (model.architecture, {}))[0]
@@ -241,19 +342,34 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
     """
     kind = tensor.name.split(".", 2)[2]
     name = f"{block}.{sizes.new_names.get(kind, kind)}"
+    queries = sizes.queries(piece)
+    sizes = sizes.of_layer(tensor.layer or 0)
+    piece = structs.replace(piece, queries=queries)
+    if sizes.delta is not None and piece.delta is not None and (
+            found := slice_states.part_of(tensor, name, kind, sizes.delta, piece.delta)):
+        return found
+    if piece.among is not None and kind.startswith("ffn_gate_inp."):
+        return rows_of(tensor, name, piece.among)
     if kind in _WHOLE:
         return all_of(tensor, name)
-    low, high = sizes.queries(piece)
+    low, high = queries
+    first, last = sizes.keys(piece)
     if kind == "attn_output.weight":
         return columns_of(tensor, name, (low * sizes.value, high * sizes.value))
     if kind == "ffn_down.weight":
         return columns_of(tensor, name, piece.ff)
+    if slice_experts.is_expert(kind):
+        return slice_experts.part_of(
+            tensor, name, kind, sizes.among(piece), piece.expert_columns, sizes.shared(piece),
+            1 if sizes.mixture is None else sizes.mixture.shared_block)
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
         return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
-        "attn_q": (low * sizes.key, high * sizes.key),
-        "attn_k": (piece.heads[0] * sizes.key, piece.heads[1] * sizes.key),
-        "attn_v": (piece.heads[0] * sizes.value, piece.heads[1] * sizes.value),
+        "attn_q": (low * sizes.query, high * sizes.query),
+        "attn_k": (first * sizes.key, last * sizes.key),
+        "attn_v": (first * sizes.value, last * sizes.value),
+        "attn_q_b": (low * sizes.key, high * sizes.key), "attn_k_b": (low, high),
+        "attn_v_b": (low, high), "attn_sinks": (low, high),
         "ffn_gate": piece.ff, "ffn_up": piece.ff,
     }
     return rows_of(tensor, name, rows[kind.split(".")[0]])
@@ -272,12 +388,34 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
     numbers = {
         f"{arch}.attention.head_count": high - low,
         f"{arch}.attention.head_count_kv": piece.heads[1] - piece.heads[0],
-        f"{arch}.attention.key_length": sizes.key,
-        f"{arch}.attention.value_length": sizes.value,
-        f"{arch}.rope.dimension_count": sizes.rotated,
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
+    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
+    if given:
+        ranged = architectures.entries(model, start, stop, takes_tokens=False, given=given)
+        numbers = {key: value for key, value in numbers.items()
+                   if key.removeprefix(f"{arch}.") not in given}
+    if arch not in (*_LATENT, *_VARIED):  # whose lengths are others, or differ
+        numbers |= {
+            f"{arch}.attention.key_length": sizes.key,
+            f"{arch}.attention.value_length": sizes.value,
+            f"{arch}.rope.dimension_count": sizes.rotated,
+        }
+    if sizes.delta is not None and piece.delta is not None:
+        numbers |= {f"{arch}.{key}": value
+                    for key, value in sizes.delta.entries(piece.delta).items()}
+    if sizes.mixture is not None:
+        own, shared = piece.expert_columns, sizes.shared(piece)
+        numbers[f"{arch}.expert_feed_forward_length"] = own[1] - own[0]
+        numbers["pipeinfer.shared_expert"] = int(sizes.mixture.shared > 0)
+        if piece.among is not None:
+            numbers[f"{arch}.expert_count"] = piece.among[1] - piece.among[0]
+            numbers |= {"pipeinfer.experts": sizes.mixture.count,
+                        "pipeinfer.first_expert": piece.among[0]}
+        if sizes.mixture.apart:
+            low, high = shared or (0, sizes.mixture.shared_block)
+            numbers[f"{arch}.expert_shared_feed_forward_length"] = high - low
     return ranged | {key: uint_entry(key, value) for key, value in numbers.items()} | {
         "general.architecture": text_entry("general.architecture", arch),
         "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
@@ -289,6 +427,7 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
     low, high = sizes.queries(piece)
     group = (piece.heads[0] * sizes.group, piece.heads[1] * sizes.group)
     ends = {low * sizes.value, high * sizes.value}
+    mixture, columns, shared = sizes.mixture, piece.experts, piece.shared
     if piece.heads[1] > sizes.kv_heads or piece.ff[1] > sizes.ff or piece.vocab[1] > sizes.vocab:
         problem = (f"it has {sizes.kv_heads} KV heads, {sizes.ff} FFN columns and {sizes.vocab} "
                    "rows of the output head")
@@ -298,10 +437,66 @@ def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
         problem = f"its attention columns are quantised in blocks of {sizes.head_block}"
     elif any(end % sizes.ff_block for end in piece.ff):
         problem = f"its FFN columns are quantised in blocks of {sizes.ff_block}"
+    elif sizes.both != (columns is not None) or (
+            (mixture is not None and mixture.apart > 0) != (shared is not None)
+            and piece.among is None):
+        problem = "it has other experts"
+    elif mixture is not None and not (
+            _lies_in(columns, mixture.columns, mixture.block)
+            and _lies_in(shared, mixture.shared, mixture.shared_block)):
+        problem = f"the columns of its experts are quantised in blocks of {mixture.block}"
+    elif (sizes.delta is None) != (piece.delta is None) or (
+            sizes.delta is not None and not _lies_in(
+                piece.delta, sizes.delta.keys, sizes.delta.step)):
+        problem = "its layers with a state have other heads"
+    elif piece.among is not None and (mixture is None or not _has_among(piece.among, mixture)):
+        problem = "its experts cannot be divided so"
     else:
         return
     raise PlanError(f"{model.path.name} cannot be cut into the slice {piece.name}: {problem}; "
                     "start the same version of pipeinfer on every host")
+
+
+def _has_among(among: tuple[int, int], mixture: Mixture) -> bool:
+    return among[1] <= mixture.count and among[1] - among[0] >= mixture.drawn > 0
+
+
+def _varied(model: ModelFile) -> tuple[tuple[int, int], ...]:
+    """The KV heads, and the elements of a head, of each layer."""
+    windows = architectures.windows_of(model, 0)
+    counts = architectures.values_of(model, "attention.head_count_kv")
+    return tuple((count, _number(model, f"attention.key_length{'_swa' if near else ''}"))
+                 for count, near in zip(counts, windows, strict=False))
+
+
+def _same(model: ModelFile, key: str, default: int | None = None) -> int:
+    """A number that is the same in all layers which have it."""
+    if not model.is_array(f"{model.architecture}.{key}"):
+        return _number(model, key, default)
+    found = {*architectures.values_of(model, key)[:model.n_layers]} - {0}
+    if len(found) != 1 or min(found) < 1:
+        raise UnsupportedArchitecture(
+            f"{model.path.name}: its layers have different values of {key}, so they are not "
+            f"sliced: {_WAY_OUT}")
+    return found.pop()
+
+
+def _by_layer(model: ModelFile, sizes: Sizes, piece: Slice) -> dict[str, list[int]]:
+    """The metadata of a slice with one value per layer, by key."""
+    kv, ff = "attention.head_count_kv", "feed_forward_length"
+    found = {}
+    if model.is_array(f"{model.architecture}.{kv}"):
+        keys = (sizes.of_layer(layer).keys(piece) for layer in range(model.n_layers))
+        found[kv] = [high - low if count else 0 for (low, high), count in zip(
+            keys, architectures.values_of(model, kv), strict=False)]
+    if model.is_array(f"{model.architecture}.{ff}"):
+        found[ff] = [piece.ff[1] - piece.ff[0] if count else 0
+                     for count in architectures.values_of(model, ff)[:model.n_layers]]
+    return found
+
+
+def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:
+    return columns is None or (columns[1] <= size and not any(end % block for end in columns))
 
 
 def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -> int:
@@ -312,19 +507,11 @@ def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -
     return value
 
 
-def _common_block(model: ModelFile, name: str) -> int:
-    """The multiple at which the columns of this matrix can be cut in every layer, as types may
-    differ.
-    """
-    return math.lcm(*(block_size(tensor) for tensor in model.tensors.values()
-                      if tensor.layer is not None and tensor.name.endswith(f".{name}.weight")))
-
-
 def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
     """Check that a layer's tensor, or the output head, is known and has the expected size."""
     kind = tensor.name if tensor.layer is None else tensor.name.split(".", 2)[2]
     width = model.n_embd
-    queries, keys, values = (sizes.heads * sizes.key, sizes.kv_heads * sizes.key,
+    queries, keys, values = (sizes.heads * sizes.query, sizes.kv_heads * sizes.key,
                              sizes.kv_heads * sizes.value)
     shapes: dict[str, tuple[int, ...]] = {
         "attn_q.weight": (width, queries), "attn_q.bias": (queries,),
@@ -335,8 +522,16 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
         "ffn_up.weight": (width, sizes.ff * (1 + (model.architecture in _TWO_IN_ONE))),
         "ffn_up.bias": (sizes.ff,),
         "ffn_down.weight": (sizes.ff, width),
+        "attn_sinks.weight": (sizes.heads,),
+        "attn_q_b.weight": (tensor.shape[0], queries),
         "output.weight": (width, sizes.vocab), "output.bias": (sizes.vocab,),
     }
+    if sizes.delta is not None:
+        shapes |= sizes.delta.shapes(width, tensor.shape[0])
+    if kind in ("attn_k_b.weight", "attn_v_b.weight"):
+        shapes[kind] = (*tensor.shape[:-1], sizes.heads)
+    if sizes.mixture is not None:
+        shapes |= slice_experts.shapes_of(sizes.mixture, width)
     if kind not in shapes and kind not in _WHOLE:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has the tensor {tensor.name!r}, and it is not known how to slice "

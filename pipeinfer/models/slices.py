@@ -6,7 +6,8 @@ over a layer's slices is computed in that order. Where a slice may begin depends
 
     heads     whole KV heads with their query heads; with more slices than KV heads, a KV head is
               repeated and its query heads are distributed
-    columns   of attn_output and ffn_down at quantisation blocks of every layer
+    columns   of attn_output, ffn_down and each expert at quantisation blocks of every layer; with
+              more slices than an expert has blocks, the experts are divided, too
     and       at multiples of 32 where possible, or kernels for whole tiles are chosen for one slice
               and not for another
 
@@ -22,7 +23,8 @@ from pipeinfer.errors import PlanError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.shard import check_splittable
-from pipeinfer.models.slice_parts import Sizes, Slice, sizes_of
+from pipeinfer.models.slice_experts import Mixture, layout
+from pipeinfer.models.slice_parts import Sizes, Slice, most_by_columns, sizes_of
 
 _TILE = 32  #: rows and columns that kernels take at once
 
@@ -34,7 +36,7 @@ def widths_of(model: ModelFile | ModelDir) -> tuple[int, ...]:
     """
     if isinstance(model, ModelFile):
         check_splittable(model)
-    return tuple(range(1, _widest(sizes_of(model)) + 1))
+    return _possible(sizes_of(model))
 
 
 def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice, ...]:
@@ -50,19 +52,39 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
     sizes = sizes_of(model)
     if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
         raise PlanError(f"shares of {list(shares)}: give each slice a number above 0")
-    widest = _widest(sizes)
-    if len(shares) > widest:
+    possible = _possible(sizes)
+    if len(shares) not in possible:
         raise PlanError(
-            f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(widest)} "
-            f"({_why(sizes, widest)}); lower --slices and use more stages"
-            + _finer(sizes, widest))
+            f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(possible)} "
+            f"({_why(sizes, possible[-1])}); lower --slices and use more stages"
+            + _finer(sizes, possible[-1]))
     total = math.fsum(shares)
     parts = [share / total for share in shares]
-    ff = _ranges(sizes.ff, math.lcm(sizes.ff_block, _TILE), sizes.ff_block, parts)
+    mixture = sizes.mixture
+    among: Sequence[tuple[int, int] | None] = [None] * len(parts)
+    if mixture is not None and len(parts) > most_by_columns(sizes):
+        ff, among = _deal_experts(mixture, most_by_columns(sizes), parts)
+    else:
+        ff = _columns(sizes.ff, sizes.ff_block, parts)
     vocab = _ranges(sizes.vocab, _TILE, 1, parts)
-    return tuple(Slice(heads, columns, rows, queries)
-                 for (heads, queries), columns, rows in
-                 zip(_deal_heads(sizes, parts), ff, vocab, strict=True))
+    experts: Sequence[tuple[int, int] | None] = [None] * len(parts)
+    shared: Sequence[tuple[int, int] | None] = experts
+    if mixture is not None and sizes.both:
+        experts = _columns(mixture.columns, mixture.block, parts)
+    delta: Sequence[tuple[int, int] | None] = [None] * len(parts)
+    if sizes.delta is not None:
+        delta = _ranges(sizes.delta.keys, sizes.delta.step, sizes.delta.step, parts)
+    if mixture is not None and mixture.apart:
+        # where the experts are divided, the slices of the first ones have the shared one, too
+        count = 1 + max(k for k, own in enumerate(among) if own == among[0])
+        first = parts[:count]
+        shared = [*_columns(mixture.apart, mixture.shared_block,
+                            [share / sum(first) for share in first]),
+                  *[None] * (len(parts) - count)]
+    return tuple(Slice(heads, columns, rows, queries, *more)
+                 for (heads, queries), columns, rows, *more in
+                 zip(_deal_heads(sizes, parts), ff, vocab, experts, shared, among, delta,
+                     strict=True))
 
 
 # --- how many slices --------------------------------------------------------------------------
@@ -75,8 +97,11 @@ def _head_step(sizes: Sizes, tile: int) -> int:
 
 
 def _query_step(sizes: Sizes, tile: int) -> int:
-    """The number of query heads whose attention columns end at a block and a multiple of `tile`."""
-    return math.lcm(sizes.head_block, tile, sizes.value) // sizes.value
+    """The number of query heads whose attention columns end at a block and a multiple of `tile`,
+    in each layer with whole KV heads or a part of one.
+    """
+    step = math.lcm(sizes.head_block, tile, sizes.value) // sizes.value
+    return math.lcm(step, sizes.least_group) if sizes.layers else step
 
 
 def _units(size: int, step: int) -> int:
@@ -94,21 +119,34 @@ def _most_by_heads(sizes: Sizes) -> int:
     return sizes.kv_heads * _units(sizes.group, _query_step(sizes, 1))
 
 
-def _widest(sizes: Sizes) -> int:
-    return min(_most_by_heads(sizes), _units(sizes.ff, sizes.ff_block), sizes.vocab)
+def _possible(sizes: Sizes) -> tuple[int, ...]:
+    """The possible numbers of slices."""
+    columns = most_by_columns(sizes)
+    groups = 1 if sizes.mixture is None else sizes.mixture.groups
+    most = min(_most_by_heads(sizes), sizes.vocab)
+    if sizes.delta is not None:
+        most = min(most, sizes.delta.most)
+    return tuple(n for n in range(1, most + 1)
+                 if layout(n, columns, groups)[0])
 
 
-def _counted(widest: int) -> str:
+def _counted(possible: Sequence[int]) -> str:
     """The possible numbers as text, shortened where there are many."""
-    if widest == 1:
+    if len(possible) == 1:
         return "only 1 is possible"
-    numbers = [str(n) for n in range(1, widest + 1)] if widest <= 8 else ["1, 2, 3, ...",
-                                                                          str(widest)]
+    numbers = [*map(str, possible)]
+    if len(numbers) > 8:
+        numbers = [f"{', '.join(numbers[:3])}, ...", numbers[-1]]
     return f"possible are {', '.join(numbers)} slices".replace("...,", "...")
 
 
 def _why(sizes: Sizes, widest: int) -> str:
+    mixture = sizes.mixture
+    if sizes.delta is not None and sizes.delta.most == widest:
+        return f"{sizes.delta.keys} key heads or groups of heads of layers with a state"
     if _most_by_heads(sizes) > widest:
+        if _units(sizes.ff, sizes.ff_block) > widest and mixture is not None:
+            return f"{mixture.columns} columns of each expert in blocks of {mixture.block}"
         return f"{sizes.ff} FFN columns in blocks of {sizes.ff_block}"
     blocks = f" in blocks of {sizes.head_block} columns" if sizes.head_block > 1 else ""
     return (f"{sizes.kv_heads} KV heads of {sizes.group} query heads of {sizes.value} "
@@ -117,7 +155,8 @@ def _why(sizes: Sizes, widest: int) -> str:
 
 def _finer(sizes: Sizes, widest: int) -> str:
     """A hint at another quantisation, where that would allow more slices."""
-    block = sizes.head_block if _most_by_heads(sizes) == widest else sizes.ff_block
+    block = sizes.head_block if _most_by_heads(sizes) == widest else max(
+        sizes.ff_block, sizes.mixture.block if sizes.mixture is not None else 1)
     return ", or a file of the model in Q8_0 or Q4_0, whose blocks are smaller" if block > 32 \
         else ""
 
@@ -144,6 +183,23 @@ def _ranges(size: int, wide: int, narrow: int, shares: Sequence[float]) -> list[
     """Divide `[0, size)` by shares, at multiples of `wide`, or of `narrow` if those are too few."""
     step = wide if _units(size, wide) >= len(shares) else narrow
     return _bounds(size, step, _deal(_units(size, step), shares))
+
+
+def _deal_experts(mixture: Mixture, most: int, shares: Sequence[float]
+                  ) -> tuple[list[tuple[int, int]], list[tuple[int, int] | None]]:
+    """Each slice's columns, and the experts of which it has them; most: slices of an expert."""
+    width, groups = layout(len(shares), most, mixture.groups)
+    teams = [shares[k * width:(k + 1) * width] for k in range(groups)]
+    experts = _ranges(mixture.count, 1, 1, [sum(team) for team in teams])
+    if any(high - low < mixture.drawn for low, high in experts):  # llama.cpp needs as many
+        experts = _ranges(mixture.count, 1, 1, [1 / groups] * groups)
+    columns = [own for team in teams for own in _columns(
+        mixture.columns, mixture.block, [share / sum(team) for share in team])]
+    return columns, [own for own in experts for _ in range(width)]
+
+
+def _columns(size: int, block: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    return _ranges(size, math.lcm(block, _TILE), block, shares)
 
 
 def _bounds(size: int, step: int, units: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.core.grid import grouped
 from pipeinfer.errors import PlanError
+from pipeinfer.models.slice_experts import layout
 from pipeinfer.planning.grid_cluster import Cluster, arrange
 from pipeinfer.planning.judge import Arrangement, score
 from pipeinfer.planning.partition import SAME_SPEED, size_text
@@ -93,6 +94,12 @@ class GridPlan(Struct, frozen=True):
         text = (f"grid {self.name} (stages x width): a token computes for {1e3 * computing:.1f} ms,"
                 f" waits {1e3 * sums:.1f} ms for sums and "
                 f"{1e3 * (made.way() - computing - sums):.1f} ms for links")
+        cut = self.cluster.cut
+        for width in sorted(set(self.widths)):
+            parts, groups = layout(width, cut.blocks, cut.divided[0])
+            if groups > 1:
+                text += (f"; of {width} members {parts} share the columns of an expert, and the "
+                         f"experts are divided into {groups} groups")
         for name, speed in self.others[:2]:
             text += f"; {name} would bring {speed / self.tokens:.2f} times the speed"
         left = len(self.cluster.hosts) - sum(self.widths)

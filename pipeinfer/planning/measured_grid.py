@@ -13,34 +13,73 @@ from msgspec import structs
 
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
-from pipeinfer.models.slice_parts import Slice, sizes_of
+from pipeinfer.models.slice_parts import Sizes, Slice, is_whole, most_by_columns, sizes_of
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member
-from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire
+from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire, busiest
 
 _ROWS = (2, 4, 8)  #: points of the curve that is made of a measured row cost
 
 
-def cut_from(model: ModelFile | ModelDir) -> TeamCut:
-    """Return how a file's layers can be cut. Raises UnsupportedArchitecture."""
+def cut_from(model: ModelFile | ModelDir, load: Load | None = None) -> TeamCut:
+    """Return how a file's layers can be cut.
+
+    load: of the model, for the memory of members; None: as the cost, which leaves out the cache and
+        what a row does not read.
+    Raises UnsupportedArchitecture.
+    """
     sizes = sizes_of(model)
     group = sizes.heads // sizes.kv_heads
     step = math.lcm(sizes.head_block, group * sizes.value) // (group * sizes.value)
     parts = 0
     if step == 1:
         parts = group // (math.lcm(sizes.head_block, sizes.value) // sizes.value)
-    middle = model.n_layers // 2
-    mine = [tensor for tensor in model.tensors.values() if tensor.layer == middle]
-    total = sum(tensor.nbytes for tensor in mine)
-    attention = sum(tensor.nbytes for tensor in mine
-                    if ".attn_" in tensor.name or ".self_attn." in tensor.name)
-    keys = sum(tensor.nbytes for tensor in mine if any(
-        f".{name}." in tensor.name for name in ("attn_k", "attn_v", "k_proj", "v_proj")))
-    return TeamCut(model.n_embd, max(1, sizes.kv_heads // step), max(1, sizes.ff // sizes.ff_block),
-               attention / total, keys / total, sizes.kv_heads * parts)
+    groups, heads_pieces = max(1, sizes.kv_heads // step), sizes.kv_heads * parts
+    if sizes.delta is not None:
+        groups, heads_pieces = (min(count, sizes.delta.most) for count in (groups, heads_pieces))
+    heads, keys, whole, columns = _read_bytes(model, sizes)
+    total, stored = heads + whole + columns, None
+    if load is not None and sizes.mixture is not None:
+        size, plain, everywhere = (sum(values) / model.n_layers for values in (
+            load.sizes, model.layer_bytes, load.whole))
+        # the cache is divided as the heads are, but for what every member stores
+        stored = (heads + size - plain - everywhere) / size, (whole + everywhere) / size
+    return TeamCut(model.n_embd, groups, most_by_columns(sizes), heads / total, keys / total,
+                   heads_pieces, whole / total,
+                   (1, 0) if sizes.mixture is None else (sizes.mixture.groups, sizes.mixture.drawn),
+                   stored)
+
+
+def _read_bytes(model: ModelFile | ModelDir, sizes: Sizes) -> tuple[float, float, float, float]:
+    """Return the bytes of a layer that a row reads: of the attention, of its keys and values
+    alone, of what every slice has whole, and of the feed forward.
+
+    Of models whose layers differ much, an average.
+    """
+    mixture = sizes.mixture
+    every = mixture is not None or sizes.delta is not None
+    drawn = model.arch_get("expert_used_count")
+    heads = keys = whole = columns = 0.0
+    for tensor in model.tensors.values():
+        if tensor.layer is None or tensor.layer >= model.n_layers or (
+                not every and tensor.layer != model.n_layers // 2):
+            continue
+        size = float(tensor.nbytes)
+        if mixture is not None and "_exps." in tensor.name and isinstance(drawn, int):
+            size *= drawn / mixture.count
+        if every and is_whole(tensor.name.split(".", 2)[2]):
+            whole += size
+        elif any(part in tensor.name for part in (".attn_", ".self_attn.", ".ssm_")):
+            heads += size
+        else:
+            columns += size
+        if any(f".{name}." in tensor.name for name in ("attn_k", "attn_v", "k_proj", "v_proj")):
+            keys += size
+    count = model.n_layers if every else 1
+    return heads / count, keys / count, whole / count, columns / count
 
 
 def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]:
@@ -51,8 +90,12 @@ def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]
     for piece in map(Slice.parse, cut):
         low, high = sizes.queries(piece)
         keys = (piece.heads[1] - piece.heads[0]) / sizes.kv_heads
+        columns, mixture = piece.expert_columns, sizes.mixture
+        feed = (columns[1] - columns[0]) / (sizes.ff if mixture is None else mixture.columns)
+        if mixture is not None and piece.among is not None:
+            feed *= busiest(round(mixture.count / (piece.among[1] - piece.among[0])), mixture.drawn)
         found.append((whole.attention - whole.kv) * (high - low) / sizes.heads + whole.kv * keys
-                     + (1 - whole.attention) * (piece.ff[1] - piece.ff[0]) / sizes.ff)
+                     + (1 - whole.attention - whole.whole) * feed + whole.whole)
     return found
 
 
@@ -88,6 +131,6 @@ def grids_of_ranks(
     hosts = tuple(structs.replace(member, curve=() if one is None else tuple(
         (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
         for member, one in zip(members, figures, strict=True))
-    cluster = Cluster(hosts, network, load, cut_from(model), sums, (mix,),
+    cluster = Cluster(hosts, network, load, cut_from(model, load), sums, (mix,),
                       groups=tuple(groups))
     return best_grid(cluster), even_grid(cluster, (1,) * min(len(hosts), model.n_layers))

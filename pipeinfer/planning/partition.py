@@ -49,6 +49,7 @@ class Load(Struct, frozen=True):
     first_*: additional cost and bytes of the stage with layer 0. last_*: of that with the last
         layer.
     scratch: bytes of any stage.
+    whole: bytes of each layer that every slice of it has (a compressed cache); () for none.
     barred: ranges `[start, stop)` that cannot be a stage. bar: the reason.
     """
 
@@ -59,6 +60,7 @@ class Load(Struct, frozen=True):
     last_cost: float = 0.0
     last_bytes: float = 0.0
     scratch: float = 0.0
+    whole: tuple[float, ...] = ()
     barred: frozenset[tuple[int, int]] = frozenset()
     bar: str = ""
 
@@ -71,6 +73,18 @@ class Load(Struct, frozen=True):
         """Return the memory of a stage with layers start to stop - 1."""
         return (sum(self.sizes[start:stop]) + self.first_bytes * (start == 0) + self.scratch
                 + self.last_bytes * (stop == len(self.sizes)))
+
+
+    def slices_bytes(self, start: int, stop: int, share: float, count: int) -> float:
+        """Return the memory of `count` slices of a stage, which have `share` of it together."""
+        return self.stage_bytes(start, stop) * share + sum(self.whole[start:stop]) * (count - share)
+
+    def cut_in(self, count: int) -> Load:
+        """Return the layers as they are in `count` slices together."""
+        if not self.whole:
+            return self
+        return structs.replace(self, sizes=tuple(
+            size + (count - 1) * own for size, own in zip(self.sizes, self.whole, strict=True)))
 
 
 class Split(Struct, frozen=True):

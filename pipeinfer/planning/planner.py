@@ -54,7 +54,7 @@ def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) 
     heads = _per_layer(model, "attention.head_count", 1)
     kv_heads = _per_layer(model, "attention.head_count_kv", 0)
     near = _per_layer(model, "attention.sliding_window_pattern", 0)
-    latent = model.arch_get("attention.key_length_mla") is not None  # values are part of the keys
+    latent = _is_latent(model)  # values are part of the keys
     found: list[float] = []
     for i, layer_keeps in enumerate(kinds):
         state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
@@ -67,6 +67,11 @@ def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) 
             width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
         found[i] += n_cells * (kv_heads[i] or heads[i]) * width * item_bytes
     return found
+
+
+def _is_latent(model: Any) -> bool:
+    """Return whether all heads read one compressed cache."""
+    return model.arch_get("attention.key_length_mla") is not None
 
 
 def _state_bytes(model: Any) -> float:
@@ -195,14 +200,15 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
     n = model.n_layers
     layers = [shard_bytes(model, i, i + 1) for i in range(n)]
     plain = list(model.layer_bytes)
+    cache = _cache_bytes(model, n_cells, n_ids=n_ids)
     head = layers[-1] - plain[-1] if n > 1 else 0
     bars, why = barred(model)
     return Load(
         tuple(map(float, model.layer_reads)),
-        tuple(map(operator.add, plain, _cache_bytes(model, n_cells, n_ids=n_ids))),
+        tuple(map(operator.add, plain, cache)),
         first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
         scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + _widest(model))),
-        barred=bars, bar=why)
+        whole=tuple(cache) if _is_latent(model) else (), barred=bars, bar=why)
 
 
 def with_text(load: Load, model: Any, length: int) -> Load:

@@ -11,8 +11,10 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct, field
 
+from pipeinfer.models.slice_experts import layout
 from pipeinfer.planning.judge import Curve, StageTime, relative
 from pipeinfer.planning.partition import Member
 
@@ -83,6 +85,10 @@ class TeamCut(Struct, frozen=True):
         share a group, and each computes its keys and values.
     blocks: pieces of the FFN's columns.
     attention: share of a layer's cost that is attention. kv: share that is keys and values.
+    whole: share of the cost that every member computes (routers; what all heads read).
+    divided: into how many groups the experts of a mixture can be divided, and how many a row draws.
+    stored: shares of a layer's memory that are attention, and that every member stores; None: as
+        of the cost. Of a mixture's experts a row reads only some.
     """
 
     n_embd: int
@@ -91,12 +97,14 @@ class TeamCut(Struct, frozen=True):
     attention: float
     kv: float = 0.0
     heads: int = 0
+    whole: float = 0.0
+    divided: tuple[int, int] = (1, 0)
+    stored: tuple[float, float] | None = None
 
     def allows(self, width: int) -> bool:
         """Whether a layer can be cut for so many members."""
-        if width <= self.groups:
-            return width <= self.blocks
-        return width <= self.heads and width <= self.blocks
+        return width <= max(self.groups, self.heads) and layout(
+            width, self.blocks, self.divided[0])[0] > 0
 
     def widths(self, most: int) -> tuple[int, ...]:
         """Return all possible widths up to `most`."""
@@ -110,6 +118,7 @@ class PlannedTeam(Struct, frozen=True):
     layer: seconds of a layer's computing for one row. head: of the output matrix, per unit of
         cost.
     attention, feed: each member's part in the two parts of a layer, as shares of the whole layer.
+    shares: each member's share of a layer's memory.
     wire: the worst between them.
     """
 
@@ -121,13 +130,9 @@ class PlannedTeam(Struct, frozen=True):
     overhead: float
     attention: tuple[float, ...]
     feed: tuple[float, ...]
+    shares: tuple[float, ...]
     wire: Wire
     curve: Curve
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Each member's share of a layer's weights."""
-        return tuple(a + f for a, f in zip(self.attention, self.feed, strict=True))
 
     @property
     def width(self) -> int:
@@ -155,18 +160,42 @@ def team(hosts: Sequence[Member], chosen: Sequence[int], network: Network, cut: 
     members = [hosts[index] for index in chosen]
     speeds = [member.per_cost for member in members]
     pieces, keys = _heads(cut, speeds)
-    blocks = shares_of(cut.blocks, speeds)
+    width, groups = layout(len(speeds), cut.blocks, cut.divided[0])
+    blocks = [own for k in range(groups)
+              for own in shares_of(cut.blocks, speeds[k * width:(k + 1) * width])]
+    busy = busiest(groups, cut.divided[1])
     total = sum(pieces)
     attention = [(cut.attention - cut.kv) * count / total + cut.kv * own / cut.groups
                  for count, own in zip(pieces, keys, strict=True)]
-    feed = [(1 - cut.attention) * count / sum(blocks) for count in blocks]
+    feed = [(1 - cut.attention - cut.whole) * busy * count / cut.blocks for count in blocks]
     layer = cost * (max(s * a for s, a in zip(speeds, attention, strict=True))
-                    + max(s * f for s, f in zip(speeds, feed, strict=True)))
+                    + max(s * f for s, f in zip(speeds, feed, strict=True))
+                    + cut.whole * max(speeds))
+    heads, whole = cut.stored or (cut.attention, cut.whole)
+    shares = [heads * part / cut.attention + (1 - heads - whole) * count / sum(blocks) + whole
+              for part, count in zip(attention, blocks, strict=True)]
     return PlannedTeam(
         tuple(chosen), tuple(pieces), tuple(blocks), layer, 1 / sum(1 / s for s in speeds),
         max(member.overhead for member in members),
-        tuple(attention), tuple(feed), network.worst(chosen),
+        tuple(attention), tuple(feed), tuple(shares), network.worst(chosen),
         _worst_curve([member.curve for member in members]))
+
+
+def busiest(groups: int, drawn: int) -> float:
+    """Return the share of a row's experts that the group has of which it draws most, on average.
+
+    drawn: experts of a row, drawn as if at random.
+    """
+    if groups == 1:
+        return 1.0
+    found = 0.0
+    for most in range(drawn):  # the chance that some group has more than these
+        ways = np.ones(1)
+        for _ in range(groups):
+            ways = np.convolve(ways, [1 / math.factorial(k) for k in range(most + 1)])
+        fewer = float(ways[drawn]) if drawn < len(ways) else 0.0
+        found += 1 - fewer * math.factorial(drawn) / groups ** drawn
+    return found / drawn
 
 
 def _heads(cut: TeamCut, speeds: Sequence[float]) -> tuple[list[int], list[int]]:

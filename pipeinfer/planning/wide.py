@@ -134,12 +134,16 @@ def is_cut(held: Sequence[Holding]) -> bool:
 
 
 def share_of(holding: Holding) -> float:
-    """Return the share of its layers' weights that a rank holds, by FFN columns; 1 if they are
-    whole."""
+    """Return the share of its layers' weights that a rank holds, by FFN columns (of a mixture
+    those of its experts); 1 if they are whole."""
     if not holding.cut:
         return 1.0
-    columns = [ff[1] - ff[0] for ff in (Slice.parse(name).ff for name in holding.cut)]
-    return sum(columns[index] for index in holding.slices) / sum(columns)
+    sizes = []
+    for piece in map(Slice.parse, holding.cut):
+        low, high = piece.expert_columns
+        first, stop = piece.among or (0, 1)
+        sizes.append((high - low) * (stop - first))
+    return sum(sizes[index] for index in holding.slices) / sum(sizes)
 
 
 def cut_layers(held: Sequence[Holding]) -> list[tuple[int, int, tuple[str, ...]]]:

@@ -6,15 +6,24 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.cluster import grid_choice
-from pipeinfer.cluster.grid_choice import GridPlanner, keep_grid, recall_grid
+from pipeinfer.cluster.grid_choice import (
+    GridChoice,
+    GridPlanner,
+    keep_grid,
+    recall_grid,
+    teams_asked,
+)
+from pipeinfer.cluster.notes import lines_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import PlanError
+from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.host import Place
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
+from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import cut_layers
 
 
@@ -26,16 +35,20 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(grid_choice, "_links", lambda config, place: [
         {"source": k, "dest": k + 1, "latency": 1e-7, "bandwidth": 1e11} for k in range(3)])
     model = open_model(EMBEDDED / "target.gguf")
-    load = load_of(model, 256, 64)
 
-    def start(speeds, hosts="abc", memory=1e12, group="", **options):
-        infos = [RankInfo(rank, name, settings=NodeSettings(group=group and f"{group}{rank}"))
-                 for rank, name in enumerate("h" + hosts)]
+    def start(speeds, hosts="abc", memory=1e12, group="", model=model, kernels=("",) * 4,
+              load=None, **options):
+        load = load or load_of(model, 256, 64)
+        infos = [RankInfo(rank, name, settings=NodeSettings(group=group and f"{group}{rank}"),
+                          kernels=kernels[rank]) for rank, name in enumerate("h" + hosts)]
         members = {rank: Member(f"rank {rank}", 1e-8 / speed, memory=memory)
                    for rank, speed in enumerate(speeds, 1)}
         notes = []
-        grids = GridPlanner(JobConfig.of(grid="auto", **options), model, load, members, {}, infos,
-                            Policy.ITERATIVE)
+        grids = GridPlanner(JobConfig.of(**{"grid": "auto"} | options), model, load, members, {},
+                            infos, Policy.ITERATIVE)
+        if options.get("grid"):
+            teams = teams_asked(grids.config, list(members), infos)
+            return grids.plan(GridChoice(teams)), notes
         return grids.auto(Place(0, 4, object(), 1, 0, 1), notes), notes
 
     start.model = model
@@ -81,6 +94,75 @@ def test_what_is_written_is_looked_at_before_it_is_believed(cluster, tmp_path):
     file, = tmp_path.glob("grid-*.json")
     file.write_text(file.read_text().replace("h0", "h1"))  # its checksum does not fit
     assert recall_grid(cluster.model, hosts, [1, 2, 3]) is None
+
+
+def test_a_grid_of_layers_with_a_state_is_remembered(cluster, tmp_path):
+    model = open_model(write_random_model(tmp_path / "m.gguf", tiny("qwen35moe", qtype="Q8_0")))
+    first, _ = cluster([1.0, 1.0, 1.0], model=model)
+    assert "d0-1" in first.held[0].cut[0]
+    again, notes = cluster([1.0, 1.0, 1.0], model=model)
+    assert again.held == first.held
+    assert "so that answers stay the same" in notes[0]
+
+
+def mixture(tmp_path, name="glm4moe"):
+    path = tmp_path / f"{name}.gguf"
+    return open_model(write_random_model(path, tiny(name, qtype="Q8_0", expert_ff=128)))
+
+
+def test_a_grid_of_a_mixture_is_chosen_and_remembered(cluster, tmp_path):
+    model = mixture(tmp_path)
+    first, notes = cluster([1.0, 1.0, 3.0], model=model)
+    assert max(map(len, first.teams.ranks)) > 1
+    assert "remembered for the next start" in notes[0]
+    again, notes = cluster([1.0, 1.0, 1.0], model=model)
+    assert again.held == first.held
+    assert "so that answers stay the same" in notes[0]
+
+
+def test_members_of_a_mixture_need_one_build_of_llama_cpp(cluster, tmp_path):
+    kernels = ("AVX2", "AVX2", "AVX2 AVX512F", "AVX2")
+    plan, notes = cluster([1.0] * 3, model=mixture(tmp_path), kernels=kernels)
+    assert plan is None
+    assert "no grid is chosen: rank 3 on c runs llama.cpp with kernels for AVX2, rank 2 on b for " \
+        "AVX2 AVX512F: members of a stage select experts themselves" in notes[0]
+    with pytest.raises(UsageError, match="one build on every host, or a plain pipeline"):
+        cluster([1.0] * 3, model=mixture(tmp_path), kernels=kernels, grid="1x2")
+    assert cluster([1.0] * 3, kernels=kernels, grid="1x2")[0].held  # others differ in near-ties
+
+
+def test_a_grid_of_members_with_some_experts_is_remembered(cluster, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny(
+        "qwen3moe", qtype="Q8_0", expert_ff=32, n_head=8, n_head_kv=8))
+    first, _ = cluster([1.0, 1.0, 1.0], model=open_model(path))
+    assert ".x" in first.held[0].cut[0]
+    again, notes = cluster([1.0, 1.0, 1.0], model=open_model(path))
+    assert again.held == first.held
+    assert "so that answers stay the same" in notes[0]
+
+
+@pytest.mark.parametrize(("cut", "words"), [
+    ("h0-1q1-2d8-16.f0-256.x64-128.v0-9", "query heads 1-1 of KV head 0, key heads 8-15 of layers "
+     "with a state, columns 0-255 of experts 64-127"),
+    ("h0-2.f0-96.e32-64.v0-9", "KV heads 0-1, columns 0-95, of each expert 32-63"),
+    ("h0-2.f0-96.v0-9", "KV heads 0-1, columns 0-95"),
+])
+def test_a_start_names_what_members_hold(cut, words):
+    line, = lines_of([Holding(1, 0, 4, 0, (cut,), (0,))], lambda _: "a", lambda _: 2e6,
+                     lambda _: "sums")
+    assert line == f"stage 1: layers 0-3, sums: rank 1 on a ({words}; 2 MB)"
+
+
+def test_a_compressed_cache_counts_for_every_member(cluster, tmp_path):
+    model = mixture(tmp_path, "deepseek2")
+    load = load_of(model, 1 << 16, 64)
+    cache = sum(load.whole)
+    assert cache > 0.5 * load.stage_bytes(0, model.n_layers)
+    enough = (load.stage_bytes(0, model.n_layers) + cache) / 2
+    assert cluster([1.0] * 3, model=model, load=load, memory=1.01 * enough, grid="1x2")[0].held
+    with pytest.raises(PlanError, match="it lacks"):
+        cluster([1.0] * 3, model=model, load=load, memory=0.99 * enough, grid="1x2")
+    assert load.slices_bytes(0, model.n_layers, 0.5, 1) == pytest.approx(enough)
 
 
 def test_what_tokens_depend_on_is_which_layers_are_cut_how(cluster):

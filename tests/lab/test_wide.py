@@ -99,10 +99,18 @@ def test_how_models_can_be_cut():
     assert pieces(dolphin, "Q3_K_M") == (8, 32, 112)
     assert pieces(falcon, "Q3_K_M") == (2, 0, 232)  # 29 heads of 64 to a group end at no block
     assert pieces(Shape("llama", 1, 2048, 5632, 32, 4, 1), "Q8_0") == (4, 32, 176)
-    with pytest.raises(UsageError, match="mixture of experts"):
-        speed(pair="mixtral-mistral")
     with pytest.raises(PlanError, match="possible widths are 1, 2"):
         speed(pair="falcon-7b", widths=(4,))
+
+
+def test_members_of_a_mixture_store_all_experts_and_read_some():
+    asked = dataclasses.replace(BASE, pair="mixtral-mistral", widths=(4,), policy="iterative")
+    built, target = wide.build(PROFILES, asked), PROFILES.model("mixtral-8x22b")
+    stage = built.scenario.stages[0]
+    assert sum(built.memory) > target.n_layers * target.layer_bytes
+    dense = target.n_layers * target.layer_bytes / 4 / PROFILES.node("xeon-gold-6140x2").bandwidth
+    assert stage.seconds(1) < dense  # two of eight experts
+    assert stage.seconds(8) > 2 * stage.seconds(1)  # further rows draw further experts
 
 
 @pytest.mark.parametrize(("cluster", "nodes", "widths"), [
@@ -154,7 +162,6 @@ def test_the_command(monkeypatch):
     (["--grids"], "--grids needs either --cluster"),
     (["tinyllama", "--grids", "--cluster", "c"], "no pair of tinyllama is known"),
     (["--grids", "--cluster", "c", "--pair", "dolfin"], "there is no pair"),
-    (["mixtral-8x22b", "--grids", "--cluster", "c", "--hosts", "2"], "mixture of experts"),
 ])
 def test_what_cannot_be_compared_is_named(args, words):
     found = CliRunner().invoke(plan_command, args)

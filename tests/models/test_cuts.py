@@ -10,9 +10,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
@@ -29,11 +30,14 @@ TARGET = EMBEDDED / "target.gguf"
 ranges = st.tuples(st.integers(0, 10**6), st.integers(1, 10**6)).map(lambda p: (p[0], p[0] + p[1]))
 
 
-@given(st.builds(Slice, ranges, ranges, ranges, st.none() | ranges))
+some = st.none() | ranges
+
+
+@given(st.builds(Slice, ranges, ranges, ranges, some, some, some, some, some))
 def test_a_name_tells_the_slice(piece):
     assert Slice.parse(piece.name) == piece
     assert "/" not in piece.name
-    assert not set(piece.name) - set("0123456789-.hqfv")
+    assert not set(piece.name) - set("0123456789-.hqdfesvx")
 
 
 def test_how_a_name_looks():
@@ -146,6 +150,59 @@ def test_too_many_slices(tmp_path):
         cut_of(write_sliceable(tmp_path / "w.gguf", n_head=16, n_embd=256), [1] * 17)
 
 
+def test_experts_limit_the_slices(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("glm4moe", qtype="Q8_0")))
+    assert [piece.name for piece in cut_of(model, [3, 1])] == [
+        "h0-1.f0-96.e0-32.v0-256", "h1-2.f96-128.e32-64.v256-320"]
+    with pytest.raises(PlanError, match=r"1, 2 slices \(64 columns of each expert in blocks of 32"):
+        cut_of(model, [1, 1, 1])
+
+
+@pytest.mark.parametrize(("columns", "slices", "expected"), [
+    (512, [1] * 4, ["f0-256.x0-2", "f256-512.x0-2", "f0-256.x2-4", "f256-512.x2-4"]),
+    (768, [1] * 4, ["f0-512.x0-2", "f512-768.x0-2", "f0-512.x2-4", "f512-768.x2-4"]),
+    (768, [1] * 3, ["f0-256", "f256-512", "f512-768"]),
+    (256, [3, 1], ["f0-256.x0-2", "f0-256.x2-4"]),  # a row draws two, so each has two
+])
+def test_with_more_slices_than_blocks_the_experts_are_divided(tmp_path, columns, slices, expected):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(
+        "qwen3moe", qtype="Q4_K_M", n_layer=2, n_embd=1024, n_head=16, n_head_kv=4,
+        expert_ff=columns)))
+    assert widths_of(model) == {512: (1, 2, 4), 768: (1, 2, 3, 4), 256: (1, 2)}[columns]
+    cut = cut_of(model, slices)
+    assert [piece.name.partition(".")[2].rpartition(".v")[0] for piece in cut] == expected
+    for piece in cut:
+        check_fits(model, piece)
+    odd = structs.replace(cut[-1], among=(3, 4))
+    with pytest.raises(PlanError, match="its experts cannot be divided so"):
+        check_fits(model, odd)
+
+
+def test_the_slices_of_the_first_experts_have_the_shared_one(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(
+        "granitemoe", qtype="Q8_0", n_ff=64, n_head=4, n_head_kv=4)))
+    cut = cut_of(model, [1] * 4)
+    assert [(piece.among, piece.shared) for piece in cut] == [
+        ((0, 2), (0, 64)), ((0, 2), (64, 96)), ((2, 4), None), ((2, 4), None)]
+    for piece in cut:
+        check_fits(model, piece)
+    file = ModelFile(extract_shard(model, 0, 4, piece=cut[3], cache_dir=tmp_path))
+    assert file.arch_get("expert_shared_feed_forward_length") == 32
+    assert not any(b"".join(file.read_tensor(file.tensors["blk.0.ffn_down_shexp.weight"])))
+
+
+def test_groups_of_heads_of_a_scan_limit_the_slices(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("nemotron_h")))
+    with pytest.raises(PlanError, match=r"only 1 is possible \(1 key heads or groups of heads of "):
+        cut_of(model, [1, 1])
+    model = ModelFile(write_random_model(tmp_path / "g.gguf", tiny("nemotron_h-groups")))
+    file = ModelFile(extract_shard(model, 0, 7, piece=cut_of(model, [1, 1])[1],
+                                   cache_dir=tmp_path))
+    assert file.arch_get("attention.head_count_kv") == [0, 0, 1, 0, 0, 1, 0]
+    assert file.arch_get("feed_forward_length") == [0, 64, 0, 0, 64, 0, 0]
+    assert file.arch_get("ssm.group_count") == 2
+
+
 @pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [float("nan")], [float("inf"), 1]])
 def test_impossible_shares(shares):
     with pytest.raises(PlanError, match="give each slice a number above 0"):
@@ -155,7 +212,8 @@ def test_impossible_shares(shares):
 def test_models_that_cannot_be_sliced(tmp_path):
     piece = Slice((0, 1), (0, 32), (0, 32))
     for name, said, refused in (
-        ("experts", "is a mixture of experts", write_sliceable(tmp_path / "e.gguf", n_expert=4)),
+        ("width", "wants its heads to add up to its width", ModelFile(write_random_model(
+            tmp_path / "e.gguf", tiny("qwen2moe")))),
         ("gaps", "rewritten for gaps", GapModel(ModelFile(TARGET))),
         ("unknown", "'blk.0.attn_odd.weight', and it is not known how to slice",
          ModelFile(altered(TARGET, tmp_path / "u.gguf",
@@ -184,12 +242,31 @@ def test_a_damaged_model(tmp_path):
         widths_of(ModelFile(odd))
 
 
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("qwen35", "ssm.group_count", 0), ("qwen35", "ssm.group_count", 3),
+    ("qwen35", "ssm.state_size", 0), ("nemotron_h-groups", "ssm.time_step_rank", 7),
+    ("gemma4", "attention.key_length", 0), ("glm4moe", "expert_count", 7),
+    ("qwen3moe", "expert_feed_forward_length", 0), ("qwen3moe", "expert_used_count", 0),
+])
+def test_damaged_sizes_of_layers_are_an_error_or_change_nothing(tmp_path, name, key, value):
+    path = write_random_model(tmp_path / "m.gguf", tiny(name))
+    full = f"{name.partition('-')[0]}.{key}"
+    model = ModelFile(altered(path, tmp_path / "d.gguf", numbers={full: value}))
+    if key in ("expert_feed_forward_length", "expert_used_count"):  # read from the tensors
+        assert widths_of(model)
+        return
+    with pytest.raises((ModelError, UnsupportedArchitecture)):
+        widths_of(model)
+
+
 @pytest.mark.parametrize(("name", "said"), [
     ("h0-3.f0-768.v0-4096", "it has 2 KV heads, 768 FFN columns and 4096 rows"),
     ("h0-1.f0-800.v0-4096", "it has 2 KV heads"),
     ("h0-1.f0-768.v0-4097", "it has 2 KV heads"),
     ("h0-1q1-3.f0-768.v0-4096", "query heads 1 to 3 do not belong to these KV heads"),
     ("h0-1.f0-100.v0-4096", "its FFN columns are quantised in blocks of 32"),
+    ("h0-1.f0-96.e0-32.v0-4096", "it has other experts"),
+    ("h0-1d0-1.f0-96.v0-4096", "its layers with a state have other heads"),
 ])
 def test_slices_of_another_model_are_refused(tmp_path, name, said):
     with pytest.raises(PlanError, match=said):

@@ -14,6 +14,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import ModelError
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
@@ -120,6 +121,55 @@ def test_biases_of_summed_products_are_in_every_slice(tmp_path):
         file = ModelFile(extract_shard(model, 0, 2, piece=piece, cache_dir=tmp_path))
         assert np.array_equal(array(file, "blk.1.attn_output.bias"), np.full(128, 2))
         assert np.array_equal(array(file, "output.bias"), np.arange(*piece.vocab))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4moe", "granitemoe"])
+def test_slices_of_every_expert_put_together_are_the_expert(tmp_path, name):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0")))
+    cut = cut_of(model, [2, 1])
+    files = [ModelFile(extract_shard(model, 0, 4, piece=piece, cache_dir=tmp_path))
+             for piece in cut]
+    axes = {"gate_exps.weight": 1, "up_exps.weight": 1, "down_exps.weight": 2,
+            "gate_exps.bias": 1, "up_exps.bias": 1, "gate_shexp.weight": 0, "up_shexp.weight": 0,
+            "down_shexp.weight": 1}
+    for tensor in (one for one in model.tensors if one.startswith("blk.3.ffn_")):
+        whole, parts = array(model, tensor), [array(file, tensor) for file in files]
+        kind = tensor.removeprefix("blk.3.ffn_")
+        if kind in axes:
+            assert np.array_equal(np.concatenate(parts, axes[kind]), whole)
+        elif kind == "down_exps.bias":  # added before the sum
+            assert np.array_equal(parts[0], whole)
+            assert not parts[1].any()
+        else:  # routers and norms
+            assert all(np.array_equal(part, whole) for part in parts)
+    for piece, file in zip(cut, files, strict=True):
+        low, high = piece.expert_columns
+        assert file.arch_get("expert_feed_forward_length") == high - low
+        assert file.arch_get("expert_count") == model.arch_get("expert_count")
+        gguf.GGUFReader(file.path)
+
+
+def test_slices_of_a_delta_net_have_the_value_heads_of_their_key_heads(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen35", qtype="Q8_0")))
+    keys, values, size = 2, 4, 64
+    files = [ModelFile(extract_shard(model, 0, 12, piece=piece, cache_dir=tmp_path))
+             for piece in cut_of(model, [1, 1])]
+    for head, file in enumerate(files):
+        own = np.arange(head, values, keys)  # value heads of this key head
+        rows = (size * own[:, None] + np.arange(size)).ravel()
+        key = np.arange(size * head, size * (head + 1))
+        mixed = np.concatenate([key, keys * size + key, 2 * keys * size + rows])
+        for name, taken in (("attn_qkv.weight", mixed), ("ssm_conv1d.weight", mixed),
+                            ("attn_gate.weight", rows), ("ssm_alpha.weight", own),
+                            ("ssm_beta.weight", own), ("ssm_dt.bias", own), ("ssm_a", own)):
+            assert np.array_equal(array(file, f"blk.0.{name}"),
+                                  array(model, f"blk.0.{name}")[taken]), name
+        assert np.array_equal(array(file, "blk.0.ssm_out.weight"),
+                              array(model, "blk.0.ssm_out.weight")[:, rows])
+        assert np.array_equal(array(file, "blk.3.attn_q.weight"),  # with gates
+                              array(model, "blk.3.attn_q.weight")[256 * head:256 * (head + 1)])
+        assert [file.arch_get(f"ssm.{key}") for key in (
+            "group_count", "time_step_rank", "inner_size")] == [1, 2, 128]
 
 
 def test_the_bytes_of_a_slice_are_those_that_are_sent(model, tmp_path):

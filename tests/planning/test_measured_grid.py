@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.slices import widths_of
+from pipeinfer.models.slices import cut_of, widths_of
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
-from pipeinfer.planning.measured_grid import cut_from, grids_of_ranks, network_of
+from pipeinfer.planning.measured_grid import cut_from, grids_of_ranks, network_of, slice_shares
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
-from pipeinfer.planning.teams import SumCost, Wire
+from pipeinfer.planning.replan import Holding
+from pipeinfer.planning.teams import Network, SumCost, Wire, busiest, team
+from pipeinfer.planning.wide import share_of
 
 FIGURES = Figures(1e10, 1, {1: 1.0, 2: 1.3, 4: 1.9})
 
@@ -27,6 +29,57 @@ def test_a_file_has_the_widths_that_its_slices_have(model):
     cut = cut_from(model)
     assert cut.widths(64) == widths_of(model)
     assert 0 < cut.kv < cut.attention < 1
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "glm4moe", "deepseek2"])
+def test_members_of_a_mixture_read_what_rows_draw_and_store_all(tmp_path, name):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0",
+                                                                  expert_ff=512)))
+    load = load_of(model, 256, 64)
+    cut = cut_from(model, load)
+    assert cut.widths(64) == widths_of(model)
+    heads, whole = cut.stored
+    assert 0 < cut.whole < 0.5
+    assert heads + whole < cut.attention + cut.whole  # two of four experts are not read
+    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
+    assert sum(one.shares) == pytest.approx(1 + whole)
+    assert one.layer == pytest.approx(0.5 + cut.whole / 2)
+    pieces = [piece.name for piece in cut_of(model, [1, 1])]
+    assert sum(slice_shares(model, pieces)) == pytest.approx(1 + cut.whole)
+    assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+def test_layers_with_a_state_are_cut_as_attention_is(tmp_path, name):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0",
+                                                                  n_head=8, n_head_kv=8)))
+    cut = cut_from(model, load_of(model, 256, 64))
+    assert cut.widths(64) == widths_of(model) == (1, 2)  # two key heads
+    assert cut.attention > 0.3
+    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
+    assert one.layer == pytest.approx(0.5 + cut.whole / 2)
+
+
+def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
+    assert busiest(1, 8) == 1.0
+    assert busiest(2, 2) == pytest.approx((2 * 0.5 + 1 * 0.5) / 2)
+    assert 0.25 < busiest(4, 8) < 0.5
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen3moe", qtype="Q8_0",
+                                                                  expert_ff=32)))
+    cut = cut_from(model, load_of(model, 256, 64))
+    assert cut.widths(64) == widths_of(model) == (1, 2)
+    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
+    assert one.layer == pytest.approx(
+        cut.attention / 2 + 0.75 * (1 - cut.attention - cut.whole) + cut.whole)
+    assert sum(one.shares) == pytest.approx(1 + cut.stored[1])
+    pieces = [piece.name for piece in cut_of(model, [1, 1])]
+    assert slice_shares(model, pieces)[0] == pytest.approx(one.layer)
+    assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
+    best, _ = grids_of_ranks(model, load_of(model, 256, 64), [Member("", 1.0)] * 2, [FIGURES] * 2,
+                             Network(Wire(1e-6, 1e10)), LoadMix(), SumCost())
+    assert best.widths == (2,)
+    assert "of 2 members 1 share the columns of an expert, and the experts are divided into 2 " \
+        "groups" in best.why()
 
 
 def test_ranks_further_apart_are_joined_by_the_worst_link_between():

@@ -29,7 +29,7 @@ from pipeinfer.llama.library import ensure_llama, model_params
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.repacking import may_repack
 
-_FEW = 16  #: rows
+FEW = 16  #: rows of a mixture that draw their experts alone
 
 
 class PlainLoop:
@@ -66,7 +66,7 @@ class PlainLoop:
         self._vocab: Any = binding.llama_model_get_vocab(self.model)
         self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         architecture = metadata(self.model, "general.architecture")
-        self._alone = _FEW if int(metadata(self.model, f"{architecture}.expert_count") or 0) else 1
+        self._alone = FEW if int(metadata(self.model, f"{architecture}.expert_count") or 0) else 1
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation."""

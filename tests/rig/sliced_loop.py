@@ -21,7 +21,7 @@ from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.slices import cut_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.plain_loop import PlainLoop
+from tests.rig.plain_loop import FEW, PlainLoop
 
 
 class SlicedLoop(PlainLoop):
@@ -36,6 +36,7 @@ class SlicedLoop(PlainLoop):
         self._loaded: list[LlamaCppBackend] = []
         self._run = 0
         self.n_vocab = model.n_vocab
+        self._alone = FEW if model.arch_get("expert_count") else 1
         for (start, stop), parts in zip(itertools.pairwise(bounds), shares, strict=True):
             cut = cut_of(model, parts)
             last = stop == model.n_layers
@@ -66,6 +67,10 @@ class SlicedLoop(PlainLoop):
 
     def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
         """See `PlainLoop.decode`."""
+        if 1 < len(tokens) <= self._alone:  # as rows draw their experts alone
+            for i, token in enumerate(tokens[:-1]):
+                self.decode([token], position + i)
+            return self.decode(tokens[-1:], position + len(tokens) - 1)
         rows = make_rows([(token, position + i, (0,), i == len(tokens) - 1)
                           for i, token in enumerate(tokens)])
         values: FloatArray | None = None

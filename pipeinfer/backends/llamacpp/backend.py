@@ -37,7 +37,8 @@ from pipeinfer.backends.llamacpp.context import (
     metadata,
 )
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
-from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
+from pipeinfer.backends.llamacpp.layer_probe import ExpertSum, LayerProbe, PartSum
+from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
@@ -152,7 +153,7 @@ class LlamaCppBackend:
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
             chooses = _chooses_experts(file, model, options)
-            probe = _probe(model, layers, options, last=last, chooses_experts=chooses,
+            probe = _probe(file, model, layers, options, last=last, chooses_experts=chooses,
                            kind=cls.probe_type)
             more = _further_ids(model)
             if n_seq_max + more > MAX_SEQS:
@@ -199,7 +200,8 @@ class LlamaCppBackend:
             info, last=False, layers=(start, start + n_layers), n_seq_max=3,
             n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
         options = structs.replace(self.options, layer_callbacks=True, lend=False)
-        probe = _probe(self._model, info.layers, options, last=False,
+        own = None if self._probe is None else self._probe.routers
+        probe = _probe(own, self._model, info.layers, options, last=False,
                        chooses_experts=self._probe is not None and self._probe.chooses_experts,
                        kind=kind.probe_type)
         sizes = (info.n_ctx, info.n_seq_max + 1 + _further_ids(self._model), info.n_batch,
@@ -521,15 +523,27 @@ def _has_experts(model: Any) -> bool:
     return int(metadata(model, f"{architecture}.expert_count") or 0) > 0
 
 
+def _expert_sum(model: Any) -> ExpertSum:
+    """Return where the experts of a slice are summed."""
+    if not (_is_slice(model) and _has_experts(model)):
+        return ExpertSum.NONE
+    shared = int(metadata(model, "pipeinfer.shared_expert") or 0)
+    return ExpertSum.SHARED if shared else ExpertSum.ALONE
+
+
 def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOptions) -> bool:
     """Return whether pipeinfer's own code computes the routers of this mixture."""
     return _has_experts(model) and options.on_cpu and routers.single_row_dot() is not None \
         and routers.of_floats(path)
 
 
-def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: bool,
-           chooses_experts: bool, kind: type[LayerProbe]) -> LayerProbe | None:
-    """Return the callbacks that this shard needs; None for a model that runs without any."""
+def _probe(source: str | os.PathLike[str] | Routers | None, model: Any, layers: tuple[int, int],
+           options: LlamaOptions, *, last: bool, chooses_experts: bool, kind: type[LayerProbe]
+           ) -> LayerProbe | None:
+    """Return the callbacks that this shard needs; None for a model that runs without any.
+
+    source: the routers of a slice with some of the experts, or the file that they are read from
+    """
     architecture = metadata(model, "general.architecture")
     entry, output = _ENTRIES.get(architecture, ""), _OUTPUTS.get(architecture, "l_out")
     pools = last and int(metadata(model, f"{architecture}.pooling_type") or 0) > 0
@@ -537,7 +551,14 @@ def _probe(model: Any, layers: tuple[int, int], options: LlamaOptions, *, last: 
                      or pools):
         return None
     probe = kind(layers[1] - layers[0] - 1, layers[0], entry, output)
-    if chooses_experts:
+    probe.sum_experts_at(_expert_sum(model))
+    if metadata(model, "pipeinfer.experts"):
+        if not chooses_experts:
+            raise BackendError("slices with whole experts need layers on the processor and routers "
+                               "in float32: use fewer slices")
+        assert source is not None
+        probe.select_among(source if isinstance(source, Routers) else Routers(source))
+    elif chooses_experts:
         probe.choose_experts_row_by_row()
     return probe
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from typing_extensions import override
 
 from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
+from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.backends.llamacpp.tensors import source_of, weight_of
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.llama import binding
@@ -38,6 +40,12 @@ class InnerProbe(LayerProbe):
         self.wanted = True
         self._last_attention = _ATTENTION + b"%d" % last_layer
         self._parts: dict[bytes, list[FloatArray]] = {}
+
+    @override
+    def select_among(self, routers: Routers) -> None:
+        # only the C part selects among the experts of all slices: what is compared here are those
+        # of this slice, selected among themselves
+        self.choose_experts_row_by_row()
 
     def rows(self, count: int) -> list[FloatArray]:
         """Return and forget what was copied: float32[count, n] for each tensor."""

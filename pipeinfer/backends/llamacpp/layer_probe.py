@@ -15,13 +15,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeinfer.backends.llamacpp import routers
-from pipeinfer.backends.llamacpp.tensors import source_offset, weight_of
+from pipeinfer.backends.llamacpp.routers import Routers
+from pipeinfer.backends.llamacpp.tensors import source_of, source_offset, weight_of
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
@@ -34,7 +36,17 @@ _NOTHING, _LAST, _SOME, _ENDED = range(4)
 _CUTS = 8
 
 
-_SUMMED = (b".attn_output.weight", b".ffn_down.weight")
+_FEED_FORWARD = b".ffn_down.weight"
+_SUMMED = (b".attn_output.weight", b".ssm_out.weight", _FEED_FORWARD)
+_EXPERTS = b"ffn_moe_out-"  #: before the layer's number, of the node that adds up its experts
+
+
+class ExpertSum(IntEnum):
+    """Which node of a mixture's graph is a slice's partial result of the feed forward."""
+
+    NONE = 0  #: the model has no experts
+    ALONE = 1  #: the sum over the experts
+    SHARED = 2  #: what is made of that first: the sum with the shared expert
 
 
 class PartSum(Protocol):
@@ -61,7 +73,11 @@ class Filter(ctypes.Structure):
                 ("bytes_of", ctypes.c_void_p), ("sums", ctypes.c_void_p),
                 ("entry", ctypes.c_char_p), ("enters", ctypes.c_int),
                 ("row_by_row", ctypes.c_int), ("elements_of", ctypes.c_void_p),
-                ("rows_of", ctypes.c_void_p), ("dot", ctypes.c_void_p))
+                ("rows_of", ctypes.c_void_p), ("dot", ctypes.c_void_p),
+                ("experts", ctypes.c_int), ("routers", ctypes.c_void_p),
+                ("weights", ctypes.c_char_p), ("n_experts", ctypes.c_int),
+                ("n_drawn", ctypes.c_int), ("first_expert", ctypes.c_int),
+                ("n_own", ctypes.c_int), ("input", ctypes.c_void_p), ("drawn", ctypes.c_void_p))
 
 
 class LayerProbe:
@@ -95,6 +111,7 @@ class LayerProbe:
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
         self._sums: PartSum | None = None
+        self.routers: Routers | None = None  #: of a slice with some of the experts
         self.chooses_experts = False  #: whether it computes the routers of mixtures
         function = compiled_filter()
         if function is None:
@@ -124,6 +141,10 @@ class LayerProbe:
         finally:
             self.last_name = self._filter.last = before
 
+    def sum_experts_at(self, node: ExpertSum) -> None:
+        """Take this node for a slice's partial result, where layers have experts."""
+        self._filter.experts = node
+
     def choose_experts_row_by_row(self) -> None:
         """Compute the routers' products of few rows as those of single rows from now on: see
         `routers`.
@@ -136,6 +157,22 @@ class LayerProbe:
         own.rows_of = _address(binding.ggml_nrows)
         own.dot = _address(routers.single_row_dot())
         self.chooses_experts = True
+
+    def select_among(self, routers: Routers) -> None:
+        """Select the experts of each row among those of all slices from now on, and compute those
+        of this slice, which has whole ones.
+
+        Raises BackendError without the C part.
+        """
+        if compiled_filter() is None:
+            raise BackendError("slices with whole experts need the C part, which was not compiled "
+                               "here: install a C compiler, then pipeinfer again, or use fewer "
+                               "slices")
+        self.choose_experts_row_by_row()
+        own, self.routers = self._filter, routers
+        own.routers, own.weights = routers.address, routers.weights
+        own.n_experts, own.n_drawn = routers.count, routers.drawn
+        own.first_expert, own.n_own = routers.own
 
     def _look_inside(self) -> None:
         own = self._filter
@@ -157,7 +194,8 @@ class LayerProbe:
         """
         self.should_stop, self.hidden, self._given = should_stop, hidden, given
         self._filter.enters = given is not None
-        self._filter.row_by_row = self.chooses_experts and 1 < rows <= routers.MOST_ROWS
+        self._filter.row_by_row = self.routers is None and self.chooses_experts \
+            and 1 < rows <= routers.MOST_ROWS
         self.hidden_done = self.stopped = self.entered = False
         self.error = None
         self._filter.wants = _SOME if should_stop is not None else \
@@ -178,6 +216,9 @@ class LayerProbe:
                 if not ask:
                     routers.by_rows(tensor, self._filter.source)
                 return True
+            if self.routers is not None and not ask and binding.ggml_get_name(tensor).startswith(
+                    self.routers.weights):
+                raise BackendError(routers.UNKNOWN)  # the C part could not do it
             if self._given is not None and binding.ggml_get_name(tensor) == self._filter.entry:
                 return ask or self._put_in(tensor, self._given)
             if self._filter.wants == _NOTHING:
@@ -215,11 +256,18 @@ class LayerProbe:
 
     def _place_of(self, tensor: int) -> int:
         """The number of the sum that a tensor is a partial result of; -1 for none."""
-        name = weight_of(tensor, self._filter.source)
-        if not name.endswith(_SUMMED):
+        own = self._filter
+        name = weight_of(tensor, own.source)
+        if name.endswith(_SUMMED):
+            layer = own.first + int(name.split(b".", 2)[1])
+            return place_of(layer, feed_forward=name.endswith(_FEED_FORWARD))
+        if own.experts == ExpertSum.NONE:
             return -1
-        layer = self._filter.first + int(name.split(b".", 2)[1])
-        return place_of(layer, feed_forward=name.endswith(_SUMMED[1]))
+        named = source_of(tensor, own.source, 0) if own.experts == ExpertSum.SHARED else tensor
+        name = binding.ggml_get_name(named) if named else b""
+        if not name.startswith(_EXPERTS):
+            return -1
+        return place_of(own.first + int(name[len(_EXPERTS):].split()[0]), feed_forward=True)
 
     def _sum(self, sums: PartSum, tensor: int, place: int) -> bool:
         count = binding.ggml_nbytes(tensor) // 4

@@ -119,8 +119,6 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
         else:
             nodes, groups = nodes[1:], groups[1:]
     target = profiles.model(pair.target)
-    if target.experts > 1:
-        raise UsageError(f"{target.title} is a mixture of experts: grids are not emulated for it")
     return Ground(
         tuple(nodes), drafter, target, profiles.model(pair.draft),
         Wire(link.latency + experiment.delay, link.bandwidth),
@@ -147,14 +145,17 @@ def cluster_of(ground: Ground, experiment: WideExperiment) -> Cluster:
     target, mix = ground.target, ground.target.quantisation
     assert target.shape is not None
     groups, heads, blocks = pieces(target.shape, mix)
-    cut = TeamCut(target.n_embd, groups, blocks, target.attention_bytes / target.layer_bytes,
-              target.keys_bytes / target.layer_bytes, heads)
+    read, cache = target.active_layer_bytes, cache_bytes(target, experiment)
+    stored = None if target.experts == 1 else (
+        (target.attention_bytes + cache) / (target.layer_bytes + cache), 0.0)
+    cut = TeamCut(target.n_embd, groups, blocks, target.attention_bytes / read,
+                  target.keys_bytes / read, heads, stored=stored)
     draft = draft_time(ground.draft, ground.drafter)(1)
     policy = Policy(experiment.policy)
     return Cluster(
         tuple(_host(node, index, mix) for index, node in enumerate(ground.nodes)),
         Network(teams.Wire(ground.wire.latency, ground.wire.bandwidth)),
-        load_of(target, cache_bytes(target, experiment)), cut, sums_of(experiment),
+        load_of(target, cache), cut, sums_of(experiment),
         (LoadMix(policy, acceptance=ground.acceptance),), Overheads().hop,
         0.0 if policy is Policy.ITERATIVE else draft, groups=ground.groups)
 
@@ -234,19 +235,22 @@ def stage_seconds(one: PlannedTeam, count: int, last: bool, nodes: Sequence[Node
     """Time of `rows` rows through a wide stage of `count` layers, with the output if it is last."""
     members = [nodes[index] for index in one.hosts]
 
-    def slowest(shares: Sequence[float], size: float) -> float:
-        return max(_computing(node, share * size, target.quantisation, rows)
+    def slowest(shares: Sequence[float], size: float, further: float = 0.0) -> float:
+        return max(_computing(node, share * size, target.quantisation, rows, share * further)
                    for node, share in zip(members, shares, strict=True))
 
-    layer = slowest(one.attention, target.layer_bytes) + slowest(one.feed, target.layer_bytes)
+    read = target.active_layer_bytes
+    # rows draw different experts, which are read from memory in addition
+    further = (target.moved_layer_bytes(rows) - read) / (1 - cluster.cut.attention)
+    layer = slowest(one.attention, read) + slowest(one.feed, read, further)
     speeds = [1 / cluster.hosts[index].per_cost for index in one.hosts]
     head = slowest([speed / sum(speeds) for speed in speeds], target.output_bytes) if last else 0.0
     sums = one.in_sums(count, rows, cluster.cut, cluster.sums, last=last)
     return max(node.overhead for node in members) + count * layer + head + sums
 
 
-def _computing(node: NodeProfile, size: float, mix: str, rows: int) -> float:
-    return node.seconds(size, mix, rows) - node.overhead
+def _computing(node: NodeProfile, size: float, mix: str, rows: int, further: float) -> float:
+    return node.seconds(size, mix, rows, size + further) - node.overhead
 
 
 def build_any(profiles: Profiles, experiment: Experiment) -> Built:

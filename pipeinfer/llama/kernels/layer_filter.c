@@ -5,6 +5,7 @@
    sums.c. See layer_probe.py, whose struct Filter has the same fields. Loaded with ctypes: needs
    neither Python's nor llama.cpp's headers. */
 
+#include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,6 +14,8 @@
 #include "sums.h"
 
 enum { NOTHING, LAST, SOME, ENDED };
+enum { MOST_EXPERTS = 512 };  /* llama.cpp's own limit */
+enum { NO_EXPERTS, ALONE, SHARED };  /* see LayerProbe.experts */
 
 struct filter {
     const char *(*name_of)(const void *tensor);           /* ggml_get_name */
@@ -32,6 +35,16 @@ struct filter {
     int64_t (*elements_of)(const void *tensor);           /* ggml_nelements */
     int64_t (*rows_of)(const void *tensor);               /* ggml_nrows */
     void (*dot)(int n, float *to, size_t, const float *x, size_t, const float *y, size_t, int);
+    int experts;     /* which node is a slice's part of the sum over its experts */
+    const struct router *routers;  /* by layer; NULL: the slice has a part of every expert */
+    const char *weights;           /* beginning of the name of the drawn experts' weights */
+    int n_experts, n_drawn, first_expert, n_own;
+    const void *input, *drawn;     /* of the layer being computed: see select_experts */
+};
+
+/* The router of a layer: one row of weights per expert, and their biases or NULL. */
+struct router {
+    const float *weights, *biases;
 };
 
 size_t pipeinfer_filter_bytes(void)
@@ -85,17 +98,96 @@ static bool by_rows(const struct filter *filter, char *tensor)
     return true;
 }
 
+/* The number of the layer whose experts' part of the sum a tensor is, -1 for none: see
+   LayerProbe.experts. */
+static int layer_of_experts(const struct filter *filter, const char *tensor)
+{
+    static const char prefix[] = "ffn_moe_out-";
+    const size_t length = sizeof prefix - 1;
+    const void *named = filter->experts == SHARED ? source_of(filter, tensor, 0) : tensor;
+    const char *name = named == NULL ? "" : filter->name_of(named);
+    return strncmp(name, prefix, length) == 0 ? atoi(name + length) : -1;
+}
+
 /* Which sum of the model a tensor is a part of, -1 for none: see place_of in layer_probe.py. */
 static int place_of(const struct filter *filter, const char *tensor)
 {
     const char *name = weight_of(filter, tensor);
-    if (name == NULL)
-        return -1;
-    if (ends(name, ".attn_output.weight"))
+    int layer;
+
+    if (name != NULL && (ends(name, ".attn_output.weight") || ends(name, ".ssm_out.weight")))
         return 2 * (filter->first + atoi(name + 4));
-    if (ends(name, ".ffn_down.weight"))
+    if (name != NULL && ends(name, ".ffn_down.weight"))
         return 2 * (filter->first + atoi(name + 4)) + 1;
+    if (filter->experts != NO_EXPERTS && (layer = layer_of_experts(filter, tensor)) >= 0)
+        return 2 * (filter->first + layer) + 1;
     return -1;
+}
+
+static bool begins(const char *text, const char *with)
+{
+    return strncmp(text, with, strlen(with)) == 0;
+}
+
+/* Note what `select_experts` will need, while the tensors before it are being listed. */
+static void note(struct filter *filter, const char *tensor)
+{
+    if (is_router(filter, tensor))
+        filter->input = source_of(filter, tensor, 1);
+    else if (begins(filter->name_of(tensor), "ffn_moe_topk-"))
+        filter->drawn = tensor;
+}
+
+/* Of a slice that has whole experts: replace the experts of each row by those of all slices that it
+   draws, and their weights by the softmax of the routers' products. Experts of other slices get the
+   weight 0 and the number of one that is computed anyway. See LayerProbe.select_among. */
+static bool select_experts(struct filter *filter, const char *tensor, int layer)
+{
+    const struct router *router = &filter->routers[layer];
+    const int count = filter->n_drawn, first = filter->first_expert;
+    const float *input;
+    float *weight = filter->data_of(tensor), products[MOST_EXPERTS];
+    int32_t *drawn;
+    int64_t rows, row;
+    int n, i, k;
+
+    if (filter->input == NULL || filter->drawn == NULL
+        || filter->bytes_of(filter->input) != sizeof(float) * filter->elements_of(filter->input))
+        return false;  /* Python raises the error */
+    input = filter->data_of(filter->input);
+    drawn = filter->data_of(filter->drawn);
+    rows = filter->rows_of(filter->input);
+    n = (int)(filter->elements_of(filter->input) / (rows > 0 ? rows : 1));
+    for (row = 0; row < rows; row++, drawn += filter->n_own, weight += count) {
+        int own = 0;
+        float most = 0.0f, sum = 0.0f;
+        for (i = 0; i < filter->n_experts; i++) {
+            filter->dot(n, products + i, 0, router->weights + (size_t)i * n, 0, input + row * n, 0, 1);
+            if (router->biases != NULL)
+                products[i] += router->biases[i];
+        }
+        for (k = 0; k < count; k++) {
+            int best = 0;
+            for (i = 1; i < filter->n_experts; i++)
+                if (products[i] > products[best])
+                    best = i;
+            if (k == 0)
+                most = products[best];
+            weight[k] = expf(products[best] - most);
+            sum += weight[k];
+            drawn[k] = best - first;
+            products[best] = -INFINITY;
+        }
+        for (k = count - 1; k >= 0; k--)
+            if (drawn[k] >= 0 && drawn[k] < filter->n_own)
+                own = drawn[k];
+        for (k = 0; k < count; k++) {
+            bool here = drawn[k] >= 0 && drawn[k] < filter->n_own;
+            weight[k] = here ? weight[k] / sum : 0.0f;
+            drawn[k] = here ? drawn[k] : own;
+        }
+    }
+    return true;
 }
 
 bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
@@ -116,6 +208,14 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
             return true;
         filter->wants = ENDED;
         return false;
+    }
+    if (filter->routers != NULL) {
+        name = filter->name_of(tensor);
+        if (begins(name, filter->weights) && strchr(name, ' ') == NULL)
+            return ask || select_experts(filter, tensor, atoi(name + strlen(filter->weights)))
+                || filter->reached(tensor, ask, NULL);
+        if (ask)
+            note(filter, tensor);
     }
     if (filter->row_by_row && is_router(filter, tensor))
         return ask || by_rows(filter, tensor) || filter->reached(tensor, ask, NULL);
