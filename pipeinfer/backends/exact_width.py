@@ -33,7 +33,7 @@ FURTHER = (0, 7, 23, 40, 11)
 #: cells and rows of a batch beyond which the result is the same: search and curve need fewer
 MOST_CELLS, MOST_ROWS = 1024, 64
 FAR = 560  #: a context beyond the 512 cells from which some kernels split a row over threads
-_PROBE = 4  #: version of the search; raise it when it finds more
+_PROBE = 5  #: version of the search; raise it when it finds more
 _CONTEXT_ID, _CHILD, _OTHER = range(3)  #: sequence ids of the search
 #: options on which neither bits nor times of a decode depend
 _NO_BITS = ("layer_callbacks", "lend", "use_mlock", "validate")

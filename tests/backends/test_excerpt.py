@@ -17,7 +17,7 @@ from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
-from pipeinfer.llama import binding
+from pipeinfer.llama import binding, short_runs
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.excerpt import kinds_of
 from pipeinfer.models.gguf import ModelFile
@@ -63,6 +63,15 @@ def test_the_excerpt_gives_the_width_of_the_whole(name, qtype, tmp_path):
         found, whole = width_of(path, backend), exact_width(backend)
     print(f"{name} {qtype}: {found} of the excerpt, {whole} of the whole")
     assert 1 <= found <= whole
+
+
+def test_products_with_the_same_name_are_told_apart(tmp_path):
+    """Both products that make the queries of a deepseek2 are called alike."""
+    path = write_random_model(tmp_path / "m.gguf", spec_of("deepseek2", qtype="Q8_0"))
+    with closing(load(path)) as backend:
+        if "q8_0" not in short_runs.used():
+            pytest.skip("without the kernels R may be 1")
+        assert width_of(path, backend) > 1
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])

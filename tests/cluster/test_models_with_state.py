@@ -207,8 +207,9 @@ def test_a_draft_with_a_state_is_taken_back(files, name, more):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == expected
-    # a draft on another rank may be too late
-    assert answer["stats"]["accepted_speculative"] > (0 if "--draft-ranks" in more else 20)
+    stats = answer["stats"]  # a draft may be late, so how many tokens it proposes is left open
+    assert stats["accepted_speculative"] > 0
+    assert 2 * stats["accepted_speculative"] > stats["guesses_tested"]
 
 
 @pytest.mark.slow

@@ -48,9 +48,10 @@ class InnerProbe(LayerProbe):
         self.choose_experts_row_by_row()
 
     def rows(self, count: int) -> list[FloatArray]:
-        """Return and forget what was copied: float32[count, n] for each tensor."""
+        """Return and forget what was copied: float32[count, n] for each tensor; several have the
+        same name in some graphs."""
         parts, self._parts = self._parts, {}
-        return [np.concatenate(parts[name]).reshape(count, -1) for name in sorted(parts)]
+        return [one.reshape(count, -1) for name in sorted(parts) for one in parts[name]]
 
     def _call(self, tensor: int, ask: bool, data: int | None) -> bool:
         if self.ended:
