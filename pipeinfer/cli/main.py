@@ -47,6 +47,7 @@ class _Main(click.Group):
         "models": ("pipeinfer.cli.models", "models_command"),
         "pull": ("pipeinfer.cli.models", "pull_command"),
         "inflate": ("pipeinfer.lab.commands.inflate", "inflate_command"),
+        "race": ("pipeinfer.lab.commands.race", "race_command"),
         "plan": ("pipeinfer.lab.commands.plan", "plan_command"),
         "down": ("pipeinfer.supervise.commands", "down_command"),
         "rebalance": ("pipeinfer.cli.client", "rebalance_command"),

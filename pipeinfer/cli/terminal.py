@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
@@ -112,6 +112,16 @@ def own_terminal() -> int | None:
             with contextlib.suppress(OSError):
                 return os.open(candidate, os.O_WRONLY | os.O_NOCTTY)
     return None
+
+
+def progress_stream() -> tuple[TextIO, bool]:
+    """Return where progress is shown, and whether that is a terminal.
+
+    mpirun gives its ranks pipes, so there the terminal itself is opened.
+    """
+    if not sys.stderr.isatty() and host.launched() and (terminal := own_terminal()) is not None:
+        return os.fdopen(terminal, "w", encoding="utf-8", errors="replace"), True
+    return sys.stderr, sys.stderr.isatty()
 
 
 def show_over(text: str) -> None:

