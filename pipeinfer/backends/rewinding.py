@@ -1,8 +1,9 @@
 """A draft whose layers keep a state of the text, as a backend that takes rows back.
 
 No part of a state can be removed. So the state behind each of the last rows of a sequence is kept,
-as a copy under an id of its own; what lies further back is computed once more. Results are those
-of other batches, so bits can differ: for proposals, whose tokens the target checks.
+as a copy under an id of its own; what lies further back is computed once more, by the next decode,
+which may be repeated where it finds no cells. Results are those of other batches, so bits can
+differ: for proposals, whose tokens the target checks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ COPIES = 6  #: states of each sequence that are kept besides the newest
 
 
 class _Sequence(Struct):
-    """One sequence. tokens: that its state has seen. copies: ids of states, by their number of
-    tokens, oldest first."""
+    """One sequence. tokens: its text, of which its state has seen the first `seen`; the next decode
+    computes the others, too. copies: ids of states, by their number of tokens, oldest first."""
 
     tokens: list[int] = field(default_factory=list)
+    seen: int = 0
     copies: dict[int, int] = field(default_factory=dict)
 
 
@@ -42,23 +44,49 @@ class RewindingBackend:
         Of several rows of one sequence only the last may have an output.
         """
         del hidden, should_stop
-        for seq_id, first in rows.first_positions().items():
+        firsts = rows.first_positions()
+        for seq_id, first in firsts.items():
             if first != len(self._sequences[seq_id].tokens):
                 raise BackendError(f"a row of sequence {seq_id} at position {first} does not "
                                    "follow its text")
+            self._catch_up(seq_id)
             self._keep(seq_id)
+        try:
+            return self._append(rows)
+        except BackendError:  # it may be asked for again once there are cells
+            for seq_id, first in firsts.items():
+                self.seq_rm(seq_id, first, END)
+            raise
+
+    def _catch_up(self, seq_id: int) -> None:
+        """Compute what the sequence's state has not seen of its text."""
+        sequence = self._sequences[seq_id]
+        owed, step = sequence.tokens[sequence.seen:], self.info.n_batch
+        if not owed:
+            return
+        start = sequence.seen
+        for first in range(start, start + len(owed), step):
+            self._keep(seq_id)
+            part = owed[first - start:first - start + step]
+            self._append(make_rows([(token, first + i, (seq_id,), False)
+                                    for i, token in enumerate(part)]))
+
+    def _append(self, rows: Rows) -> FloatArray | None:
         alone = len(set(rows.seq_ids)) == 1
         if alone and len(rows) > 1:  # the last row is often what is taken back
             (seq_id,) = rows.seq_ids[0]
-            self._append(_part(rows, 0, len(rows) - 1))
+            self._compute(_part(rows, 0, len(rows) - 1))
             self._keep(seq_id)
             rows = _part(rows, len(rows) - 1, len(rows))
-        return self._append(rows)
+        return self._compute(rows)
 
-    def _append(self, rows: Rows) -> FloatArray | None:
+    def _compute(self, rows: Rows) -> FloatArray | None:
         result = self._backend.decode(rows)
         for token, ids in zip(rows.lists.tokens, rows.seq_ids, strict=True):
-            self._sequences[ids[0]].tokens.append(token)
+            sequence = self._sequences[ids[0]]
+            if sequence.seen == len(sequence.tokens):
+                sequence.tokens.append(token)
+            sequence.seen += 1
         return result
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
@@ -89,7 +117,7 @@ class RewindingBackend:
     def _keep(self, seq_id: int) -> None:
         """Copy the present state of a sequence, in place of its oldest copy."""
         sequence = self._sequences[seq_id]
-        length, copies = len(sequence.tokens), sequence.copies
+        length, copies = sequence.seen, sequence.copies
         if not length or length in copies:
             return
         base = len(self._sequences) + seq_id * COPIES
@@ -103,24 +131,21 @@ class RewindingBackend:
 
     def _rewind(self, src: int, dst: int, length: int) -> None:
         """Make the first `length` tokens of `src` the text of `dst`."""
-        source = self._sequences[src]
-        tokens = source.tokens[:length]
+        source, target = self._sequences[src], self._sequences[dst]
         known = max((n for n in source.copies if n <= length), default=0)
         origin = source.copies.get(known, -1)
-        if len(source.tokens) == length:
-            known, origin = length, src
+        if source.seen <= length:
+            known, origin = source.seen, src
+        target.tokens = source.tokens[:length]
+        if origin == dst:
+            return
         if src == dst:
             for n in [n for n in source.copies if n > length or not length]:
                 self._backend.seq_rm(source.copies.pop(n), 0, END)
             self._backend.seq_rm(dst, 0, END)
         if known:
             self._backend.seq_cp(origin, dst, 0, known)
-        self._sequences[dst].tokens = tokens[:known]
-        step = self.info.n_batch
-        for start in range(known, length, step):
-            part = tokens[start : start + step]
-            self.decode(make_rows([(token, start + i, (dst,), False)
-                                   for i, token in enumerate(part)]))
+        target.seen = known
 
 
 def _part(rows: Rows, start: int, stop: int) -> Rows:
