@@ -9,7 +9,7 @@ nothing, unless their confidence is at least `SURE`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from msgspec import structs
@@ -38,6 +38,7 @@ class DraftTeam:
         self.slot: Callable[[], float] = lambda: 0.0
         self._slot, self._asked, self._guess_seconds = 0.0, 0, 0.0
         self._held: dict[int, Drafted] = {}
+        self._released: deque[Drafted] = deque()  # held until another job took the place of theirs
         self._quick, self._better = quick, better
         self._next: StartDraft | None = None
         self._at = 0  #: id of the better draft's job
@@ -59,6 +60,8 @@ class DraftTeam:
             self._slot = self.slot()
         self._asked += 1
         self._quick.start(job)
+        if self._next is not None and (held := self._held.pop(self._next.job_id, None)):
+            self._released.append(held)  # the better draft will not answer it
         self._next = job
         self._go_on()
 
@@ -66,6 +69,7 @@ class DraftTeam:
         """Withdraw a job from both drafts."""
         self._quick.stop(job_id)
         self._held.pop(job_id, None)
+        self._released = deque(one for one in self._released if one.job_id != job_id)
         if self._next is not None and self._next.job_id == job_id:
             self._next = None
         self._better.stop(job_id)
@@ -75,6 +79,10 @@ class DraftTeam:
 
         `more` is set in a first result that a second will follow, `further` in that second one.
         """
+        if self._released:
+            found = self._released.popleft()
+            self._note(found.job_id)
+            return found
         while (found := self._quick.take()) is not None:
             if found.job_id in self._answered:
                 continue
@@ -102,7 +110,7 @@ class DraftTeam:
     @property
     def has_news(self) -> bool:
         """Whether `take` has something to do."""
-        return self._quick.has_news or self._better.has_news or (
+        return bool(self._released) or self._quick.has_news or self._better.has_news or (
             self._next is not None and self._better.idle)
 
     def close(self, timeout: float) -> None:

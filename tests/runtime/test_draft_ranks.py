@@ -241,6 +241,24 @@ def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
         assert quick.stopped == [1, 2, 3]
 
 
+@pytest.mark.parametrize("proposals", [(), (Proposal(-1, 7, 0.5),)])
+def test_an_answer_that_waits_is_given_when_another_job_takes_its_place(proposals):
+    """Of several requests at once: the better draft takes the newest job alone."""
+    quick, better = Quick(), Quick()
+    better.idle = False
+    team = DraftTeam(quick, better)
+    team.slot = lambda: 1e3  # the better draft keeps up, so it is waited for
+    for number in (1, 2):
+        team.start(job([3, 1], number=number, lane=number))
+        quick.answers = [Drafted(number, proposals)]
+        if number == 1:
+            assert team.take() is None
+    assert team.has_news
+    found = team.take()
+    assert (found.job_id, found.proposals, found.more) == (1, proposals, False)
+    assert team.take() is None  # that of 2 goes on waiting
+
+
 def test_a_better_draft_that_is_first_is_the_answer():
     with Ranks(1) as ranks:
         ranks.draft.await_ready(SECONDS)
