@@ -80,9 +80,9 @@ class DraftTeam:
         `more` is set in a first result that a second will follow, `further` in that second one.
         """
         if self._released:
-            found = self._released.popleft()
-            self._note(found.job_id)
-            return found
+            late = self._released.popleft()
+            self._note(late.job_id)
+            return late
         while (found := self._quick.take()) is not None:
             if found.job_id in self._answered:
                 continue
