@@ -8,7 +8,7 @@ after a failure or a stop, because cancellation depends on it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from msgspec import Struct
 
@@ -135,6 +135,22 @@ def apply(backend: Backend, op: SeqOp) -> None:
                 raise BackendError(f"{type(backend).__name__} cannot join sequences; use the "
                                    "torch backend")
             join(src, dst, order)
+
+
+def tap(backend: Backend, layers: tuple[int, ...]) -> Callable[[], FloatArray]:
+    """Let a backend keep the inputs of layers from now on.
+
+    layers: of the whole model, in order; those of other shards are ignored. The number of layers
+        stands for what the output matrix reads
+    Returns a function that returns those of the last decode, float32[n, layers here * n_embd], of
+    all its rows. Raises BackendError on a backend without them.
+    """
+    ask: Callable[[tuple[int, ...]], None] | None = getattr(backend, "tap", None)
+    if ask is None:
+        raise BackendError(f"{type(backend).__name__} does not give the rows that a head reads; "
+                           "use llama.cpp")
+    ask(layers)
+    return lambda: cast("Any", backend).tapped
 
 
 def norms(backend: Backend, rows: Rows, hidden: FloatArray | None = None) -> FloatArray:

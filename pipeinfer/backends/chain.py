@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from msgspec import structs
 
-from pipeinfer.backends.base import Backend, Capabilities, apply, norms
+from pipeinfer.backends.base import Backend, Capabilities, apply, norms, tap
 from pipeinfer.core.types import END, FloatArray, Rows, SeqJoin
 
 
@@ -28,6 +29,7 @@ class ChainBackend:
             raise ValueError(f"the shards' layers {[info.layers for info in infos]} are not "
                              "contiguous")
         self._parts = list(parts)
+        self._taps: list[Callable[[], FloatArray]] = []
         self.info = structs.replace(
             infos[0], layers=(infos[0].layers[0], infos[-1].layers[1]), last=infos[-1].last,
             n_vocab=infos[-1].n_vocab, n_ctx=min(info.n_ctx for info in infos),
@@ -55,6 +57,15 @@ class ChainBackend:
         *before, last = self._parts
         return self._through([*(part.decode for part in before),
                               lambda rows, hidden, _: norms(last, rows, hidden)], rows, hidden)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See `base.tap`."""
+        self._taps = [tap(part, layers) for part in self._parts]
+
+    @property
+    def tapped(self) -> FloatArray:
+        """See `base.tap`."""
+        return np.concatenate([rows() for rows in self._taps], axis=1)
 
     def _through(self, calls: Sequence[Callable[..., FloatArray | None]], rows: Rows,
                  hidden: FloatArray | None, should_stop: Callable[[], bool] | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.learned_rows import LearnedRows
@@ -85,12 +85,13 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
 
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,
-                  gaps: bool = False) -> Any:
+                  gaps: bool = False, head: Literal["", "mtp", "eagle3"] = "") -> Any:
     """Return the options of llama.cpp for a config.
 
     draft: whether they are for the draft
     callbacks: whether a decode can be stopped inside
     gaps: whether positions may leave gaps
+    head: kind of a head of the target, which counts as a draft; "" for other files
     """
     from pipeinfer.backends.llamacpp.context import LlamaOptions
 
@@ -115,7 +116,7 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
     return LlamaOptions(
         n_gpu_layers=gpu_layers,
         use_mmap=config.mmap,
-        use_mlock=config.mlock, huge_pages=config.huge_pages,
+        use_mlock=config.mlock, huge_pages=config.huge_pages and not head, head=head,
         layer_callbacks=callbacks, gaps=gaps, lend=True, **values,
     )
 

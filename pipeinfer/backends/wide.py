@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 from msgspec import structs
 
-from pipeinfer.backends.base import Backend, Capabilities, apply
+from pipeinfer.backends.base import Backend, Capabilities, apply, tap
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
 from pipeinfer.core.types import END, FloatArray, IntArray, Rows, SeqJoin
@@ -51,6 +52,7 @@ class WideBackend:
                  layers: tuple[int, int], n_layers_total: int, embedding: Embedding | None) -> None:
         self._slices = [list(chain) for chain in slices]
         self._team, self._embedding = team, embedding
+        self._taps: list[Callable[[], FloatArray]] = []
         infos = [part.info for chain in slices for part in chain]
         self.info = structs.replace(
             infos[0], layers=layers, first=layers[0] == 0, last=layers[1] == n_layers_total,
@@ -101,6 +103,16 @@ class WideBackend:
         if error is not None:
             raise error
         return None if left else results[0]
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See `base.tap`: after each sum all slices have the same rows, so one of them gives
+        them."""
+        self._taps = [tap(shard, layers) for shard in self._slices[0]]
+
+    @property
+    def tapped(self) -> FloatArray:
+        """See `base.tap`."""
+        return np.concatenate([rows() for rows in self._taps], axis=1)
 
     def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
         """The result of one slice; None where it was stopped.

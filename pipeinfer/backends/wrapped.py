@@ -6,8 +6,8 @@ code for sequences.
 
 from __future__ import annotations
 
-from pipeinfer.backends.base import Backend, apply
-from pipeinfer.core.types import SeqJoin
+from pipeinfer.backends.base import Backend, apply, tap
+from pipeinfer.core.types import FloatArray, SeqJoin
 
 
 class WrappedBackend:
@@ -32,6 +32,15 @@ class WrappedBackend:
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
         """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
         apply(self._inner, SeqJoin(src, dst, order))
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See `base.tap`."""
+        self._tapped = tap(self._inner, layers)
+
+    @property
+    def tapped(self) -> FloatArray:
+        """See `base.tap`."""
+        return self._tapped()
 
     def close(self) -> None:
         """See `Backend.close`."""

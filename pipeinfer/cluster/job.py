@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
+from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.policy_choice import draft_models
 from pipeinfer.cluster.proposers import load_proposers
@@ -49,6 +50,7 @@ class Job(Struct, frozen=True):
     n_batch: int
     survey: Survey
     gaps: bool
+    head: HeadPlan | None = None
 
     @property
     def plan(self) -> Plan:
@@ -117,6 +119,8 @@ class LoadedCluster(Struct, frozen=True):
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
                 cores=self.hosts[holding.rank].cores_host if job.turns else 0,
+                taps=() if job.head is None else job.head.taps,
+                half_taps=config.cluster.hidden_type == "f16",
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
         return Assembly(
@@ -137,7 +141,7 @@ class LoadedCluster(Struct, frozen=True):
             check_draft_vocab(self.tokenizer, draft_tokenizer)
             draft_tokenizer.close()
         return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
-                              self.port, self.hosts, self.vocabulary)
+                              self.port, self.hosts, self.vocabulary, self.job.head)
 
 
 class RunningJob(Protocol):

@@ -33,6 +33,7 @@ from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.comparable import check_ablation
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
+from pipeinfer.cluster.heads import head_for, with_head
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.job import Job
@@ -318,7 +319,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())
     config = config if turns else config.replace(turns="off")
     config = for_state(config, model, in_turns=turns or place.size == 1)
-    config = with_lookup(config, draft_path, 1 if turns else place.size)
+    looks_up = with_lookup(config, draft_path, 1 if turns else place.size)
+    config = with_head(config, looks_up, model, draft_path, backends)
     policy = choose_policy(config, draft_path)
     check_ablation(config, policy, place.size, turns=would)
     check_proposers(config.speculation, model, backends)
@@ -336,9 +338,13 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     drafts = draft_models(config, draft_path, policy)
     for path in drafts[:-1] if draft_ranks_of(hosts) else drafts:
         head_bytes += sum(open_model(path).layer_bytes)
+    head = head_for(config, model, backends)
+    if head is not None:
+        head_bytes += head.reads
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)
     if turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
-    return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps)
+    return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps,
+               head)

@@ -24,6 +24,7 @@ from msgspec import Struct, structs
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on
+from pipeinfer.cluster.heads import head_for, with_head
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
 from pipeinfer.cluster.policy_choice import LOOKUP, choose_policy, draft_models, with_lookup
@@ -189,8 +190,14 @@ class Session:
         if self.plan.whole:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
-        config = with_lookup(config, self.loaded.job.draft,
-                             1 if self.loaded.job.turns else self.loaded.place.size)
+        job = self.loaded.job
+        asked, config = config, with_lookup(config, job.draft,
+                                            1 if job.turns else self.loaded.place.size)
+        if job.head is not None:
+            config = with_head(asked, config, job.model, job.draft, ("llamacpp",))
+        if head_for(config, job.model, ("llamacpp",)) not in (None, job.head):
+            raise UsageError("the stages give no rows for that head: start a job with this "
+                             "--proposer")
         policy = choose_policy(config, self.loaded.job.draft)
         worker = self.loaded.proposers(config, policy)
         if (remote := remote_of(worker)) is not None:
@@ -276,6 +283,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     if remote is not None:
         remote.await_ready(config.cluster.timeout)
     drafts = draft_models(config, job.draft, job.policy)
+    name = label(drafts[-1]) if drafts else "" if job.head is None else job.head.name
     sharing = _sharing(job, assembly, hosts, drafts, worker)
     notes = [why(config.speculation, job, drafts), *notes_on(hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
@@ -307,7 +315,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
         )
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
-        label(drafts[-1]) if drafts else "", notes, time.monotonic() - started, first,
+        name, notes, time.monotonic() - started, first,
         sharing, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()
@@ -357,7 +365,9 @@ def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
     weights = sum(one.weight_bytes for one in stages if job.turns or one.rank == 0)
-    return Sharing(contended, max(sum(map(_model_bytes, drafts)) / max(weights, 1), NO_MODEL))
+    own = 0 if job.head is None else job.head.reads
+    return Sharing(contended, max((sum(map(_model_bytes, drafts)) + own) / max(weights, 1),
+                                  NO_MODEL))
 
 
 def _model_bytes(path: Path) -> int:

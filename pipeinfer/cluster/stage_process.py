@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, structs
 
 from pipeinfer import host
 from pipeinfer.backends import measuring
-from pipeinfer.backends.base import Backend
+from pipeinfer.backends.base import Backend, tap
 from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact_width import Widths, known_widths
 from pipeinfer.backends.factory import (
@@ -295,6 +297,7 @@ class StageProcess:
             pulse=self._pulse,
             vocabulary=Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None,
             learned=learned,
+            tapped=_tapped(backend, setup),
             extra_report=lambda: {
                 "host": socket.gethostname(),
                 "rank": self._place.rank,
@@ -465,6 +468,16 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
             known_curve=setup.curve, excerpt=excerpt,
             progress=lambda done, total: report("measuring", done, total))
     return widths, used
+
+
+def _tapped(backend: Backend, setup: Setup) -> Callable[[], npt.NDArray[Any]] | None:
+    """Return a function for the rows that a head reads of this stage; None without any."""
+    last = setup.stop == setup.n_layers
+    if setup.port.member or not any(setup.start <= one < setup.stop or (last and one >= setup.stop)
+               for one in setup.taps):
+        return None
+    rows: Callable[[], npt.NDArray[Any]] = tap(backend, setup.taps)
+    return (lambda: rows().astype(np.float16)) if setup.half_taps else rows
 
 
 def gpu_of(config: ModelConfig, kind: str) -> str:

@@ -152,6 +152,10 @@ class ClusterConfig:
     sum_type: str = opt("f32", "--sum-type", kind="str", choices=("f32", "f16", "bf16"),
                         help="Data type of the partial results that members exchange; shorter "
                              "ones save time on slow networks.")
+    hidden_type: str = opt("f32", "--hidden-type", kind="str", choices=("f32", "f16"),
+                           changes_tokens=False,
+                           help="Data type of the rows that stages send to a head of the model "
+                                "(--proposer mtp, eagle3); f16 saves time on slow networks.")
     sum_path: str = opt("auto", "--sum-path", kind="str", choices=("auto", "memory", "messages"),
                         help="How members of a stage exchange partial results: through shared "
                              "memory, or as messages; auto: memory where all are on one host.")

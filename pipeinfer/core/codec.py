@@ -9,7 +9,7 @@ Independent of transports, ranks, clocks and models.
             rows, sequence ids, operations, hidden size, payload bytes, spans   (48 bytes)
     DECODE  spans f64[s,3] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
-            hidden f32[n,d]
+            hidden f32[n,d] [taps: rows i32 elements i32 f32 or f16[n,t]]
     CONTROL JSON: the messages that are rare (`ControlMessage`)
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.core.control import pack, unpack_by
 from pipeinfer.core.messages import (
@@ -52,7 +53,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 14
+VERSION = 15
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -63,7 +64,9 @@ _SKIPPED = 1  # an earlier stage skipped the run: apply its operations and pass 
 _SPECULATIVE = 2  # look for a cancellation at layer boundaries
 _HIDDEN = 4  # activations follow the columns
 _VIEWS = 8  # rows attend to other ids than they are stored under
-_FLAGS = 15  # all of them
+_TAPS = 16  # inputs of layers follow, also in a RUN_FINISHED frame
+_HALF_TAPS = 32  # in float16
+_FLAGS = 63  # all of them
 _PART = int(Op.PART)
 _control: msgspec.json.Decoder[ControlMessage] = msgspec.json.Decoder(ControlMessage)
 _VERDICTS = tuple(Verdict)
@@ -82,9 +85,10 @@ def encode(message: Message) -> bytes:
     match message:
         case Decode():
             return _encode_decode(message)
-        case RunFinished(run_id, choices, spans):
-            return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
-                          run_id=run_id, n_rows=len(choices), n_spans=len(spans))
+        case RunFinished(run_id, choices, spans, taps):
+            flags, column = _encode_taps(taps)
+            return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices), *column,
+                          flags=flags, run_id=run_id, n_rows=len(choices), n_spans=len(spans))
         case Part(member, turn, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
             return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, turn, member, 0, place,
@@ -137,7 +141,8 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
         case Op.CACHE_OPS:
             message = CacheOps(_read_ops(reader, n_ops))
         case Op.RUN_FINISHED:
-            message = RunFinished(run_id, _decode_choices(reader, n_rows), spans)
+            choices = _decode_choices(reader, n_rows)
+            message = RunFinished(run_id, choices, spans, _read_taps(reader, flags))
         case Op.RUN_CANCELLED:
             message = RunCancelled(run_id, spans)
         case Op.SHARD_CHUNK:
@@ -280,6 +285,9 @@ def _encode_decode(m: Decode) -> bytes:
         d = m.hidden.shape[1]
         hidden: Any = np.ascontiguousarray(m.hidden, "<f4")
         parts.append(memoryview(hidden).cast("B") if hidden.size else b"")
+    tapped, column = _encode_taps(m.taps)
+    flags |= tapped
+    parts += column
     return _frame(Op.DECODE, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
                   n_spans=len(m.spans))
@@ -304,12 +312,35 @@ def _decode_decode(
     if flags & _HIDDEN:
         hidden = reader.array("<f4", n * d).reshape(n, d)
     seq_ids = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
+    taps = _read_taps(reader, flags)
+    if taps is not None and len(taps) != n:
+        raise ProtocolError(f"run {run_id} has {len(taps)} tapped rows for {n} rows")
     return Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views),
         tuple(lanes.tolist()), ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
-        hidden=hidden, spans=spans,
+        hidden=hidden, spans=spans, taps=taps,
     )
+
+
+def _encode_taps(taps: npt.NDArray[Any] | None) -> tuple[int, list[bytes]]:
+    """The flags and columns of inputs of layers."""
+    if taps is None:
+        return 0, []
+    half = taps.dtype == np.float16
+    return _TAPS | (_HALF_TAPS if half else 0), [
+        np.array(taps.shape, "<i4").tobytes(),
+        np.ascontiguousarray(taps, "<f2" if half else "<f4").tobytes()]
+
+
+def _read_taps(reader: _Reader, flags: int) -> npt.NDArray[Any] | None:
+    if not flags & _TAPS:
+        return None
+    n, width = reader.array("<i4", 2).tolist()
+    if not (0 <= n <= _MAX_COUNT and 0 <= width <= _MAX_COUNT):
+        raise ProtocolError(f"a frame announces {n} rows of {width} tapped elements")
+    flat: npt.NDArray[Any] = reader.array("<f2" if flags & _HALF_TAPS else "<f4", n * width)
+    return flat.reshape(n, width)
 
 
 def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], ...]:

@@ -185,6 +185,8 @@ class Setup(_Message, frozen=True, tag=True):
     curve: cost of runs by rows, where already agreed on; None at first
     vocabulary: for grammars, where the stage chooses tokens
     cores: threads that the stage may use, those of idle ranks of its host included; 0: its own
+    taps: layers of the model whose inputs a head reads, see `backends.base.tap`
+    half_taps: whether they are sent as float16
     """
 
     port: PortName
@@ -208,6 +210,8 @@ class Setup(_Message, frozen=True, tag=True):
     curve: tuple[float, ...] | None = None
     vocabulary: dict[str, Any] | None = None
     cores: int = 0
+    taps: tuple[int, ...] = ()
+    half_taps: bool = False
 
 
 class Receive(_Message, frozen=True, tag=True):

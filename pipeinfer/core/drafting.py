@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
+import numpy.typing as npt
 from msgspec import Struct
 
 from pipeinfer.core.types import SamplingParams
@@ -100,6 +101,18 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     sent: int = 0
 
 
+class FeedDraft(Struct, frozen=True, eq=False):
+    """Rows of the target for a proposer that reads them (`StartDraft.lane` has the number).
+
+    index: of the accepted token that the first of them belongs to
+    rows: float32 or float16 [n, t], of that token and those after it, see `Decode.taps`
+    """
+
+    lane: int
+    index: int
+    rows: npt.NDArray[Any]
+
+
 ENOUGH = 0.6  #: least confidence of an inline proposer's first token at which no draft is queried
 SURE = 0.95  #: confidence of a first token that a draft model seldom improves on
 
@@ -113,6 +126,8 @@ class Proposal(Struct, frozen=True):
     alternative: whether it is a second or later choice. Nothing is drafted below alternatives, and
         they come after all other proposals
     paid: whether only proposers that evaluated a model returned it
+    depth: how many tokens behind the last row of the target it is, for proposers that read those
+        rows and fade with the distance; 0: of another proposer
     """
 
     parent: int
@@ -120,3 +135,4 @@ class Proposal(Struct, frozen=True):
     confidence: float = 1.0
     alternative: bool = False
     paid: bool = False
+    depth: int = 0

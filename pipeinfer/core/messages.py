@@ -56,6 +56,8 @@ class Decode(Struct, frozen=True):
     speculative: whether all rows are speculative tokens
     skipped: whether a stage has skipped the run because it was cancelled
     hidden: float32[n, d] activations; None to the first stage, or when skipped
+    taps: float32 or float16 [n, t * d], the inputs of layers that a head of the target reads, as
+        far as stages have passed that hold them; None without any
     spans: for each stage passed: when it began with the run (seconds since the epoch, by its own
         clock), how many seconds it spent on the run (0: skipped there), and for how many of them
         its leader waited for other members
@@ -70,22 +72,27 @@ class Decode(Struct, frozen=True):
     skipped: bool = False
     hidden: FloatArray | None = None
     spans: Spans = ()
+    taps: npt.NDArray[Any] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decode):
             return NotImplemented
-        mine, theirs = self.hidden, other.hidden
         return (
             (self.run_id, self.parent_id, self.rows, self.lanes, self.ops, self.speculative,
              self.skipped)
             == (other.run_id, other.parent_id, other.rows, other.lanes, other.ops,
                 other.speculative, other.skipped)
-            and self.spans == other.spans
-            and (mine is None) == (theirs is None)
-            and (mine is None or theirs is None or np.array_equal(mine, theirs))
+            and self.spans == other.spans and _same(self.hidden, other.hidden)
+            and _same(self.taps, other.taps)
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _same(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and np.array_equal(one, other)
 
 
 class CacheOps(Struct, frozen=True):
@@ -119,11 +126,23 @@ class Shutdown(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class RunFinished(Struct, frozen=True):
-    """The choices after the output rows of a run, in row order; spans as in `Decode`."""
+    """The choices after the output rows of a run, in row order.
+
+    spans, taps: as in `Decode`; taps are of all rows of the run
+    """
 
     run_id: int
     choices: tuple[Choice, ...]
     spans: Spans = ()
+    taps: npt.NDArray[Any] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RunFinished):
+            return NotImplemented
+        return (self.run_id, self.choices, self.spans) == (
+            other.run_id, other.choices, other.spans) and _same(self.taps, other.taps)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def slowest(self) -> float:

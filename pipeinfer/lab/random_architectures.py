@@ -7,6 +7,7 @@ least once. `random_model` draws the weights and writes the file. Knows no weigh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -218,10 +219,13 @@ def _glm4moe(s: Sizes, i: int) -> dict[str, Shape]:
     if i < s.dense_first:
         return found | _dense(s)
     found |= _experts(s) | _dense(s, "_shexp", s.expert_ff) | {"exp_probs_b.bias": (s.experts,)}
-    if i == s.n_layer:
-        found |= _norms(s, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {
-            "nextn.eh_proj.weight": (s.width, 2 * s.width)}
-    return found
+    return found | _nextn(s) if i == s.n_layer else found
+
+
+def _nextn(s: Sizes) -> dict[str, Shape]:
+    """What a head for further tokens has beside a layer."""
+    return _norms(s, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {
+        "nextn.eh_proj.weight": (s.width, 2 * s.width)}
 
 
 _LATENT, _ROTATED, _LORA = 64, 64, 96  #: deepseek2: of its cache, of its heads, of its queries
@@ -628,6 +632,19 @@ STATEFUL = {
                         layers=8),
     "qwen3next": Recipe("qwen3next", lambda s: _delta_keys(s) | _SHARED, _qwen3next, layers=8),
 }
+
+
+def _with_head(recipe: Recipe) -> Recipe:
+    """The same with a head for further tokens, of the kind of layer 3."""
+    return dataclasses.replace(
+        recipe, further=1, layers=12 if recipe.layers > 4 else recipe.layers,
+        keys=lambda s: recipe.keys(s) | {"nextn_predict_layers": 1},
+        layer=lambda s, i: recipe.layer(s, 3) | _nextn(s) if i == s.n_layer else recipe.layer(s, i))
+
+
+#: models with a head for further tokens, as "glm4moe" is; see `RECIPES`
+HEADED = {f"{name}-mtp": _with_head((RECIPES | STATEFUL)[name])
+          for name in ("deepseek2", "qwen35", "qwen35moe")}
 
 
 def tensors_of(recipe: Recipe, sizes: Sizes) -> Iterator[tuple[str, Shape]]:

@@ -23,6 +23,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_architectures import (
     EXPERT_FF,
+    HEADED,
     RECIPES,
     STATEFUL,
     Key,
@@ -40,7 +41,7 @@ _MIXES = {
 _BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_RECIPES = RECIPES | STATEFUL
+_RECIPES = RECIPES | STATEFUL | HEADED
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"

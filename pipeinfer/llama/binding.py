@@ -199,6 +199,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_tensor_overhead": (c_size_t, ()),
     "ggml_threadpool_chunk_add": (c_int, (_P, c_int)),
     "ggml_version": (c_char_p, ()),
+    "llama_encode": (c_int32, (_P, llama_batch)),
     "llama_backend_init": (None, ()),
     "llama_batch_free": (None, (llama_batch,)),
     "llama_batch_init": (llama_batch, (c_int32, c_int32, c_int32)),
@@ -266,15 +267,27 @@ _KERNELS = {
     "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16", "dotprod": "asimddp",
     "fp16_va": "asimdhp", "matmul_int8": "i8mm", "sve": "sve",
 }
+#: functions of C++ that llama.cpp exports for heads that read a model's rows: our name -> theirs
+_OF_HEADS = {
+    "get_layer_input": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+                        (POINTER(c_float), (_P, c_uint32))),
+    "get_final_rows": ("_Z26llama_get_embeddings_nextnP13llama_context",
+                       (POINTER(c_float), (_P,))),
+    "want_layer_input": ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+                         (None, (_P, c_uint32, c_bool))),
+    "want_final_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb",
+                        (None, (_P, c_bool, c_bool))),
+}
 _OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: called by the C parts only
 _FUNCTIONS |= {name: (_P, ()) for name in _OF_SHORT_RUNS}
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
+_FUNCTIONS |= {name: kind for name, (_, kind) in _OF_HEADS.items()}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
 _OF_DEVICES = ("count", "description", "get", "memory", "name", "type")
 _OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type",
                "ggml_backend_reg_by_name")
 _OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES), "ggml_cpu_init",
-             "llama_model_load_from_file_ptr", "llama_model_quantize",
+             *_OF_HEADS, "llama_encode", "llama_model_load_from_file_ptr", "llama_model_quantize",
              "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
@@ -320,6 +333,12 @@ def kernels() -> tuple[str, ...]:
                  if (has := own.get(f"ggml_cpu_has_{name}")) is not None and has())
 
 
+def has_heads() -> bool:
+    """Return whether the library can run heads that read a model's rows. Raises BackendError."""
+    loaded()
+    return all(name in globals() for name in _OF_HEADS)
+
+
 def unused_features() -> tuple[str, ...]:
     """Return this processor's features that the library does not use. Raises BackendError."""
     here, used = cpu_flags(), kernels()
@@ -351,7 +370,7 @@ def _functions(library: Library, handle: ctypes.CDLL, layout: str) -> dict[str, 
     found: dict[str, Any] = {_CONTEXT: _context_params(layout)}
     for name, (result, arguments) in _FUNCTIONS.items():
         try:
-            function = getattr(handle, name)
+            function = getattr(handle, _OF_HEADS[name][0] if name in _OF_HEADS else name)
         except AttributeError:
             if name in _OPTIONAL:
                 continue

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from pipeinfer.core.drafting import SURE, StartDraft
+from pipeinfer.core.drafting import SURE, FeedDraft, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
@@ -73,6 +73,10 @@ class DraftTeam:
         if self._next is not None and self._next.job_id == job_id:
             self._next = None
         self._better.stop(job_id)
+
+    def feed(self, rows: FeedDraft) -> None:
+        """Give the rows to the draft of rank 0, where proposers that read them are."""
+        self._quick.feed(rows)
 
     def take(self) -> Drafted | None:
         """Return the next result, or None.

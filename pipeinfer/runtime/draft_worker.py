@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.errors import BackendError
 from pipeinfer.scheduler.events import Drafted
-from pipeinfer.strategies.proposers.base import Proposer
+from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
 
 
 class Drafts(Protocol):
@@ -38,6 +38,9 @@ class Drafts(Protocol):
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job: its result is no longer needed."""
+
+    def feed(self, rows: FeedDraft) -> None:
+        """Queue rows of the target for the jobs after it."""
 
     def take(self) -> Drafted | None:
         """Return the result of a finished job, or None. Raises BackendError if the draft has
@@ -64,7 +67,7 @@ class DraftWorker:
         self.busy_seconds = 0.0
         self.free = proposer.free
         self._proposer, self._notify = proposer, notify
-        self._jobs: deque[StartDraft] = deque()
+        self._jobs: deque[StartDraft | FeedDraft] = deque()
         self._results: deque[Drafted] = deque()
         self._stopped: set[int] = set()
         self._wanted = threading.Event()
@@ -83,6 +86,12 @@ class DraftWorker:
         """Withdraw a job: its result is no longer needed."""
         if job_id > self._last_done:
             self._stopped.add(job_id)
+
+    def feed(self, rows: FeedDraft) -> None:
+        """See `Drafts.feed`."""
+        if isinstance(self._proposer, ReadsRows):
+            self._jobs.append(rows)
+            self._wanted.set()
 
     def take(self) -> Drafted | None:
         """Return the result of a finished job, or None. Raises BackendError if the thread has
@@ -117,7 +126,11 @@ class DraftWorker:
                 self._wanted.wait()
                 self._wanted.clear()
                 while self._jobs and not self._closing:
-                    self._work(self._jobs.popleft())
+                    job = self._jobs.popleft()
+                    if isinstance(job, StartDraft):
+                        self._work(job)
+                    elif isinstance(self._proposer, ReadsRows):
+                        self._proposer.feed(job)
         except BaseException as error:  # the head re-raises it in its own thread
             self._failure = error
             self._notify()

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from pipeinfer.core.control import Pace, Progress, Ready, Received, Report, Standing
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
     CacheOps,
@@ -286,8 +286,8 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case RunFinished(run_id, choices):
-                    self._returned(message, RunDone(run_id, choices))
+                case RunFinished(run_id, choices, taps=taps):
+                    self._returned(message, RunDone(run_id, choices, taps))
                 case RunCancelled(run_id):
                     self._returned(message, RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):
@@ -379,6 +379,9 @@ class Head:
                     raise ProtocolError("a draft is needed, but none is loaded: give one with -md, "
                                         "or use --policy iterative")
                 self._draft.start(instruction)
+            case FeedDraft():
+                if self._draft is not None:
+                    self._draft.feed(instruction)
             case StopDraft(job_id):
                 if self._draft is not None:
                     self._draft.stop(job_id)

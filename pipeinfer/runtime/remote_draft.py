@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pipeinfer.core.control import DraftDone, DraftReady, DraftSetup, DraftStop
-from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.messages import LaneClose, LaneOpen
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RankLost, TransportTimeout
@@ -96,6 +96,9 @@ class RemoteDraft:
         """Withdraw a job: its result is no longer needed."""
         if job_id in self._waiting:
             self._port.post(self._ranks[-1], DraftStop(job_id))
+
+    def feed(self, rows: FeedDraft) -> None:
+        """See `Drafts.feed`: draft models read no rows."""
 
     def take(self) -> Drafted | None:
         """Return the result of a finished job, or None."""

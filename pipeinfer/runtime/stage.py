@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 
 from pipeinfer.backends.base import Backend, apply, norms
@@ -133,6 +134,8 @@ class Stage:
     extra_report: returns further figures for the final report.
     vocabulary: what the last stage needs for lanes with a grammar.
     learned: number of token ids beyond the vocabulary that rows may have.
+    tapped: returns the rows of the last decode that a head reads, float32 or float16; None without
+        one.
     """
 
     def __init__(  # noqa: PLR0913
@@ -140,6 +143,7 @@ class Stage:
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
         vocabulary: Vocabulary | None = None, learned: int = 0, pulse: Pulse | None = None,
+        tapped: Callable[[], npt.NDArray[Any]] | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._backend, self._team = port, backend, team
@@ -147,7 +151,7 @@ class Stage:
         self._before, self._next = grid.predecessor(port.node), grid.successors(port.node)
         self._leader_before = grid.leader(self._name.stage - 1)
         self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
-        self._extra_report = extra_report
+        self._extra_report, self._tapped = extra_report, tapped
         self._leads = self._name.member == 0
         self._last = self._name.stage == grid.n_stages
         self._answers = self._last and self._leads
@@ -296,6 +300,7 @@ class Stage:
         check_decode(run, *self._bounds, lanes=self._lanes)
         self._apply(run.ops)
         result: FloatArray | None = None
+        taps = run.taps
         self._speculates |= run.speculative
         self._run_at_hand = run.run_id
         self._pulse.beat(f"has worked on run {run.run_id}")
@@ -314,6 +319,8 @@ class Stage:
                 result = norms(self._backend, run.rows, run.hidden)
             else:
                 result = self._backend.decode(run.rows, run.hidden, look)
+                if result is not None and self._tapped is not None and self._leads:
+                    taps = _beside(taps, self._tapped())
         computed, waited = time.monotonic() - clock, self._waited - waited
         fate = Fate.SKIPPED if dead else Fate.STOPPED if result is None else Fate.COMPUTED
         if result is None:
@@ -321,11 +328,11 @@ class Stage:
         elif self._answers:
             choices = self._choose(run, result)
             spans = _extended(run.spans, start, time.monotonic() - clock, waited)
-            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans))
+            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans, taps))
         elif not self._last:
             self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, hidden=result,
-                                 spans=_extended(run.spans, start, computed, waited)))
+                                 spans=_extended(run.spans, start, computed, waited), taps=taps))
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, (computed, time.monotonic() - clock), waited)
@@ -447,6 +454,10 @@ class Stage:
             {fate.value: count for fate, count in stats.runs.items()},
             time.monotonic() - stats.started, self._port.traffic.total_bytes, stats.events,
             {} if self._extra_report is None else self._extra_report())
+
+
+def _beside(before: npt.NDArray[Any] | None, own: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return own if before is None else np.concatenate([before, own], axis=1)
 
 
 def _extended(spans: Spans, start: float, seconds: float, waited: float) -> Spans:

@@ -15,31 +15,42 @@ _PRIOR = 4.0  #: weight of the claimed confidence, in trials
 _MEMORY = 0.99  #: weight of a bin's past at each new trial
 _LONG_MEMORY = 0.995  #: the same for the acceptance of all first proposals
 _TRIED = 6.0  #: trials after which a bin's estimate is reliable
+_DEEPEST = 12  #: distance from which on all count as one
 _RECENT = 32.0  #: trials over which claimed confidences are averaged
 
 
 class Calibration(Struct):
-    """Trials and hits by claimed confidence, for first proposals and for alternatives."""
+    """Trials and hits by claimed confidence, for first proposals and for alternatives.
+
+    Proposers whose proposals fade with the distance from the target's last row have further tables,
+    one for each distance (`Proposal.depth`).
+    """
 
     _trials: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
     _hits: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
+    _by_depth: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     _first: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _claims: float = 0.7
     _second: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def learn(self, claimed: float, hit: bool, *, first: bool) -> None:
+    def learn(self, claimed: float, hit: bool, *, first: bool, depth: int = 0) -> None:
         """Record a trial.
 
         claimed: the confidence with which the draft proposed a token
         hit: whether the target chose that token
         first: whether it was the first proposal at its place; False: an alternative
+        depth: its distance, see `Proposal`
         """
         kind, slot = int(not first), _slot(claimed)
-        trials, hits = self._trials[kind], self._hits[kind]
-        trials[slot] = trials[slot] * _MEMORY + 1.0
-        hits[slot] = hits[slot] * _MEMORY + hit
+        tables = [(self._trials[kind], self._hits[kind])]
+        if first and depth:
+            tables.append(self._by_depth.setdefault(min(depth, _DEEPEST),
+                                                    ([0.0] * _BINS, [0.0] * _BINS)))
+        for trials, hits in tables:
+            trials[slot] = trials[slot] * _MEMORY + 1.0
+            hits[slot] = hits[slot] * _MEMORY + hit
         if first:
             self._first[0] = self._first[0] * _LONG_MEMORY + 1.0
             self._first[1] = self._first[1] * _LONG_MEMORY + hit
@@ -50,11 +61,16 @@ class Calibration(Struct):
         self._second[0] = self._second[0] * _MEMORY + 1.0
         self._second[1] = self._second[1] * _MEMORY + hit
 
-    def estimate(self, claimed: float, *, first: bool) -> float:
-        """Return the probability that the target chooses a token of this confidence."""
+    def estimate(self, claimed: float, *, first: bool, depth: int = 0) -> float:
+        """Return the probability that the target chooses a token of this confidence.
+
+        first, depth: as for `learn`
+        """
         kind, slot = int(not first), _slot(claimed)
-        return ((claimed * _PRIOR + self._hits[kind][slot])
-                / (_PRIOR + self._trials[kind][slot]))
+        trials, hits = self._trials[kind], self._hits[kind]
+        if first and depth:
+            trials, hits = self._by_depth.get(min(depth, _DEEPEST), (trials, hits))
+        return (claimed * _PRIOR + hits[slot]) / (_PRIOR + trials[slot])
 
     def least_claim(self, wanted: float) -> float:
         """Return the least confidence at which first proposals are right as often as `wanted`.

@@ -6,11 +6,12 @@ The part that executes the instructions (the head, or a simulation) returns thei
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy.typing as npt
 from msgspec import Struct
 
-from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request, Rows, SamplingParams, SeqOp
 from pipeinfer.errors import RequestError
 from pipeinfer.scheduler.settings import Limits
@@ -30,10 +31,15 @@ class Submit(Struct, frozen=True):
 
 
 class RunDone(Struct, frozen=True):
-    """A run returned. choices: of its output rows, in order; None when it was skipped."""
+    """A run returned.
+
+    choices: of its output rows, in order; None when it was skipped
+    taps: of all its rows, for a head of the target: see `Decode.taps`; None without one
+    """
 
     run_id: int
     choices: tuple[Choice, ...] | None
+    taps: npt.NDArray[Any] | None = None
 
 
 class Drafted(Struct, frozen=True):
@@ -192,8 +198,8 @@ class Refuse(Struct, frozen=True):
 
 
 Instruction: TypeAlias = (
-    IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | Emit
-    | Finish | Refuse
+    IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | FeedDraft
+    | Emit | Finish | Refuse
 )
 
 

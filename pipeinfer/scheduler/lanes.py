@@ -42,6 +42,8 @@ class Run(Struct, eq=False):
     owners: the lane of each output row (of a prompt chunk without outputs: its lane)
     nodes: its output rows, in row order
     n_rows: number of all rows
+    outputs: which of them are output rows, by number
+    start: index of a chunk's first token
     speculative: whether all rows are speculative tokens
     chunk: whether it is a chunk of a prompt
     block: the chunk that can be shared when the run is back
@@ -56,6 +58,8 @@ class Run(Struct, eq=False):
     nodes: list[Node]
     n_rows: int
     speculative: bool
+    outputs: list[int] = field(default_factory=list)
+    start: int = 0
     chunk: bool = False
     block: Block | None = None
     hint: bool = False

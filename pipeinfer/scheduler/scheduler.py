@@ -18,6 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy.typing as npt
+
+from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import NO_TOKEN, Choice, Request, make_rows
 from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
@@ -39,7 +42,7 @@ from pipeinfer.scheduler.events import (
     StopDraft,
     Submit,
 )
-from pipeinfer.scheduler.lanes import Lane, QueuedRequest
+from pipeinfer.scheduler.lanes import Lane, QueuedRequest, Run
 from pipeinfer.scheduler.published import repeat_tip
 from pipeinfer.scheduler.response_threads import Threads
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -137,8 +140,8 @@ class Scheduler:
         match event:
             case Submit(request, output, decompose):
                 self._submit(request, output, decompose)
-            case RunDone(run_id, choices):
-                self._run_done(run_id, choices)
+            case RunDone(run_id, choices, taps):
+                self._run_done(run_id, choices, taps)
             case Drafted(job_id, proposals, rows, more=more, further=further):
                 if further:
                     self.speculation.corrected(job_id, proposals)
@@ -254,7 +257,8 @@ class Scheduler:
             self._close(lane)
             lane.ticket.output = lane.accepted[len(lane.request.prompt):]
 
-    def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None) -> None:
+    def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None,
+                  taps: npt.NDArray[Any] | None) -> None:
         run = self.runs.pop(run_id, None)
         if run is None:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
@@ -276,10 +280,23 @@ class Scheduler:
             run.block.computed = True
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice
+        if taps is not None:
+            self._tapped(run, taps)
         for lane in run.lanes:
             if not lane.done:
                 self.speculation.news(lane)
                 self._walk(lane)
+
+    def _tapped(self, run: Run, taps: npt.NDArray[Any]) -> None:
+        """Give a head the rows of a chunk now, and those of tokens as they are accepted."""
+        if len(taps) != run.n_rows:
+            raise ProtocolError(f"run {run.run_id} has {run.n_rows} rows, but {len(taps)} tapped "
+                                "rows came back")
+        if not run.chunk:
+            for node, row in zip(run.nodes, run.outputs, strict=True):
+                node.taps = taps[row : row + 1]
+        elif not run.owners[0].done:
+            self.state.emit(FeedDraft(run.owners[0].path_id, run.start, taps))
 
     def _abort(self, request_id: int, reason: str) -> None:
         for ticket in self.waiting:
@@ -337,6 +354,8 @@ class Scheduler:
             self.speculation.learn(frontier, choice.token)
             lane.step = max(lane.step, frontier.step + 1)
             stats.steps = max(stats.steps, lane.step)
+            if frontier.taps is not None:
+                self.state.emit(FeedDraft(lane.path_id, len(lane.accepted) - 1, frontier.taps))
             survivor, died = lane.tree.step(choice.token)
             dead += died
             lane.accepted.append(choice.token)
@@ -480,7 +499,7 @@ class Scheduler:
                           for i in range(start, stop)])
         block = self.admission.shareable(lane, start, stop)
         run_id = self.state.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
-                                   speculative=False, chunk=True, block=block)
+                                   speculative=False, chunk=True, start=start, block=block)
         if block is not None and limits.states:
             self.admission.keep_state(lane, block)
         lane.last_chunk_run = run_id

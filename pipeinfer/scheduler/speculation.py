@@ -155,7 +155,7 @@ class Speculation:
                 Proposal(
                     p.parent,
                     p.token,
-                    estimate(p.confidence, first=not p.alternative),
+                    estimate(p.confidence, first=not p.alternative, depth=p.depth),
                     p.alternative,
                     p.paid,
                 )
@@ -188,9 +188,8 @@ class Speculation:
         if right is not None and right.paid:
             self.worth.add(1.0)
         for guess in guesses:
-            self.calibration.learn(
-                guess.confidence, guess.token == token, first=not guess.alternative
-            )
+            self.calibration.learn(guess.confidence, guess.token == token,
+                                   first=not guess.alternative, depth=guess.depth)
         if guesses and guesses[0].token != token:  # an alternative that is not named does not help
             self.calibration.learn_second(len(guesses) > 1 and guesses[1].token == token)
 

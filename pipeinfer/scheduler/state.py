@@ -89,8 +89,8 @@ class SchedulerState:
         return self.runs[run_id]
 
     def launch(self, owners: list[Lane], rows: Rows, nodes: list[Node], parent_id: int, *,
-               speculative: bool, chunk: bool = False, block: Block | None = None,
-               hint: bool = False) -> int:
+               speculative: bool, chunk: bool = False, start: int = 0,
+               block: Block | None = None, hint: bool = False) -> int:
         """Issue a run with the sequence operations that wait; return its id.
 
         owners: the lane of each row; of a chunk: its lane
@@ -98,10 +98,13 @@ class SchedulerState:
         nodes: of the output rows
         parent_id, speculative, hint: as for `send`
         chunk: whether it is a chunk of a prompt
+        start: the index of a chunk's first token
         block: the chunk that can be shared once the run is back
         """
         run_id, self.next_run = self.next_run, self.next_run + 1
-        run = Run(run_id, owners, nodes, len(rows), speculative, chunk, block, hint)
+        outputs = [row for row, wanted in enumerate(rows.lists.outputs) if wanted]
+        run = Run(run_id, owners, nodes, len(rows), speculative, outputs, start, chunk, block,
+                  hint)
         self.runs[run_id] = run
         self.useful += 1
         self.chunks += chunk

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy.typing as npt
 from msgspec import Struct, field
 
 from pipeinfer.core.drafting import Proposal
@@ -45,6 +47,7 @@ class Node(Struct, eq=False):
     guesses: these proposals
     children: issued nodes that follow it
     choice: the target's choice after it; None while in flight
+    taps: its row for a head of the target, see `Decode.taps`
     alive: whether it can still be accepted
     accepted: whether the frontier has reached it
     skip: positions that are left free behind it
@@ -68,6 +71,7 @@ class Node(Struct, eq=False):
     guesses: list[Proposal] = field(default_factory=list)
     children: list[Node] = field(default_factory=list)
     choice: Choice | None = None
+    taps: npt.NDArray[Any] | None = None
     alive: bool = True
     accepted: bool = False
     skip: int = 0

@@ -21,6 +21,8 @@ Spec: TypeAlias = ProposerSpec | DecomposerSpec
 GROUP = "pipeinfer.strategies"  #: entry points of other packages
 BUILT_IN = (
     "pipeinfer.strategies.proposers.draft_model",
+    "pipeinfer.strategies.proposers.target_head",
+    "pipeinfer.strategies.proposers.eagle3",
     "pipeinfer.strategies.proposers.prompt_lookup",
     "pipeinfer.strategies.proposers.lookahead",
     "pipeinfer.strategies.proposers.bita",

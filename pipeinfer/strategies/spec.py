@@ -30,6 +30,8 @@ class Need(enum.Enum):
     """A requirement of a proposer."""
 
     DRAFT = "draft"  #: loaded draft models, in `ProposerSetup.drafts`
+    MTP = "mtp"  #: the head in the target's file, in `ProposerSetup.drafts`
+    EAGLE3 = "eagle3"  #: a head of its own file, there as well
     ADAPTER = "adapter"  #: the file that its option `ProposerSpec.adapter` names
 
 
@@ -38,7 +40,7 @@ class ProposerSetup(Struct, frozen=True):
 
     options: values of its own options
     n_vocab: the target's vocabulary; learned tokens have ids from there on
-    drafts: loaded draft models, in the order in which they are queried
+    drafts: loaded draft models or heads, in the order in which they are queried
     paths: how many paths each of them has in its cache
     vocabulary: for grammars; None where there are none
     adapter: the weights that were learned for it

@@ -40,5 +40,5 @@ def _on_device(options: Any) -> Any:
 
 def _placed(load: Callable[..., Any], change: Callable[[Any], Any]) -> Any:
     """A class's `load`, with its options changed."""
-    return staticmethod(lambda *args, options=None, **more: load(
-        *args, options=change(options), **more))
+    return classmethod(lambda cls, *args, options=None, **more: load.__func__(
+        cls, *args, options=change(options), **more))

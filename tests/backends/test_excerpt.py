@@ -11,7 +11,7 @@ import pytest
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import excerpt, layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
-from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
+from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt, excerpt_of
 from pipeinfer.backends.llamacpp.inner_results import InnerBackend, InnerProbe
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.core.types import make_rows
@@ -147,7 +147,7 @@ def test_a_difference_that_quantisation_hides_is_found(monkeypatch, tmp_path):
     with closing(load(path)) as backend:
         for probe in (LayerProbe, InnerProbe):
             plant_in(probe)
-        with closing(backend.excerpt(1, LlamaCppBackend)) as layers:
+        with closing(excerpt_of(backend, 1, LlamaCppBackend)) as layers:
             assert exact_width(layers) > 5
         assert width_of(path, backend) == 5
 
@@ -160,7 +160,7 @@ def test_a_context_is_filled_without_the_last_feed_forward(tmp_path):
     found = []
     with closing(load(path)) as backend:
         for kind in (InnerBackend, LlamaCppBackend):
-            with closing(backend.excerpt(2, kind)) as layers:
+            with closing(excerpt_of(backend, 2, kind)) as layers:
                 layers.decode(rows)
                 assert layers.seq_bounds(0) == (0, 19)
                 found.append(layers.decode(more)[0, :256])

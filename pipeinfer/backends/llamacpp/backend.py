@@ -13,13 +13,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from msgspec import structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
-from pipeinfer.backends.exact_width import MOST_CELLS, MOST_ROWS
 from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.batch import RowBatch
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
@@ -39,6 +37,7 @@ from pipeinfer.backends.llamacpp.context import (
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
 from pipeinfer.backends.llamacpp.layer_probe import ExpertSum, LayerProbe, PartSum
 from pipeinfer.backends.llamacpp.routers import Routers
+from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
@@ -57,7 +56,6 @@ _SECTIONS = ("qwen35", "qwen35moe")  #: architectures whose positions have four 
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied: only whole sequences can")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
-Kind = TypeVar("Kind", bound="LlamaCppBackend")
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
@@ -89,13 +87,15 @@ class LlamaCppBackend:
         #: ids that hold dead cells: one for `cell_order`. Layers with a sliding window have a cache
         #: of their own. There llama.cpp treats a cell as free if it is behind the window and only
         #: one id holds it; so a second id holds them
-        windows = binding.llama_model_n_swa(model) > 0
+        windows = binding.llama_model_n_swa(model) > 0 and not options.head
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
-        self.keeps_state = keeps_state(model)
+        self.keeps_state = keeps_state(model) and not options.head
         self._guard = info.n_seq_max + 2 if windows else None
         #: an id that never holds anything: copying it lets a state go
-        self._nothing = info.n_seq_max + _further_ids(model) if self.keeps_state else None
+        self._nothing = info.n_seq_max + further_ids(model) if self.keeps_state else None
         self._until_norm = False  # see `norms`
+        self._taps: Taps | None = None
+        self.tapped: FloatArray | None = None
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         no_cells = bool(binding.llama_model_is_recurrent(model))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
@@ -107,9 +107,10 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
             takes_back=not self.keeps_state,
         )
-        self._enters = info.architecture in _ENTRIES
-        self._batch = RowBatch(
-            info, sections=options.gaps or info.architecture in _SECTIONS, enters=self._enters)
+        self._enters = info.architecture in _ENTRIES and not options.head
+        sections = options.gaps or (info.architecture in _SECTIONS and not options.head)
+        self._batch = RowBatch(info, sections=sections, enters=self._enters,
+                               both=bool(options.head))
 
     @classmethod
     def load(  # noqa: PLR0913 - a loaded file has that many sizes
@@ -126,7 +127,7 @@ class LlamaCppBackend:
         n_threads: int,
         options: LlamaOptions | None = None,
         progress: LoadProgress = lambda _, __: None,
-    ) -> LlamaCppBackend:
+    ) -> Self:
         """Load the file at `path` (a shard, or a whole model) with a cache of `n_ctx` cells; or a
         shard that is read from the whole model's file.
 
@@ -152,10 +153,11 @@ class LlamaCppBackend:
                                  f"{layers[1]} were expected")
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
-            chooses = _chooses_experts(file, model, options)
-            probe = _probe(file, model, layers, options, last=last, chooses_experts=chooses,
-                           kind=cls.probe_type)
-            more = _further_ids(model)
+            chooses = not options.head and _chooses_experts(file, model, options)
+            probe = None if options.head else probe_of(
+                file, model, layers, options, last=last, chooses_experts=chooses,
+                kind=cls.probe_type)
+            more = 0 if options.head else further_ids(model)
             if n_seq_max + more > MAX_SEQS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{MAX_SEQS - more} sequences")
@@ -188,28 +190,6 @@ class LlamaCppBackend:
         hidden = None if self.info.first else np.zeros((1, self.info.n_embd), np.float32)
         self.decode(make_rows([(0, 0, (0,), True)]), hidden)
         self.seq_rm(ALL_SEQS, 0, END)
-
-    def excerpt(self, n_layers: int, kind: type[Kind]) -> Kind:
-        """Return a backend of the first `n_layers` layers, for measurements.
-
-        It shares the weights and has a context of its own; close it before this one. Its results
-        are hidden rows. Raises BackendError where there is no memory for the context.
-        """
-        info, start = self.info, self.info.layers[0]
-        info = structs.replace(
-            info, last=False, layers=(start, start + n_layers), n_seq_max=3,
-            n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
-        options = structs.replace(self.options, layer_callbacks=True, lend=False)
-        own = None if self._probe is None else self._probe.routers
-        probe = _probe(own, self._model, info.layers, options, last=False,
-                       chooses_experts=self._probe is not None and self._probe.chooses_experts,
-                       kind=kind.probe_type)
-        sizes = (info.n_ctx, info.n_seq_max + 1 + _further_ids(self._model), info.n_batch,
-                 self.most_threads)
-        context = make_context(info.architecture, self._model, probe, sizes, options)
-        found = kind(self._model, context, probe, info, options)
-        found._owned, found.exact_limit = False, self.exact_limit
-        return found
 
     def sum_with(self, sums: PartSum | None) -> None:
         """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""
@@ -260,7 +240,14 @@ class LlamaCppBackend:
             return None
         if status != 0:
             raise self._failure(status, rows)
-        return self._logits(count) if out is None else out
+        result = self._logits(count) if out is None else out
+        if self._taps is not None:
+            self.tapped = self._taps.read(n, hidden)
+        return result
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See `base.tap`."""
+        self._taps = Taps.of(self._ctx, self.info, layers)
 
     def norms(self, rows: Rows, hidden: FloatArray | None = None) -> FloatArray:
         """See `base.norms`; these are llama.cpp's embeddings without pooling. Raises BackendError
@@ -505,7 +492,7 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
     )
 
 
-def _further_ids(model: Any) -> int:
+def further_ids(model: Any) -> int:
     """Return how many sequence ids a model needs besides those of the rows and the grave."""
     return (_WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0) + keeps_state(model)
 
@@ -537,7 +524,7 @@ def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOpt
         and routers.of_floats(path)
 
 
-def _probe(source: str | os.PathLike[str] | Routers | None, model: Any, layers: tuple[int, int],
+def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers: tuple[int, int],
            options: LlamaOptions, *, last: bool, chooses_experts: bool, kind: type[LayerProbe]
            ) -> LayerProbe | None:
     """Return the callbacks that this shard needs; None for a model that runs without any.

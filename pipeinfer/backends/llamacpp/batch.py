@@ -18,10 +18,13 @@ class RowBatch:
 
     sections: whether an embedding row has four positions (M-RoPE).
     enters: whether hidden rows enter the graph elsewhere than as llama.cpp's embedding rows.
+    both: whether each row has a token and a hidden row, as those of a head have.
     """
 
-    def __init__(self, info: ShardInfo, *, sections: bool, enters: bool) -> None:
+    def __init__(self, info: ShardInfo, *, sections: bool, enters: bool, both: bool = False
+                 ) -> None:
         self._info, self._sections, self._enters = info, sections, enters
+        self._both = both
         n = info.n_batch
         self._tokens = np.zeros(n, np.int32)
         self._positions = np.zeros(4 * n if sections else n, np.int32)
@@ -64,7 +67,7 @@ class RowBatch:
             self._position_memory[i] = positions[i]
             # Not the last: every row is an output, or the last layer would keep flagged rows only.
             self._flag_memory[i] = outputs[i] or not info.last
-            self._token_memory[i] = 0 if hidden is not None else tokens[i]
+            self._token_memory[i] = tokens[i] if hidden is None or self._both else 0
         batch.n_tokens = n
         if hidden is None:
             if not info.first:
@@ -77,11 +80,17 @@ class RowBatch:
             self._positions[: 3 * n] = np.tile(rows.positions, 3)
             self._positions[3 * n : 4 * n] = 0
         keep = np.ascontiguousarray(hidden, np.float32)
-        if self._enters:
-            batch.token, batch.embd = self._token_pointer, None
-        else:
-            batch.token, batch.embd = None, self._pointer("embd", keep.ctypes.data)
+        batch.token = self._token_pointer if self._enters or self._both else None
+        batch.embd = None if self._enters else self._pointer("embd", keep.ctypes.data)
         return keep
+
+    def fill_vectors(self, vectors: FloatArray) -> None:
+        """Write rows for an encoder, float32[n, m], which must outlive its call."""
+        n, batch = len(vectors), self.columns
+        self._positions[:n], self._n_ids[:n], self._flags[:n] = np.arange(n), 1, 1
+        self._ids[:n, 0] = 0
+        batch.n_tokens, batch.token = n, None
+        batch.embd = self._pointer("embd", vectors.ctypes.data)
 
     def _pointer(self, field: str, address: int) -> Any:
         kind: Any = dict(self.columns._fields_)[field]

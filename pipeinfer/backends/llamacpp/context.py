@@ -62,6 +62,7 @@ class LlamaOptions(Struct, frozen=True):
     gaps: whether the file is one that `models.gaps` made, whose positions may leave gaps
     lend: whether logits that `decode` returns are llama.cpp's own memory, which the next decode
         overwrites
+    head: whether the file is a head of the target, whose rows have a token and a hidden row
     huge_pages: whether to copy mapped weights, see `huge_pages.into_huge_pages`; only with
         use_mmap, and without use_mlock, numa and layers on a GPU
     """
@@ -81,6 +82,7 @@ class LlamaOptions(Struct, frozen=True):
     validate: bool = False
     gaps: bool = False
     lend: bool = False
+    head: Literal["", "mtp", "eagle3"] = ""
 
     @property
     def on_cpu(self) -> bool:
@@ -164,6 +166,7 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
     """
     clear_log()
     params = model_params(options.n_gpu_layers)
+    params.load_mtp = options.head == "mtp"
     watch = _LoadWatch(progress)
     params.progress_callback = ctypes.cast(watch.callback, ctypes.c_void_p).value
     params.load_mode = int(options.use_mmap) + 2 * int(options.use_mlock)
@@ -285,6 +288,7 @@ def make_context(
     params.kv_unified = True  # only then does seq_cp leave the values where they are
     params.offload_kqv = params.op_offload = options.n_gpu_layers != 0
     params.no_perf = True
+    params.ctx_type = int(options.head == "mtp")
     if probe is not None:
         params.cb_eval, params.cb_eval_user_data = probe.callback, probe.data
     # llama.cpp clears the cache, so the OOM killer would end the process at one that is too large.

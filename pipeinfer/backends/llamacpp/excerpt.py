@@ -11,11 +11,21 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import structs
 
-from pipeinfer.backends.exact_width import FAR, Progress, curve_of, exact_width, still_exact
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.exact_width import (
+    FAR,
+    MOST_CELLS,
+    MOST_ROWS,
+    Progress,
+    curve_of,
+    exact_width,
+    still_exact,
+)
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, further_ids, probe_of
+from pipeinfer.backends.llamacpp.context import make_context
 from pipeinfer.backends.llamacpp.inner_results import InnerBackend
 from pipeinfer.host import last_level_cache
 from pipeinfer.models.excerpt import Kinds, kinds_of, write_head
@@ -23,10 +33,34 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory
 
+Kind = TypeVar("Kind", bound=LlamaCppBackend)
 _CACHES = 4  #: times the last-level cache: least bytes of layers whose times count
 _MOST = 0.5  #: share of a file from which on all of it is timed
 _HEAD_CELLS = 256
 _CONTEXTS = (0, 23, FAR)  #: tokens before the rows that are compared inside the layers
+
+
+def excerpt_of(backend: LlamaCppBackend, n_layers: int, kind: type[Kind]) -> Kind:
+    """Return a backend of the first `n_layers` layers, for measurements.
+
+    It shares the weights and has a context of its own; close it before the other. Its results are
+    hidden rows. Raises BackendError where there is no memory for the context.
+    """
+    info, start = backend.info, backend.info.layers[0]
+    info = structs.replace(
+        info, last=False, layers=(start, start + n_layers), n_seq_max=3,
+        n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
+    options = structs.replace(backend.options, layer_callbacks=True, lend=False)
+    model, own = backend._model, backend._probe
+    probe = probe_of(None if own is None else own.routers, model, info.layers, options, last=False,
+                     chooses_experts=own is not None and own.chooses_experts,
+                     kind=kind.probe_type)
+    sizes = (info.n_ctx, info.n_seq_max + 1 + further_ids(model), info.n_batch,
+             backend.most_threads)
+    context = make_context(info.architecture, model, probe, sizes, options)
+    found = kind(model, context, probe, info, options)
+    found._owned, found.exact_limit = False, backend.exact_limit
+    return found
 
 
 class LoadedExcerpt:
@@ -62,18 +96,18 @@ class LoadedExcerpt:
         if count > _MOST * (stop - start):
             yield excerpt
             return
-        with closing(backend.excerpt(count, LlamaCppBackend)) as timed:
+        with closing(excerpt_of(backend, count, LlamaCppBackend)) as timed:
             excerpt.timed = timed
             yield excerpt
 
     def width(self, limit: int, progress: Progress | None) -> int:
         """Return R of the file. Raises what loading and decoding raise."""
         backend, count = self._backend, self._kinds.n_layers
-        with closing(backend.excerpt(count, LlamaCppBackend)) as layers:
+        with closing(excerpt_of(backend, count, LlamaCppBackend)) as layers:
             found = exact_width(layers, limit, progress=progress, contexts=())
         # devices fuse operations that a look inside would part
         inner = InnerBackend if backend.options.on_cpu else LlamaCppBackend
-        with closing(backend.excerpt(count, inner)) as layers:
+        with closing(excerpt_of(backend, count, inner)) as layers:
             found = still_exact(layers, found, _CONTEXTS, progress=progress)
         if found == 1 or not self._backend.info.last:
             return found

@@ -8,11 +8,11 @@ independent of runs, ranks and sequence ids of the target, and of cutoffs beyond
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import Choice
 
 
@@ -41,6 +41,14 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Release memory, models and threads. No method may be called afterwards."""
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A proposer that reads rows of the target."""
+
+    def feed(self, rows: FeedDraft) -> None:
+        """Take rows of accepted tokens; those of a lane may come more than once."""
 
 
 class Anchor(Struct, frozen=True):

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 
 from msgspec import structs
 
-from pipeinfer.core.drafting import SURE, Proposal, StartDraft
-from pipeinfer.strategies.proposers.base import Proposer
+from pipeinfer.core.drafting import SURE, FeedDraft, Proposal, StartDraft
+from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
 
 
 @runtime_checkable
@@ -44,6 +44,12 @@ class Cascade:
     def rows_evaluated(self) -> int:
         """The number of rows that all proposers together have evaluated."""
         return sum(proposer.rows_evaluated for proposer in self._proposers)
+
+    def feed(self, rows: FeedDraft) -> None:
+        """See `ReadsRows.feed`."""
+        for proposer in self._proposers:
+            if isinstance(proposer, ReadsRows):
+                proposer.feed(rows)
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]
                 ) -> tuple[Proposal, ...] | None:

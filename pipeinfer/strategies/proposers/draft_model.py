@@ -168,6 +168,8 @@ class DraftModel:
             self.rows_evaluated += len(part)
             here.tokens += part
         assert logits is not None
+        if not len(logits):  # a head lacks the target's rows
+            return Ranking([], [])
         ranking = self._rank(job, logits[-1], np.array(here.tokens, np.int32), length - 1)
         here.rankings[length - 1] = ranking
         return ranking

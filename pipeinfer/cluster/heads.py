@@ -1,0 +1,144 @@
+"""Which head of the target proposes tokens, and the rows of the target that it reads.
+
+Uses options and models' headers; loads nothing but the head itself (`load_head`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
+
+from pipeinfer.backends.factory import llama_options
+from pipeinfer.cluster import features
+from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS
+from pipeinfer.config import JobConfig
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.host import Place, threads_of
+from pipeinfer.models.eagle_head import CompletedHead
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
+from pipeinfer.models.shard_cache import cache_directory, store
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.spec import Need
+
+if TYPE_CHECKING:
+    from pipeinfer.backends.llamacpp.head import LlamaHead
+
+MTP, EAGLE3 = "mtp", "eagle3"  #: the proposers
+
+
+class HeadPlan(Struct, frozen=True):
+    """A head that a job uses.
+
+    kind: see `LlamaOptions.head`
+    file: what has it
+    target: whose head it is
+    taps: layers whose inputs it reads, see `backends.base.tap`
+    """
+
+    kind: Literal["mtp", "eagle3"]
+    file: ModelFile
+    target: ModelFile
+    taps: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return f"the head in {self.file.path.name}"
+
+    @property
+    def reads(self) -> int:
+        """The bytes of weights that a token's step reads."""
+        drawn, experts = (self.file.arch_get(f"expert_{what}count", 0) for what in ("used_", ""))
+        share = drawn / experts if isinstance(drawn, int) and isinstance(experts, int) and \
+            experts else 1.0
+        tensors = self.file.tensors
+        head = tensors.get("output.weight", tensors.get("token_embd.weight"))
+        own = (one for one in tensors.values() if one.layer is not None and (
+            self.kind == "eagle3" or one.layer >= self.file.n_layers))
+        return round(sum(one.nbytes * (share if "_exps." in one.name else 1.0) for one in own)
+                     ) + (head.nbytes if head else 0)
+
+
+def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | None,
+              backends: Sequence[str]) -> JobConfig:
+    """Return the config, with a head as a proposer where the target's file has one, or --eagle
+    names one.
+
+    asked: the user's own. Only if that chooses no proposers, nor to do without any.
+    """
+    name = EAGLE3 if config.speculation.own.get("eagle") else MTP
+    if features.excluding(features.LOOKUP, asked) or config.speculation.decomposer or (
+            name == MTP and _refusal(model, backends)):
+        return config
+    others = config.speculation.proposer or (("draft",) if draft is not None else ())
+    at = others.index("draft") if "draft" in others else len(others)
+    return config.replace(proposer=(*others[:at], name, *others[at:]))
+
+
+def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan | None:
+    """Return the head that a config's proposers need, None if they need none.
+
+    Raises UsageError, with the reason, where it cannot be used; ModelError for a bad file.
+    """
+    for spec in registry.named(config.speculation):
+        if Need.MTP in spec.needs:
+            if why := _refusal(model, backends):
+                raise UsageError(f"--proposer {spec.name}: {why}")
+            head = head_of(model)
+            assert head is not None
+            return HeadPlan("mtp", head, model, (model.n_layers,))
+        if Need.EAGLE3 in spec.needs:
+            given = registry.values_of(spec, config.speculation)["eagle"]
+            if not given:
+                raise UsageError(f"--proposer {spec.name} needs a head: give one with --eagle")
+            file = ModelFile(given)
+            named = file.arch_get("target_layers")
+            taps = tuple(one for one in named if isinstance(one, int) and 0 <= one < model.n_layers
+                         ) if isinstance(named, list) else ()
+            if not taps:
+                raise ModelError(f"{given}: names no layers of {model.path.name} whose rows it "
+                                 "reads (target_layers): give the EAGLE-3 head of this model")
+            if why := _refusal(model, backends, taps):
+                raise UsageError(f"--proposer {spec.name}: {why}")
+            CompletedHead(file, model)  # raises if it does not fit
+            return HeadPlan("eagle3", file, model, taps)
+    return None
+
+
+def load_head(config: JobConfig, place: Place, plan: HeadPlan, cells: int) -> LlamaHead:
+    """Load a head. cells: of each stage's cache. Raises ModelError and BackendError."""
+    from pipeinfer.backends.llamacpp.head import LlamaHead
+
+    paths = head_paths(config)
+    sizes = {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
+             "n_batch": BATCH}
+    options = llama_options(config.model, draft=True, head=plan.kind)
+    threads = threads_of(config.model.threads_draft, place)
+    if plan.kind == "mtp":
+        return LlamaHead.open(HeadSource(plan.file), plan.file.n_layers, sizes, threads, options)
+    path = store(CompletedHead(plan.file, plan.target), cache_directory(), None)
+    return LlamaHead.open(path, 1, sizes, threads, options)
+
+
+def head_paths(config: JobConfig) -> int:
+    """Return how many paths a head keeps in its cache."""
+    return DRAFT_PATHS + config.speculation.parallel - 1
+
+
+def _refusal(model: Any, backends: Sequence[str], taps: tuple[int, ...] = ()) -> str:
+    """Return why a head cannot be used; "" if it can. taps: none for the target's own head."""
+    if not isinstance(model, ModelFile) or set(backends) != {"llamacpp"}:
+        return "needs a GGUF file and stages on llama.cpp"
+    if not taps:
+        if model.architecture not in WITH_HEAD:
+            return (f"heads of {model.architecture} models are not supported, but of "
+                    f"{', '.join(WITH_HEAD)}")
+        if head_of(model) is None:
+            return f"{model.path.name} has no head of one layer, nor is there an mtp-*.gguf beside"
+    from pipeinfer.backends.llamacpp.taps import refusal
+
+    return refusal(model.architecture, taps or (model.n_layers,), model.n_layers)

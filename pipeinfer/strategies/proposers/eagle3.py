@@ -1,0 +1,18 @@
+"""EAGLE-3: a head that was trained for the target afterwards (Li et al. 2025).
+
+It reads three rows of the target, the inputs of layers that its file names.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.config import Option, OwnOption
+from pipeinfer.strategies.proposers.target_head import make_heads
+from pipeinfer.strategies.spec import Need, ProposerSpec
+
+SPEC = ProposerSpec(
+    "eagle3", "an EAGLE-3 head of the target (--eagle)", worker=make_heads,
+    options={"eagle": OwnOption("", Option(
+        ("--eagle",), "str", "EAGLE-3 head of the model (GGUF): it guesses from rows of the "
+        "model's own layers. With --proposer, add --proposer eagle3, too.",
+        changes_tokens=False))},
+    needs=frozenset({Need.EAGLE3}), adapter="")

@@ -1,0 +1,103 @@
+"""The target's own head as proposer: right wherever its rows are, and never in the text."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.models.locate import open_tokenizer
+from tests.rig import launch
+from tests.rig.clockwork import successors, write_clockwork
+from tests.rig.plain_loop import PlainLoop
+from tests.support.references import seeded
+from tests.support.sample import FULL, full, mostly_full
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+HEADED = ("glm4moe", "deepseek2-mtp", "qwen35-mtp", "qwen35moe-mtp")
+PROMPT = "the rain in"
+#: ranks, options
+WAYS = {
+    "one": (1, ("--no-adapt",)),
+    "turns": (3, ("--no-adapt",)),
+    "overlap": (4, ("--turns", "off", "--pace-ms", "10")),
+    "synchronous": (3, ("--policy", "speculative", "--turns", "off")),
+    "head stage": (2, ("--head-stage", "--turns", "off", "--pace-ms", "10")),
+    "halves": (3, ("--turns", "off", "--pace-ms", "10", "--hidden-type", "f16")),
+    "killed": (4, ("--turns", "off", "--pace-ms", "10", "--fault", "kill@2:decode=12")),
+}
+
+
+def generate(path, ranks, *more, count=60):
+    done = launch.run(ranks, [
+        sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p", PROMPT, "-n",
+        str(count), "-c", "256", "-t", "1", "--ignore-eos", "--json", *more], timeout=90)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def encoded(path):
+    tokenizer = open_tokenizer(path)
+    prompt = tokenizer.encode(PROMPT)
+    tokenizer.close()
+    return prompt
+
+
+@pytest.mark.parametrize(("name", "way"), [
+    ("glm4moe", "overlap"), ("qwen35-mtp", "overlap"), ("deepseek2-mtp", "turns"),
+    ("glm4moe", "killed"),
+    *(full(name, way) for name in HEADED for way in WAYS
+      if (name, way) not in {("glm4moe", "overlap"), ("qwen35-mtp", "overlap"),
+                             ("deepseek2-mtp", "turns"), ("glm4moe", "killed")})])
+def test_a_head_that_has_its_rows_is_always_right(name, way, tmp_path):
+    path = write_clockwork(tmp_path / "model.gguf", name)
+    after, text = successors(), list(encoded(path))
+    ranks, options = WAYS[way]
+    found = generate(path, ranks, "--temp", "0", "--proposer", "mtp", "--speculation", "on",
+                     *options)
+    for _ in range(60):
+        text.append(after[text[-1]])
+    assert found["tokens"] == text[-60:]
+    stats = found["stats"]
+    assert stats["accepted_speculative"] >= 15
+    if way != "killed":  # what was in flight then counts as wrong
+        assert stats["accepted_speculative"] == stats["guesses_tested"]
+    else:
+        assert stats["recovered"] == 1
+
+
+@pytest.mark.parametrize("name", mostly_full(HEADED, "glm4moe"))
+@pytest.mark.parametrize("way", ["overlap", *(pytest.param(way, marks=FULL) for way in WAYS
+                                              if way != "overlap")])
+def test_the_text_is_that_of_plain_decoding(name, way, tmp_path):
+    """With a head whose guesses are nearly all wrong."""
+    path = write_random_model(tmp_path / "model.gguf", tiny(name, qtype="Q8_0"))
+    ranks, options = WAYS[way]
+    loop, prompt = PlainLoop(path), encoded(path)
+    expected = loop.generate(prompt, 60, seeded(5))
+    loop.close()
+    found = generate(path, ranks, "--temp", "0.8", "--seed", "5", "--speculation", "on",
+                     "--proposer", "mtp", *options)
+    assert found["tokens"] == expected
+    assert found["stats"]["issued_speculative"] > 0
+
+
+def test_a_file_with_a_head_is_guessed_for_by_it_unless_asked_otherwise(tmp_path):
+    path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
+    assert "prompt-lookup and mtp" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    for more in (("--proposer", "prompt-lookup"), ("--speculation", "off"), ("-md", "none")):
+        assert "mtp" not in "".join(generate(path, 1, *more, count=4)["stats"]["notes"])
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("llama", "heads of llama models are not supported"),
+    full("glm4moe", "has no head of one layer")])
+def test_a_model_without_a_head_is_refused_with_the_reason(name, why, tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", tiny(name) if name != "llama" else None)
+    path.write_bytes(path.read_bytes().replace(b"nextn.eh_proj", b"nextn.eh_gone"))
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p",
+                          "x", "-n", "2", "--proposer", "mtp"], timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert why in done.stderr
