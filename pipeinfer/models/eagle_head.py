@@ -1,0 +1,126 @@
+"""Completes an EAGLE-3 head with what its file takes from the target.
+
+llama.cpp loads a file of the architecture `eagle3` by itself only if the file has an embedding, an
+output matrix and a vocabulary. Heads are published without them, as they are the target's. Nothing
+is converted: the matrices keep the types that they have in the target. Independent of how a head
+is run or trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pipeinfer.errors import ModelError
+from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
+from pipeinfer.models.gguf_parts import (
+    TensorPart,
+    all_of,
+    bands_of,
+    blocks_of,
+    header_of,
+    total_bytes,
+    uint_entry,
+)
+
+ARCHITECTURE = "eagle3"
+_EMBEDDING, _OUTPUT, _CHOSEN = "token_embd.weight", "output.weight", "d2t"
+
+
+class CompletedHead:
+    """The bytes of a head's file with everything that it needs; fields as in `shard_cache.Source`.
+
+    head: the head's file
+    target: the model whose tokens it proposes
+    The output matrix has the rows of the tokens that the head can propose (tensor `d2t`), or all.
+    Raises ModelError where the head is of another architecture or does not fit the target.
+    """
+
+    def __init__(self, head: ModelFile, target: ModelFile) -> None:
+        _check(head, target)
+        own = [all_of(tensor, tensor.name) for tensor in head.tensors.values()]
+        self._head, self._target = head, target
+        self._own, self._taken = own, list(_taken(head, target))
+        self.header = header_of(_entries(head, target), [*own, *self._taken])
+        self.total = total_bytes(self.header, [*own, *self._taken])
+        self.name = f"{head.fingerprint[:32]}-{target.fingerprint[:32]}-eagle3.gguf"
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the bytes in order. Raises ModelError when a file cannot be read."""
+        yield from blocks_of(self._head, self.header, self._own)
+        yield from blocks_of(self._target, b"", self._taken)
+
+
+def complete(head: Path, target: Path, out: Path) -> None:
+    """Write the file of `CompletedHead` to `out`, whole or not at all.
+
+    Raises ModelError where the head does not fit the target, or a file cannot be read or written.
+    """
+    source = CompletedHead(ModelFile(head), ModelFile(target))
+    partial = ""
+    try:
+        handle, partial = tempfile.mkstemp(dir=out.parent, prefix=f"{out.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(source.blocks())
+        os.replace(partial, out)
+        partial = ""
+    except OSError as error:
+        raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from None
+    finally:
+        if partial:
+            Path(partial).unlink(missing_ok=True)
+
+
+def _check(head: ModelFile, target: ModelFile) -> None:
+    if head.architecture != ARCHITECTURE:
+        raise ModelError(f"{head.path}: is a {head.architecture} model, not an EAGLE-3 head "
+                         f"({ARCHITECTURE})")
+    wanted = [("target_hidden_size", target.n_embd)]
+    if _takes(head):
+        wanted += [("embedding_length", target.n_embd), ("vocab_size", target.n_vocab)]
+    for key, found in wanted:
+        if (its := head.arch_get(key, found)) != found:
+            raise ModelError(f"{head.path}: is for a target with {key} {its}, but {target.path} "
+                             f"has {found}: give the head of this target")
+
+
+def _takes(head: ModelFile) -> list[str]:
+    """The matrices that the head does not have."""
+    return [name for name in (_EMBEDDING, _OUTPUT) if name not in head.tensors]
+
+
+def _taken(head: ModelFile, target: ModelFile) -> Iterator[TensorPart]:
+    for name in _takes(head):
+        source = target.tensors.get(name) or target.tensors.get(_EMBEDDING)
+        if source is None:
+            raise ModelError(f"{target.path}: has no {name}; give the file of the whole model")
+        if name == _OUTPUT and _CHOSEN in head.tensors:
+            yield bands_of(source, name, *_bands(head, head.tensors[_CHOSEN], source.shape[1]))
+        else:
+            yield all_of(source, name)
+
+
+def _bands(head: ModelFile, chosen: TensorInfo, count: int) -> list[tuple[int, int]]:
+    """The rows of the tokens that the head can propose, in its order, as ranges."""
+    tokens = np.frombuffer(b"".join(head.read_tensor(chosen)), np.int64)
+    if not len(tokens) or tokens.min() < 0 or tokens.max() >= count:
+        raise ModelError(f"{head.path}: {_CHOSEN} names tokens outside of the target's {count}; "
+                         "fetch the file again")
+    breaks = [0, *(np.flatnonzero(np.diff(tokens) != 1) + 1).tolist(), len(tokens)]
+    return [(int(tokens[low]), int(tokens[high - 1]) + 1)
+            for low, high in itertools.pairwise(breaks)]
+
+
+def _entries(head: ModelFile, target: ModelFile) -> list[bytes]:
+    own = [key for key in head.meta_keys()
+           if key != "general.alignment" and not key.startswith("split.")]
+    entries = [head.raw_entry(key) for key in own]
+    if "tokenizer.ggml.model" not in own:
+        entries += [target.raw_entry(key) for key in target.meta_keys()
+                    if key.startswith("tokenizer.") and key not in own]
+    return [*entries, uint_entry("general.alignment", DEFAULT_ALIGNMENT)]
