@@ -71,6 +71,7 @@ class EagleHead(nn.Module):
         kv_width = shape.n_head_kv * shape.head_size
         self.config = shape
         self.quantise: Callable[[Tensor], Tensor] = _as_it_is
+        self._quantised: dict[nn.Linear, Tensor] = {}
         self.enc_norm = nn.RMSNorm(wide, eps=eps)
         self.fc = nn.Linear(wide, width, bias=False)
         self.attn_norm = nn.RMSNorm(width, eps=eps)
@@ -86,7 +87,11 @@ class EagleHead(nn.Module):
         self.output_norm = nn.RMSNorm(width, eps=eps)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Return the hidden rows [..., width] of the tapped rows [..., taps * width]."""
+        """Return the hidden rows [..., width] of the tapped rows [..., taps * width].
+
+        The matrices are quantised here, once for all steps of the chain that follow.
+        """
+        self._quantised = {part: self.quantise(part.weight) for part in self.matrices().values()}
         return self._apply_to(self.fc, self.enc_norm(rows)).float()
 
     def unroll(self, tokens: Tensor, hidden: Tensor, depths: int) -> Iterator[Tensor]:
@@ -120,7 +125,7 @@ class EagleHead(nn.Module):
         return {name: part for name, part in self.named_children() if isinstance(part, nn.Linear)}
 
     def _apply_to(self, matrix: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self.quantise(matrix.weight))
+        return F.linear(x, self._quantised[matrix])
 
     def _project(self, tokens: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor
                  ) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,6 +165,8 @@ def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     number of later steps; of each later one the position that belongs to its own chain.
     """
     last, length = len(keys) - 1, q.shape[2]
+    if last == 0:
+        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
     ones = torch.ones(length, length, dtype=torch.bool)
     scale = q.shape[-1] ** -0.5
     scores = (q @ keys[0].transpose(-1, -2)).float() * scale

@@ -141,9 +141,12 @@ class LlamaEagle(LlamaRows):
         super().__init__(path, n_ctx, threads)
         _function("set_rows")(self._context, True, False)
 
-    def encode(self, rows: FloatArray) -> FloatArray:
-        """Return hidden rows, float32[n, n_embd], of tapped rows, float32[n, taps * n_embd]."""
-        self._run(_function("encode"), 0, None, rows, True)
+    def encode(self, rows: FloatArray, position: int = 0) -> FloatArray:
+        """Return hidden rows, float32[n, n_embd], of tapped rows, float32[n, taps * n_embd].
+
+        position: of the first; llama.cpp refuses one that does not follow what was read
+        """
+        self._run(_function("encode"), position, None, rows, True)
         return self._rows(len(rows))
 
     def read(self, tokens: list[int], hidden: FloatArray, position: int) -> None:

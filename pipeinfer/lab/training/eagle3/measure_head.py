@@ -169,7 +169,7 @@ def main(head: Path, target: Path, draft: Path | None, tokens: int, prompts: int
         at = len(all_tokens) - 2
 
         def head_chain() -> None:
-            eagle.chain(all_tokens[-1], eagle.encode(rows[-1:])[0], at, 3)
+            eagle.chain(all_tokens[-1], eagle.encode(rows[-1:], at)[0], at, 3)
             eagle.cut(at)
 
         eagle.cut(0)
