@@ -21,6 +21,7 @@ from pipeinfer.lab.training.commands import (
     say,
 )
 from pipeinfer.lab.training.draft.draft_command import draft
+from pipeinfer.lab.training.eagle3.eagle_command import eagle3
 from pipeinfer.lab.training.pasta.pasta_commands import annotate, pasta_bonbon, pasta_sft
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -69,7 +70,7 @@ def embedded(compile_blocks: bool, **given: Any) -> None:
     run(Settings(**given, plan=Plan(steps=1, compile=compile_blocks)), report=say)
 
 
-for _command in (annotate, pasta_sft, baseline_sft, pasta_bonbon, merge, bita, draft):
+for _command in (annotate, pasta_sft, baseline_sft, pasta_bonbon, merge, bita, draft, eagle3):
     main.add_command(_command)
 
 if __name__ == "__main__":

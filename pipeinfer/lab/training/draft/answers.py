@@ -2,7 +2,8 @@
 
 Many texts grow side by side, one token each per step, so that weights are read once for all. A text
 that has ended makes room for the next. Of every position the most likely next tokens are kept with
-their probabilities: all that a draft has to learn.
+their probabilities: all that a draft has to learn. A head that reads the target's hidden rows needs
+these as well; they cost nothing here.
 
 Does not know: the draft, files, the command line.
 """
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeinfer.lab.training.draft import prompts
@@ -53,17 +54,27 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     likely: list[npt.NDArray[np.int32]] = field(default_factory=list)
     shares: list[npt.NDArray[np.float16]] = field(default_factory=list)
+    rows: list[npt.NDArray[np.float16]] = field(default_factory=list)
     quiet: float = 0.0  #: temperature once the answer begins
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """A finished text: tokens int32[n]; the likeliest tokens after each, int32[n, KEPT], and their
-    probabilities, float16[n, KEPT]."""
+    probabilities, float16[n, KEPT]; the hidden rows at the taps, float16[n, taps * width]."""
 
     tokens: npt.NDArray[np.int32]
     likely: npt.NDArray[np.int32]
     shares: npt.NDArray[np.float16]
+    rows: npt.NDArray[np.float16]
+
+
+def quickened(model: Llama) -> Llama:
+    """The model with its matrices in bfloat16, for decoding; norms and tables stay float32."""
+    for part in model.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            part.to(torch.bfloat16)
+    return model
 
 
 def begin(marks: Marks, rng: random.Random) -> Text:
@@ -78,11 +89,16 @@ def begin(marks: Marks, rng: random.Random) -> Text:
 
 
 class Talk:
-    """`slots` texts of up to `length` tokens side by side."""
+    """`slots` texts of up to `length` tokens side by side.
 
-    def __init__(self, model: Llama, marks: Marks, slots: int, length: int, seed: int) -> None:
+    taps: layers whose input rows are noted, too
+    """
+
+    def __init__(self, model: Llama, marks: Marks, slots: int, length: int, seed: int,
+                 taps: Sequence[int] = ()) -> None:
         config = model.config
-        self._model, self._marks, self._length = model, marks, length
+        self._model, self._marks, self._length, self._taps = model, marks, length, tuple(taps)
+        self._tapped = torch.zeros(slots, 0)
         self._rng = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         shape = (config.n_layer, slots, config.n_head_kv, length, config.head_size)
@@ -95,21 +111,28 @@ class Talk:
     @torch.no_grad()
     def step(self) -> Iterator[Lesson]:
         """Every text grows by a token; those that have ended."""
-        logits = self._decode().float()
+        with torch.autocast("cpu", torch.bfloat16,
+                            enabled=self._keys.dtype == torch.bfloat16):
+            logits = self._decode().float()
+        rows = self._tapped.numpy().astype(np.float16)
         shares, likely = torch.topk(logits.log_softmax(-1), _TOP)
         drawn = self._draw(likely, shares)
         for k, text in enumerate(self._texts):
             text.tokens.append(int(self._next[k]))
             text.likely.append(likely[k, :KEPT].numpy().astype(np.int32))
             text.shares.append(shares[k, :KEPT].exp().numpy().astype(np.float16))
+            text.rows.append(rows[k])
             token = self._after(text, int(drawn[k]))
             if token is None or len(text.tokens) >= self._length:
-                yield Lesson(np.array(text.tokens, np.int32), np.stack(text.likely),
-                             np.stack(text.shares))
+                yield _finished(text)
                 text = self._texts[k] = begin(self._marks, self._rng)
                 self._at[k], token = -1, text.forced.pop(0)
             self._next[k] = token
         self._at += 1
+
+    def rest(self) -> list[Lesson]:
+        """The texts that have not ended, as far as they have got."""
+        return [_finished(text) for text in self._texts if text.tokens]
 
     def _after(self, text: Text, drawn: int) -> int | None:
         """The token that follows; None at the text's end."""
@@ -134,10 +157,13 @@ class Talk:
         length = int(self._at.max()) + 1
         cos, sin = model.cos[self._at][:, None], model.sin[self._at][:, None]
         visible = torch.arange(length)[None] <= self._at[:, None]
-        x = model.token_embd(self._next)[:, None]
+        x = model.token_embd(self._next)[:, None].float()
+        inputs = {}
         for layer, block in enumerate(model.blk):
             assert isinstance(block, Block)
+            inputs[layer] = x[:, 0]
             x = self._layer(layer, block, x, cos, sin, visible)
+        self._tapped = torch.cat([inputs[tap] for tap in self._taps] or [x[:, 0, :0]], 1)
         return model.logits(x[:, 0])
 
     def _layer(self, layer: int, block: Block, x: Tensor, cos: Tensor, sin: Tensor,
@@ -153,6 +179,11 @@ class Talk:
         y = F.scaled_dot_product_attention(
             heads, keys[:, :, :length], values[:, :, :length], visible[:, None, None])
         return block.finish(x, y.flatten(1, 2)[:, :, None])
+
+
+def _finished(text: Text) -> Lesson:
+    return Lesson(np.array(text.tokens, np.int32), np.stack(text.likely), np.stack(text.shares),
+                  np.stack(text.rows))
 
 
 def collect(talk: Talk, minutes: float | None, texts: int | None, report: Callable[[str], None]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.training.draft.answers import Lesson, Marks, Talk, collect
+from pipeinfer.lab.training.draft.answers import Lesson, Marks, Talk, collect, quickened
 from pipeinfer.lab.training.draft.export import as_quantised, write_draft
 from pipeinfer.lab.training.draft.teach import Lessons, agreement, teach
 from pipeinfer.lab.training.pair.loop import Plan
@@ -109,10 +109,8 @@ def _lessons(settings: Settings, target: Llama, report: Callable[[str], None]) -
         return Lessons.load(path)
     tokenizer = open_tokenizer(settings.target)
     marks = marks_of(tokenizer)
-    dtype = torch.bfloat16 if Plan(steps=1).bfloat16 else torch.float32
-    cos, sin = target.cos, target.sin
-    target.to(dtype)
-    target.cos, target.sin = cos, sin
+    if Plan(steps=1).bfloat16:
+        quickened(target)
     talk = Talk(target, marks, settings.slots, settings.length, settings.seed)
     found = collect(talk, settings.answer_minutes, settings.texts, report)
     target.float()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeinfer.host import multiplies_bfloat16
@@ -131,7 +131,7 @@ def train(
 
 
 def optimise(
-    model: Llama,
+    model: nn.Module,
     plan: Plan,
     checkpoint: Path,
     objective: Objective,
@@ -139,7 +139,8 @@ def optimise(
     report: Callable[[str], None] = print,
     stop_after: int | None = None,
 ) -> Progress:
-    """Minimise an objective, resuming from ``checkpoint``; see :func:`train` for the rest."""
+    """Minimise an objective, resuming from ``checkpoint``; see :func:`train` for the rest. The
+    model has a ``config`` with ``to_dict``."""
     optimizers = make_optimizers(model, matrix_lr=plan.matrix_lr, other_lr=plan.other_lr)
     progress = _load(checkpoint, model, optimizers)
     model.train()
@@ -158,7 +159,7 @@ def optimise(
 
 
 def _save(
-    path: Path, model: Llama, optimizers: list[torch.optim.Optimizer], progress: Progress
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress
 ) -> None:
     """Write a checkpoint whole or not at all."""
     state = {
@@ -170,7 +171,7 @@ def _save(
     save_state(path, state)
 
 
-def _load(path: Path, model: Llama, optimizers: list[torch.optim.Optimizer]) -> Progress:
+def _load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
     """Restore a run, or begin one when there is no checkpoint."""
     if not path.exists():
         return Progress()
