@@ -105,9 +105,10 @@ class WideBackend:
         return None if left else results[0]
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`: after each sum all slices have the same rows, so one of them gives
-        them."""
-        self._taps = [tap(shard, layers) for shard in self._slices[0]]
+        """See `base.tap`: after each sum all slices have the same rows, so one of them gives them.
+        All have to be asked, as llama.cpp then sums up more rows in the last layer."""
+        asked = [[tap(shard, layers) for shard in chain] for chain in self._slices]
+        self._taps = asked[0]
 
     @property
     def tapped(self) -> FloatArray:

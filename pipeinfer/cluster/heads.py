@@ -97,9 +97,10 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
                 raise UsageError(f"--proposer {spec.name} needs a head: give one with --eagle")
             file = ModelFile(given)
             named = file.arch_get("target_layers")
-            taps = tuple(one for one in named if isinstance(one, int) and 0 <= one < model.n_layers
-                         ) if isinstance(named, list) else ()
-            if not taps:
+            listed = named if isinstance(named, list) else []
+            taps = tuple(one for one in listed if isinstance(one, int)
+                         and 0 <= one < model.n_layers)
+            if not taps or len(taps) < len(listed):
                 raise ModelError(f"{given}: names no layers of {model.path.name} whose rows it "
                                  "reads (target_layers): give the EAGLE-3 head of this model")
             if why := _refusal(model, backends, taps):

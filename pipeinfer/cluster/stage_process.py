@@ -473,7 +473,7 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
 def _tapped(backend: Backend, setup: Setup) -> Callable[[], npt.NDArray[Any]] | None:
     """Return a function for the rows that a head reads of this stage; None without any."""
     last = setup.stop == setup.n_layers
-    if setup.port.member or not any(setup.start <= one < setup.stop or (last and one >= setup.stop)
+    if not any(setup.start <= one < setup.stop or (last and one >= setup.stop)
                for one in setup.taps):
         return None
     rows: Callable[[], npt.NDArray[Any]] = tap(backend, setup.taps)

@@ -6,19 +6,24 @@ import itertools
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.backends.base import tap
 from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.backends.llamacpp.head import LlamaHead
 from pipeinfer.backends.llamacpp.taps import refusal
-from pipeinfer.core.types import make_rows
+from pipeinfer.core.drafting import FeedDraft, StartDraft
+from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.lab.training.eagle3.llama_head import LlamaEagle
+from pipeinfer.models.eagle_head import complete
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import HeadSource, has_head, head_of
 from pipeinfer.models.shard import extract_shard
-from tests.rig.clockwork import write_clockwork
+from pipeinfer.strategies.proposers.target_head import TargetHead
+from tests.rig.clockwork import write_clockwork, write_eagle
 from tests.support.sample import FULL, mostly_full
 
 HEADED = ("glm4moe", "deepseek2-mtp", "qwen35-mtp", "qwen35moe-mtp")
@@ -140,3 +145,55 @@ def test_rows_that_llama_cpp_does_not_give_are_refused(tmp_path):
     with pytest.raises(BackendError, match="falcon"):
         tap(backend, (1,))
     backend.close()
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=FULL)])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=FULL)])
+def test_an_eagle_head_proposes_what_llama_cpp_alone_does(name, own, tmp_path):
+    """Its rows come from three stages; llama.cpp's chain follows its own conventions."""
+    target = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(
+        architecture=name, n_layer=6, qtype="Q8_0")))
+    layers = (1, 3, 5)
+    file = ModelFile(write_eagle(tmp_path / "head.gguf", target.path, layers, own=own))
+    rows, _ = tapped(parts(target, (2, 4), tmp_path), layers, [4] * 10)
+    complete(file.path, target.path, tmp_path / "whole.gguf")
+    alone = LlamaEagle(tmp_path / "whole.gguf")
+    hidden = alone.encode(rows[:30])
+    alone.read(TEXT[1:30], hidden[:29], 0)
+    expected = alone.chain(TEXT[30], hidden[29], 29, 4)
+    alone.close()
+    head = TargetHead(LlamaHead.open(tmp_path / "whole.gguf", 1, SIZES, 1, structs.replace(
+        OPTIONS, head="eagle3", flash_attn="on")))
+    for at in (0, 7, 14, 21, 28):  # rows come in parts, and guesses are made meanwhile
+        head.feed(FeedDraft(0, at, rows[at : min(at + 7, 30)]))
+        found = head.propose(job(0, TEXT[: min(at + 8, 31)], 4), lambda: False)
+    head.close()
+    assert [one.token for one in found] == expected
+    assert [one.depth for one in found] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", mostly_full(HEADED, "deepseek2-mtp"))
+def test_proposals_are_those_of_llama_cpp_alone(name, tmp_path):
+    """Of a head in the model's whole file, which reads everything at once and then its chain."""
+    model = written(tmp_path, name)
+    middle = 2 if model.n_layers == 4 else 4
+    rows, _ = tapped(parts(model, (middle,), tmp_path), (model.n_layers,), [4] * 10)
+    alone = LlamaHead.open(model.path, model.n_layers, SIZES, 1, OPTIONS)
+    alone.decode(make_rows([(TEXT[k], k, (0,), False) for k in range(1, 30)]), rows[:29])
+    hidden, expected = rows[29:30], [TEXT[30]]
+    for position in range(30, 34):
+        logits = alone.decode(make_rows([(expected[-1], position, (0,), True)]), hidden)
+        expected.append(int(np.asarray(logits)[0].argmax()))
+        hidden = alone.tapped
+    alone.close()
+    head = TargetHead(LlamaHead.open(HeadSource(model), model.n_layers, SIZES, 1, OPTIONS))
+    for at in range(30):
+        head.feed(FeedDraft(0, at, rows[at : at + 1]))
+        found = head.propose(job(0, TEXT[: at + 2], 4), lambda: False)
+    head.close()
+    assert [one.token for one in found] == expected[1:]
+
+
+def job(lane, path, depth):
+    return StartDraft(1, lane, path, len(path), (), SamplingParams(), depth, depth, 1, 0.0, 1.0,
+                      frozenset())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
 import pytest
 
-from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
-from tests.rig.clockwork import successors, write_clockwork
+from tests.rig.clockwork import successors, write_clockwork, write_eagle
 from tests.rig.plain_loop import PlainLoop
 from tests.support.references import seeded
-from tests.support.sample import FULL, full, mostly_full
+from tests.support.sample import full, mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 HEADED = ("glm4moe", "deepseek2-mtp", "qwen35-mtp", "qwen35moe-mtp")
@@ -26,8 +27,13 @@ WAYS = {
     "synchronous": (3, ("--policy", "speculative", "--turns", "off")),
     "head stage": (2, ("--head-stage", "--turns", "off", "--pace-ms", "10")),
     "halves": (3, ("--turns", "off", "--pace-ms", "10", "--hidden-type", "f16")),
+    "grid": (5, ("--grid", "2x2")),
     "killed": (4, ("--turns", "off", "--pace-ms", "10", "--fault", "kill@2:decode=12")),
 }
+
+
+SAMPLED = (("glm4moe", "grid"), ("qwen35-mtp", "overlap"), ("deepseek2-mtp", "turns"),
+           ("glm4moe", "killed"))
 
 
 def generate(path, ranks, *more, count=60):
@@ -46,11 +52,7 @@ def encoded(path):
 
 
 @pytest.mark.parametrize(("name", "way"), [
-    ("glm4moe", "overlap"), ("qwen35-mtp", "overlap"), ("deepseek2-mtp", "turns"),
-    ("glm4moe", "killed"),
-    *(full(name, way) for name in HEADED for way in WAYS
-      if (name, way) not in {("glm4moe", "overlap"), ("qwen35-mtp", "overlap"),
-                             ("deepseek2-mtp", "turns"), ("glm4moe", "killed")})])
+    *SAMPLED, *(full(*case) for case in itertools.product(HEADED, WAYS) if case not in SAMPLED)])
 def test_a_head_that_has_its_rows_is_always_right(name, way, tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", name)
     after, text = successors(), list(encoded(path))
@@ -69,8 +71,7 @@ def test_a_head_that_has_its_rows_is_always_right(name, way, tmp_path):
 
 
 @pytest.mark.parametrize("name", mostly_full(HEADED, "glm4moe"))
-@pytest.mark.parametrize("way", ["overlap", *(pytest.param(way, marks=FULL) for way in WAYS
-                                              if way != "overlap")])
+@pytest.mark.parametrize("way", mostly_full([way for way in WAYS if way != "grid"], "overlap"))
 def test_the_text_is_that_of_plain_decoding(name, way, tmp_path):
     """With a head whose guesses are nearly all wrong."""
     path = write_random_model(tmp_path / "model.gguf", tiny(name, qtype="Q8_0"))
@@ -82,6 +83,34 @@ def test_the_text_is_that_of_plain_decoding(name, way, tmp_path):
                      "--proposer", "mtp", *options)
     assert found["tokens"] == expected
     assert found["stats"]["issued_speculative"] > 0
+
+
+@pytest.mark.parametrize("way", mostly_full([way for way in WAYS if way != "grid"], "overlap"))
+@pytest.mark.parametrize("own", [False, full(True)])
+def test_an_eagle_head_never_changes_the_text(way, own, tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=6, qtype="Q8_0"))
+    head = write_eagle(tmp_path / "head.gguf", path, (1, 3, 5), own=own)
+    ranks, options = WAYS[way]
+    loop, prompt = PlainLoop(path), encoded(path)
+    expected = loop.generate(prompt, 60, seeded(5))
+    loop.close()
+    found = generate(path, ranks, "--temp", "0.8", "--seed", "5", "--speculation", "on",
+                     "--eagle", str(head), *options)
+    assert found["tokens"] == expected
+    assert found["stats"]["issued_speculative"] > 0
+
+
+def test_an_eagle_head_of_another_model_is_refused(tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
+    other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
+    for head, why in ((write_eagle(tmp_path / "one.gguf", other, (0, 1, 2)), "give the head of"),
+                      (write_eagle(tmp_path / "two.gguf", path, (1, 2, 9)), "names no layers"),
+                      (path, "names no layers"), (tmp_path / "none.gguf", "no such file")):
+        done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path),
+                              "-p", "x", "-n", "2", "--eagle", str(head)], timeout=60)
+        assert done.returncode in (2, 3, 4, 5), done.stderr
+        assert why in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_with_a_head_is_guessed_for_by_it_unless_asked_otherwise(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 
 from pipeinfer.core.types import FloatArray
@@ -56,4 +57,42 @@ def write_clockwork(path: Path, name: str) -> Path:
         elif tensor.name.endswith(_ADDS):
             place[:] = 0
     data.flush()
+    return path
+
+
+def write_eagle(path: Path, target: Path, taps: tuple[int, ...], seed: int = 0, *,
+                own: bool = False) -> Path:
+    """Write a random EAGLE-3 head for a target.
+
+    own: with an embedding and an output matrix of its own, for half of the vocabulary
+    """
+    model = ModelFile(target)
+    width, heads, ff = model.n_embd, 4, 64
+    size, rng = width // heads, np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "eagle3")
+    for key, value in {
+            "context_length": 4096, "embedding_length": width, "block_count": 1,
+            "feed_forward_length": ff, "attention.head_count": heads,
+            "attention.head_count_kv": heads, "rope.dimension_count": size,
+            "target_hidden_size": width, "vocab_size": model.n_vocab}.items():
+        writer.add_uint32(f"eagle3.{key}", value)
+    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("eagle3.rope.freq_base", 10000.0)
+    writer.add_array("eagle3.target_layers", list(taps))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (width, 3 * width), "output_norm": (width,), "blk.0.attn_norm": (width,),
+        "blk.0.attn_norm_2": (width,), "blk.0.ffn_norm": (width,),
+        "blk.0.attn_q": (width, 2 * width), "blk.0.attn_k": (width, 2 * width),
+        "blk.0.attn_v": (width, 2 * width), "blk.0.attn_output": (width, width),
+        "blk.0.ffn_gate": (ff, width), "blk.0.ffn_up": (ff, width), "blk.0.ffn_down": (width, ff)}
+    if own:
+        shapes |= {"token_embd": (model.n_vocab, width), "output": (model.n_vocab // 2, width)}
+        writer.add_tensor("d2t", np.arange(0, model.n_vocab // 2 * 2, 2, dtype=np.int64))
+    for name, shape in shapes.items():
+        data = np.ones(shape) if len(shape) == 1 else rng.normal(0, shape[1] ** -0.5, shape)
+        writer.add_tensor(f"{name}.weight", data.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path

@@ -95,7 +95,7 @@ class LlamaCppBackend:
         self._nothing = info.n_seq_max + further_ids(model) if self.keeps_state else None
         self._until_norm = False  # see `norms`
         self._taps: Taps | None = None
-        self.tapped: FloatArray | None = None
+        self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         no_cells = bool(binding.llama_model_is_recurrent(model))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
@@ -240,14 +240,18 @@ class LlamaCppBackend:
             return None
         if status != 0:
             raise self._failure(status, rows)
-        result = self._logits(count) if out is None else out
-        if self._taps is not None:
-            self.tapped = self._taps.read(n, hidden)
-        return result
+        self._last = n, hidden
+        return self._logits(count) if out is None else out
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """See `base.tap`."""
         self._taps = Taps.of(self._ctx, self.info, layers)
+
+    @property
+    def tapped(self) -> FloatArray:
+        """See `base.tap`; to be read before the next decode."""
+        assert self._taps is not None
+        return self._taps.read(*self._last)
 
     def norms(self, rows: Rows, hidden: FloatArray | None = None) -> FloatArray:
         """See `base.norms`; these are llama.cpp's embeddings without pooling. Raises BackendError

@@ -88,7 +88,7 @@ class RowBatch:
         """Write rows for an encoder, float32[n, m], which must outlive its call."""
         n, batch = len(vectors), self.columns
         self._positions[:n], self._n_ids[:n], self._flags[:n] = np.arange(n), 1, 1
-        self._ids[:n, 0] = 0
+        self._ids[:n, 0] = self._info.n_seq_max  # an id without cells, whose positions may be any
         batch.n_tokens, batch.token = n, None
         batch.embd = self._pointer("embd", vectors.ctypes.data)
 

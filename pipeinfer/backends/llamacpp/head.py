@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.core.types import FloatArray, Rows
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import last_log
@@ -39,14 +39,10 @@ class LlamaHead(LlamaCppBackend):
         head.shift = -1 if options.head == "eagle3" else 0
         return head
 
-    def decode(
-        self, rows: Rows, hidden: FloatArray | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> FloatArray | None:
-        """See `Backend.decode`; `hidden` has the rows' hidden rows."""
-        result = super().decode(rows, hidden, should_stop)
-        self.tapped = self._own_rows(len(rows))
-        return result
+    @property
+    def tapped(self) -> FloatArray:
+        """Its own hidden rows after the last decode, float32[n, n_embd]."""
+        return self._own_rows(self._last[0])
 
     def encode(self, rows: FloatArray) -> FloatArray:
         """See `target_head.Head.encode`. Raises BackendError."""

@@ -35,12 +35,14 @@ _KEEP_TRUE = 2048  #: rows of the target that are kept of a lane
 class Head(Backend, Protocol):
     """A head as a backend, whose rows have a token and a hidden row.
 
-    tapped: float32[n, n_embd], its own hidden rows after the last decode
     shift: by how much positions differ from the index of the token
     """
 
-    tapped: FloatArray | None
     shift: int
+
+    @property
+    def tapped(self) -> FloatArray:
+        """Its own hidden rows after the last decode, float32[n, n_embd]."""
 
     def encode(self, rows: FloatArray) -> FloatArray:
         """Return the hidden rows, float32[n, n_embd], for rows of the target, float32[n, t]."""
@@ -144,7 +146,6 @@ class HeadRows:
             make_rows([(row.token, row.index + self._head.shift, (row.seq_id,), row.output)
                        for row in waiting]), np.stack([row.hidden for row in waiting]))
         assert logits is not None
-        assert self._head.tapped is not None
         for row, own in zip(waiting, self._head.tapped, strict=True):
             kept = self._sequences[row.seq_id].own
             kept[row.index] = own
