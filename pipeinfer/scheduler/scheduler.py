@@ -295,8 +295,9 @@ class Scheduler:
         if not run.chunk:
             for node, row in zip(run.nodes, run.outputs, strict=True):
                 node.taps = taps[row : row + 1]
-        elif not run.owners[0].done:
-            self.state.emit(FeedDraft(run.owners[0].path_id, run.start, taps))
+        elif not (lane := run.owners[0]).done:
+            self.state.emit(FeedDraft(lane.path_id, run.start, taps))
+            self.speculation.warm_up(lane, min(run.start + len(taps) + 1, len(lane.accepted)))
 
     def _abort(self, request_id: int, reason: str) -> None:
         for ticket in self.waiting:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
+from msgspec import structs
+
 from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.policy import Ablation, Policy
@@ -57,11 +59,15 @@ class Speculation:
         """The settings in use."""
         return self.state.limits
 
-    def warm_up(self, lane: Lane) -> None:
-        """Start a job that brings the draft's cache up to the prompt while the stages prefill."""
+    def warm_up(self, lane: Lane, base: int = 0) -> None:
+        """Start a job that brings the draft's cache up to the prompt while the stages prefill.
+
+        base: up to how many of its tokens; 0: all
+        """
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
                 self.limits.asks_models and len(self.state.lanes) == 1:
-            lane.warm_up = self._job(lane, (), max_tokens=0, max_depth=0)
+            job = self._job(lane, (), max_tokens=0, max_depth=0)
+            lane.warm_up = structs.replace(job, base=base) if base else job
             self.state.emit(lane.warm_up)
 
     def news(self, lane: Lane) -> None:

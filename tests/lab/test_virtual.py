@@ -201,3 +201,23 @@ def test_a_useless_draft_that_is_sure_of_itself_costs_two_percent_at_most(cluste
     _, iterative = scenarios.run(PROFILES, dataclasses.replace(one, policy="iterative"))
     assert result.tokens_per_second >= 0.98 * iterative.tokens_per_second
     assert result.tokens == iterative.tokens
+
+
+@pytest.mark.parametrize("by_depth", [(1.0,), (0.9, 0.6), (0.0,), (1.0, 0.0)])
+def test_a_prediction_head_is_as_often_right_as_its_distance_says(by_depth):
+    spec = scenario(tokens=fewer(600, 240))
+    spec = dataclasses.replace(spec, pair=dataclasses.replace(spec.pair, by_depth=by_depth))
+    found = simulate(spec)
+    assert found.tokens == plain(spec)
+    stats, slow = found.stats, simulate(scenario(tokens=96, policy=Policy.ITERATIVE))
+    right = stats.accepted_speculative / max(stats.guesses_tested, 1)
+    if by_depth == (1.0,):
+        assert right == 1.0
+        assert found.tokens_per_second > 2 * slow.tokens_per_second
+    elif by_depth == (0.0,):
+        assert right < 0.2  # alternatives
+    elif by_depth == (1.0, 0.0):  # it is learned that two tokens behind a row nothing is right
+        assert right > 0.9
+        assert stats.steps < 0.6 * stats.accepted
+    else:
+        assert 0.5 < right < 0.95

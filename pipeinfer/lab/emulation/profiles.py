@@ -157,7 +157,8 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class PairProfile:
-    """A target with its draft. acceptance: 0 to 1; assumed: whether the paper does not say it."""
+    """A target with its draft. acceptance: 0 to 1; assumed: whether the paper does not say it;
+    by_depth: see `SyntheticPair`."""
 
     name: str
     title: str
@@ -166,6 +167,7 @@ class PairProfile:
     acceptance: float
     paper: str
     assumed: bool = False
+    by_depth: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,8 @@ def load_profiles(path: Path | None = None) -> Profiles:
             raise UsageError(f"{origin}[pairs.{name}] acceptance must be a share from 0 to 1")
         for key in ("target", "draft"):
             lookup(models, entry[key], "model profile", f"{origin}pair {name}: ")
-        pairs[name] = PairProfile(name=name, **entry)
+        pairs[name] = PairProfile(name=name, **{
+            **entry, "by_depth": tuple(entry.get("by_depth", ()))})
     for name, entry in tables["clusters"].items():
         clusters[name] = _cluster(origin, name, entry, nodes, links)
     return Profiles(*map(MappingProxyType, (nodes, models, links, pairs, clusters)))  # type: ignore[arg-type]
@@ -280,7 +283,7 @@ _SECTIONS = {
     }, ("quantisation", "architecture", "n_layers", "n_embd", "n_ff", "n_head", "n_head_kv",
         "n_vocab")),
     "pairs": _Entry({"title": str, "target": str, "draft": str, "acceptance": _NUMBER,
-                     "paper": str, "assumed": bool},
+                     "paper": str, "assumed": bool, "by_depth": list},
                     ("title", "target", "draft", "acceptance", "paper")),
     "clusters": _Entry({"title": str, "nodes": list, "link": str, "source": str},
                        ("nodes", "link")),

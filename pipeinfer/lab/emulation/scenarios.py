@@ -39,6 +39,7 @@ from pipeinfer.scheduler.settings import PUBLISHED, Limits
 
 CHUNK = 64
 EXACT = 16  #: rows of a run that emulated backends compute exactly
+_OUTPUTS = 4  #: of a draft's decode, at most so many rows are taken to have outputs
 _SCRATCH = 256 * 2**20
 
 
@@ -115,12 +116,13 @@ def build(profiles: Profiles, experiment: Experiment) -> Built:
     link = profiles.link(experiment.link or cluster.link)
     return assemble(nodes, profiles.model(pair.target), profiles.model(pair.draft), link,
                     pair.acceptance if experiment.acceptance is None else experiment.acceptance,
-                    experiment)
+                    experiment, pair.by_depth)
 
 
 def assemble(
     nodes: Sequence[NodeProfile], target: ModelProfile, draft: ModelProfile | None,
     link: LinkProfile, acceptance: float, experiment: Experiment,
+    by_depth: tuple[float, ...] = (),
 ) -> Built:
     """A scenario on given machines; see `build`."""
     policy = Policy(experiment.policy)
@@ -142,9 +144,11 @@ def assemble(
     wire = Wire(link.latency + experiment.delay, link.bandwidth)
     row_cost = max(stage.seconds(2) / stage.seconds(1) - 1.0 for stage in virtual)
     limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
+    drafting = draft_time(draft, head, one_layer=bool(by_depth))
     scenario = Scenario(
-        virtual, (wire,) * (len(virtual) + 1), draft_time(draft, head), limits,
-        SyntheticPair(acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
+        virtual, (wire,) * (len(virtual) + 1), drafting, limits,
+        SyntheticPair(acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed,
+                      by_depth=by_depth if policy is not Policy.ITERATIVE else ()),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
         direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
@@ -218,10 +222,19 @@ def _stage_time(target: ModelProfile, node: NodeProfile, n_layers: int, factor: 
     return lambda rows: factor * target.stage_seconds(node, n_layers, rows, last=last)
 
 
-def draft_time(draft: ModelProfile | None, head: NodeProfile) -> Any:
+def draft_time(draft: ModelProfile | None, head: NodeProfile, *, one_layer: bool = False) -> Any:
+    """The seconds of a draft's decode by rows. one_layer: of a prediction head, most of whose time
+    is its output matrix, which rows of a path do not need."""
     if draft is None:
         return lambda rows: 0.0 * rows
-    return lambda rows: draft.stage_seconds(head, draft.n_layers, rows, last=True)
+
+    def seconds(rows: int) -> float:
+        few = min(rows, _OUTPUTS) if one_layer else rows
+        output = draft.stage_seconds(head, draft.n_layers, few, last=True) - \
+            draft.stage_seconds(head, draft.n_layers, few, last=False)
+        return draft.stage_seconds(head, draft.n_layers, rows, last=False) + output
+
+    return seconds
 
 
 def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experiment

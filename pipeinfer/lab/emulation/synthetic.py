@@ -36,6 +36,8 @@ class SyntheticPair:
     second: share of the remaining probability that the next guess holds; None: 0.55 of the
         acceptance
     claimed: mean of the confidences that the draft claims; None: they are true
+    by_depth: the draft is a prediction head, whose first guesses are right in these shares of
+        positions, by the distance from the target's last row (beyond the last: as there)
     """
 
     acceptance: float
@@ -43,6 +45,7 @@ class SyntheticPair:
     spread: float = 1.0
     second: float | None = None
     claimed: float | None = None
+    by_depth: tuple[float, ...] = ()
 
     @property
     def n_vocab(self) -> int:
@@ -57,18 +60,24 @@ class SyntheticPair:
         """The target's token after the row at `pos`, whose path ends with `path`."""
         return mixed(self.seed, pos, path, 1) % N_VOCAB
 
-    def guesses(self, path: tuple[int, ...], pos: int) -> tuple[list[int], list[float]]:
-        """The draft's four best tokens there, and the confidences that it claims."""
+    def guesses(self, path: tuple[int, ...], pos: int, depth: int = 0
+                ) -> tuple[list[int], list[float]]:
+        """The draft's four best tokens there, and the confidences that it claims.
+
+        depth: the distance from the target's last row, for a prediction head
+        """
+        acceptance = self.by_depth[min(depth, len(self.by_depth)) - 1] if depth else \
+            self.acceptance
         draw = mixed(self.seed, pos, path, 2)
         rank = (draw & 0xFFFF) / 0x10000
-        confidence = _quantile(self.acceptance, self.spread, rank)
+        confidence = _quantile(acceptance, self.spread, rank)
         claim = confidence if self.claimed is None else _quantile(self.claimed, self.spread, rank)
         outcome = (draw >> 16 & 0xFFFFFFFF) / 0x100000000
         right = self.token(path, pos)
         tokens: list[int] = []
         claims: list[float] = []
         edge, left = 0.0, 1.0
-        second = 0.55 * self.acceptance if self.second is None else self.second
+        second = 0.55 * acceptance if self.second is None else self.second
         wrong = draw >> 48
         for k in range(4):
             share = confidence if k == 0 else left * second
@@ -165,6 +174,37 @@ class SyntheticBackend:
 
     def close(self) -> None:
         """See `Backend.close`."""
+
+
+class SyntheticHead(SyntheticBackend):
+    """A prediction head; its hidden rows, float32[n, 1], are distances from the target's."""
+
+    shift = 0
+
+    def __init__(self, pair: SyntheticPair, n_ctx: int, n_seq_max: int) -> None:
+        super().__init__(pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=n_seq_max,
+                         n_embd=1)
+        self.tapped = np.zeros((0, 1), np.float32)
+        self._pair = pair
+
+    def encode(self, rows: FloatArray) -> FloatArray:
+        """See `target_head.Head.encode`."""
+        return np.zeros((len(rows), 1), np.float32)
+
+    def decode(self, rows: Rows, hidden: FloatArray | None = None,
+               should_stop: Callable[[], bool] | None = None) -> FloatArray:
+        """See `Backend.decode`."""
+        logits = super().decode(rows, hidden, should_stop)
+        assert logits is not None
+        assert hidden is not None
+        self.tapped = hidden + 1
+        for row, index in zip(logits, np.flatnonzero(rows.outputs).tolist(), strict=True):
+            pos = rows.lists.positions[index]
+            names, claims = self._pair.guesses(
+                self.path(rows.seq_ids[index][0], pos), pos, 1 + int(hidden[index, 0]))
+            row[:] = np.log(_FLOOR)
+            row[names] = np.log(np.maximum(claims, _FLOOR))
+        return logits
 
 
 def mixed(seed: int, pos: int, path: tuple[int, ...], salt: int) -> int:

@@ -18,11 +18,18 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pipeinfer.backends.base import apply
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import PipeinferError
-from pipeinfer.lab.emulation.synthetic import Pair, SyntheticBackend
+from pipeinfer.lab.emulation.synthetic import (
+    Pair,
+    SyntheticBackend,
+    SyntheticHead,
+    SyntheticPair,
+)
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.events import (
     CancelRuns,
@@ -46,6 +53,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
+from pipeinfer.strategies.proposers.target_head import TargetHead
 
 HEADER_BYTES = 96  #: a transaction without its columns
 ROW_BYTES = 24  #: columns of one row without activations
@@ -215,9 +223,13 @@ class Simulation:
         self.target = SyntheticBackend(
             scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=n_seq)
         paths = scenario.draft_paths + scenario.limits.parallel - 1
-        draft = DraftModel(SyntheticBackend(
-            scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx,
-            n_seq_max=paths + max(scenario.limits.branches, 1), draft=True), paths=paths)
+        ids = paths + max(scenario.limits.branches, 1)
+        self.taps = isinstance(scenario.pair, SyntheticPair) and bool(scenario.pair.by_depth)
+        draft: DraftModel = TargetHead(
+            SyntheticHead(scenario.pair, n_ctx, ids), paths=paths) \
+            if isinstance(scenario.pair, SyntheticPair) and self.taps else DraftModel(
+                SyntheticBackend(scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx,
+                                 n_seq_max=ids, draft=True), paths=paths)
         self.draft = Cascade([PromptLookup() if name == "prompt-lookup" else draft
                               for name in scenario.proposers])
         self.stages = [_StageState(spec) for spec in scenario.stages]
@@ -328,6 +340,8 @@ class Simulation:
                 self._draft_next()
             case StopDraft(job_id):
                 self.stopped.add(job_id)
+            case FeedDraft():
+                self.draft.feed(item)
             case Emit(request_id, choice, _):
                 self.emitted(request_id, choice.token)
             case Finish(request_id, _, stats):
@@ -450,7 +464,8 @@ class Simulation:
         if index + 1 < len(self.stages):
             self._send(index + 1, packet, size)
         elif isinstance(item, IssueRun):
-            self._send(index + 1, packet, HEADER_BYTES)
+            tapped = self.spec.row_bytes * len(item.rows) if self.taps else 0
+            self._send(index + 1, packet, HEADER_BYTES + tapped)
         self._next(index)
 
     def _result(self, packet: _Packet) -> None:
@@ -465,7 +480,9 @@ class Simulation:
                 len(item.rows), max(took), math.fsum(took),
                 self.now - when,
                 gaps(when, self.now, packet.spans) if lanes > 1 else () if lanes else None)
-        self.feed(RunDone(item.run_id, choices))
+        taps = np.zeros((len(item.rows), 1), np.float32) \
+            if self.taps and choices is not None else None
+        self.feed(RunDone(item.run_id, choices, taps))
 
     def _evaluate(self, item: IssueRun, skipped: bool) -> tuple[Choice, ...] | None:
         """Runs come back in the order of issue, so one cache stands for those of all stages."""

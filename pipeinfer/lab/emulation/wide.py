@@ -94,6 +94,7 @@ class Ground:
     draft: ModelProfile
     wire: Wire
     acceptance: float
+    by_depth: tuple[float, ...] = ()
     groups: tuple[str, ...] = ()
 
 
@@ -122,7 +123,8 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
     return Ground(
         tuple(nodes), drafter, target, profiles.model(pair.draft),
         Wire(link.latency + experiment.delay, link.bandwidth),
-        pair.acceptance if experiment.acceptance is None else experiment.acceptance, groups)
+        pair.acceptance if experiment.acceptance is None else experiment.acceptance,
+        pair.by_depth if experiment.policy != Policy.ITERATIVE else (), groups)
 
 
 def warning(profiles: Profiles, experiment: WideExperiment) -> str:
@@ -205,13 +207,14 @@ def build(profiles: Profiles, experiment: WideExperiment) -> Built:
     curve = tuple((rows, max(stage.seconds(rows) for stage in virtual) / slowest)
                   for rows in CURVE_ROWS)
     limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
-    drafting = draft_time(ground.draft, ground.drafter)
+    drafting = draft_time(ground.draft, ground.drafter, one_layer=bool(ground.by_depth))
     if turns and not pinned:
         limits = structs.replace(limits, take_turns=True, **by_turns(
             curve, drafting(1) / slowest, limits.exact_width, weighed=True))
     scenario = Scenario(
         virtual, (ground.wire,) * (len(virtual) + 1), drafting, limits,
-        SyntheticPair(ground.acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed),
+        SyntheticPair(ground.acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed,
+                      by_depth=ground.by_depth),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
         direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED)

@@ -155,24 +155,29 @@ class DraftModel:
         if max(todo) >= self.backend.info.n_vocab:
             return Ranking([], [])  # the target has ids that the draft's vocabulary lacks
         self._cut(common)
-        step = self.backend.info.n_batch
-        for start in range(0, len(todo), step):
-            part = todo[start : start + step]
+        first = common
+        while first < length:
+            part = todo[first - common :][: self._at_once(job, first)]
             yield len(part)
-            last = start + len(part) == len(todo)
-            first = common + start
+            last = first + len(part) == length
             logits = self._decode(make_rows(
                 [(t, first + i, (here.seq_id,), last and i == len(part) - 1)
                  for i, t in enumerate(part)]
             ))
             self.rows_evaluated += len(part)
             here.tokens += part
+            first += len(part)
         assert logits is not None
         if not len(logits):  # a head lacks the target's rows
             return Ranking([], [])
         ranking = self._rank(job, logits[-1], np.array(here.tokens, np.int32), length - 1)
         here.rankings[length - 1] = ranking
         return ranking
+
+    def _at_once(self, job: StartDraft, first: int) -> int:
+        """How many tokens of a path from index `first` on are evaluated together, at most."""
+        del job, first
+        return self.backend.info.n_batch
 
     def _choose_path(self, job: StartDraft) -> int:
         """Make the cached path with the longest prefix of the job's path the current one.

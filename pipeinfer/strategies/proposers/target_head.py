@@ -209,6 +209,12 @@ class TargetHead(DraftModel):
             return Ranking([], [])
         return (yield from super()._catch_up(job))
 
+    def _at_once(self, job: StartDraft, first: int) -> int:
+        """All whose hidden rows are the target's; but the last, which is asked, alone."""
+        before_last = job.base + len(job.suffix) - 1
+        known = min(self._rows.last(job.lane) + 2, before_last)
+        return max(min(known - first, self.backend.info.n_batch), 1)
+
     def _choose_path(self, job: StartDraft) -> int:
         common = super()._choose_path(job)
         return min(common, self._rows.follow(self._here.seq_id, job.lane))
