@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipeinfer.backends.llamacpp.head import LlamaHead
 
 MTP, EAGLE3 = "mtp", "eagle3"  #: the proposers
+_BESIDE = "eagle3-*.gguf"  #: heads in a model's folder
 
 
 class HeadPlan(Struct, frozen=True):
@@ -70,13 +71,44 @@ def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | Non
 
     asked: the user's own. Only if that chooses no proposers, nor to do without any.
     """
-    name = EAGLE3 if config.speculation.own.get("eagle") else MTP
-    if features.excluding(features.LOOKUP, asked) or config.speculation.decomposer or (
-            name == MTP and _refusal(model, backends)):
+    if features.excluding(features.LOOKUP, asked) or config.speculation.decomposer:
         return config
+    own = config.speculation.own
+    name = EAGLE3 if own.get("eagle") else MTP
+    if name == MTP and _refusal(model, backends):
+        beside = _eagle_beside(model, backends)
+        if beside is None:
+            return config
+        name, config = EAGLE3, config.replace(own={**own, "eagle": str(beside)})
     others = config.speculation.proposer or (("draft",) if draft is not None else ())
     at = others.index("draft") if "draft" in others else len(others)
     return config.replace(proposer=(*others[:at], name, *others[at:]))
+
+
+def _eagle_beside(model: Any, backends: Sequence[str]) -> Path | None:
+    """Return the EAGLE-3 head in a model's folder that fits it; None without one."""
+    if not isinstance(model, ModelFile) or set(backends) != {"llamacpp"}:
+        return None
+    for path in sorted(model.path.parent.glob(_BESIDE)):
+        try:
+            if not _refusal(model, backends, _taps_of(ModelFile(path), model)):
+                return path
+        except ModelError:
+            continue  # of another model
+    return None
+
+
+def _taps_of(head: ModelFile, model: ModelFile) -> tuple[int, ...]:
+    """Return the layers whose inputs an EAGLE-3 head reads. Raises ModelError where it does not fit
+    the model."""
+    named = head.arch_get("target_layers")
+    listed = named if isinstance(named, list) else []
+    taps = tuple(one for one in listed if isinstance(one, int) and 0 <= one < model.n_layers)
+    if not taps or len(taps) < len(listed):
+        raise ModelError(f"{head.path}: names no layers of {model.path.name} whose rows it reads "
+                         "(target_layers): give the EAGLE-3 head of this model")
+    CompletedHead(head, model)  # raises if it does not fit
+    return taps
 
 
 def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan | None:
@@ -96,16 +128,9 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
             if not given:
                 raise UsageError(f"--proposer {spec.name} needs a head: give one with --eagle")
             file = ModelFile(given)
-            named = file.arch_get("target_layers")
-            listed = named if isinstance(named, list) else []
-            taps = tuple(one for one in listed if isinstance(one, int)
-                         and 0 <= one < model.n_layers)
-            if not taps or len(taps) < len(listed):
-                raise ModelError(f"{given}: names no layers of {model.path.name} whose rows it "
-                                 "reads (target_layers): give the EAGLE-3 head of this model")
+            taps = _taps_of(file, model)
             if why := _refusal(model, backends, taps):
                 raise UsageError(f"--proposer {spec.name}: {why}")
-            CompletedHead(file, model)  # raises if it does not fit
             return HeadPlan("eagle3", file, model, taps)
     return None
 

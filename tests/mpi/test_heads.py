@@ -120,6 +120,15 @@ def test_a_file_with_a_head_is_guessed_for_by_it_unless_asked_otherwise(tmp_path
         assert "mtp" not in "".join(generate(path, 1, *more, count=4)["stats"]["notes"])
 
 
+def test_an_eagle_head_beside_the_model_is_used_if_it_fits(tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
+    other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
+    write_eagle(tmp_path / "eagle3-a.gguf", other, (0, 1, 2))
+    assert "eagle3" not in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    write_eagle(tmp_path / "eagle3-b.gguf", path, (0, 1, 2))
+    assert "eagle3" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+
+
 @pytest.mark.parametrize(("name", "why"), [
     ("llama", "heads of llama models are not supported"),
     full("glm4moe", "has no head of one layer")])
