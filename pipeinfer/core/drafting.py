@@ -78,6 +78,7 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     free_max, free_min: `max_tokens` and `p_min` for proposers that evaluate no model; 0 and None:
         the same as for the others
     sent: how many tokens before those in `accepted` the receiver has
+    fade: by how much confidences of proposals of depth 1, 2, ... have to be reduced (`Calibration`)
     """
 
     job_id: int
@@ -99,6 +100,7 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     free_max: int = 0
     free_min: float | None = None
     sent: int = 0
+    fade: tuple[float, ...] = ()
 
 
 class FeedDraft(Struct, frozen=True, eq=False):

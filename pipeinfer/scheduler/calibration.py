@@ -31,6 +31,7 @@ class Calibration(Struct):
     _hits: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _BINS for _ in range(2)])
     _by_depth: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    _fade: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in range(_DEEPEST)])
     _first: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _claims: float = 0.7
     _second: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -46,8 +47,10 @@ class Calibration(Struct):
         kind, slot = int(not first), _slot(claimed)
         tables = [(self._trials[kind], self._hits[kind])]
         if first and depth:
-            tables.append(self._by_depth.setdefault(min(depth, _DEEPEST),
-                                                    ([0.0] * _BINS, [0.0] * _BINS)))
+            deep = min(depth, _DEEPEST)
+            tables.append(self._by_depth.setdefault(deep, ([0.0] * _BINS, [0.0] * _BINS)))
+            claims = self._fade[deep - 1]
+            claims[:] = claims[0] * _MEMORY + claimed, claims[1] * _MEMORY + hit
         for trials, hits in tables:
             trials[slot] = trials[slot] * _MEMORY + 1.0
             hits[slot] = hits[slot] * _MEMORY + hit
@@ -71,6 +74,14 @@ class Calibration(Struct):
         if first and depth:
             trials, hits = self._by_depth.get(min(depth, _DEEPEST), (trials, hits))
         return (claimed * _PRIOR + hits[slot]) / (_PRIOR + trials[slot])
+
+    @property
+    def fade(self) -> tuple[float, ...]:
+        """By how much a prediction head's claims have to be reduced at each distance, from 1; empty
+        without such a head."""
+        if not self._by_depth:
+            return ()
+        return tuple(min(1.0, (_PRIOR + hits) / (_PRIOR + claims)) for claims, hits in self._fade)
 
     def least_claim(self, wanted: float) -> float:
         """Return the least confidence at which first proposals are right as often as `wanted`.

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
-from pipeinfer.core.drafting import FeedDraft, StartDraft
+from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import FloatArray, Rows, SamplingParams
+from pipeinfer.scheduler.calibration import Calibration
+from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.target_head import TargetHead
 
 _WIDTH, _VOCAB = 4, 11
@@ -151,3 +154,36 @@ def test_a_cache_that_is_full_leaves_no_cell_behind():
     with pytest.raises(RuntimeError, match="full"):
         head.propose(job(0, list(range(10)), 10, 4), lambda: False)
     assert [pos for pos, _ in inner.cells[0]] == list(range(1, 9))  # those that were evaluated
+
+
+class Fixed:
+    """A proposer of one token."""
+
+    free, rows_evaluated = False, 0
+
+    def __init__(self, token: int, confidence: float, depth: int = 0) -> None:
+        self._found = (Proposal(-1, token, confidence, depth=depth),)
+
+    def propose(self, job: StartDraft, stopped: object) -> tuple[Proposal, ...]:
+        return self._found
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_far_from_its_rows_a_head_gives_way_to_a_draft():
+    """As often as it was wrong there, whatever it claims."""
+    calibration = Calibration()
+    wanted = job(0, [1, 2], 2, 1)
+    for _ in range(60):
+        calibration.learn(0.9, True, first=True, depth=1)
+        calibration.learn(0.9, False, first=True, depth=3)
+    wanted = structs.replace(wanted, fade=calibration.fade)
+    for depth, expected in ((1, 5), (3, 6)):
+        both = Cascade([Fixed(5, 0.9, depth), Fixed(6, 0.6)])
+        found = both.propose(wanted, lambda: False)
+        assert found is not None
+        assert found[0].token == expected
+        assert found[0].depth == (depth if expected == 5 else 0)
+    assert calibration.estimate(0.9, first=True, depth=1) > 0.9
+    assert calibration.estimate(0.9, first=True, depth=3) < 0.2

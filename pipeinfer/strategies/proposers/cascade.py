@@ -59,8 +59,8 @@ class Cascade:
             newer = proposer.propose(job, stopped)
             if newer is None:
                 return None
-            found = merged(found, newer, job.alternatives)
-            if found and found[0].confidence >= self._sure:
+            found = merged(found, newer, job)
+            if found and likely(found[0], job) >= self._sure:
                 break
         return found
 
@@ -72,8 +72,8 @@ class Cascade:
                 newer = yield from proposer.steps(job)
             else:
                 newer = proposer.propose(job, lambda: False) or ()
-            found = merged(found, newer, job.alternatives)
-            if found and found[0].confidence >= self._sure:
+            found = merged(found, newer, job)
+            if found and likely(found[0], job) >= self._sure:
                 break
         return found
 
@@ -86,24 +86,33 @@ class Cascade:
             proposer.close()
 
 
-def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], most: int
+def likely(proposal: Proposal, job: StartDraft) -> float:
+    """Return how probable a proposal is; its confidence, less what a prediction head's fade by."""
+    if not proposal.depth or not job.fade:
+        return proposal.confidence
+    return proposal.confidence * job.fade[min(proposal.depth, len(job.fade)) - 1]
+
+
+def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], job: StartDraft
            ) -> tuple[Proposal, ...]:
     """Merge the proposals of two proposers.
 
     The result is the chain whose first token is more probable (`newer` if both are equal), with
-    first tokens of the other among at most `most` alternatives to its first token. If both have the
-    same first token, it is assumed to be wrong only if both proposers are, independently.
+    first tokens of the other among at most `job.alternatives` alternatives to its first token. If
+    both have the same first token, it is assumed to be wrong only if both proposers are,
+    independently.
     """
     if not older or not newer:
         return newer or older
-    best, others = (newer, older) if newer[0].confidence >= older[0].confidence else (older, newer)
+    best, others = (newer, older) if likely(newer[0], job) >= likely(older[0], job) else (
+        older, newer)
     best = _shared(best, others)
     if best[0].token == others[0].token:
         doubt = (1.0 - best[0].confidence) * (1.0 - others[0].confidence)
         best = (structs.replace(best[0], confidence=1.0 - doubt), *best[1:])
     named = {p.token for p in best if p.parent < 0}
     alternatives = [p for p in best if p.alternative]
-    room = most - sum(p.parent < 0 for p in alternatives)
+    room = job.alternatives - sum(p.parent < 0 for p in alternatives)
     left = 1.0 - best[0].confidence
     for proposal in others:
         if room > 0 and proposal.parent < 0 and proposal.token not in named:
