@@ -15,6 +15,7 @@ from pipeinfer.backends.factory import llama_options
 from pipeinfer.cluster import features
 from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS
 from pipeinfer.config import JobConfig
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.eagle_head import CompletedHead
@@ -71,7 +72,11 @@ def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | Non
 
     asked: the user's own. Only if that chooses no proposers, nor to do without any.
     """
-    if features.excluding(features.LOOKUP, asked) or config.speculation.decomposer:
+    published = f"--policy {Policy.PUBLISHED}"
+    excluding = set(features.excluding(features.LOOKUP, asked))
+    if draft is None:
+        excluding.discard(published)  # that needs one source of guesses
+    if excluding or config.speculation.decomposer:
         return config
     own = config.speculation.own
     name = EAGLE3 if own.get("eagle") else MTP

@@ -82,26 +82,39 @@ class HeadRows:
         self.info, self.capabilities = head.info, head.capabilities
         self._head, self._lanes = head, lanes
         self._true: OrderedDict[int, dict[int, FloatArray]] = OrderedDict()
+        self._fresh: dict[int, dict[int, FloatArray]] = {}  # the target's rows as they came
         self._sequences = [_Sequence() for _ in range(head.info.n_seq_max)]
 
     def feed(self, lane: int, index: int, rows: FloatArray) -> None:
         """Keep rows of the target, for a lane's tokens from `index` on."""
-        known = self._true.setdefault(lane, {})
+        self._true.setdefault(lane, {})
         self._true.move_to_end(lane)
-        known.update(enumerate(self._head.encode(rows), index))
-        for old in list(known)[:-_KEEP_TRUE]:
-            del known[old]
+        fresh = self._fresh.setdefault(lane, {})
+        fresh.update(enumerate(rows, index))
+        while len(fresh) > _KEEP_TRUE:
+            del fresh[next(iter(fresh))]
         while len(self._true) > self._lanes:
-            self._true.popitem(last=False)
+            self._fresh.pop(self._true.popitem(last=False)[0], None)
 
     def last(self, lane: int) -> int:
         """Return the index of the last token whose row of the target is known; -1 for none."""
-        return max(self._true.get(lane, ()), default=-1)
+        return max(*self._true.get(lane, ()), *self._fresh.get(lane, ()), -1, -1)
+
+    def _known(self, lane: int) -> dict[int, FloatArray]:
+        """The hidden rows of a lane by index. They are encoded here, together, since no token may
+        be proposed for long."""
+        known = self._true.get(lane, {})
+        if fresh := self._fresh.pop(lane, None):
+            known.update(zip(fresh, self._head.encode(np.stack(list(fresh.values()))),
+                             strict=True))
+            while len(known) > _KEEP_TRUE:
+                del known[next(iter(known))]
+        return known
 
     def follow(self, seq_id: int, lane: int) -> int:
         """Use a lane's rows for a sequence; return the index of the first token that can now be
         computed better than it was, END for none."""
-        one, known = self._sequences[seq_id], self._true.get(lane, {})
+        one, known = self._sequences[seq_id], self._known(lane)
         one.lane = lane
         if not one.own:
             return min(known, default=END - 1) + 1
@@ -116,7 +129,7 @@ class HeadRows:
         try:
             for token, index, output, (seq_id,) in zip(*rows.lists, rows.seq_ids, strict=True):
                 one = self._sequences[seq_id]
-                before = self._true.get(one.lane, {}).get(index - 1)
+                before = self._known(one.lane).get(index - 1)
                 chained = before is None and any(
                     (row.seq_id, row.index) == (seq_id, index - 1) for row in waiting)
                 # llama.cpp confuses rows where only some of a decode have outputs
