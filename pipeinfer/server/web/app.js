@@ -6,6 +6,7 @@ import { button, copies, element } from "./element.js";
 import { Files } from "./files.js";
 import { Library } from "./library.js";
 import { Pipeline } from "./pipeline.js";
+import { Race } from "./race.js";
 import { Settings } from "./settings.js";
 import { Store } from "./store.js";
 import { Watcher } from "./watcher.js";
@@ -111,6 +112,8 @@ function grow() {
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
+const race = new Race({ prompt: () => chat.lastMessage || STARTERS[0] });
+
 // --- what happens ---------------------------------------------------------------------------
 
 function tellChange(what) {
@@ -134,6 +137,7 @@ const watcher = new Watcher({
   onProps: (props) => {
     $("model").textContent = props.model_alias;
     settings.defaults(props.default_generation_settings);
+    race.offer(props.race);
     showOpen();
   },
   onFrame: (frame) => pipeline.take(frame),
