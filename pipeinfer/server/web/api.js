@@ -87,7 +87,7 @@ export function explain(error) {
         actions: ["retry"] };
     case "broken":
       return { title: "The connection was lost", said: "",
-        advice: "The text so far is kept. Try again to get the whole answer.",
+        advice: "The text so far is kept: Continue goes on from there, Try again begins anew.",
         actions: ["retry"] };
     case "invalid_api_key":
       return { title: "The server wants an API key", said: "",
