@@ -138,7 +138,8 @@ class Server:
         inputs = await asyncio.to_thread(embeddings.inputs_of, body, tokenizer, self._n_ctx)
         vectors = []
         for start in range(0, len(inputs), settings.parallel):
-            job = self.client.submit(embeddings.asked(inputs[start:start + settings.parallel]))
+            job = self.client.submit(embeddings.asked(
+                inputs[start:start + settings.parallel], facts.get("pooling", "last")))
             await finished(job, request)
             vectors += [embeddings.vector_of(one) for one in job.generations]
         return Reply(embeddings.answer(vectors, sum(map(len, inputs)), settings.name,
