@@ -6,11 +6,13 @@ Reads the launchers' environment variables and Linux's files; uses no MPI and no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import platform
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Set
@@ -44,6 +46,7 @@ _SERVERS = ("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT")  #: what a rank of a Slurm s
 _INTERACTIVE_STEP = "4294967290"  #: SLURM_INTERACTIVE_STEP of slurm.h
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_SET_DEATH_SIGNAL = 1  #: of prctl
 _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
 
 
@@ -129,6 +132,15 @@ def take_secrets() -> None:
     with contextlib.suppress(OSError):
         os.environ.update(json.loads(Path(path).read_bytes()))
         Path(path).unlink()
+
+
+def end_with_parent() -> None:
+    """Let this process, and what it becomes by exec, get SIGTERM when its parent ends."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(1)
 
 
 def widen_affinity(local_rank: int, local_size: int) -> int:

@@ -23,9 +23,9 @@ from pipeinfer.cli.terminal import Stopped, fetch_models
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
-from pipeinfer.config import AUTO, JobConfig, Resolved, SamplingConfig, ServeConfig
+from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.models.locate import advice, open_model, targeted
+from pipeinfer.models.locate import advice, model_paths, open_model, targeted
 from pipeinfer.server import http_process, journal, tls, tracing
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import Loading
@@ -162,8 +162,23 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         journal_sync=config.journal_sync, journal_keep=config.journal_keep,
         journal_size=config.journal_size,
         otlp=tracing.check(config.otlp_endpoint) if config.otlp_endpoint else "",
-        certificate=files.certificate, private_key=files.key,
+        certificate=files.certificate, private_key=files.key, race=race_words(job, config),
     )
+
+
+def race_words(job: JobConfig, config: ServeConfig) -> tuple[str, ...]:
+    """Return the words of `pipeinfer race` with the job's models and proposers.
+
+    There are none where nothing proposes tokens, and where other hosts can reach the server: a race
+    takes memory and processor time of this host.
+    """
+    target, draft = model_paths(job)
+    proposers = job.speculation.proposer
+    if not config.race or config.host not in _LOCAL or not (draft or proposers):
+        return ()
+    words = ["-m", str(target), "-md", str(draft or NO_DRAFT), "--temp", "0",
+             "--backend", job.model.backend]
+    return (*words, *(word for name in proposers for word in ("--proposer", name)))
 
 
 def host_names(config: ServeConfig) -> tuple[str, ...]:

@@ -124,6 +124,9 @@ class ServeConfig:
                                       help="Host name under which the server may be reached, such "
                                            "as that of a proxy in front of it (repeatable); on "
                                            "a loopback address other names are refused.")
+    race: bool = opt(True, "--race", kind="flag", off_flag="--no-race",
+                     help="Let the page of a server on a loopback address and one host race three "
+                          "policies over stages that are paced as slow hosts.")
     log_requests: bool = opt(False, "--log-requests", kind="flag",
                              help="Log one line per request to standard error (without contents).")
     otlp_endpoint: str = opt("", "--otlp-endpoint", kind="str", fixed=True,

@@ -7,7 +7,7 @@ p1)`, and `END` stands for "to the end of the sequence".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ NO_TOKEN = -1  #: `Choice.token` where the sampling rule allows no token
 IntArray: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
+Pooling: TypeAlias = Literal["last", "mean", "cls"]  #: rows of a prompt that are its embedding
 
 
 class Columns(NamedTuple):
@@ -205,6 +206,7 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     bans: (after, at, token) triples: `token` may not follow the token `after` (ANY: any token) at
         position `at` (ANY: any position)
     embed: whether the result after the prompt is its embedding in place of a token
+    pooling: which of the prompt's rows are its embedding: the last, the first (cls), or their mean
     """
 
     temperature: float = 0.0
@@ -222,6 +224,13 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     grammar_start: int = 0
     bans: tuple[tuple[int, int, int], ...] = ()
     embed: bool = False
+    pooling: Pooling = "last"
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the result depends on other rows of the prompt than the last: all of them have
+        to be computed, whatever the cache holds."""
+        return self.embed and self.pooling != "last"
 
     @property
     def reads_path(self) -> bool:

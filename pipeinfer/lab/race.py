@@ -45,12 +45,18 @@ class Finished(Struct, frozen=True):
     runs: tuple[int, int]
 
 
+def result_fields(one: Finished, first: Finished) -> dict[str, Any]:
+    """Return the figures of an answer, compared with the first racer's, as an event has them."""
+    return {"policy": one.policy.value, "tokens": len(one.tokens), "tokens_per_second": one.speed,
+            "seconds": one.seconds, "ratio": one.speed / first.speed if first.speed else 0.0,
+            "same": one.text == first.text and one.tokens == first.tokens}
+
+
 def result_line(one: Finished, first: Finished) -> str:
     """Return the line of an answer, compared with the first racer's."""
-    same = one.text == first.text and one.tokens == first.tokens
-    ratio = one.speed / first.speed if first.speed else 0.0
+    found = result_fields(one, first)
     said = f"{excerpt(one.text, 40)}..." if one is first else \
-        f"{ratio:.1f} times, {'same text' if same else 'ANOTHER TEXT'}"
+        f"{found['ratio']:.1f} times, {'same text' if found['same'] else 'ANOTHER TEXT'}"
     figures = f"{one.speed:5.1f} tokens/s  {one.seconds:4.1f} s"
     return f"{RACERS[one.policy]:<{_WIDTH}}  {figures}  {said}"
 

@@ -19,13 +19,14 @@ from enum import StrEnum
 import numpy as np
 from msgspec import Struct
 
+from pipeinfer.core.types import Pooling
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile, Value
 from pipeinfer.models.gguf_parts import bools_entry, float_entry, numbers_entry, uint_entry
 
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _DENSE, _NEXTN = "leading_dense_block_count", "nextn_predict_layers"
-_POOLINGS, _LAST_ROW = {1: "mean", 2: "cls", 4: "rank"}, 3  #: llama.cpp's numbers
+_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  #: by llama.cpp's numbers
 _EMBEDDING_SCALE, _RESIDUAL_SCALE = "embedding_scale", "residual_scale"
 _WAY_OUT = "run it whole in one process (-np 1)"
 
@@ -405,14 +406,20 @@ def _number(model: ModelFile, key: str, default: int = 0) -> int:
 
 
 def no_embeddings(model: ModelFile) -> str:
-    """Return why a model's prompts cannot be embedded, "" if they can: by the last token's row."""
+    """Return why a model's prompts cannot be embedded, "" if they can."""
     kind = model.arch_get("pooling_type")
     if not isinstance(kind, int) or kind <= 0:
         return ("the file of this model names no pooling of rows, so it is made to generate text: "
                 "serve an embedding model, such as Qwen3-Embedding")
-    if kind != _LAST_ROW:
-        name = _POOLINGS.get(kind, str(kind))
-        return f"the pooling of this model is {name}: only that of the last token works here"
+    if kind not in _POOLINGS:
+        return (f"the pooling of this model has the number {kind}, as of models that rank texts: "
+                "the mean, the first token and the last one work here")
     if model.arch_get("attention.causal", default=True) is False:
         return "tokens of this model attend to later ones, which prompts in chunks cannot"
     return ""
+
+
+def pooling_of(model: ModelFile) -> Pooling:
+    """Return which rows of a prompt are its embedding, by the model's file."""
+    kind = model.arch_get("pooling_type")
+    return _POOLINGS.get(kind, "last") if isinstance(kind, int) else "last"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from pipeinfer.backends.base import Backend, apply, norms
+from pipeinfer.backends.base import Backend, apply
 from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
 from pipeinfer.core.control import Pace, Report, RollCall, Standing
@@ -53,6 +53,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.models.text.vocabulary import Vocabulary
+from pipeinfer.runtime.pooling import PooledRows
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 from pipeinfer.transport.lent import LentLoop, Stuck
@@ -161,6 +162,7 @@ class Stage:
         self._received, self._done_at = 0, time.monotonic()
         self._at_work = False
         self._lanes: dict[int, SamplingParams] = {}
+        self._pooled = PooledRows()
         self._constraints = Constraints(vocabulary)
         info = backend.info
         able = backend.capabilities  # one with views of its own counts learned tokens itself
@@ -275,6 +277,7 @@ class Stage:
             case LaneClose(lane):
                 self._forward(message)
                 self._lanes.pop(lane, None)
+                self._pooled.forget(lane)
                 self._constraints.forget(lane)
             case RollCall():
                 self._forward(message)
@@ -316,7 +319,7 @@ class Stage:
             elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
                 look = self._look
             if self._embeds(run):
-                result = norms(self._backend, run.rows, run.hidden)
+                result = self._pooled.add(self._backend, run, self._lanes[run.lanes[0]].pooling)
             else:
                 result = self._backend.decode(run.rows, run.hidden, look)
                 if result is not None and self._tapped is not None and self._leads:
@@ -344,7 +347,9 @@ class Stage:
     def _embeds(self, run: Decode) -> bool:
         """Whether the run's result is an embedding. A prompt's rows have runs of their own, so all
         rows belong to one lane."""
-        return self._last and self._lanes[run.lanes[0]].embed and any(run.rows.lists.outputs)
+        params = self._lanes[run.lanes[0]]
+        return self._last and params.embed and (
+            params.reads_prompt or any(run.rows.lists.outputs))
 
     @property
     def _waited(self) -> float:

@@ -70,7 +70,7 @@ class Admission:
         ticket = self.waiting[0]
         prompt = ticket.request.prompt
         accepted = [*prompt, *(() if ticket.decompose else ticket.output)]
-        block = self._known(accepted[:len(prompt)])
+        block = self._known(ticket, accepted[:len(prompt)])
         self.prefixes.touch(block)
         margin = self.limits.chunk * (len(lanes) + 1) if lanes else 0
         need = self.used(lanes) + len(accepted) + margin - self.limits.cells
@@ -78,7 +78,7 @@ class Admission:
             if lanes and need > self.prefixes.idle_cells:
                 return None
             # Evict even what the request could share: else it might never fit.
-            while self.used(lanes) + len(accepted) - self._known(prompt).stop + margin \
+            while self.used(lanes) + len(accepted) - self._known(ticket, prompt).stop + margin \
                     > self.limits.cells and self._evict():
                 pass
         self.waiting.popleft()
@@ -130,7 +130,7 @@ class Admission:
         Returns whether another lane is computing the chunk that follows, so that waiting for it is
         cheaper than computing it.
         """
-        if not self.limits.kept or lane.next_row != lane.block.stop:
+        if not self._shares(lane.ticket) or lane.next_row != lane.block.stop:
             return False
         if isinstance(self.prefixes, StatePrefixes):
             self._copy_state(lane, self.prefixes)
@@ -232,10 +232,14 @@ class Admission:
         """The sequence id under which a holder of a block has its cells now."""
         return -1 - holder if holder < 0 else self._running[holder].main_id
 
-    def _known(self, prompt: list[int] | tuple[int, ...]) -> Block:
+    def _shares(self, ticket: QueuedRequest) -> bool:
+        """Whether a request may use chunks that are in the cache."""
+        return self.limits.kept > 0 and not ticket.request.params.reads_prompt
+
+    def _known(self, ticket: QueuedRequest, prompt: list[int] | tuple[int, ...]) -> Block:
         root = self.prefixes.root
         return self.prefixes.match(root, prompt, self._limit(len(prompt))) \
-            if self.limits.kept else root
+            if self._shares(ticket) else root
 
     def _limit(self, n_prompt: int) -> int:
         """The index where sharing ends: the last row has to be computed, because its choice is

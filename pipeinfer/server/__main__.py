@@ -12,18 +12,14 @@ Without one it ends with its first engine (exit status 0 after Bye, else 1).
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
 
+from pipeinfer import host
 from pipeinfer.loading import uncollected
 from pipeinfer.server.entrance import Entrance, Guest
-
-_SET_DEATH_SIGNAL = 1  #: of prctl
 
 
 def main() -> int:
@@ -33,7 +29,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     if more:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        _end_with_parent()
+        host.end_with_parent()
     entrance = Entrance(listener)
     try:
         while (guest := entrance.first()) is None:
@@ -50,14 +46,6 @@ def serving() -> Callable[[Entrance, Guest, socket.socket | None], int]:
         from pipeinfer.server.http_server import run
 
     return run
-
-
-def _end_with_parent() -> None:
-    parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":

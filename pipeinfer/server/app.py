@@ -33,6 +33,7 @@ from pipeinfer.server.errors import ApiError
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
+from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import ClientLeft, EventStream, events, finished, pipeline, whole
@@ -62,6 +63,7 @@ _ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 403, 408, 413, 431, 500,
 _READ: _Responses = {401: _ERRORS[401], 403: _ERRORS[403], 431: _ERRORS[431], 500: _ERRORS[500]}
 _EVENTS = {"itemSchema": {"type": "object", "required": ["data"],
                           "properties": {"data": {"type": "string"}}}}
+_SSE: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
 _STREAM: _Responses = {200: {
     "description": "The answer, or with stream: true its chunks as server-sent events that end "
                    "with [DONE].",
@@ -77,6 +79,7 @@ class Server:
         self.created = int(time.time())
         self._grammars: Grammars | None = None
         self.again = RepeatedRequests(client)
+        self.races = Races(client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
             description="A large language model over a cluster, with the OpenAI API.",
@@ -135,7 +138,8 @@ class Server:
         inputs = await asyncio.to_thread(embeddings.inputs_of, body, tokenizer, self._n_ctx)
         vectors = []
         for start in range(0, len(inputs), settings.parallel):
-            job = self.client.submit(embeddings.asked(inputs[start:start + settings.parallel]))
+            job = self.client.submit(embeddings.asked(
+                inputs[start:start + settings.parallel], facts.get("pooling", "last")))
             await finished(job, request)
             vectors += [embeddings.vector_of(one) for one in job.generations]
         return Reply(embeddings.answer(vectors, sum(map(len, inputs)), settings.name,
@@ -272,7 +276,7 @@ class Server:
             eos_token=_token_text(tokenizer, tokenizer.eos_id),
             build_info=f"pipeinfer {__version__}",
             default_generation_settings=_defaults(settings.defaults), pipeinfer=self.client.facts,
-        ))
+            race=self.races.offered))
 
     async def slots(self) -> Response:
         """The places for requests and who has them, as of the engine's last report."""
@@ -301,6 +305,13 @@ class Server:
         """The engine's status and runs as server-sent events, for the page."""
         self.client.check_watchers()
         return EventStream(pipeline(self.client), self.settings.client_timeout)
+
+    async def race(self, body: schema.RaceRequest) -> Response:
+        """A prompt answered by three policies over stages that are paced as slow hosts."""
+        tokenizer = self.client.check_ready()
+        self.races.check()
+        return EventStream(self.races.events(body.prompt, bool(tokenizer.chat_template)),
+                           self.settings.client_timeout)
 
     # --- assembly -----------------------------------------------------------------------------
 
@@ -338,19 +349,19 @@ class Server:
         post("/detokenize", self.detokenize, replies.Content, {})
         post("/rebalance", self.rebalance, replies.Rebalanced,
              {k: _ERRORS[k] for k in (429, 503, 504)})
+        post("/race", self.race, None, {404: _ERRORS[404], 429: _ERRORS[429], **_SSE})
         post("/apply-template", self.apply_template, replies.Prompt, {})
         get("/v1/models", self.models, replies.ModelList, {})
         get("/v1/models/{name:path}", self.model, replies.Model,
             {404: _ERRORS[404], 400: _ERRORS[400]})
         get("/health", self.health, replies.Health, {503: {"model": replies.Health}})
         text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-        sse: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
         get("/props", self.props, replies.Props, {503: _ERRORS[503]})
         get("/rebalance/plan", self.rebalance_plan, replies.RebalancePlan,
             {k: _ERRORS[k] for k in (429, 503, 504)})
         get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
         get("/metrics", self.metrics, None, text, response_class=Response)
-        get("/pipeline", self.watch, None, {**sse, 429: _ERRORS[429]}, response_class=Response)
+        get("/pipeline", self.watch, None, {**_SSE, 429: _ERRORS[429]}, response_class=Response)
 
     def _add_files(self) -> list[str]:
         """Add a route per file of the web page; return their paths. Other paths under / do not

@@ -1,4 +1,4 @@
-"""Embeddings of texts: each is a prompt whose result is the normed row of its last token.
+"""Embeddings of texts: each is a prompt whose result is made of its normed rows.
 
 Uses the vocabulary and the engine client; no HTTP.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeinfer.core.types import FloatArray, SamplingParams
+from pipeinfer.core.types import FloatArray, Pooling, SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import prompts
 from pipeinfer.server import schema_requests as schema
@@ -33,10 +33,10 @@ def inputs_of(request: schema.EmbeddingRequest, tokenizer: Tokenizer, n_ctx: int
     return found
 
 
-def asked(inputs: list[list[int]]) -> EngineRequest:
+def asked(inputs: list[list[int]], pooling: Pooling) -> EngineRequest:
     """Return a request of the engine for the embeddings of some inputs."""
     return EngineRequest(inputs, [""] * len(inputs), n=1, max_tokens=1, seed=0, ignore_eos=True,
-                         params=SamplingParams(embed=True))
+                         params=SamplingParams(embed=True, pooling=pooling))
 
 
 def vector_of(generation: Generation) -> FloatArray:

@@ -18,6 +18,7 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ClusterError, ContextOverflow, ModelError, ProtocolError, UsageError
+from pipeinfer.models.architectures import pooling_of
 from pipeinfer.planning.wide import is_cut, widths_of
 from pipeinfer.scheduler.events import Emit, Finish, Refuse
 from pipeinfer.server.frames import (
@@ -250,6 +251,7 @@ class Engine:
             "ranks": [{"rank": one.rank, "host": one.host, "memory": one.memory,
                        "cores": one.cores} for one in session.hosts],
             "bits": session.bits, "no_embeddings": session.no_embeddings,
+            "pooling": pooling_of(session.loaded.job.model),
             "n_embd": session.loaded.job.model.n_embd,
             "spares": list(assembly.spares), "lost": sorted(assembly.lost),
             "changes": [structs.asdict(change) for change in assembly.changes],

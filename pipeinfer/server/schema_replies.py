@@ -403,7 +403,7 @@ class RebalancePlan(TypedDict):
 
 
 class Props(TypedDict):
-    """What the server is and does."""
+    """What the server is and does. race: whether it takes POST /race."""
 
     model_alias: str
     total_slots: int
@@ -414,6 +414,7 @@ class Props(TypedDict):
     build_info: str
     default_generation_settings: dict[str, Any]
     pipeinfer: dict[str, Any]
+    race: bool
 
 
 class Slot(TypedDict):

@@ -361,6 +361,12 @@ class RebalanceRequest(Strict):
     """Nothing to say yet. A form of another site cannot send even that: it is JSON."""
 
 
+class RaceRequest(Strict):
+    """What the policies of a race answer."""
+
+    prompt: str = Field(min_length=1, max_length=8000)
+
+
 class TokenizeRequest(Strict):
     """Text to tokens. parse_special: control tokens written out in the text become tokens."""
 

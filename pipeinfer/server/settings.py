@@ -39,6 +39,7 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     journal_size: MiB of it beyond which the oldest of them are deleted
     otlp: address of the collector that receives traces; "" for none
     certificate, private_key: files of TLS; "" for plain HTTP
+    race: words of `pipeinfer race` with the server's models; none where it offers no race
     """
 
     op: ClassVar[str] = "settings"
@@ -69,6 +70,7 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     otlp: str = ""
     certificate: str = ""
     private_key: str = ""
+    race: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Settings({self.model!r}, {self.name!r})"  # keys do not belong into logs

@@ -40,20 +40,20 @@ class Launcher:
     kind: Kind
 
     def command(self, ranks: int, words: Sequence[str], environ: dict[str, str], hosts: str = "",
-                network: str = "") -> list[str]:
-        """Return the command line that starts `pipeinfer WORDS` on so many ranks, with output by
-        rank.
+                network: str = "", tagged: bool = True) -> list[str]:
+        """Return the command line that starts `pipeinfer WORDS` on so many ranks.
 
         hosts: a hostfile in the launcher's format. network: of this host, such as 10.0.0.0/24.
-        Adds variables to `environ`.
+        tagged: whether each line of output begins with its rank. Adds variables to `environ`.
         """
         more = shlex.split(environ.get("PIPEINFER_MPIRUN_ARGS", ""))
         network = environ.get("PIPEINFER_IF") or network
         if network == "all":
             network = ""
         if self.kind == "hydra":
-            return [self.path, *self._hydra(environ, hosts), *more, "-prepend-rank", "-n",
-                    str(ranks), *program(), *words]
+            tags = ["-prepend-rank"] * tagged
+            return [self.path, *self._hydra(environ, hosts), *more, *tags, "-n", str(ranks),
+                    *program(), *words]
         if hosts:
             # With :oversubscribe the first host would get every rank.
             environ["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:nooversubscribe"
@@ -66,7 +66,8 @@ class Launcher:
                          network]
             for name in passed_names(environ):
                 more += ["-x", name]
-        return [self.path, *more, "--output", "tag", "-np", str(ranks), *program(), *words]
+        tags = ["--output", "tag"] * tagged
+        return [self.path, *more, *tags, "-np", str(ranks), *program(), *words]
 
     def _hydra(self, environ: dict[str, str], hosts: str) -> list[str]:
         if not hosts:

@@ -95,7 +95,8 @@ def test_live_lines_are_redrawn_in_place_and_pass_no_control_characters():
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    ([], "a race needs stages"), (["--policy", "iterative"], "race decides about --policy"),
+    ([], "there is no launcher /nowhere/mpirun"),
+    (["--policy", "iterative"], "race decides about --policy"),
     (["--ablate", "cancel"], "race decides about --policy"),
     (["--decomposer", "pdos"], "race decides about --policy")])
 def test_it_refuses_before_anything_loads(monkeypatch, words, says):
@@ -103,6 +104,7 @@ def test_it_refuses_before_anything_loads(monkeypatch, words, says):
         raise AssertionError(f"{config} is loaded")
 
     monkeypatch.setattr(command, "join", load)
+    monkeypatch.setenv("PIPEINFER_MPIRUN", "/nowhere/mpirun")
     done = CliRunner().invoke(command.race_command, ["-p", "x", *words])
     assert isinstance(done.exception, UsageError), done.exception
     assert says in str(done.exception)
@@ -130,6 +132,16 @@ def test_over_ranks(tmp_path):
                            "--json"])
     assert {tuple(one["tokens"]) for one in json.loads(again.stdout)} == {
         tuple(json.loads(plain.stdout)["tokens"])}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_one_rank_of_a_launcher_has_no_stages():
+    """Without a launcher it starts its ranks: `tests/server/test_race.py` shows that."""
+    done = launch.run(1, [launch.mpirun_path(), "-np", "1", sys.executable, "-m", "pipeinfer",
+                          "race", "-p", "x"])
+    assert done.returncode == 2
+    assert "a race needs stages" in done.stderr
 
 
 @pytest.mark.mpi

@@ -9,14 +9,14 @@ import openai
 import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.architectures import no_embeddings
+from pipeinfer.models.architectures import no_embeddings, pooling_of
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.server.frames import Ended, Refused, Submit, Token
 from tests.rig.server_peer import front
 from tests.server.test_http import MODEL, error
 
 pytestmark = pytest.mark.slow
-FACTS = {"n_ctx": 64, "no_embeddings": "", "n_embd": 2}
+FACTS = {"n_ctx": 64, "no_embeddings": "", "n_embd": 2, "pooling": "mean"}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,16 @@ def test_a_model_that_is_not_made_for_it_says_why():
         assert not server.get("/v1/models").json()["data"][0]["capabilities"]["embeddings"]
 
 
-@pytest.mark.parametrize(("pooling", "says"), [(1, "mean"), (2, "cls"), (3, ""), (4, "rank")])
-def test_the_pooling_decides(tmp_path, pooling, says):
-    path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=1, pooling=pooling))
-    why = no_embeddings(ModelFile(path))
+@pytest.mark.parametrize(("number", "pooling", "says"), [
+    (1, "mean", ""), (2, "cls", ""), (3, "last", ""), (4, "last", "number 4")])
+def test_the_pooling_decides(tmp_path, number, pooling, says):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf",
+                                         RandomSpec(n_layer=1, pooling=number)))
+    why = no_embeddings(model)
     assert (says in why) if says else why == ""
+    assert pooling_of(model) == pooling
+
+
+def test_the_engine_gets_the_models_pooling(server):
+    embed(server, "Hi")
+    assert server.peer.wait_for(Submit).params.pooling == "mean"

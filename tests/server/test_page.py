@@ -57,7 +57,16 @@ def test_a_message_is_answered_as_a_stream(page):
     assert roles == ["system", "user", "assistant", "user"]
     page.answer()
     tab.press("#prompt", "ArrowUp")
-    assert tab.input_value("#prompt") == "And now in one line"
+    assert tab.input_value(".editor textarea") == "And now in one line"
+    tab.keyboard.press("Escape")
+    assert tab.evaluate("document.activeElement.id") == "prompt"
+    tab.press("#prompt", "ArrowUp")
+    tab.fill(".editor textarea", "And now in two lines")
+    with tab.expect_request("**/v1/chat/completions") as edited:
+        tab.keyboard.press("Enter")
+    assert edited.value.post_data_json["messages"][-1]["content"] == "And now in two lines"
+    page.answer()
+    assert "2 / 2" in tab.inner_text(".user:nth-last-child(2) .foot")
     tab.click("#new-chat")
     assert tab.is_visible("#empty")
     assert tab.inner_text("#api-base") == page.url + "/v1"
@@ -124,6 +133,38 @@ def test_an_answer_whose_page_is_left_is_marked(page):
     assert len(tab.inner_text(".answer .text")) > 20
 
 
+def test_an_answer_that_was_cut_goes_on(page):
+    tab = page.tab
+    page.set(temperature="0", max_tokens="12")
+    page.ask()
+    first = page.answer()
+    with tab.expect_request("**/v1/chat/completions") as asked:
+        tab.click(".answer button:has-text('Continue')")
+    body = asked.value.post_data_json
+    assert body["continue_final_message"] is True
+    assert [one["role"] for one in body["messages"]] == ["user", "assistant"]
+    assert body["messages"][-1]["content"].split() == first.split()
+    page.answer()
+    longer = tab.inner_text(".answer .text")
+    assert longer.split()[:2] == first.split()[:2]
+    assert len(longer) > len(first)
+    assert tab.locator(".answer").count() == 1
+    assert "24 tokens" in tab.inner_text(".answer .foot")
+    assert tab.locator(".branches").count() == 0
+    page.answers_of(1000)
+    tab.click(".answer button:has-text('Continue')")
+    page.until(f"document.querySelector('.answer .text').innerText.length > {len(longer) + 20}")
+    tab.keyboard.press("Escape")
+    page.answer()
+    tab.reload()  # as it was kept, with its end by the user
+    tab.wait_for_selector(".answer button:has-text('Continue')")
+    assert "stopped" in tab.inner_text(".answer .foot")
+    tab.route("**/v1/chat/completions", lambda route: route.abort())
+    tab.click(".answer button:has-text('Continue')")
+    tab.wait_for_selector(".answer .problem")
+    assert len(tab.inner_text(".answer .text")) > len(longer)  # nothing of it is lost
+
+
 def test_the_end_is_one_press_away(page):
     tab = page.tab
     page.set(seed="8", temperature="1", max_tokens="40")
@@ -146,7 +187,7 @@ def test_everything_can_be_reached_by_keyboard(page):
     while "hold" not in seen and len(seen) < 20:
         tab.keyboard.press("Tab")
         seen.append(tab.evaluate("document.activeElement.id || document.activeElement.className"))
-    wanted = ["open-chats", "new-chat", "open-settings", "attach", "prompt", "send", "span", "hold"]
+    wanted = ["new-chat", "open-settings", "import", "attach", "prompt", "send", "span", "hold"]
     assert [name for name in seen if name in wanted] == wanted
     assert tab.evaluate("document.activeElement.matches(':focus-visible')")
     tab.focus("#open-settings")
@@ -376,4 +417,17 @@ def test_pictures(browser, name, width, height, scheme):
             opened.tab.click("#fold")
         opened.until("document.querySelector('.answer:last-child').textContent.length > 300")
         opened.tab.screenshot(path=folder / f"page-{name}-{scheme}.png")
+        opened.answer()
+        if name == "phone":
+            opened.tab.click("#open-chats")
+            opened.tab.wait_for_selector(".chat-list li")
+            opened.tab.screenshot(path=folder / f"page-{name}-{scheme}-chats.png")
+            opened.tab.click("#chats form button")
+        opened.tab.fill("#find-chat", "stage") if name == "desktop" else None
+        opened.tab.click("#open-race")
+        opened.tab.click("#race-start")
+        opened.tab.wait_for_selector(".race-lines li.begun:nth-child(3)", timeout=90_000)
+        opened.tab.wait_for_timeout(2000)
+        opened.tab.screenshot(path=folder / f"page-{name}-{scheme}-race.png")
+        opened.tab.wait_for_selector("#race-note:has-text('times as fast')", timeout=60_000)
         opened.close()

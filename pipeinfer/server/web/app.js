@@ -6,6 +6,7 @@ import { button, copies, element } from "./element.js";
 import { Files } from "./files.js";
 import { Library } from "./library.js";
 import { Pipeline } from "./pipeline.js";
+import { Race } from "./race.js";
 import { Settings } from "./settings.js";
 import { Store } from "./store.js";
 import { Watcher } from "./watcher.js";
@@ -13,6 +14,8 @@ import { Watcher } from "./watcher.js";
 const $ = (id) => document.getElementById(id);
 const STARTERS = ["Write a function that reverses a string",
   "Explain why the sky is blue", "Write a short poem about the sea"];
+
+const wide = matchMedia("(min-width: 1200px)");
 
 // --- conversations --------------------------------------------------------------------------
 
@@ -39,6 +42,7 @@ async function keep(conversation) {
   showOpen();
   try {
     await store.put(conversation);
+    library.refresh();
   } catch (error) {
     say(`This conversation cannot be kept: ${error?.message ?? error}. Delete old ones under Chats, `
       + "or export it.");
@@ -49,7 +53,7 @@ const settings = new Settings({
   conversation: () => chat.conversation, onChange: keep, onKey: () => watcher.again() });
 
 const library = new Library({
-  dialog: $("chats"), list: $("chat-list"), input: $("import-file"), note: $("chats-note"), store,
+  dialog: $("chats"), beside: () => wide.matches, list: $("chat-list"), input: $("import-file"), note: $("chats-note"), store,
   search: $("find-chat"),
   current: () => chat.conversation.id,
   onOpen: open,
@@ -65,6 +69,7 @@ function open(conversation) {
   chat.open(conversation);
   settings.show();
   showOpen();
+  library.refresh();
 }
 
 // The address names the open conversation, so that it is there again after a reload.
@@ -111,6 +116,8 @@ function grow() {
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
+const race = new Race({ prompt: () => chat.lastMessage || STARTERS[0] });
+
 // --- what happens ---------------------------------------------------------------------------
 
 function tellChange(what) {
@@ -134,6 +141,7 @@ const watcher = new Watcher({
   onProps: (props) => {
     $("model").textContent = props.model_alias;
     settings.defaults(props.default_generation_settings);
+    race.offer(props.race);
     showOpen();
   },
   onFrame: (frame) => pipeline.take(frame),
@@ -151,10 +159,9 @@ $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     send();
-  } else if (event.key === "ArrowUp" && !$("prompt").value && chat.lastMessage) {
+  } else if (event.key === "ArrowUp" && !$("prompt").value) {
     event.preventDefault();
-    $("prompt").value = chat.lastMessage;
-    grow();
+    chat.editLast();
   }
 });
 document.addEventListener("keydown", (event) => {
@@ -175,6 +182,17 @@ addEventListener("hashchange", async () => {
   const found = await store.get(location.hash.slice(1));
   if (found && found.id !== chat.conversation.id) open(found);
 });
+
+// On a wide screen the list of chats stands beside the conversation.
+function placeChats() {
+  $("chats").close();
+  $(wide.matches ? "beside" : "chats").append($("chats-body"));
+  $("beside").hidden = !wide.matches;
+  $("open-chats").hidden = wide.matches;
+  library.refresh();
+}
+wide.addEventListener("change", placeChats);
+placeChats();
 
 const narrow = matchMedia("(max-width: 900px)");
 function fold(folded) {

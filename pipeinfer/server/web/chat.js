@@ -27,11 +27,17 @@ export class Chat {
       }),
       onEdit: (turn, text) => this.idle(() => this.say(turn.parent, text, turn.files)),
       onAgain: (turn) => this.idle(() => this.answer(turn.parent)),
+      onContinue: (turn) => this.idle(() => this.answer(turn.parent, turn)),
     };
   }
 
   get busy() {
     return this.controller !== null;
+  }
+
+  // Opens the last message, if there is one, to be changed.
+  editLast() {
+    this.idle(() => [...this.log.querySelectorAll(".user .edit")].at(-1)?.click());
   }
 
   // What was asked last, "" before the first message.
@@ -95,13 +101,18 @@ export class Chat {
     await this.answer(turn.id);
   }
 
-  // Ask for an answer to what was said up to the turn `parent`.
-  async answer(parent) {
+  // Ask for an answer to what was said up to the turn `parent`, or for more of the answer `cut`.
+  async answer(parent, cut = null) {
     const { conversation } = this;
-    conversation.turns[parent].pick = null;
+    conversation.turns[parent].pick = cut?.id ?? null;
     this.show();
     const view = new Answer(this.guesses(), this.handlers);
-    const run = { view, conversation, parent, turn: null, saved: performance.now() };
+    const run = { view, conversation, parent, cut, turn: cut, saved: performance.now() };
+    if (cut) {
+      this.views.pop().gone();
+      this.log.lastChild.remove();
+      view.goOn(cut);
+    }
     this.views.push(view);
     this.log.append(view.item);
     this.follower.begin();
@@ -127,9 +138,10 @@ export class Chat {
   }
 
   async receive(run, signal) {
-    const { conversation, view } = run;
+    const { conversation, view, cut } = run;
     const response = await ask("v1/chat/completions", { signal, body: {
-      ...conversation.settings.params, messages: conversation.messages(run.parent), stream: true,
+      ...conversation.settings.params, messages: conversation.messages(cut?.id ?? run.parent),
+      ...(cut ? { continue_final_message: true } : {}), stream: true,
       pipeinfer: { detail: true } } });
     for await (const chunk of events(response)) {
       if (chunk === null) return;
@@ -154,7 +166,8 @@ export class Chat {
       return;
     }
     run.turn ??= conversation.add(run.parent, "assistant", "");
-    Object.assign(run.turn, { content: view.text, marks: view.marks, note: view.kept() });
+    const { text, marks, cut, tokens, guessed } = view;
+    Object.assign(run.turn, { content: text, marks, note: view.kept(), cut, tokens, guessed });
     this.onChange(conversation);
   }
 
@@ -164,7 +177,7 @@ export class Chat {
       error = new Failure(String(error));
     }
     run.view.problem(explain(error), {
-      retry: () => this.idle(() => this.answer(run.parent)),
+      retry: () => this.idle(() => this.answer(run.parent, run.cut)),
       settings: () => this.onAction("settings"),
       new: () => this.onAction("new"),
     });

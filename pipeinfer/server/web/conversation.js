@@ -10,8 +10,9 @@ export function newId() {
 }
 
 export class Conversation {
-  // settings: {system, params}; turns: {id: {id, parent, role, content, files, note, children,
-  // pick}}, where "" is the id of the root and pick the child that is shown.
+  // settings: {system, params}; turns: {id: {id, parent, role, content, files, note, cut, children,
+  // pick}}, where "" is the id of the root, pick the child that is shown, and cut says that the
+  // model had more to say.
   constructor(saved = {}) {
     const now = Date.now();
     Object.assign(this, {
@@ -122,7 +123,8 @@ function copyTurns(from, source, target, made) {
         { name: String(name), text: String(text) }));
       const role = turn.role === "user" ? "user" : "assistant";
       const note = turn.note ? { note: String(turn.note) } : {};
-      const added = made.add(now, role, String(turn.content ?? ""), { files, ...note });
+      const cut = turn.cut === true ? { cut: true } : {};
+      const added = made.add(now, role, String(turn.content ?? ""), { files, ...note, ...cut });
       open.push([child, added.id]);
     }
     const place = (from[old].children ?? []).indexOf(from[old].pick);

@@ -6,11 +6,14 @@ import { button, download, element } from "./element.js";
 const FEW = 2; // chats from which on they can be searched
 
 export class Library {
-  // dialog: holds the list, a file field for imports and a line for what is to be said. onOpen(
-  // conversation), onGone(id): the open one was deleted or has another name (onNamed(id, title)).
-  constructor({ dialog, list, input, note, store, search, current, onOpen, onGone, onNamed }) {
-    Object.assign(this, { dialog, list, input, note, store, search, current, onOpen, onGone,
+  // dialog: holds the list, a file field for imports and a line for what is to be said; unless
+  // beside(): then they stand on the page. onOpen(conversation), onGone(id): the open one was
+  // deleted or has another name (onNamed(id, title)).
+  constructor({ dialog, beside, list, input, note, store, search, current, onOpen, onGone,
+    onNamed }) {
+    Object.assign(this, { dialog, beside, list, input, note, store, search, current, onOpen, onGone,
       onNamed });
+    this.shown = ""; // the list as it was drawn
     search.addEventListener("input", () => this.filter());
     input.addEventListener("change", () => {
       this.take([...input.files]);
@@ -25,8 +28,23 @@ export class Library {
     (this.list.querySelector("[aria-current]") ?? this.list.querySelector(".open"))?.focus();
   }
 
+  // Draws the list beside the conversation again if it has changed and nothing is renamed in it.
+  async refresh() {
+    if (!this.beside() || this.list.querySelector(".rename")) return;
+    if (this.keyOf(await this.store.list()) === this.shown) return;
+    const held = this.list.contains(document.activeElement)
+      ? document.activeElement.closest("li").dataset.id : "";
+    await this.show();
+    if (held) this.list.querySelector(`[data-id="${held}"] .open`)?.focus();
+  }
+
+  keyOf(heads) {
+    return JSON.stringify([this.current(), ...heads.map(({ id, title }) => [id, title])]);
+  }
+
   async show() {
     const heads = await this.store.list();
+    this.shown = this.keyOf(heads);
     this.note.textContent = !await this.store.lasting()
       ? "This browser keeps nothing here: conversations are gone when the tab is closed."
       : heads.length ? "Kept in this browser only." : "No conversation yet.";
@@ -35,16 +53,22 @@ export class Library {
     this.filter();
   }
 
-  // Only the chats whose name holds what is searched for.
-  filter() {
+  // Only the chats whose name or text holds what is searched for, with the place where it stands.
+  async filter() {
     const wanted = this.search.value.trim().toLowerCase();
+    const places = wanted ? await this.store.find(wanted) : new Map();
+    if (wanted !== this.search.value.trim().toLowerCase()) return;
     for (const item of this.list.children) {
-      item.hidden = !(item.querySelector(".title")?.textContent ?? "").toLowerCase().includes(wanted);
+      const title = (item.querySelector(".title")?.textContent ?? "").toLowerCase();
+      const place = places.get(item.dataset.id) ?? "";
+      item.hidden = !title.includes(wanted) && !place;
+      item.querySelector(".place")?.replaceChildren(place);
     }
   }
 
   item(head) {
     const item = element("li");
+    item.dataset.id = head.id;
     const open = button("", "open", async () => {
       const found = await this.store.get(head.id);
       if (!found) return;
@@ -53,7 +77,7 @@ export class Library {
     });
     if (head.id === this.current()) open.setAttribute("aria-current", "true");
     open.append(element("span", "title", head.title || "Untitled"),
-      element("time", "", when(head.changed)));
+      element("time", "", when(head.changed)), element("span", "place"));
     const tools = element("div", "tools-of-item");
     const named = (text, act) => {
       const made = button(text, "quiet", act);

@@ -6,6 +6,8 @@ import { Conversation } from "./conversation.js";
 const NAME = "pipeinfer";
 const HEADS = "heads";
 const BODIES = "bodies";
+const BEFORE = 24; // letters that are shown before and after what was found
+const AFTER = 60;
 
 export class Store {
   constructor() {
@@ -47,6 +49,24 @@ export class Store {
     const heads = base ? await done(base.transaction(HEADS).objectStore(HEADS).getAll())
       : [...this.memory.values()].map((text) => JSON.parse(text));
     return heads.sort((a, b) => b.changed - a.changed);
+  }
+
+  // Where a text in lower case stands: of each conversation that holds it, the first place.
+  async find(text) {
+    const base = await this.opened;
+    const all = base ? await done(base.transaction(BODIES).objectStore(BODIES).getAll())
+      : [...this.memory.values()].map((one) => JSON.parse(one));
+    const found = new Map();
+    for (const { id, turns } of all) {
+      for (const { content = "" } of Object.values(turns)) {
+        const at = content.toLowerCase().indexOf(text);
+        if (at < 0) continue;
+        const from = Math.max(0, at - BEFORE);
+        found.set(id, `${from ? "…" : ""}${content.slice(from, at + text.length + AFTER)}`);
+        break;
+      }
+    }
+    return found;
   }
 
   async get(id) {

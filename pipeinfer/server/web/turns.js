@@ -61,9 +61,10 @@ function editing(item, turn, { onEdit }) {
   const send = button("Send", "primary");
   send.type = "submit";
   const before = [...item.childNodes];
+  const from = document.activeElement;
   const leave = () => {
     item.replaceChildren(...before);
-    item.querySelector(".edit").focus();
+    from.focus();
   };
   buttons.append(button("Cancel", "quiet", leave), send);
   form.append(field, buttons);
@@ -87,7 +88,8 @@ function editing(item, turn, { onEdit }) {
 // --- answers --------------------------------------------------------------------------------
 
 export class Answer {
-  // guesses: whether the server guesses ahead. handlers: onTurn(turn, step), onAgain(turn).
+  // guesses: whether the server guesses ahead. handlers: onTurn(turn, step), onAgain(turn),
+  // onContinue(turn).
   constructor(guesses, handlers) {
     Object.assign(this, { guesses, handlers, text: "", marks: [], tokens: 0, guessed: 0,
       reason: "", timings: null, frame: 0, losses: [], lost: null, heard: performance.now() });
@@ -108,6 +110,17 @@ export class Answer {
     view.draw(true);
     view.end(turn, beside, turn.note ?? "");
     return view;
+  }
+
+  // More of an answer that was cut: what there is of it stays.
+  goOn({ content, marks = [], tokens = 0, guessed = 0 }) {
+    Object.assign(this, { text: content, marks: marks.map((mark) => [...mark]), tokens, guessed });
+    this.draw(true);
+  }
+
+  // Whether the model had more to say.
+  get cut() {
+    return this.reason !== "stop";
   }
 
   take(chunk) {
@@ -153,6 +166,9 @@ export class Answer {
       const again = button("Again", "quiet", () => this.handlers.onAgain(turn));
       again.title = "Another answer to the same message";
       foot.append(again);
+      if (turn.cut && !turn.children.length) {
+        foot.append(button("Continue", "quiet", () => this.handlers.onContinue(turn)));
+      }
       if (beside.length > 1) foot.append(switcher(turn, beside, this.handlers.onTurn));
     }
     foot.append(element("span", "facts-of-answer", note));
