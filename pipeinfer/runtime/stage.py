@@ -320,6 +320,7 @@ class Stage:
                 look = self._look
             if self._embeds(run):
                 result = self._pooled.add(self._backend, run, self._lanes[run.lanes[0]].pooling)
+                taps = None  # nothing follows an embedding
             else:
                 result = self._backend.decode(run.rows, run.hidden, look)
                 if result is not None and self._tapped is not None and self._leads:
