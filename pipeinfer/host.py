@@ -38,7 +38,9 @@ _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glu
 _FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))  #: networks other than Ethernet
 _SHARED = Path("/dev/shm")  #: where Open MPI shares memory
 _SHARED_BYTES = 18 << 20  #: that it wants to be free for each rank: 16 MiB and some
-_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
+_DEVICES = Path("/dev")
+_GPU_FILES = ("nvidia[0-9]*", "dri/renderD*")  #: one for each GPU of a vendor's driver
 _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 #: variables of a launcher with the number of ranks and this process's rank
 _LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"), _SLURM)
@@ -196,10 +198,15 @@ def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
     place.cores = max(1, each)
 
 
-def choose_gpu(device: str) -> None:
-    """Make only the GPU of `gpu:N` visible to this process, unless the environment has chosen
-    one."""
+def choose_gpu(device: str, place: Place, root: Path = _DEVICES) -> None:
+    """Make one GPU visible to this process, unless the environment has chosen some.
+
+    device: `gpu:N`, or `per-rank`: the ranks of a host get its GPUs in turn. Others change nothing.
+    """
     kind, _, number = device.partition(":")
+    if device == "per-rank":
+        count = max(len(list(root.glob(pattern))) for pattern in _GPU_FILES)
+        kind, number = "gpu", str(place.local_rank % count) if count > 1 else ""
     if kind == "gpu" and number:
         for name in _GPU_VARIABLES:
             os.environ.setdefault(name, number)

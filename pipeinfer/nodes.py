@@ -31,6 +31,7 @@ NUMA = ("", "distribute", "isolate", "numactl", "per-rank")
 _MAX_SLOTS = 1 << 16
 _KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
 #: settings that stand in for options of the same name
+_DEVICE = r"(cpu|per-rank|gpu(:[0-9]+)?)?"
 _OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa", "backend")
 OWN_HOST = "host"
 BACKENDS = ("", "auto", "llamacpp", "torch")
@@ -51,7 +52,7 @@ class NodeSettings(Struct, frozen=True):
     """Settings of one host. Empty texts, zero threads and None mean "not set".
 
     profile: name of a node profile
-    device: cpu, gpu, or gpu:2 for the third GPU
+    device: cpu, gpu, gpu:2 for the third GPU, or per-rank: the ranks of a host get its GPUs in turn
     threads: of a stage
     threads_draft: of the draft
     numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the
@@ -87,7 +88,7 @@ class NodeSettings(Struct, frozen=True):
     @property
     def on_gpu(self) -> bool:
         """Whether a stage computes on a GPU."""
-        return bool(self.gpu_layers) or self.device.startswith("gpu")
+        return bool(self.gpu_layers) or self.device not in ("", "cpu")
 
     def options(self, given: Iterable[str] = ()) -> dict[str, Any]:
         """Return the option values of these settings, without those named in `given`.
@@ -305,8 +306,9 @@ def _setting(name: str, value: Any, where: str) -> Any:
                 raise UsageError(f"{where} is {value!r}{_near(value, NUMA)}; choose from "
                                  f"{', '.join(filter(None, NUMA))} or a NUMA node's number")
         case "device":
-            if not isinstance(value, str) or not re.fullmatch(r"(cpu|gpu(:[0-9]+)?)?", value):
-                raise UsageError(f"{where} is {value!r}; choose from cpu, gpu, gpu:0, gpu:1, ...")
+            if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
+                raise UsageError(f"{where} is {value!r}; choose from cpu, per-rank, gpu, gpu:0, "
+                                 "gpu:1, ...")
         case "backend":
             if value not in BACKENDS:
                 raise UsageError(f"{where} is {value!r}{_near(value, BACKENDS)}; choose from "
@@ -377,7 +379,8 @@ def _reason(error: Exception) -> str:
 
 def settle(config: JobConfig, place: Place, node: NodeSettings) -> JobConfig:
     """Apply the nodes file's settings of this host: option values, its GPU, its NUMA node."""
-    host.choose_gpu(node.device)
+    several = config.model.gpu_layers and place.local_size > 1
+    host.choose_gpu(node.device or ("per-rank" if several else ""), place)
     if not config.cluster.keep_binding:
         host.bind_numa(node.numa, place)
     return config.replace(**node.options(config.given))

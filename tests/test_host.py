@@ -178,3 +178,22 @@ def test_variables_of_no_job_are_named(launcher, variables, says):
     launcher(variables)
     text = _other_size(host.launch(), 1)
     assert not [part for part in says if part not in text], text
+
+
+@pytest.mark.parametrize(("device", "gpus", "rank", "chosen"), [
+    ("per-rank", 2, 0, "0"), ("per-rank", 2, 3, "1"), ("per-rank", 1, 1, None),
+    ("per-rank", 0, 1, None), ("gpu:1", 2, 0, "1"), ("gpu", 2, 1, None), ("", 2, 1, None),
+    ("cpu", 2, 1, None)])
+def test_ranks_of_a_host_get_its_gpus_in_turn(tmp_path, monkeypatch, device, gpus, rank, chosen):
+    for number in range(gpus):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "7")  # chosen by the user
+    monkeypatch.delenv("GGML_VK_VISIBLE_DEVICES", raising=False)
+    host.choose_gpu(device, host.Place(rank, 4, None, 1, rank, 4), tmp_path)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == chosen
+    assert os.environ.get("GGML_VK_VISIBLE_DEVICES") == chosen
+    assert os.environ["HIP_VISIBLE_DEVICES"] == "7"
+    for name in ("CUDA_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"):
+        os.environ.pop(name, None)

@@ -53,6 +53,8 @@ from pipeinfer.planning.teams import SumCost
 from pipeinfer.planning.wide import widths_of
 
 _PROBE_SECONDS = 60
+_ALIKE = 0.05  #: of the largest logit, as far as a GPU's may be from the processor's
+_AS_HERE = "as on the processor"
 
 
 @click.command()
@@ -241,11 +243,27 @@ def _check_llama(everyone: list[dict[str, Any]]) -> list[Finding]:
     for rank in everyone:
         probe, who = rank["probe"], f"llama.cpp on rank {rank['rank']}"
         if probe.get("ok"):
-            gpu = ", GPU offload" if probe["gpu"] else ""
             found.append(Finding("ok", who, f"computes (two-row Q8_0 decode bit-equal to single "
-                                 f"rows: {'yes' if probe['equal'] else 'no'}){gpu}"))
+                                 f"rows: {'yes' if probe['equal'] else 'no'})"))
+            found += _devices(rank)
         else:
             found.append(Finding("fail", who, probe["error"], probe["remedy"]))
+    return found
+
+
+def _devices(rank: dict[str, Any]) -> list[Finding]:
+    """What llama.cpp can offload to on a rank's host, and what a decode there gave."""
+    probe, found = rank["probe"], []
+    for one in probe["devices"]:
+        found.append(Finding("ok", f"GPU of rank {rank['rank']}", (
+            f"{one['name']}: {one['description']}, {one['free'] / 2**30:.1f} of "
+            f"{one['total'] / 2**30:.1f} GiB free")))
+    if probe["devices"]:
+        right = probe["offloaded"] == _AS_HERE
+        found.append(Finding(
+            "ok" if right else "fail", f"GPU of rank {rank['rank']}",
+            f"a decode with all layers there: {probe['offloaded']}",
+            "" if right else "use the processor (-ngl 0), or another build of llama.cpp"))
     return found
 
 
@@ -364,6 +382,15 @@ def probe_in_subprocess() -> dict[str, Any]:
                               capture_output=True, text=True, timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return {"ok": False, "error": f"no answer in {_PROBE_SECONDS} s", "remedy": remedy}
+    lines = done.stdout.splitlines()
+    if lines:
+        answer: dict[str, Any] = json.loads(lines[0])
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            answer["offloaded"] = f"ended with status {done.returncode} {last}".strip()
+        elif len(lines) > 1:
+            answer |= json.loads(lines[1])
+        return answer
     if done.returncode == -signal.SIGILL:
         return {"ok": False, "error": "illegal instruction: built for a newer processor",
                 "remedy": "build on this host, or with CMAKE_ARGS='-DGGML_NATIVE=OFF'"}
@@ -374,23 +401,28 @@ def probe_in_subprocess() -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"ok": False, "error": last, "remedy": remedy}
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return {"ok": False, "error": "no answer", "remedy": remedy}
 
 
 def _probe() -> None:
-    """In the subprocess: compare one row with two on the embedded draft."""
+    """In the subprocess: compare one row with two on the embedded draft, and with GPUs."""
     import numpy as np
 
-    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
     from pipeinfer.core.types import ALL_SEQS, END, make_rows
     from pipeinfer.llama import binding
+    from pipeinfer.llama.library import gpus
 
     path = locate.EMBEDDED / "draft.gguf"
     n = locate.open_model(path).n_layers
-    backend = LlamaCppBackend.load(path, layers=(0, n), n_layers_total=n, first=True, last=True,
-                                   n_ctx=256, n_seq_max=1, n_batch=16, n_threads=1)
     rows = [(5, 0, (0,), True), (6, 1, (0,), True)]
+
+    def load(offloaded: int) -> LlamaCppBackend:
+        return LlamaCppBackend.load(
+            path, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=256, n_seq_max=1,
+            n_batch=16, n_threads=1, options=LlamaOptions(n_gpu_layers=offloaded))
+
+    backend = load(0)
     both = backend.decode(make_rows(rows))
     backend.seq_rm(ALL_SEQS, 0, END)
     single = [backend.decode(make_rows([row])) for row in rows]
@@ -398,9 +430,17 @@ def _probe() -> None:
     equal = all(s is not None and np.array_equal(s[0], b)
                 for s, b in zip(single, both, strict=True))
     backend.close()
-    print(json.dumps({"ok": True, "equal": equal,
-                      "gpu": bool(binding.llama_supports_gpu_offload()),
-                      "system": binding.llama_print_system_info().decode()}))
+    devices = [structs.asdict(one) for one in gpus()]
+    print(json.dumps({"ok": True, "equal": equal, "devices": devices, "offloaded": "",
+                      "system": binding.llama_print_system_info().decode()}), flush=True)
+    if devices:  # which may end the process
+        there = load(-1)
+        found = there.decode(make_rows(rows))
+        assert found is not None
+        away = float(np.abs(found - both).max() / np.abs(both).max())
+        print(json.dumps({"offloaded": _AS_HERE if away < _ALIKE else
+                          f"logits differ from the processor's by {away:.1%}"}))
+        there.close()
 
 
 if __name__ == "__main__":

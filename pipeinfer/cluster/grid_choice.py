@@ -142,6 +142,8 @@ class GridPlanner(Struct, frozen=True):
         pays."""
         ranks, hosts = self._free, self.hosts
         crowd = Counter(hosts[rank].host for rank in ranks)
+        if self.config.model.gpu_layers or any(hosts[rank].settings.on_gpu for rank in ranks):
+            return []  # slices need the processor
         if place.comm is None or len(ranks) < 2 or any(  # ranks that share a core are not measured
                 crowd[hosts[rank].host] > hosts[rank].cores_host for rank in ranks):
             return []

@@ -20,7 +20,7 @@ from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import free_memory, physical_memory
 from pipeinfer.llama import binding, stream
-from pipeinfer.llama.library import clear_log, last_log, model_params
+from pipeinfer.llama.library import clear_log, gpus, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 from pipeinfer.models.shard import ShardSource
@@ -292,10 +292,14 @@ def make_context(
     if probe is not None:
         params.cb_eval, params.cb_eval_user_data = probe.callback, probe.data
     # llama.cpp clears the cache, so the OOM killer would end the process at one that is too large.
-    wanted, memory = cache_bytes(model, n_ctx, options), physical_memory()
-    if options.n_gpu_layers == 0 and wanted > memory:
+    wanted, memory, where = cache_bytes(model, n_ctx, options), physical_memory(), "this machine"
+    if not options.on_cpu:
+        there = sum(one.free for one in gpus())
+        every = not 0 <= options.n_gpu_layers < binding.llama_model_n_layer(model)
+        memory, where = (there, "the GPU") if every else (there + memory, "this machine, the GPU")
+    if wanted > memory:
         raise BackendError(
-            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but this machine has "
+            f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but {where} has "
             f"{memory / 1e9:.0f} GB; lower -c"
         )
     context = binding.llama_init_from_model(model, params)
