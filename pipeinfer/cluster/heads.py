@@ -18,6 +18,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
+from pipeinfer.models import bundled
 from pipeinfer.models.eagle_head import CompletedHead
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
@@ -45,6 +46,11 @@ class HeadPlan(Struct, frozen=True):
     file: ModelFile
     target: ModelFile
     taps: tuple[int, ...]
+
+    def is_that(self, other: HeadPlan | None) -> bool:
+        """Whether another plan is of the same file and rows."""
+        return other is not None and (self.kind, self.file.path, self.taps) == (
+            other.kind, other.file.path, other.taps)
 
     @property
     def name(self) -> str:
@@ -91,10 +97,12 @@ def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | Non
 
 
 def _eagle_beside(model: Any, backends: Sequence[str]) -> Path | None:
-    """Return the EAGLE-3 head in a model's folder that fits it; None without one."""
+    """Return the EAGLE-3 head in a model's folder that fits it, or the one that the package ships
+    for it; None without one."""
     if not isinstance(model, ModelFile) or set(backends) != {"llamacpp"}:
         return None
-    for path in sorted(model.path.parent.glob(_BESIDE)):
+    shipped = bundled.head_of(model.path)
+    for path in (*sorted(model.path.parent.glob(_BESIDE)), *filter(None, [shipped])):
         try:
             if not _refusal(model, backends, _taps_of(ModelFile(path), model)):
                 return path

@@ -195,7 +195,8 @@ class Session:
                                             1 if job.turns else self.loaded.place.size)
         if job.head is not None:
             config = with_head(asked, config, job.model, job.draft, ("llamacpp",))
-        if head_for(config, job.model, ("llamacpp",)) not in (None, job.head):
+        head = head_for(config, job.model, ("llamacpp",))
+        if head is not None and not head.is_that(job.head):
             raise UsageError("the stages give no rows for that head: start a job with this "
                              "--proposer")
         policy = choose_policy(config, self.loaded.job.draft)

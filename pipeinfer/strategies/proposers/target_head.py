@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MOST_CHAINED = 32  #: tokens beyond the target's last row below which nothing is proposed
 _KEEP_OWN = 96  #: of the head's own rows, the last so many of a sequence
-_KEEP_TRUE = 2048  #: rows of the target that are kept of a lane
+_KEEP_TRUE = 512  #: rows of the target that are kept of a lane
 
 
 class Head(Backend, Protocol):
