@@ -56,6 +56,8 @@ from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.head_file import check_whole
 from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo, settle
@@ -314,6 +316,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     features.check(config)
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
+    if isinstance(model, ModelFile):
+        check_whole(model)
     backends = backends_of(config, model, hosts)
     turns = takes_turns(config, hosts, backends, host.numa_nodes())
     would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())

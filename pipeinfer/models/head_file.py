@@ -26,6 +26,13 @@ def has_head(model: ModelFile) -> bool:
                for layer in range(model.n_layers, model.n_layers_all))
 
 
+def check_whole(model: ModelFile) -> None:
+    """Raise ModelError for a file that has a head and no layers that choose tokens."""
+    if has_head(model) and not any(one.layer == 0 for one in model.tensors.values()):
+        raise ModelError(f"{model.path}: has only a prediction head (MTP): give the model that it "
+                         "belongs to, and leave this file beside it")
+
+
 def head_of(model: ModelFile) -> ModelFile | None:
     """Return the file that has a model's head: its own, or one beside it; None without one.
 

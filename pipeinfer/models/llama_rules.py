@@ -44,20 +44,23 @@ _LEAST_TOKENS = 12  #: llama.cpp uses token 11 if a byte-level vocabulary has no
 _NONE = ("none", "no_vocab")
 
 
-def check_file(path: str | os.PathLike[str]) -> ModelFile:
-    """Open the file at `path`. Raises ModelError for a file that llama.cpp must not load."""
+def check_file(path: str | os.PathLike[str], *, head: bool = False) -> ModelFile:
+    """Open the file at `path`. Raises ModelError for a file that llama.cpp must not load.
+
+    head: whether its prediction head is loaded, alone
+    """
     model = ModelFile(path)
     alignment = model.get("general.alignment", _ALIGNMENT)
     if isinstance(alignment, int) and alignment % _ALIGNMENT:
         raise _bad(model, "general.alignment", alignment)
-    check_numbers(model)
+    check_numbers(model, head=head)
     check_types(model)
     check_vocabulary(model)
     return model
 
 
-def check_numbers(model: ModelFile) -> None:
-    """Check the sizes and factors of the architecture. Raises ModelError."""
+def check_numbers(model: ModelFile, *, head: bool = False) -> None:
+    """Check the sizes and factors of the architecture. Raises ModelError. head: see `check_file`"""
     for key in model.meta_keys():
         if key.startswith(model.architecture + ".") and not model.is_array(key):
             value = model.get(key)
@@ -66,7 +69,7 @@ def check_numbers(model: ModelFile) -> None:
     if model.n_layers > _MOST_LAYERS:
         raise _bad(model, f"{model.architecture}.block_count", model.n_layers)
     found = {tensor.layer for tensor in model.tensors.values()} - {None}
-    if found and len(found) < model.n_layers:
+    if found and len(found) < model.n_layers and not head:
         raise ModelError(f"{model.path}: its header says {model.n_layers} layers, but the file has "
                          f"{len(found)}; it is damaged, fetch it again")
     _number(model, "attention.layer_norm_rms_epsilon", 0, 1)

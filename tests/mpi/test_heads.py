@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
-from tests.rig.clockwork import successors, write_clockwork, write_eagle
+from tests.rig.clockwork import successors, write_apart, write_clockwork, write_eagle
 from tests.rig.plain_loop import PlainLoop
 from tests.support.references import seeded
 from tests.support.sample import full, mostly_full
@@ -132,6 +133,23 @@ def test_an_eagle_head_beside_the_model_is_used_if_it_fits(tmp_path):
     assert "eagle3" not in "".join(generate(path, 1, count=4)["stats"]["notes"])
     write_eagle(tmp_path / "eagle3-b.gguf", path, (0, 1, 2))
     assert "eagle3" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+
+
+def test_a_head_may_be_a_file_beside_the_model(tmp_path):
+    whole = ModelFile(write_clockwork(tmp_path / "whole.gguf", "glm4moe"))
+    (tmp_path / "apart").mkdir()
+    model, head = tmp_path / "apart" / "model.gguf", tmp_path / "apart" / "mtp-model.gguf"
+    write_apart(whole, model, head)
+    assert "mtp" in "".join(generate(model, 1, count=4)["stats"]["notes"])
+    found = generate(model, 3, "--temp", "0", "--speculation", "on", "--turns", "off",
+                     "--proposer", "mtp")
+    assert found["stats"]["accepted_speculative"] == found["stats"]["guesses_tested"] > 20
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(head), "-p",
+                          "x"], timeout=60)
+    assert done.returncode != 0
+    assert "has only a prediction head" in done.stderr
+    head.unlink()
+    assert "mtp" not in "".join(generate(model, 1, count=4)["stats"]["notes"])
 
 
 @pytest.mark.parametrize(("name", "why"), [

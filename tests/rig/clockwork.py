@@ -15,6 +15,7 @@ import numpy as np
 from pipeinfer.core.types import FloatArray
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.gguf_parts import all_of, blocks_of, header_of
 
 VOCAB = 300
 _WIDTH = 512  #: no less than tokens, so that their rows are orthogonal
@@ -96,3 +97,14 @@ def write_eagle(path: Path, target: Path, taps: tuple[int, ...], seed: int = 0, 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_apart(model: ModelFile, trunk: Path, head: Path) -> None:
+    """Write a model's layers and its head as two files, as some publishers do."""
+    entries = [model.raw_entry(key) for key in model.meta_keys()]
+    parts = [all_of(one, name) for name, one in model.tensors.items()
+             if one.layer is None or one.layer < model.n_layers]
+    trunk.write_bytes(b"".join(blocks_of(model, header_of(entries, parts), parts)))
+    parts = [all_of(one, name) for name, one in model.tensors.items()
+             if one.layer is None or one.layer >= model.n_layers]
+    head.write_bytes(b"".join(blocks_of(model, header_of(entries, parts), parts)))

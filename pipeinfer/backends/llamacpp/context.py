@@ -173,7 +173,7 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
     path = source.model.path if isinstance(source, ShardSource) else source
     if not os.path.exists(path):
         raise ModelError(f"{os.fspath(path)}: no such file")
-    file = check_file(path)
+    file = check_file(path, head=options.head == "mtp")
     params.use_extra_bufts = options.repack == "on" or (
         options.repack == "auto" and may_repack(file))
     if isinstance(source, ShardSource):
