@@ -58,6 +58,12 @@ class HeadPlan(Struct, frozen=True):
         return f"the head in {self.file.path.name}"
 
     @property
+    def source(self) -> HeadSource | CompletedHead:
+        """The bytes that are loaded."""
+        return HeadSource(self.file) if self.kind == "mtp" else CompletedHead(
+            self.file, self.target)
+
+    @property
     def reads(self) -> int:
         """The bytes of weights that a token's step reads."""
         drawn, experts = (self.file.arch_get(f"expert_{what}count", 0) for what in ("used_", ""))
@@ -157,9 +163,10 @@ def load_head(config: JobConfig, place: Place, plan: HeadPlan, cells: int) -> Ll
              "n_batch": BATCH}
     options = llama_options(config.model, draft=True, head=plan.kind)
     threads = threads_of(config.model.threads_draft, place)
-    if plan.kind == "mtp":
-        return LlamaHead.open(HeadSource(plan.file), plan.file.n_layers, sizes, threads, options)
-    path = store(CompletedHead(plan.file, plan.target), cache_directory(), None)
+    source = plan.source
+    if isinstance(source, HeadSource):
+        return LlamaHead.open(source, plan.file.n_layers, sizes, threads, options)
+    path = store(source, cache_directory(), None)
     return LlamaHead.open(path, 1, sizes, threads, options)
 
 

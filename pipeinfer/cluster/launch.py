@@ -344,7 +344,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         head_bytes += sum(open_model(path).layer_bytes)
     head = head_for(config, model, backends)
     if head is not None:
-        head_bytes += head.reads
+        head_bytes += head.source.total
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)
     if turns:  # not before `agree`: it compares ranks by their speed on their own cores
