@@ -11,7 +11,9 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from pipeinfer.core.drafting import Proposal, StartDraft
+import numpy as np
+
+from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import ALL_SEQS, END, Choice, Request, SeqCopy, SeqKeep, SeqRemove
 from pipeinfer.scheduler.events import (
     Abort,
@@ -39,6 +41,11 @@ def next_token(path: tuple[int, ...], n_vocab: int, salt: int = 0) -> int:
         value = (value * 1000003 + token + 1) & 0xFFFFFFFF
         value ^= value >> 13
     return (value * 2654435761 >> 7) % n_vocab
+
+
+def mark(path: tuple[int, ...]) -> int:
+    """A number for a path."""
+    return next_token(path, 1 << 30, salt=3)
 
 
 def plain(prompt: tuple[int, ...], count: int, n_vocab: int, eos: frozenset[int] = frozenset()
@@ -141,10 +148,13 @@ class Pipeline:
     of the draft's jobs a second one answers later, too."""
 
     def __init__(self, limits, *, n_stages=3, n_vocab=11, accuracy=0.7, seed=0,
-                 respect_cancel=True, strict=True, rows=None, drafts=True, second=0.0):
+                 respect_cancel=True, strict=True, rows=None, drafts=True, second=0.0, taps=False):
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(limits, rows, drafts=drafts, validate=True)
         self.drafts, self.second, self.corrections = drafts, second, 0
+        self.taps = taps  # whether runs bring a row for each token: a hash of its path
+        self.seen: list[tuple[int, ...]] = []  # paths of the rows of the last run
+        self.fed: dict[int, dict[int, int]] = {}  # what a head got, by lane and index
         self.later: dict[int, StartDraft] = {}
         self.probe_runs: set[int] = set()
         self.stages = [Stage() for _ in range(n_stages)]
@@ -173,6 +183,8 @@ class Pipeline:
                     self.stages[0].queue.append((instruction, False))
                 case CancelRuns(ids):
                     self.cancels.append([len(self.stages) - 1, ids])
+                case FeedDraft(lane, index, rows):
+                    self.fed.setdefault(lane, {}).update(enumerate(rows[:, 0].tolist(), index))
                 case StartDraft():
                     assert self.drafts
                     self.jobs[instruction.job_id] = instruction
@@ -243,6 +255,7 @@ class Pipeline:
         item, skipped = stage.queue.popleft()
         last = index == len(self.stages) - 1
         choices: list[Choice] = []
+        self.seen.clear()
         if isinstance(item, SendOps | IssueRun):
             stage.kv.apply(item.ops)
             if self.scheduler.limits.states:
@@ -259,7 +272,9 @@ class Pipeline:
         if not last:
             self.stages[index + 1].queue.append((item, skipped))
         elif isinstance(item, IssueRun):
-            self.results.append(RunDone(item.run_id, None if skipped else tuple(choices)))
+            taps = np.array([[mark(path)] for path in self.seen]) \
+                if self.taps and not skipped else None
+            self.results.append(RunDone(item.run_id, None if skipped else tuple(choices), taps))
 
     def _evaluate(self, stage, item):
         rows = item.rows
@@ -283,6 +298,7 @@ class Pipeline:
                 if item.run_id not in self.probe_runs:
                     self._check_widths(item.lanes[i], seen)
             path = tuple(c.token for c in seen)
+            self.seen.append(path)
             assert states is None or states[i] == path
             if rows.outputs[i]:
                 out.append(self.choice_after(path) if good else Choice(-1))
