@@ -4,10 +4,11 @@
 
 Ten questions in the model's chat template, twelve about a text that they hold, five openings of
 prose and five of programs; greedy and at temperature 0.8. Every proposer (none, the draft, prompt
-lookup, both) over 1 to 4 ranks, one thread each, against rig/plain_loop.py, which shares no code
-with the pipeline. A mismatch is teacher-forced as in `lossless`. With --pace-ms all stages together
-take at least that long for a run, as on hosts of their own; speeds are then those of such hosts.
---grid 1xN: a wide stage. Guesses are not tuned or stopped here, as other jobs do.
+lookup, both; with --eagle also a prediction head) over 1 to 4 ranks, one thread each, against
+rig/plain_loop.py, which shares no code with the pipeline. A mismatch is teacher-forced as in
+`lossless`. With --pace-ms all stages together take at least that long for a run, as on hosts of
+their own; speeds are then those of such hosts. --grid 1xN: a wide stage. Guesses are not tuned or
+stopped here, as other jobs do.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ KINDS = (*("chat",) * len(QUESTIONS), *("prose",) * len(PROSE), *("code",) * len
          *("about a text",) * len(ABOUT))
 PROPOSERS: dict[str, tuple[str, ...]] = {
     "none": (), "draft": ("draft",), "prompt lookup": ("prompt-lookup",),
-    "both": ("prompt-lookup", "draft")}
+    "both": ("prompt-lookup", "draft"), "head": ("eagle3",),
+    "lookup and head": ("prompt-lookup", "eagle3"),
+    "all": ("prompt-lookup", "eagle3", "draft")}
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "key": noise_key(1)}}
 
 
@@ -74,6 +77,8 @@ def job(model: Path, ranks: int, name: str, cases: list[dict[str, Any]], given: 
         "draft_model": str(given.draft) if "draft" in proposers else "none"}
     if proposers:
         config["proposer"] = list(proposers)
+    if "eagle3" in proposers:
+        config["eagle"] = str(given.eagle)
     return list(answers_of(ranks, config, cases, timeout=3600, name=name)["results"])
 
 
@@ -82,11 +87,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--eagle", type=Path, help="EAGLE-3 head of the model")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=len(KINDS), help="every so-manyth of all")
     parser.add_argument("--samplings", nargs="+", default=list(SAMPLINGS), choices=SAMPLINGS)
-    parser.add_argument("--proposers", nargs="+", default=list(PROPOSERS), choices=PROPOSERS)
+    parser.add_argument("--proposers", nargs="+", default=list(PROPOSERS)[:4],
+                        choices=PROPOSERS)
     parser.add_argument("--pace-ms", type=float, default=0.0,
                         help="time of all stages together for a run, at least")
     parser.add_argument("--grid", default="")
