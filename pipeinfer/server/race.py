@@ -83,7 +83,8 @@ class Races:
                 yield event(one)
                 if ended == _RACERS:
                     return
-            yield event(ApiError(503, f"the race has ended early: {_reason(folder / 'log')}",
+            why = "the server ends" if self._client.left.is_set() else _reason(folder / "log")
+            yield event(ApiError(503, f"the race has ended early: {why}",
                                  code="race_failed").body())
         except TimeoutError:
             yield event(ApiError(504, f"the race took more than {_SECONDS:g} s: start the server "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import types
@@ -158,6 +159,7 @@ def test_the_features_of_an_arm_processor(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors need no features")
 def test_the_launch_scripts_ask_without_any_package():
     done = subprocess.run(
         [sys.executable, "-I", "-S", platform_check.__file__], capture_output=True, text=True,

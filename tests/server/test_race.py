@@ -40,9 +40,9 @@ def _words(process):
 
 
 def rows(response):
-    """The events of a stream."""
-    return [json.loads(line.removeprefix("data: "))
-            for line in response.iter_lines(decode_unicode=True) if line]
+    """The events of a stream, as they come."""
+    return (json.loads(line.removeprefix("data: "))
+            for line in response.iter_lines(decode_unicode=True) if line)
 
 
 def gone(processes):
@@ -51,12 +51,12 @@ def gone(processes):
 
 
 def start(server):
-    """A race that has begun: its stream, after the first event."""
+    """A race that has begun: the answer, and its events after the first text."""
     answer = requests.post(server.url + "/race", json={"prompt": "def f("}, stream=True,
                            timeout=SECONDS)
-    lines = answer.iter_lines(decode_unicode=True)
-    assert json.loads(next(line for line in lines if line)[6:])["event"] == "begin"
-    return answer
+    found = rows(answer)
+    assert [next(found)["event"] for _ in range(2)] == ["begin", "text"]
+    return answer, found
 
 
 def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_race(monkeypatch):
@@ -82,12 +82,13 @@ def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_r
 
 def test_one_at_a_time_and_it_ends_with_its_client():
     with front(MODEL, race=LONG, facts={"stages": STAGES}) as server:
-        answer = start(server)
+        answer, found = start(server)
         second = server.post("/race", {"prompt": "x"})
         assert second.status_code == 429
         assert second.json()["error"]["code"] == "race_running"
         ranks = racing(server)
         assert len(ranks) > 3
+        assert next(found)["event"] == "text"  # the other one has not disturbed it
         answer.close()
         gone(ranks)
 
@@ -95,8 +96,9 @@ def test_one_at_a_time_and_it_ends_with_its_client():
 @pytest.mark.parametrize("how", ["killed", full("engine leaves")])
 def test_it_ends_with_the_server(how):
     with front(MODEL, race=LONG, facts={"stages": STAGES}) as server:
-        answer, ranks = start(server), racing(server)
-        reading = threading.Thread(target=lambda: _read(answer))
+        (_, events), ranks, found = start(server), racing(server), []
+        assert len(ranks) > 3
+        reading = threading.Thread(target=lambda: _read(events, found))
         reading.start()
         if how == "killed":
             os.kill(server.child.process.pid, signal.SIGKILL)
@@ -105,11 +107,14 @@ def test_it_ends_with_the_server(how):
         gone(ranks)
         reading.join(SECONDS)
         assert not reading.is_alive()
+        errors = [one["error"]["message"] for one in found if "error" in one]
+        assert errors == ["the race has ended early: the server ends"][:how != "killed"]
 
 
-def _read(answer):
+def _read(events, found):
     try:
-        rows(answer)
+        for one in events:
+            found.append(one)
     except requests.RequestException:
         pass
 
@@ -120,7 +125,7 @@ def test_a_race_that_fails_says_why_and_another_may_begin():
         for _ in range(2):
             answer = requests.post(server.url + "/race", json={"prompt": "x"}, stream=True,
                                    timeout=SECONDS)
-            error = rows(answer)[-1]["error"]
+            error = [*rows(answer)][-1]["error"]
             assert error["code"] == "race_failed"
             assert error["message"].startswith("the race has ended early: race decides about")
 
