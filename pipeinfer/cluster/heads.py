@@ -19,7 +19,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models import bundled
-from pipeinfer.models.eagle_head import CompletedHead
+from pipeinfer.models.eagle_head import TAPS, CompletedHead
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
 from pipeinfer.models.shard_cache import cache_directory, store
@@ -123,9 +123,9 @@ def _taps_of(head: ModelFile, model: ModelFile) -> tuple[int, ...]:
     named = head.arch_get("target_layers")
     listed = named if isinstance(named, list) else []
     taps = tuple(one for one in listed if isinstance(one, int) and 0 <= one < model.n_layers)
-    if not taps or len(taps) < len(listed):
-        raise ModelError(f"{head.path}: names no layers of {model.path.name} whose rows it reads "
-                         "(target_layers): give the EAGLE-3 head of this model")
+    if len(taps) != TAPS or len(taps) < len(listed):
+        raise ModelError(f"{head.path}: does not name {TAPS} layers of {model.path.name} whose "
+                         "rows it reads (target_layers): give the EAGLE-3 head of this model")
     CompletedHead(head, model)  # raises if it does not fit
     return taps
 
@@ -135,7 +135,11 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
 
     Raises UsageError, with the reason, where it cannot be used; ModelError for a bad file.
     """
-    for spec in registry.named(config.speculation):
+    named = registry.named(config.speculation)
+    if len(heads := [one.name for one in named if one.needs & {Need.MTP, Need.EAGLE3}]) > 1:
+        raise UsageError(f"--proposer {' and '.join(heads)}: a job uses one prediction head: leave "
+                         "one out")
+    for spec in named:
         if Need.MTP in spec.needs:
             if why := _refusal(model, backends):
                 raise UsageError(f"--proposer {spec.name}: {why}")

@@ -53,7 +53,7 @@ from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
-from pipeinfer.errors import ClusterError, MismatchError
+from pipeinfer.errors import ClusterError, MismatchError, UsageError
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
@@ -343,6 +343,10 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     for path in drafts[:-1] if draft_ranks_of(hosts) else drafts:
         head_bytes += sum(open_model(path).layer_bytes)
     head = head_for(config, model, backends)
+    if head is not None and gaps:
+        raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
+                         "can do so give no rows to a prediction head: leave out --proposer "
+                         f"{head.kind}")
     if head is not None:
         head_bytes += head.source.total
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,

@@ -477,7 +477,8 @@ def _tapped(backend: Backend, setup: Setup) -> Callable[[], npt.NDArray[Any]] | 
                for one in setup.taps):
         return None
     rows: Callable[[], npt.NDArray[Any]] = tap(backend, setup.taps)
-    return (lambda: rows().astype(np.float16)) if setup.half_taps else rows
+    most = float(np.finfo(np.float16).max)
+    return (lambda: rows().clip(-most, most).astype(np.float16)) if setup.half_taps else rows
 
 
 def gpu_of(config: ModelConfig, kind: str) -> str:

@@ -29,6 +29,8 @@ from pipeinfer.models.gguf_parts import (
 )
 
 ARCHITECTURE = "eagle3"
+TAPS = 3  #: layers of the target whose inputs a head reads
+_INT64 = 27  #: ggml's number for the type of `d2t`
 _EMBEDDING, _OUTPUT, _CHOSEN = "token_embd.weight", "output.weight", "d2t"
 
 
@@ -43,6 +45,7 @@ class CompletedHead:
 
     def __init__(self, head: ModelFile, target: ModelFile) -> None:
         _check(head, target)
+        _check_tensors(head, target)
         own = [all_of(tensor, tensor.name) for tensor in head.tensors.values()]
         self._head, self._target = head, target
         self._own, self._taken = own, list(_taken(head, target))
@@ -87,6 +90,35 @@ def _check(head: ModelFile, target: ModelFile) -> None:
         if (its := head.arch_get(key, found)) != found:
             raise ModelError(f"{head.path}: is for a target with {key} {its}, but {target.path} "
                              f"has {found}: give the head of this target")
+
+
+def _check_tensors(head: ModelFile, target: ModelFile) -> None:
+    """Raise ModelError for tensors with which llama.cpp would end the process."""
+    def shape(name: str) -> tuple[int, ...]:
+        if name not in head.tensors:
+            raise ModelError(f"{head.path}: has no {name}: fetch the file again")
+        return head.tensors[name].shape
+
+    width = head.arch_get("embedding_length")
+    expected = {"fc.weight": (TAPS * target.n_embd, width), "output_norm.weight": (width,)}
+    expected |= {f"blk.0.{name}.weight": (width,) for name in ("attn_norm", "attn_norm_2",
+                                                               "ffn_norm")}
+    if _EMBEDDING in head.tensors:
+        expected[_EMBEDDING] = (width, target.n_vocab)
+    chosen = head.tensors.get(_CHOSEN)
+    if _OUTPUT in head.tensors:
+        expected[_OUTPUT] = (width, target.n_vocab if chosen is None else chosen.shape[0])
+    for name, wanted in expected.items():
+        if shape(name) != wanted:
+            raise ModelError(f"{head.path}: {name} has the shape {shape(name)}, not {wanted}: give "
+                             "the head of this target")
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        shape(f"blk.0.{name}.weight")
+    if chosen is not None:
+        if chosen.type != _INT64 or len(chosen.shape) != 1:
+            raise ModelError(f"{head.path}: {_CHOSEN} is no list of numbers of 64 bits: fetch the "
+                             "file again")
+        _bands(head, chosen, target.n_vocab)
 
 
 def _takes(head: ModelFile) -> list[str]:

@@ -109,9 +109,10 @@ def test_an_eagle_head_never_changes_the_text(way, own, tmp_path):
 def test_an_eagle_head_of_another_model_is_refused(tmp_path):
     path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
     other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
+    unnamed = "does not name 3 layers"
     for head, why in ((write_eagle(tmp_path / "one.gguf", other, (0, 1, 2)), "give the head of"),
-                      (write_eagle(tmp_path / "two.gguf", path, (1, 2, 9)), "names no layers"),
-                      (path, "names no layers"), (tmp_path / "none.gguf", "no such file")):
+                      (write_eagle(tmp_path / "two.gguf", path, (1, 2, 9)), unnamed),
+                      (path, unnamed), (tmp_path / "none.gguf", "no such file")):
         done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path),
                               "-p", "x", "-n", "2", "--eagle", str(head)], timeout=60)
         assert done.returncode in (2, 3, 4, 5), done.stderr

@@ -78,6 +78,8 @@ class Cascade:
         return found
 
     def _asked(self, job: StartDraft) -> Sequence[Proposer]:
+        if not job.max_tokens and job.base < len(job.accepted):  # rows of a chunk have come
+            return [one for one in self._proposers if isinstance(one, ReadsRows)]
         return [one for one in self._proposers if one.free or not job.free_only]
 
     def close(self) -> None:

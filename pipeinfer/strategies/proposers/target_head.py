@@ -141,7 +141,8 @@ class HeadRows:
                 else:
                     before = one.own.get(index - 1)
                 if before is None:
-                    self.seq_rm(seq_id, 0, END)
+                    if one.own:
+                        self.seq_rm(seq_id, 0, END)
                 else:
                     waiting.append(_Row(token, index, seq_id, output, before))
             found += self._flush(waiting)
