@@ -8,8 +8,12 @@ import pytest
 
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.training.eagle3.llama_head import LlamaEagle, LlamaTarget
+from pipeinfer.lab.training.eagle3.measure_head import ChainCount, answer, head_chains
+from pipeinfer.models.bundled import EMBEDDED, smollm2
 from pipeinfer.models.eagle_head import CompletedHead, complete
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.shard_cache import store
 
 VOCABULARY, WIDTH = 320, 64
@@ -101,3 +105,28 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, target):
     head = write(tmp_path / "head.gguf")
     with pytest.raises(ModelError, match="cannot be written: No such file"):
         complete(head, target, tmp_path / "missing" / "whole.gguf")
+
+
+SHIPPED = EMBEDDED / "smollm2-eagle3.gguf"
+
+
+def test_the_shipped_head_is_small_and_reads_three_layers():
+    head = ModelFile(SHIPPED)
+    assert head.nbytes <= 3_000_000
+    assert head.arch_get("target_layers") == [2, 15, 29]
+    assert not {"token_embd.weight", "output.weight"} & head.tensors.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2() is None, reason="SmolLM2 is not installed")
+def test_the_shipped_head_proposes_what_smollm2_chooses(tmp_path):
+    complete(SHIPPED, smollm2(), tmp_path / "whole.gguf")
+    target, head = LlamaTarget(smollm2(), (2, 15, 29)), LlamaEagle(tmp_path / "whole.gguf")
+    prompt = open_tokenizer(smollm2()).encode_chat(
+        [{"role": "user", "content": "Write a Python function that adds two numbers."}])
+    tokens, rows = answer(target, list(prompt), 60, frozenset())
+    count = ChainCount()
+    head_chains(head, tokens, len(prompt), rows, count)
+    assert count.summary()["right"][0] > 0.4  # one token in 49,152 by chance
+    target.close()
+    head.close()
