@@ -18,7 +18,6 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
-from pipeinfer.models import bundled
 from pipeinfer.models.eagle_head import TAPS, CompletedHead
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
@@ -103,12 +102,10 @@ def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | Non
 
 
 def _eagle_beside(model: Any, backends: Sequence[str]) -> Path | None:
-    """Return the EAGLE-3 head in a model's folder that fits it, or the one that the package ships
-    for it; None without one."""
+    """Return the EAGLE-3 head in a model's folder that fits it; None without one."""
     if not isinstance(model, ModelFile) or set(backends) != {"llamacpp"}:
         return None
-    shipped = bundled.head_of(model.path)
-    for path in (*sorted(model.path.parent.glob(_BESIDE)), *filter(None, [shipped])):
+    for path in sorted(model.path.parent.glob(_BESIDE)):
         try:
             if not _refusal(model, backends, _taps_of(ModelFile(path), model)):
                 return path

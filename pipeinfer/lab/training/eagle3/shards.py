@@ -38,7 +38,7 @@ class TappedLessons:
 
 def shards_of(folder: Path) -> list[Path]:
     """Return the finished shards, in order."""
-    return sorted(folder.glob("[0-9]*.npz"))
+    return sorted(path for path in folder.glob("*.npz") if path.stem.isdigit())
 
 
 def tokens_in(folder: Path) -> int:
