@@ -17,7 +17,8 @@ from tests.mpi.test_jobs import LONG, PIPEINFER, interrupt
 from tests.rig import launch
 
 SCRIPTS = sorted(path for folder in ("launch", ".ci") for path in (launch.ROOT / folder).iterdir()
-                 if path.read_text().startswith("#!") or path.name == "_env.sh")
+                 if path.is_file() and (
+                     path.read_text().startswith("#!") or path.name == "_env.sh"))
 LOCALHOST = str(launch.ROOT / "hostfiles" / "localhost")
 GENERATE = ["generate", "-p", "import os\n", "-n", "12", "--temp", "0", "--json"]
 MPICH = os.environ.get("PIPEINFER_TEST_MPICH") or shutil.which("mpiexec.hydra")

@@ -45,6 +45,8 @@ def anything(hint):
             return st.one_of(map(anything, inner))
         case types.NoneType:
             return st.none()
+        case typing.Literal:
+            return st.sampled_from(inner)
         case kind if kind is tuple and inner[1:] == (...,):
             return st.lists(anything(inner[0]), max_size=4).map(tuple)
         case kind if kind is tuple:

@@ -207,7 +207,8 @@ def test_conversations_are_listed_renamed_exported_imported_and_deleted(page):
     tab.keyboard.press("Escape")
     tab.click("#open-chats")
     tab.fill("#find-chat", "eiN")
-    assert tab.locator(".chat-list li:visible .title").all_inner_texts() == ["Eins"]
+    found = tab.locator(".chat-list li:visible .title")
+    page.wait(lambda: found.all_inner_texts() == ["Eins"], "the one that was searched for")
     tab.fill("#find-chat", "")
     tab.click("[aria-label='Delete: Eins']")
     page.wait(lambda: tab.locator(names).count() == 1, "one is gone")

@@ -43,7 +43,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 def tokens_in(folder: Path) -> int:
     """Return the number of tokens in the finished shards."""
-    return sum(np.load(path.with_suffix(".rows.npy"), mmap_mode="r").shape[0]
+    return sum(np.load(path.with_suffix(".rows.npy"), mmap_mode="r", allow_pickle=False).shape[0]
                for path in shards_of(folder))
 
 
@@ -80,5 +80,6 @@ def load_shards(folder: Path) -> TappedLessons:
                                 for one, start in zip(each, starts, strict=False)]),
                 np.concatenate([one.likely for one in each]),
                 np.concatenate([one.shares for one in each]), each[0].skip),
-        tuple(np.load(path.with_suffix(".rows.npy"), mmap_mode="r") for path in paths),
+        tuple(np.load(path.with_suffix(".rows.npy"), mmap_mode="r", allow_pickle=False)
+              for path in paths),
         tuple(starts[:-1].tolist()))
