@@ -89,6 +89,27 @@ def batches(spans: Sequence[tuple[int, int]], size: int, rng: np.random.Generato
     return [groups[k] for k in rng.permutation(len(groups))]
 
 
+class Epochs:
+    """Which texts each training step has. An epoch has every text once, in an order that depends on
+    the seed and the epoch alone, so that a resumed run has the same steps."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], size: int, seed: int) -> None:
+        self._spans, self._size, self._seed = spans, size, seed
+        self._epoch, self._first = 0, 0  # the current epoch and its first step
+        self._groups = self._shuffled()
+
+    def group(self, step: int) -> list[tuple[int, int]]:
+        """Return the spans of this step; steps are asked for in ascending order."""
+        while step - self._first >= len(self._groups):
+            self._first += len(self._groups)
+            self._epoch += 1
+            self._groups = self._shuffled()
+        return self._groups[step - self._first]
+
+    def _shuffled(self) -> list[list[tuple[int, int]]]:
+        return batches(self._spans, self._size, np.random.default_rng([self._seed, self._epoch]))
+
+
 def pack(lessons: Lessons, spans: Sequence[tuple[int, int]]) -> Batch:
     """One batch of these texts."""
     length = max(stop - start for start, stop in spans)
@@ -149,22 +170,10 @@ def agreement(model: Llama, lessons: Lessons, most: int = 40_000) -> dict[str, f
 def teach(draft: Llama, lessons: Lessons, plan: Plan, checkpoint: Path,
           report: Callable[[str], None]) -> Progress:
     """Train until the plan's budget is spent; resumes from `checkpoint`."""
-    spans = lessons.spans(held_out=False)
-    groups: dict[int, list[list[tuple[int, int]]]] = {}
-    firsts = [0]  # the first step of each epoch
+    epochs = Epochs(lessons.spans(held_out=False), plan.batch_tokens, plan.seed)
 
     def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:
-        while True:
-            epoch = len(firsts) - 1
-            if epoch not in groups:
-                groups.clear()
-                groups[epoch] = batches(spans, plan.batch_tokens,
-                                        np.random.default_rng([plan.seed, epoch]))
-            at = step - firsts[epoch]
-            if at < len(groups[epoch]):
-                break
-            firsts.append(firsts[epoch] + len(groups[epoch]))
-        batch, beside = pack(lessons, groups[epoch][at]), None
+        batch, beside = pack(lessons, epochs.group(step)), None
         if spent < _ALL_FROM:
             chance = np.random.default_rng([plan.seed, step, 1])
             beside = torch.from_numpy(chance.integers(draft.config.n_vocab, size=_BESIDE))

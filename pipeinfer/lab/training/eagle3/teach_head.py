@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeinfer.lab.training.draft.teach import batches
+from pipeinfer.lab.training.draft.teach import Epochs, batches
 from pipeinfer.lab.training.draft.teach import pack as pack_texts
 from pipeinfer.lab.training.eagle3.head import EagleHead
 from pipeinfer.lab.training.eagle3.shards import TappedLessons
@@ -187,21 +187,11 @@ def agreement(head: EagleHead, frozen: FrozenParts, taught: TappedLessons, depth
 def teach(head: EagleHead, frozen: FrozenParts, taught: TappedLessons, plan: Plan, depths: int,
           checkpoint: Path, report: Callable[[str], None]) -> Progress:
     """Train until the plan's budget is spent; resumes from `checkpoint`."""
-    spans, places = taught.lessons.spans(held_out=False), frozen.places
-    groups: dict[int, list[list[tuple[int, int]]]] = {}
-    firsts = [0]  # the first step of each epoch
+    epochs = Epochs(taught.lessons.spans(held_out=False), plan.batch_tokens, plan.seed)
+    places = frozen.places
 
     def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:
-        while True:
-            epoch = len(firsts) - 1
-            if epoch not in groups:
-                groups.clear()
-                groups[epoch] = batches(spans, plan.batch_tokens,
-                                        np.random.default_rng([plan.seed, epoch]))
-            if step - firsts[epoch] < len(groups[epoch]):
-                break
-            firsts.append(firsts[epoch] + len(groups[epoch]))
-        batch = pack(taught, groups[epoch][step - firsts[epoch]], places)
+        batch = pack(taught, epochs.group(step), places)
         if spent >= _QUANTISED_FROM:
             head.quantise = as_rounded
         yield loss_of(head, frozen, batch, depths if spent >= _DEEP_FROM else 1,
