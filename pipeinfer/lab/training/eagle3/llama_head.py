@@ -1,15 +1,12 @@
 """A head and its target in llama.cpp itself, which is what a trained head is judged by.
 
-The functions for hidden rows are C++ ones that the library exports, so they have mangled names.
 Independent of torch and of training.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-from ctypes import POINTER, c_bool, c_float, c_int32, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +16,22 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log, model_params
-from pipeinfer.llama.loader import find_library
 
 _F16 = 1  #: ggml's number for the type of the cache
-_FUNCTIONS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
-    "set_layer_input": ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None,
-                        (c_void_p, c_uint32, c_bool)),
-    "layer_input": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", POINTER(c_float),
-                    (c_void_p, c_uint32)),
-    "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None,
-                 (c_void_p, c_bool, c_bool)),
-    "rows": ("_Z26llama_get_embeddings_nextnP13llama_context", POINTER(c_float), (c_void_p,)),
-    "encode": ("llama_encode", c_int32, (c_void_p, binding.llama_batch)),
-}
-
-
-@functools.cache
-def _function(name: str) -> Any:
-    binding.loaded()
-    symbol, result, arguments = _FUNCTIONS[name]
-    try:
-        function = getattr(ctypes.CDLL(str(find_library().path)), symbol)
-    except AttributeError:
-        raise BackendError(f"the llama.cpp library does not export {symbol}: install the version "
-                           "that constraints.txt names") from None
-    function.restype, function.argtypes = result, list(arguments)
-    return function
 
 
 class LlamaRows:
     """A model with one sequence, whose rows can be read. Close it after use.
 
-    Raises ModelError where llama.cpp does not load the file.
+    Raises ModelError where llama.cpp does not load the file, and BackendError where the library
+    gives no rows.
     """
 
     def __init__(self, path: Path, n_ctx: int = 1024, threads: int = 1) -> None:
         ensure_llama()
+        if not binding.has_heads():
+            raise BackendError("the llama.cpp library does not export what reads hidden rows: "
+                               "install the version that constraints.txt names")
         clear_log()
         self._model = binding.llama_model_load_from_file(os.fsencode(path), model_params())
         if not self._model:
@@ -118,7 +95,7 @@ class LlamaTarget(LlamaRows):
         super().__init__(path, n_ctx, threads)
         self._taps = taps
         for tap in taps:
-            _function("set_layer_input")(self._context, tap, True)
+            binding.want_layer_input(self._context, tap, True)
 
     def step(self, tokens: list[int], position: int) -> tuple[FloatArray, FloatArray]:
         """Evaluate tokens; return the logits of the last, float32[n_vocab], and the tapped rows,
@@ -130,8 +107,8 @@ class LlamaTarget(LlamaRows):
 
     def _rows_of(self, tokens: list[int], position: int, output: bool) -> FloatArray:
         self._run(binding.llama_decode, position, tokens, None, output)
-        get, shape = _function("layer_input"), (len(tokens), self.n_embd)
-        found = [np.array(np.ctypeslib.as_array(get(self._context, tap), shape))
+        shape = (len(tokens), self.n_embd)
+        found = [np.array(np.ctypeslib.as_array(binding.get_layer_input(self._context, tap), shape))
                  for tap in self._taps]
         return np.concatenate(found or [np.empty((len(tokens), 0), np.float32)], axis=1)
 
@@ -141,14 +118,14 @@ class LlamaEagle(LlamaRows):
 
     def __init__(self, path: Path, n_ctx: int = 1024, threads: int = 1) -> None:
         super().__init__(path, n_ctx, threads)
-        _function("set_rows")(self._context, True, False)
+        binding.want_final_rows(self._context, True, False)
 
     def encode(self, rows: FloatArray, position: int = 0) -> FloatArray:
         """Return hidden rows, float32[n, n_embd], of tapped rows, float32[n, taps * n_embd].
 
         position: of the first; llama.cpp refuses one that does not follow what was read
         """
-        self._run(_function("encode"), position, None, rows, True)
+        self._run(binding.llama_encode, position, None, rows, True)
         return self._rows(len(rows))
 
     def read(self, tokens: list[int], hidden: FloatArray, position: int) -> None:
@@ -174,5 +151,5 @@ class LlamaEagle(LlamaRows):
         return found
 
     def _rows(self, count: int) -> FloatArray:
-        get = _function("rows")
-        return np.array(np.ctypeslib.as_array(get(self._context), (count, self.n_embd)))
+        found = binding.get_final_rows(self._context)
+        return np.array(np.ctypeslib.as_array(found, (count, self.n_embd)))
