@@ -42,6 +42,19 @@ def run_options(work: str, stored: str, threads: int) -> Callable[..., Any]:
         click.option("--threads", type=click.IntRange(1), default=threads, show_default=True))
 
 
+def answer_options() -> Callable[..., Any]:
+    """The options of a run that learns from the target's answers."""
+    return several(
+        click.option("--answer-minutes", type=float, default=30.0, show_default=True,
+                     help="How long the target generates answers."),
+        click.option("--texts", type=click.IntRange(1),
+                     help="So many texts instead (exactly repeatable)."),
+        click.option("--length", type=click.IntRange(64), default=384, show_default=True,
+                     help="Tokens of a text, at most."),
+        click.option("--slots", type=click.IntRange(1), default=128, show_default=True,
+                     help="Texts that grow at once; each takes memory for its keys and values."))
+
+
 def several(*options: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that adds some options."""
     def add(command: Callable[..., Any]) -> Callable[..., Any]:

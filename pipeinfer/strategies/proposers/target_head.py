@@ -51,7 +51,7 @@ class Head(Backend, Protocol):
 class _Sequence(Struct):
     """A sequence of the head's cache.
 
-    lane: whose text it has; -1: nobody's
+    lane: whose text it has; -1: none
     sure: tokens before this index were computed with rows of the target
     own: the head's own rows, by index
     """

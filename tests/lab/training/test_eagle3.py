@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -184,8 +186,7 @@ def test_a_run_that_is_done_changes_nothing(trained):
     before = settings.out.read_bytes()
     run(settings, report=lambda line: None)
     assert settings.out.read_bytes() == before
-    other = HeadSettings(**{name: getattr(settings, name) for name in settings.__slots__}
-                         | {"taps": (1, 6, 11)})
+    other = replace(settings, taps=(1, 6, 11))
     with pytest.raises(ModelError, match="of another taps"):
         run(other, report=lambda line: None)
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.commands import need_torch, one_budget, run_options, say
+from pipeinfer.lab.training.commands import answer_options, need_torch, one_budget, run_options, say
 
 
 @click.command()
@@ -21,14 +21,7 @@ from pipeinfer.lab.training.commands import need_torch, one_budget, run_options,
 @run_options(".work/draft", "Answers, checkpoint and report", threads=2)
 @click.option("--layers", type=click.IntRange(1), default=3, show_default=True,
               help="Layers of the target that the draft keeps.")
-@click.option("--answer-minutes", type=float, default=30.0, show_default=True,
-              help="How long the target talks.")
-@click.option("--texts", type=click.IntRange(1),
-              help="So many texts instead (exactly repeatable).")
-@click.option("--length", type=click.IntRange(64), default=384, show_default=True,
-              help="Tokens of a text, at most.")
-@click.option("--slots", type=click.IntRange(1), default=128, show_default=True,
-              help="Texts that grow at once; each takes memory for its keys and values.")
+@answer_options()
 @click.option("--quantisation", type=click.Choice(("q4_0", "q4_1", "q8_0")), default="q4_0",
               show_default=True, help="Of the draft's matrices.")
 def draft(**given: Any) -> None:

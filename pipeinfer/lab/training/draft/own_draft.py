@@ -35,14 +35,13 @@ _BATCH = 3072  #: tokens of a step
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """One run of the command. layers: how many the draft has; slots: texts that grow at once, of up
-    to `length` tokens; minutes and answer_minutes, or steps and texts for a budget that repeats."""
+class AnswerSettings:
+    """A run that learns from a target's answers. slots: texts that grow at once, of up to `length`
+    tokens; minutes and answer_minutes, or steps and texts for a budget that repeats."""
 
     target: Path
     out: Path
     work: Path
-    layers: int = 3
     minutes: float | None = None
     answer_minutes: float | None = None
     steps: int | None = None
@@ -51,6 +50,13 @@ class Settings:
     length: int = 384
     seed: int = 0
     threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(AnswerSettings):
+    """One run of the command. layers: how many the draft has; quantisation: of its matrices."""
+
+    layers: int = 3
     quantisation: str = "q4_0"
 
 

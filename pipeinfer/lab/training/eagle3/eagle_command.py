@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.commands import need_torch, one_budget, run_options, say
+from pipeinfer.lab.training.commands import answer_options, need_torch, one_budget, run_options, say
 
 
 @click.command()
@@ -19,14 +19,7 @@ from pipeinfer.lab.training.commands import need_torch, one_budget, run_options,
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="The head, a GGUF file.")
 @run_options(".work/eagle3", "Answers with hidden rows, checkpoint and report", threads=2)
-@click.option("--answer-minutes", type=float, default=30.0, show_default=True,
-              help="How long the target generates answers.")
-@click.option("--texts", type=click.IntRange(1),
-              help="So many texts instead (exactly repeatable).")
-@click.option("--length", type=click.IntRange(64), default=384, show_default=True,
-              help="Tokens of a text, at most.")
-@click.option("--slots", type=click.IntRange(1), default=128, show_default=True,
-              help="Texts that grow at once; each takes memory for its keys and values.")
+@answer_options()
 @click.option("--taps", help="Three layers of the target whose input rows the head reads, as "
               "2,15,29. Default: the third, the middle one and the third last.")
 @click.option("--depths", type=click.IntRange(1, 8), default=3, show_default=True,

@@ -11,12 +11,11 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.training.draft.own_draft import marks_of
+from pipeinfer.lab.training.draft.own_draft import AnswerSettings, marks_of
 from pipeinfer.lab.training.eagle3.collecting import AnswerBudget, tapped_answers
 from pipeinfer.lab.training.eagle3.export_head import write_head
 from pipeinfer.lab.training.eagle3.head import EagleHead, shape_for, usual_taps
@@ -40,23 +39,11 @@ _BATCH = 2048  #: tokens of a step
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSettings:
-    """One run of the command. minutes and answer_minutes, or steps and texts for a budget that
-    repeats; taps: layers of the target whose input rows the head reads, None: the usual ones;
-    depths: steps of the chain that are taught; vocabulary: tokens that the head can propose; ff:
-    columns of its feed-forward part, 0: as many as the target's."""
+class HeadSettings(AnswerSettings):
+    """One run of the command. taps: layers of the target whose input rows the head reads, None: the
+    usual ones; depths: steps of the chain that are taught; vocabulary: tokens that the head can
+    propose; ff: columns of its feed-forward part, 0: as many as the target's."""
 
-    target: Path
-    out: Path
-    work: Path
-    minutes: float | None = None
-    answer_minutes: float | None = None
-    steps: int | None = None
-    texts: int | None = None
-    slots: int = 128
-    length: int = 384
-    seed: int = 0
-    threads: int = 2
     taps: tuple[int, int, int] | None = None
     depths: int = 3
     vocabulary: int = 8192
