@@ -1,4 +1,4 @@
-"""Draft ranks: which ranks they are, and what each of them loads.
+"""Draft ranks: which ranks they are, and which layers of a draft model each of them loads.
 
 Uses options, models and backends. How proposals travel is in `runtime.draft_rank` and
 `runtime.remote_draft`.
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from pipeinfer.backends import measuring
@@ -19,20 +18,15 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.rewinding import RewindingBackend, ids_for
 from pipeinfer.backends.thread_count import settle_threads
-from pipeinfer.cluster.hooks import Hooks
-from pipeinfer.cluster.shard_transfer import own_model
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.architectures import keeps_state
-from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.text.vocabulary import Vocabulary
-from pipeinfer.nodes import NodeSettings, RankInfo, settle
-from pipeinfer.strategies.proposers.base import Proposer
-from pipeinfer.strategies.proposers.draft_model import DraftModel
+from pipeinfer.nodes import RankInfo
 
 DRAFT_PATHS = 8  #: paths in a draft's KV cache
 _STATE_PATHS = 2  #: the same of a draft whose layers keep a state, which each path needs several of
@@ -61,7 +55,7 @@ def draft_ranks_of(hosts: list[RankInfo]) -> tuple[int, ...]:
                  if one.rank and one.settings.role == "draft" and not one.dead)
 
 
-def cache_sizes(config: JobConfig, cells: int, model: Any) -> dict[str, int]:
+def cache_sizes(config: JobConfig, cells: int, model: Any) -> dict[str, Any]:
     """Return the sizes of a draft's KV cache. cells: of each stage's cache. model: the draft."""
     paths = paths_of(config, [model])
     return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
@@ -101,26 +95,6 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
 
 
-class DraftLoader:
-    """Loads on a draft rank what a DraftSetup names."""
-
-    def __init__(self, config: JobConfig, place: Place, hooks: Hooks | None = None) -> None:
-        self._config, self._place, self._hooks = config, place, hooks or Hooks()
-
-    def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
-        """See `Loader.layers`. Raises ModelError, MismatchError and BackendError."""
-        config = settle(self._config, self._place, NodeSettings(**setup.settings))
-        backend, threads = load_draft(
-            config, self._place, _own_file(setup), (setup.start, setup.stop), {
-                "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
-        return self._hooks.draft(backend), threads
-
-    def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
-        """See `Loader.proposer`."""
-        vocabulary = Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None
-        return DraftModel(backend, setup.n_vocab, paths=setup.paths, vocabulary=vocabulary)
-
-
 def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, int],
                sizes: Mapping[str, Any]) -> tuple[Backend, int]:
     """Load layers of a draft; return the backend and its number of threads.
@@ -145,16 +119,3 @@ def load_draft(config: JobConfig, place: Place, path: Path, layers: tuple[int, i
         with measuring.alone():
             threads = settle_threads(backend, threads)
     return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
-
-
-def _own_file(setup: DraftSetup) -> Path:
-    """Return the draft's path on this host: rank 0's path, or the same file of this
-    installation.
-
-    Raises what `own_model` does.
-    """
-    asked = Path(setup.model)
-    bundled = EMBEDDED / asked.name
-    if not asked.exists() and bundled.exists():
-        setup = msgspec.structs.replace(setup, model=str(bundled))
-    return own_model(setup)

@@ -5,16 +5,17 @@ Uses options and models' headers; loads nothing but the head itself (`load_head`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import llama_options
 from pipeinfer.cluster import features
-from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS
+from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS, draft_ranks_of
 from pipeinfer.config import JobConfig
+from pipeinfer.core.control import DraftSetup
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
@@ -22,6 +23,8 @@ from pipeinfer.models.eagle_head import TAPS, CompletedHead
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
 from pipeinfer.models.shard_cache import cache_directory, store
+from pipeinfer.models.text.vocabulary import Vocabulary
+from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import Need
 
@@ -133,7 +136,7 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
     Raises UsageError, with the reason, where it cannot be used; ModelError for a bad file.
     """
     named = registry.named(config.speculation)
-    if len(heads := [one.name for one in named if one.needs & {Need.MTP, Need.EAGLE3}]) > 1:
+    if len(heads := proposers_of(config)) > 1:
         raise UsageError(f"--proposer {' and '.join(heads)}: a job uses one prediction head: leave "
                          "one out")
     for spec in named:
@@ -155,13 +158,34 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
     return None
 
 
-def load_head(config: JobConfig, place: Place, plan: HeadPlan, cells: int) -> LlamaHead:
-    """Load a head. cells: of each stage's cache. Raises ModelError and BackendError."""
+def proposers_of(config: JobConfig) -> list[str]:
+    """Return the names of a config's proposers that need a head."""
+    return [one.name for one in registry.named(config.speculation)
+            if one.needs & {Need.MTP, Need.EAGLE3}]
+
+
+def setup_of(config: JobConfig, plan: HeadPlan, hosts: list[RankInfo], cells: int, n_vocab: int,
+             vocabulary: Vocabulary | None) -> DraftSetup:
+    """Return what a draft rank loads that computes a head; arguments as for `setups_of`.
+
+    Raises UsageError for several draft ranks.
+    """
+    ranks = draft_ranks_of(hosts)
+    if len(ranks) > 1:
+        raise UsageError(f"{plan.name} is one layer, which one rank holds: use --draft-ranks 1")
+    return DraftSetup(
+        ranks, str(plan.file.path), plan.file.fingerprint, 1, 0, 1, **head_sizes(config, cells),
+        paths=head_paths(config), n_vocab=n_vocab,
+        settings=structs.asdict(hosts[ranks[0]].settings),
+        vocabulary=vocabulary.to_json() if vocabulary else None,
+        head=plan.kind, target=str(plan.target.path), target_fingerprint=plan.target.fingerprint)
+
+
+def load_head(config: JobConfig, place: Place, plan: HeadPlan, sizes: Mapping[str, int]
+              ) -> LlamaHead:
+    """Load a head. sizes: see `head_sizes`. Raises ModelError and BackendError."""
     from pipeinfer.backends.llamacpp.head import LlamaHead
 
-    paths = head_paths(config)
-    sizes = {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
-             "n_batch": BATCH}
     options = llama_options(config.model, draft=True, head=plan.kind)
     threads = threads_of(config.model.threads_draft, place)
     source = plan.source
@@ -169,6 +193,13 @@ def load_head(config: JobConfig, place: Place, plan: HeadPlan, cells: int) -> Ll
         return LlamaHead.open(source, plan.file.n_layers, sizes, threads, options)
     path = store(source, cache_directory(), None)
     return LlamaHead.open(path, 1, sizes, threads, options)
+
+
+def head_sizes(config: JobConfig, cells: int) -> dict[str, Any]:
+    """Return the sizes of a head's cache. cells: of each stage's cache."""
+    paths = head_paths(config)
+    return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
+            "n_batch": BATCH}
 
 
 def head_paths(config: JobConfig) -> int:

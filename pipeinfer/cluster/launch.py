@@ -347,7 +347,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
                          "can do so give no rows to a prediction head: leave out --proposer "
                          f"{head.kind}")
-    if head is not None:
+    if head is not None and not (draft_ranks_of(hosts) and not drafts):
         head_bytes += head.source.total
     found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
                          head_bytes, meeting)

@@ -289,7 +289,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     notes = [why(config.speculation, job, drafts), *notes_on(hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
-             *drafting(remote, hosts, label(drafts[-1]) if drafts else ""),
+             *drafting(remote, hosts, name),
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms

@@ -44,8 +44,8 @@ from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
-from pipeinfer.cluster.draft_ranks import DraftLoader
 from pipeinfer.cluster.hooks import Hooks
+from pipeinfer.cluster.proposers import DraftLoader
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path

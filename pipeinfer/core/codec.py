@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.control import pack, unpack_by
+from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.messages import (
     NO_RUN,
     CacheOps,
@@ -53,7 +54,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 15
+VERSION = 16
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -100,6 +101,9 @@ def encode(message: Message) -> bytes:
             return _frame(Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
         case ShardChunk(offset, chunk):
             return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
+        case FeedDraft(lane, index, rows):
+            flags, column = _encode_taps(rows)
+            return _frame(Op.FEED_DRAFT, *column, flags=flags, run_id=index, parent_id=lane)
     if isinstance(message, ControlMessage):
         return _frame(Op.CONTROL, pack(message))
     raise ProtocolError(f"cannot encode {type(message).__name__}")
@@ -147,6 +151,11 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
             message = RunCancelled(run_id, spans)
         case Op.SHARD_CHUNK:
             message = ShardChunk(run_id, reader.rest())
+        case Op.FEED_DRAFT:
+            tapped = _read_taps(reader, flags)
+            if tapped is None or run_id < 0:
+                raise ProtocolError("rows for a prediction head came without rows or index")
+            message = FeedDraft(parent_id, run_id, tapped)
         case Op.CONTROL:
             message = unpack_by(_control, reader.rest())
         case _:

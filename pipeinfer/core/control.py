@@ -18,7 +18,7 @@ several ranks may hold a stage, and member 0 leads. Independent of models, trans
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -385,6 +385,8 @@ class DraftSetup(_Message, frozen=True, tag=True):
     n_vocab: of the target
     settings: of the host (`NodeSettings`)
     vocabulary: for grammars
+    head: the kind of prediction head in the file `model`; empty: it is a draft model
+    target, target_fingerprint: the model whose head it is
     """
 
     ranks: tuple[int, ...]
@@ -400,6 +402,9 @@ class DraftSetup(_Message, frozen=True, tag=True):
     n_vocab: int
     settings: dict[str, Any]
     vocabulary: dict[str, Any] | None = None
+    head: Literal["", "mtp", "eagle3"] = ""
+    target: str = ""
+    target_fingerprint: str = ""
 
 
 class DraftReady(_Message, frozen=True, tag=True):
@@ -428,13 +433,14 @@ class DraftStop(_Message, frozen=True, tag=True):
 class DraftDone(_Message, frozen=True, tag=True):
     """A job has ended.
 
-    proposals: (parent, token, confidence, alternative) each; None where the job was stopped
+    proposals: (parent, token, confidence, alternative, paid, depth) each, see `Proposal`; None
+        where the job was stopped
     rows: that it evaluated
     seconds: that it took
     """
 
     job_id: int
-    proposals: tuple[tuple[int, int, float, bool], ...] | None
+    proposals: tuple[tuple[int, int, float, bool, bool, int], ...] | None
     rows: int
     seconds: float
 

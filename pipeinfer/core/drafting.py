@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
+import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
@@ -103,7 +104,7 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     fade: tuple[float, ...] = ()
 
 
-class FeedDraft(Struct, frozen=True, eq=False):
+class FeedDraft(Struct, frozen=True):
     """Rows of the target for a proposer that reads them (`StartDraft.lane` has the number).
 
     index: of the accepted token that the first of them belongs to
@@ -113,6 +114,12 @@ class FeedDraft(Struct, frozen=True, eq=False):
     lane: int
     index: int
     rows: npt.NDArray[Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FeedDraft) and (self.lane, self.index, self.rows.dtype) == (
+            other.lane, other.index, other.rows.dtype) and np.array_equal(self.rows, other.rows)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 ENOUGH = 0.6  #: least confidence of an inline proposer's first token at which no draft is queried

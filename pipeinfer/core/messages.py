@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from pipeinfer.core.control import PortMessage
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.types import Choice, FloatArray, Rows, SamplingParams, SeqOp
 
 NO_RUN = -1
@@ -42,6 +42,7 @@ class Op(enum.IntEnum):
     PART = 5
     SHARD_CHUNK = 6
     CONTROL = 7
+    FEED_DRAFT = 8
 
 
 class Decode(Struct, frozen=True):
@@ -261,5 +262,5 @@ ControlMessage: TypeAlias = (
     | PortMessage
 )
 Message: TypeAlias = (
-    Decode | CacheOps | RunFinished | RunCancelled | Part | ShardChunk | ControlMessage
+    Decode | CacheOps | RunFinished | RunCancelled | Part | ShardChunk | FeedDraft | ControlMessage
 )

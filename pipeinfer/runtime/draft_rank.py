@@ -1,6 +1,7 @@
-"""A draft rank: it holds the draft model, or some of its layers, and computes proposals.
+"""A draft rank: it holds the draft model, some of its layers, or a head of the target, and computes
+proposals.
 
-    rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, StartDraft, DraftStop
+    rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, FeedDraft, StartDraft, DraftStop
     last draft rank -> rank 0: DraftReady, DraftDone
     last draft rank -> Decode -> first ... -> last   rows, then their activations
 
@@ -24,7 +25,7 @@ from msgspec import structs
 from pipeinfer import host
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.core.control import DraftDone, DraftReady, DraftSetup, DraftStop
-from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.drafting import FeedDraft, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN, Decode, LaneClose, LaneOpen, Message, Tag
 from pipeinfer.core.types import (
     FloatArray,
@@ -44,7 +45,7 @@ from pipeinfer.errors import (
     TransportTimeout,
 )
 from pipeinfer.runtime.pulse import Pulse
-from pipeinfer.strategies.proposers.base import Proposer
+from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 
 _LIVE_SECONDS = 2.0  #: after a message, in which the next one is expected soon
@@ -80,7 +81,8 @@ class DraftRank:
         self._setup: DraftSetup | None = None
         self._layers: Backend | None = None
         self._proposer: Proposer | None = None
-        self._todo: deque[DraftSetup | LaneOpen | LaneClose | StartDraft | Decode] = deque()
+        self._todo: deque[DraftSetup | LaneOpen | LaneClose | FeedDraft | StartDraft | Decode
+                          ] = deque()
         self._hidden: deque[Decode] = deque()
         self._params: dict[int, SamplingParams] = {}
         self._tokens: dict[int, list[int]] = {}
@@ -112,6 +114,9 @@ class DraftRank:
                 case LaneClose(lane):
                     self._params.pop(lane, None)
                     self._tokens.pop(lane, None)
+                case FeedDraft():
+                    if isinstance(self._proposer, ReadsRows):
+                        self._proposer.feed(task)
                 case StartDraft():
                     self._draft(task)
                 case Decode():
@@ -139,7 +144,7 @@ class DraftRank:
 
     def _sort(self, source: int, message: Message) -> None:
         match message:
-            case DraftSetup() | LaneOpen() | LaneClose() | StartDraft():
+            case DraftSetup() | LaneOpen() | LaneClose() | FeedDraft() | StartDraft():
                 self._todo.append(message)
             case DraftStop(job_id):  # of a finished job: its number may be used again
                 if job_id == self._at or any(isinstance(task, StartDraft)
@@ -190,7 +195,8 @@ class DraftRank:
         self._stopped.discard(job.job_id)
         self._port.post(0, DraftDone(
             job.job_id, None if found is None else tuple(
-                (one.parent, one.token, one.confidence, one.alternative) for one in found),
+                (one.parent, one.token, one.confidence, one.alternative, one.paid, one.depth)
+                for one in found),
             self._proposer.rows_evaluated - rows, time.perf_counter() - start))
 
     def _is_stopped(self, job_id: int) -> bool:

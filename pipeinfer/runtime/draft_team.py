@@ -75,8 +75,9 @@ class DraftTeam:
         self._better.stop(job_id)
 
     def feed(self, rows: FeedDraft) -> None:
-        """Give the rows to the draft of rank 0, where proposers that read them are."""
+        """Give the rows to both drafts; those without a head ignore them."""
         self._quick.feed(rows)
+        self._better.feed(rows)
 
     def take(self) -> Drafted | None:
         """Return the next result, or None.

@@ -40,7 +40,7 @@ class RemoteDraft:
         self.told: Callable[[str], None] = lambda _: None  #: called with `lost` when it is set
         self.ready: dict[int, DraftReady] = {}
         self._port = port
-        self._ranks = setups[-1].ranks
+        self._ranks, self._reads_rows = setups[-1].ranks, bool(setups[-1].head)
         self._waiting: set[int] = set()
         self._results: deque[Drafted] = deque()
         self._lanes: OrderedDict[int, tuple[SamplingParams, int]] = OrderedDict()
@@ -98,7 +98,9 @@ class RemoteDraft:
             self._port.post(self._ranks[-1], DraftStop(job_id))
 
     def feed(self, rows: FeedDraft) -> None:
-        """See `Drafts.feed`: draft models read no rows."""
+        """See `Drafts.feed`; draft models read no rows."""
+        if self._reads_rows and not self.lost:
+            self._port.post(self._ranks[-1], rows)
 
     def take(self) -> Drafted | None:
         """Return the result of a finished job, or None."""
@@ -140,7 +142,7 @@ class RemoteDraft:
                     self._waiting.discard(job_id)
                     if wanted and proposals is not None:
                         self._results.append(Drafted(
-                            job_id, tuple(Proposal(*one, paid=True) for one in proposals),
+                            job_id, tuple(Proposal(*one) for one in proposals),
                             rows, seconds))
                 case DraftReady() as ready:
                     self.ready[ready.rank] = ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import control
 from pipeinfer.core.codec import HEADER_BYTES, VERSION, check_decode, decode, encode
-from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.messages import (
     CacheOps,
     Cancel,
@@ -100,6 +101,16 @@ def mappings(kind):
 st.register_type_strategy(dict, mappings)
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 st.register_type_strategy(int, st.integers(-2**63, 2**63 - 1))
+
+
+@st.composite
+def fed(draw):
+    shape = draw(st.tuples(st.integers(0, 3), st.integers(0, 5)))
+    kind = draw(st.sampled_from((np.float32, np.float16)))
+    return FeedDraft(draw(run_ids), draw(st.integers(0, 2**40)),
+                     np.arange(math.prod(shape), dtype=kind).reshape(shape))
+
+
 messages = st.one_of(
     decodes(), parts(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
     st.builds(LaneClose, run_ids), st.builds(Shutdown),
@@ -110,7 +121,7 @@ messages = st.one_of(
     jobs, *map(st.from_type, get_args(control.PortMessage)),
     st.builds(ShardHave, i32, run_ids, st.binary(max_size=70)),
     st.builds(ShardChunk, run_ids, st.binary(max_size=300)),
-    st.builds(ShardEnd, st.binary(max_size=70)),
+    st.builds(ShardEnd, st.binary(max_size=70)), fed(),
 )
 
 

@@ -30,6 +30,7 @@ WAYS = {
     "published": (4, ("--policy", "published", "--turns", "off", "--pace-ms", "10")),
     "halves": (3, ("--turns", "off", "--pace-ms", "10", "--hidden-type", "f16")),
     "grid": (5, ("--grid", "2x2")),
+    "draft rank": (4, ("--draft-ranks", "1", "--pace-ms", "10")),
     "killed": (4, ("--turns", "off", "--pace-ms", "10", "--fault", "kill@2:decode=12")),
 }
 
@@ -38,7 +39,7 @@ WAYS = {
 CASES = [(name, way) for name, way in itertools.product(HEADED, WAYS)
          if not (name.startswith("qwen35") and way == "published")]
 SAMPLED = (("glm4moe", "grid"), ("qwen35-mtp", "overlap"), ("deepseek2-mtp", "turns"),
-           ("glm4moe", "killed"))
+           ("glm4moe", "killed"), ("qwen35-mtp", "draft rank"))
 
 
 def generate(path, ranks, *more, count=60):
@@ -89,6 +90,29 @@ def test_the_text_is_that_of_plain_decoding(name, way, tmp_path):
                      "--proposer", "mtp", *options)
     assert found["tokens"] == expected
     assert found["stats"]["issued_speculative"] > 0
+
+
+@pytest.mark.parametrize("fault", ["kill@3:decode=9", full("error@3:decode=9")])
+def test_a_head_that_is_lost_takes_its_guesses_along_and_nothing_else(fault, tmp_path):
+    path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
+    after, text = successors(), list(encoded(path))
+    found = generate(path, 4, "--temp", "0", "--speculation", "on", "--pace-ms", "10",
+                     "--draft-ranks", "1", "--fault", fault)
+    for _ in range(60):
+        text.append(after[text[-1]])
+    assert found["tokens"] == text[-60:]
+    notes = "".join(found["stats"]["notes"])
+    assert "the head in model.gguf drafts on rank 3" in notes
+    assert "tokens come without its guesses" in notes
+
+
+def test_a_head_on_two_draft_ranks_is_refused(tmp_path):
+    path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
+    done = launch.run(4, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p",
+                          "x", "-n", "2", "--draft-ranks", "2"], timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "is one layer, which one rank holds: use --draft-ranks 1" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("way", mostly_full([way for way in WAYS if way != "grid"], "overlap"))
