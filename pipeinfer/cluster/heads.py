@@ -22,6 +22,8 @@ from pipeinfer.host import Place, threads_of
 from pipeinfer.models.eagle_head import TAPS, CompletedHead
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
+from pipeinfer.models.hub_files import EAGLE_FILE
+from pipeinfer.models.locate import find
 from pipeinfer.models.shard_cache import cache_directory, store
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from pipeinfer.backends.llamacpp.head import LlamaHead
 
 MTP, EAGLE3 = "mtp", "eagle3"  #: the proposers
-_BESIDE = "eagle3-*.gguf"  #: heads in a model's folder
 
 
 class HeadPlan(Struct, frozen=True):
@@ -108,7 +109,7 @@ def _eagle_beside(model: Any, backends: Sequence[str]) -> Path | None:
     """Return the EAGLE-3 head in a model's folder that fits it; None without one."""
     if not isinstance(model, ModelFile) or set(backends) != {"llamacpp"}:
         return None
-    for path in sorted(model.path.parent.glob(_BESIDE)):
+    for path in sorted(model.path.parent.glob(f"{EAGLE_FILE}*.gguf")):
         try:
             if not _refusal(model, backends, _taps_of(ModelFile(path), model)):
                 return path
@@ -150,7 +151,7 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
             given = registry.values_of(spec, config.speculation)["eagle"]
             if not given:
                 raise UsageError(f"--proposer {spec.name} needs a head: give one with --eagle")
-            file = ModelFile(given)
+            file = ModelFile(find(str(given), offline=config.model.offline).path)
             taps = _taps_of(file, model)
             if why := _refusal(model, backends, taps):
                 raise UsageError(f"--proposer {spec.name}: {why}")

@@ -316,8 +316,9 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     features.check(config)
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
-    if isinstance(model, ModelFile):
-        check_whole(model)
+    for one in (model, None if draft_path is None else open_model(draft_path)):
+        if isinstance(one, ModelFile):
+            check_whole(one)
     backends = backends_of(config, model, hosts)
     turns = takes_turns(config, hosts, backends, host.numa_nodes())
     would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())

@@ -12,11 +12,12 @@ from pathlib import Path
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import all_of, header_of, text_entry, total_bytes, uint_entry
+from pipeinfer.models.hub_files import EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
 
 #: architectures whose head was shown to give llama.cpp's own proposals
 WITH_HEAD = ("deepseek2", "glm4moe", "qwen35", "qwen35moe")
-_BESIDE = "mtp-*.gguf"
+_ASSISTANT = "gemma4-assistant"
 _PROJECTION = "nextn.eh_proj.weight"
 
 
@@ -28,6 +29,10 @@ def has_head(model: ModelFile) -> bool:
 
 def check_whole(model: ModelFile) -> None:
     """Raise ModelError for a file that has a head and no layers that choose tokens."""
+    if model.architecture == _ASSISTANT:
+        raise ModelError(f"{model.path}: this assistant reads the KV cache of Gemma 4's last "
+                         "layers, which a rank that drafts does not have: leave it out; prompt "
+                         "lookup or a draft model guesses instead")
     if has_head(model) and not any(one.layer == 0 for one in model.tensors.values()):
         raise ModelError(f"{model.path}: has only a prediction head (MTP): give the model that it "
                          "belongs to, and leave this file beside it")
@@ -40,12 +45,21 @@ def head_of(model: ModelFile) -> ModelFile | None:
     """
     if not isinstance(model, ModelFile) or model.architecture not in WITH_HEAD:
         return None
-    beside = () if has_head(model) else sorted(model.path.parent.glob(_BESIDE))
+    beside = () if has_head(model) else sorted(
+        model.path.parent.glob(f"{MTP_FILE}*.gguf"))
     for one in (model, *map(_opened, beside)):
         if one is not None and has_head(one) and _belongs(one, model) \
                 and one.n_layers_all - one.n_layers == 1:
             return one
     return None
+
+
+def wanted_beside(path: Path) -> tuple[str, ...]:
+    """Return how the names of heads start that a model's file lacks and can be used with."""
+    model = _opened(path)
+    if model is None or has_head(model):
+        return ()
+    return (MTP_FILE, EAGLE_FILE) if model.architecture in WITH_HEAD else (EAGLE_FILE,)
 
 
 def _opened(path: Path) -> ModelFile | None:

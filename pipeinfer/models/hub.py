@@ -48,7 +48,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
-from pipeinfer.models import hub_files
+from pipeinfer.models import head_file, hub_files
 from pipeinfer.models.hub_files import Wanted, size_text
 
 Show = Callable[[str, int, int], None]  #: takes a file's name, its present bytes, and its size
@@ -165,6 +165,7 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
     wanted: the model
     verify: whether to compare cached files with their checksums, and fetch those that differ again
     show: see `Show`; None: lines on standard error
+    The prediction head beside a model comes along, where the model can be used with it.
     Raises ModelError for a model that is not available, and Unreachable where only the network is
     to blame.
     """
@@ -175,19 +176,28 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
     sizes = {path: int(one.size or 0) for path, one in files.items()}
     chosen = hub_files.choose(wanted, sizes)
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{wanted.repo.replace('/', '--')}" / "blobs"
-    digests = {path: lfs.sha256 for path in chosen if (lfs := files[path].lfs) is not None}
-    if verify:
-        _drop_damaged(blobs, digests)
-    _check_room(blobs, {digest: sizes[path] for path, digest in digests.items()})
-    paths = []
-    for path in chosen:
-        with _explained(wanted.repo):
-            if path in digests and sizes[path] <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                url = hf_hub_url(wanted.repo, path, revision=info.sha)
-                _fill_blob(blobs / digests[path], url, f"{wanted.repo}: {path}", sizes[path],
-                           functools.partial(show, path))
-            paths.append(Path(hf_hub_download(wanted.repo, path)))
-    return Fetched(paths[0], hub_files.name_of(wanted.repo, chosen[0]))
+
+    def fetch(names: list[str]) -> Path:
+        digests = {path: lfs.sha256 for path in names if (lfs := files[path].lfs) is not None}
+        if verify:
+            _drop_damaged(blobs, digests)
+        _check_room(blobs, {digest: sizes[path] for path, digest in digests.items()})
+        paths = []
+        for path in names:
+            with _explained(wanted.repo):
+                if path in digests and sizes[path] <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+                    url = hf_hub_url(wanted.repo, path, revision=info.sha)
+                    _fill_blob(blobs / digests[path], url, f"{wanted.repo}: {path}", sizes[path],
+                               functools.partial(show, path))
+                paths.append(Path(hf_hub_download(wanted.repo, path)))
+        return paths[0]
+
+    first = fetch(chosen)
+    starts = head_file.wanted_beside(first)
+    if head := next(filter(None, (hub_files.head_beside(chosen[0], sizes, one) for one in starts)),
+                    ""):
+        fetch([head])
+    return Fetched(first, hub_files.name_of(wanted.repo, chosen[0]))
 
 
 def _drop_damaged(blobs: Path, digests: dict[str, str]) -> None:

@@ -19,7 +19,8 @@ _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP
                     r"(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$", re.ASCII)
 #: in names of GGUF files that go along with a model
-_NO_MODEL = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+MTP_FILE, EAGLE_FILE = "mtp-", "eagle3-"  #: how names of prediction heads start
+_NO_MODEL = ("mmproj", "imatrix", MTP_FILE, EAGLE_FILE, "dflash-", "dspark-")
 _MOST_NAMES = 40
 
 
@@ -72,7 +73,7 @@ def choose(wanted: Wanted, files: Mapping[str, int]) -> list[str]:
     files: of the repository, with their bytes
     Raises ModelError, which lists the available files, for what the repository does not have.
     """
-    models = models_in(files)
+    models = models_in(files) or _named(EAGLE_FILE, files)
     if wanted.file:
         if wanted.file not in files:
             raise ModelError(f"{wanted.repo} has no file {wanted.file}: {_listed(models, files)}")
@@ -90,6 +91,24 @@ def choose(wanted: Wanted, files: Mapping[str, int]) -> list[str]:
     if wanted.quant:
         raise ModelError(f"{wanted.repo} has no {wanted.quant}: {_listed(models, files)}")
     return parts_of(models[0], files)
+
+
+def head_beside(path: str, files: Mapping[str, int], start: str) -> str:
+    """Return the prediction head beside a model: of its quantisation, else the smallest; "" where
+    there is none.
+
+    path: of the model
+    files: of the repository, with their bytes
+    start: of the head's name
+    """
+    folder, quant = path.rpartition("/")[0], quant_of(path)
+    heads = [one for one in _named(start, files) if one.rpartition("/")[0] == folder]
+    return min(heads, key=lambda one: (quant_of(one) != quant, files[one]), default="")
+
+
+def _named(start: str, files: Mapping[str, int]) -> list[str]:
+    return [path for path in sorted(files) if path.endswith(".gguf")
+            and path.rsplit("/", 1)[-1].startswith(start)]
 
 
 def parts_of(path: str, files: Mapping[str, int]) -> list[str]:

@@ -89,7 +89,7 @@ def advice(config: JobConfig) -> str:
 def may_fetch(config: JobConfig) -> bool:
     """Return whether rank 0 may have to fetch a model from the hub, which can take hours."""
     model = config.model
-    names = (model.model, model.draft_model, model.draft_small)
+    names = (model.model, model.draft_model, model.draft_small, _eagle(config))
     return not model.offline and bool(model.hf_repo or model.hf_repo_draft or any(
         Wanted.parse(name) is not None and not Path(name).exists() for name in names))
 
@@ -99,6 +99,12 @@ def fetch(config: JobConfig) -> None:
     model_paths(config)
     if config.model.draft_small:
         find(config.model.draft_small, offline=config.model.offline)
+    if eagle := _eagle(config):
+        find(eagle, offline=config.model.offline)
+
+
+def _eagle(config: JobConfig) -> str:
+    return str(config.speculation.own.get("eagle", ""))
 
 
 def find(name: str, *, offline: bool = False) -> Named:

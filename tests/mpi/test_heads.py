@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 
+import gguf
 import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
@@ -175,6 +176,23 @@ def test_a_head_may_be_a_file_beside_the_model(tmp_path):
     assert "has only a prediction head" in done.stderr
     head.unlink()
     assert "mtp" not in "".join(generate(model, 1, count=4)["stats"]["notes"])
+
+
+@pytest.mark.parametrize("option", ["-md", full("-m")])
+def test_an_assistant_that_reads_the_models_cache_is_refused_with_the_reason(option, tmp_path):
+    path = tmp_path / "mtp-gemma.gguf"
+    writer = gguf.GGUFWriter(path, "gemma4-assistant")
+    writer.add_block_count(4)
+    writer.add_embedding_length(64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2",
+                          option, str(path)], timeout=60)
+    assert done.returncode != 0
+    assert "reads the KV cache of Gemma 4's last layers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("name", "why"), [

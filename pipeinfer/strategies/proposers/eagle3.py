@@ -12,7 +12,7 @@ from pipeinfer.strategies.spec import Need, ProposerSpec
 SPEC = ProposerSpec(
     "eagle3", "an EAGLE-3 head of the target (--eagle)", worker=make_heads,
     options={"eagle": OwnOption("", Option(
-        ("--eagle",), "str", "EAGLE-3 head of the model (GGUF): it guesses from rows of the "
-        "model's own layers. With --proposer, add --proposer eagle3, too.",
+        ("--eagle",), "str", "EAGLE-3 head of the model (GGUF, or user/repo[:quant] of the hub); "
+        "it guesses from rows of its layers. With --proposer, add --proposer eagle3, too.",
         changes_tokens=False))},
     needs=frozenset({Need.EAGLE3}), adapter="")
