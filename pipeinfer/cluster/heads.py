@@ -21,7 +21,7 @@ from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.eagle_head import TAPS, CompletedHead
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import WITH_HEAD, HeadSource, head_of
+from pipeinfer.models.head_file import WITH_HEAD, HeadSource, SmallVocabulary, head_of
 from pipeinfer.models.hub_files import EAGLE_FILE
 from pipeinfer.models.locate import find
 from pipeinfer.models.shard_cache import cache_directory, store
@@ -43,12 +43,14 @@ class HeadPlan(Struct, frozen=True):
     file: what has it
     target: whose head it is
     taps: layers whose inputs it reads, see `backends.base.tap`
+    small: its vocabulary; None: the target's
     """
 
     kind: Literal["mtp", "eagle3"]
     file: ModelFile
     target: ModelFile
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
+    small: SmallVocabulary | None = None
 
     def is_that(self, other: HeadPlan | None) -> bool:
         """Whether another plan is of the same file and rows."""
@@ -63,7 +65,7 @@ class HeadPlan(Struct, frozen=True):
     @property
     def source(self) -> HeadSource | CompletedHead:
         """The bytes that are loaded."""
-        return HeadSource(self.file) if self.kind == "mtp" else CompletedHead(
+        return HeadSource(self.file, self.small) if self.kind == "mtp" else CompletedHead(
             self.file, self.target)
 
     @property
@@ -77,7 +79,12 @@ class HeadPlan(Struct, frozen=True):
         own = (one for one in tensors.values() if one.layer is not None and (
             self.kind == "eagle3" or one.layer >= self.file.n_layers))
         return round(sum(one.nbytes * (share if "_exps." in one.name else 1.0) for one in own)
-                     ) + (head.nbytes if head else 0)
+                     ) + (round(head.nbytes * self._vocabulary_share) if head else 0)
+
+    @property
+    def _vocabulary_share(self) -> float:
+        return (len(self.small.tokens) + self.small.spare) / self.target.n_vocab \
+            if self.small else 1.0
 
 
 def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | None,
@@ -146,7 +153,7 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
                 raise UsageError(f"--proposer {spec.name}: {why}")
             head = head_of(model)
             assert head is not None
-            return HeadPlan("mtp", head, model, (model.n_layers,))
+            return HeadPlan("mtp", head, model, (model.n_layers,), small_of(config, model))
         if Need.EAGLE3 in spec.needs:
             given = registry.values_of(spec, config.speculation)["eagle"]
             if not given:
@@ -157,6 +164,14 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
                 raise UsageError(f"--proposer {spec.name}: {why}")
             return HeadPlan("eagle3", file, model, taps)
     return None
+
+
+def small_of(config: JobConfig, target: ModelFile) -> SmallVocabulary | None:
+    """Return the vocabulary that a target's own head has; None: all of it."""
+    from pipeinfer.llama import binding
+
+    size = registry.values_of(registry.proposers()[MTP], config.speculation)["head_vocabulary"]
+    return SmallVocabulary.of(target, size) if size and binding.has_tensors() else None
 
 
 def proposers_of(config: JobConfig) -> list[str]:
@@ -191,6 +206,8 @@ def load_head(config: JobConfig, place: Place, plan: HeadPlan, sizes: Mapping[st
     threads = threads_of(config.model.threads_draft, place)
     source = plan.source
     if isinstance(source, HeadSource):
+        if source.small is not None:
+            options = structs.replace(options, repack="off")  # its rows are replaced one by one
         return LlamaHead.open(source, plan.file.n_layers, sizes, threads, options)
     path = store(source, cache_directory(), None)
     return LlamaHead.open(path, 1, sizes, threads, options)

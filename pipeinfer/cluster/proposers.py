@@ -17,12 +17,14 @@ from pipeinfer.cluster.draft_ranks import (
     setups_of,
 )
 from pipeinfer.cluster.heads import (
+    MTP,
     HeadPlan,
     head_paths,
     head_sizes,
     load_head,
     proposers_of,
     setup_of,
+    small_of,
 )
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import own_model
@@ -115,7 +117,9 @@ class DraftLoader:
         if setup.head:
             target = own_model(structs.replace(
                 setup, model=setup.target, fingerprint=setup.target_fingerprint))
-            plan = HeadPlan(setup.head, ModelFile(own_model(setup)), ModelFile(target), ())
+            model = ModelFile(target)
+            plan = HeadPlan(setup.head, ModelFile(own_model(setup)), model,
+                            small=small_of(config, model) if setup.head == MTP else None)
             backend = load_head(config, self._place, plan, sizes)
             threads = threads_of(config.model.threads_draft, self._place)
         else:

@@ -81,9 +81,11 @@ def best_shares(
     softmax.
 
     Arguments as for `candidates`; count: at most 64. Returns int64[k] and float64[k], k < count
-    where fewer tokens are possible. With temperature, tokens far behind the best are left out of
-    the softmax, which makes the shares too large by up to some per cent.
+    where fewer tokens are possible (logits of -inf never are). With temperature, tokens far behind
+    the best are left out of the softmax, which makes the shares too large by up to some per cent.
     """
+    if allowed is not None and not np.any(logits[np.flatnonzero(allowed[:len(logits)])] > -np.inf):
+        return np.empty(0, np.int64), np.empty(0)
     x, ids = _left(logits, params, history, position, allowed)
     if params.temperature > 0:
         found = _perturbed(x, ids, params, position, count=count, margin=_FAR)
@@ -93,6 +95,8 @@ def best_shares(
         within = x if ids is None else x[ids]
         total = math.exp(log_total(within) - float(within.max())) if within.size else 1.0
     ranked, scores = found.ranked(count)
+    if len(scores) and scores[-1] == -np.inf:
+        ranked, scores = ranked[scores > -np.inf], scores[scores > -np.inf]
     return ranked, np.exp(scores - scores[:1]) / total
 
 

@@ -278,16 +278,19 @@ _OF_HEADS = {
     "want_final_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb",
                         (None, (_P, c_bool, c_bool))),
 }
+#: likewise, where it exists
+_OF_MODELS = {"get_tensor": ("_ZNK11llama_model10get_tensorEPKc", (_P, (_P, c_char_p)))}
 _OF_SHORT_RUNS = short_runs.ALL_FUNCTIONS - _FUNCTIONS.keys()  #: called by the C parts only
 _FUNCTIONS |= {name: (_P, ()) for name in _OF_SHORT_RUNS}
 _FUNCTIONS |= {f"ggml_cpu_has_{name}": (c_int, ()) for name in _KERNELS}
-_FUNCTIONS |= {name: kind for name, (_, kind) in _OF_HEADS.items()}
+_MANGLED = _OF_HEADS | _OF_MODELS
+_FUNCTIONS |= {name: kind for name, (_, kind) in _MANGLED.items()}
 #: of kernels that are plug-ins of their own ggml cannot tell before it has chosen some
 _OF_DEVICES = ("count", "description", "get", "memory", "name", "type")
 _OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type",
                "ggml_backend_reg_by_name")
 _OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES), "ggml_cpu_init",
-             *_OF_HEADS, "llama_encode", "llama_model_load_from_file_ptr", "llama_model_quantize",
+             *_MANGLED, "llama_encode", "llama_model_load_from_file_ptr", "llama_model_quantize",
              "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))
@@ -339,6 +342,12 @@ def has_heads() -> bool:
     return all(name in globals() for name in _OF_HEADS)
 
 
+def has_tensors() -> bool:
+    """Return whether the library gives access to a model's tensors. Raises BackendError."""
+    loaded()
+    return all(name in globals() for name in _OF_MODELS)
+
+
 def unused_features() -> tuple[str, ...]:
     """Return this processor's features that the library does not use. Raises BackendError."""
     here, used = cpu_flags(), kernels()
@@ -370,7 +379,7 @@ def _functions(library: Library, handle: ctypes.CDLL, layout: str) -> dict[str, 
     found: dict[str, Any] = {_CONTEXT: _context_params(layout)}
     for name, (result, arguments) in _FUNCTIONS.items():
         try:
-            function = getattr(handle, _OF_HEADS[name][0] if name in _OF_HEADS else name)
+            function = getattr(handle, _MANGLED[name][0] if name in _MANGLED else name)
         except AttributeError:
             if name in _OPTIONAL:
                 continue

@@ -200,7 +200,7 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
 
 
 class ComposedFile:
-    """Random access to the bytes of a file of whole tensors that is stored nowhere.
+    """Random access to the bytes of a file that is stored nowhere, of whole tensors and of rows.
 
     total: its size in bytes
     Close it after use. Raises ModelError if a file of the model cannot be opened.
@@ -212,7 +212,7 @@ class ComposedFile:
         self._starts = [0]
         at = len(header)
         for part in parts:
-            assert part.window is None, part.name
+            assert part.window is None or len(part.window.spans) == 1, part.name
             self._starts.append(at)
             at += aligned(part.nbytes)
         self._files: dict[int, int] = {}
@@ -231,7 +231,7 @@ class ComposedFile:
             if part is None or part.source is None:
                 into[:count] = self._header[inside:inside + count]
                 return count
-            return self._pread(part.source, inside, into[:count])
+            return self._pread(part.source, *_where(part, inside, into[:count]))
         count = min(len(into), (have if inside < have else stop - self._starts[index]) - inside)
         into[:count] = bytes(count)
         return count
@@ -252,6 +252,18 @@ class ComposedFile:
         if not count:
             raise ModelError(f"{path}: was truncated while it was being read; fetch it again")
         return count
+
+
+def _where(part: TensorPart, inside: int, into: memoryview) -> tuple[int, memoryview]:
+    """Where in its source the bytes of a part from `inside` on are, as many as lie together."""
+    if part.window is None:
+        return inside, into
+    size = part.window.row_bytes
+    for first, stop in part.window.bands:
+        if inside < (stop - first) * size:
+            break
+        inside -= (stop - first) * size
+    return first * size + inside, into[:(stop - first) * size - inside]
 
 
 def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> Iterator[bytes]:

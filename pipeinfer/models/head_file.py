@@ -2,22 +2,37 @@
 
 A head is the layers behind those that choose tokens, with the embedding, the last norm and the
 output matrix. llama.cpp loads a file of these alone. Some publishers provide it as a file beside
-the model, `mtp-*.gguf`. Reads headers; runs nothing.
+the model, `mtp-*.gguf`. With a vocabulary of 150,000 tokens or more, most of the time of a head is
+that of the output matrix, so it may have a smaller one. Reads headers; runs nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+
+from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.gguf_parts import all_of, header_of, text_entry, total_bytes, uint_entry
+from pipeinfer.models.gguf_parts import (
+    all_of,
+    bands_of,
+    header_of,
+    text_entry,
+    total_bytes,
+    uint_entry,
+)
 from pipeinfer.models.hub_files import EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
 
 #: architectures whose head was shown to give llama.cpp's own proposals
 WITH_HEAD = ("deepseek2", "glm4moe", "qwen35", "qwen35moe")
 _ASSISTANT = "gemma4-assistant"
+#: names of matrices that have a row for each token
+_BY_TOKEN = ("token_embd.weight", "output.weight", "nextn.embed_tokens.weight",
+             "nextn.shared_head_head.weight")
+_MARKS = (3, 4)  #: tokens that control something, and those that a user has defined
 _PROJECTION = "nextn.eh_proj.weight"
 
 
@@ -75,21 +90,73 @@ def _belongs(head: ModelFile, model: ModelFile) -> bool:
         model.architecture, model.n_layers, model.n_embd, model.n_vocab)
 
 
-class HeadSource(ShardSource):
-    """The bytes of a head's file. Raises ModelError for a file without a head."""
+class SmallVocabulary(Struct, frozen=True):
+    """The rows that a head's embedding and output matrix have.
 
-    def __init__(self, model: ModelFile) -> None:
+    tokens: ids of the tokens that these belong to
+    spare: further rows, for other tokens of a text
+    """
+
+    tokens: tuple[int, ...]
+    spare: int
+
+    @classmethod
+    def of(cls, model: ModelFile, size: int) -> SmallVocabulary | None:
+        """Return the tokens of a vocabulary of `size` rows; None where that would save little.
+
+        model: has the tokenizer. Tokens that mark something, and those with the lowest ids: a
+            tokenizer that joins pairs of bytes (BPE) numbers tokens by how frequent they were.
+        """
+        if not size or model.n_vocab < 2 * size:
+            return None
+        spare = size // 8
+        kinds = model.get("tokenizer.ggml.token_type")
+        marks = [i for i, kind in enumerate(kinds if isinstance(kinds, list) else ())
+                 if kind in _MARKS][:size // 2]
+        others = size - spare - len(marks)
+        known = frozenset(marks)
+        low = (i for i in range(model.n_vocab) if i not in known)
+        return cls(tuple(sorted((*marks, *itertools.islice(low, others)))), spare)
+
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Return ranges of the matrices' rows; spare ones get bytes of the first rows."""
+        bands: list[list[int]] = []
+        for token in self.tokens:
+            if bands and bands[-1][1] == token:
+                bands[-1][1] += 1
+            else:
+                bands.append([token, token + 1])
+        return (*((low, high) for low, high in bands), (0, self.spare))
+
+
+class HeadSource(ShardSource):
+    """The bytes of a head's file. Raises ModelError for a file without a head.
+
+    small: the rows of its vocabulary; None: all
+    """
+
+    def __init__(self, model: ModelFile, small: SmallVocabulary | None = None) -> None:
         if not has_head(model):
             raise ModelError(f"{model.path}: has no head for further tokens (no {_PROJECTION})")
-        parts = [all_of(tensor, name) for name, tensor in model.tensors.items()
+        self.small = small
+        parts = [bands_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
+                 else all_of(tensor, name) for name, tensor in model.tensors.items()
                  if tensor.layer is None or tensor.layer >= model.n_layers]
+        n_vocab = len(small.tokens) + small.spare if small else model.n_vocab
         kept = [model.raw_entry(key) for key in model.meta_keys()
                 if not key.startswith(("tokenizer.", "split.", "general.alignment"))
                 and key != f"{model.architecture}.vocab_size"]
         self.header = header_of([
-            *kept, uint_entry(f"{model.architecture}.vocab_size", model.n_vocab),
+            *kept, uint_entry(f"{model.architecture}.vocab_size", n_vocab),
             text_entry("tokenizer.ggml.model", "none")], parts)
         self.model, self.layers = model, (0, model.n_layers)
         self._parts = parts
         self.total = total_bytes(self.header, parts)
         self.name = f"{model.fingerprint[:32]}-head.gguf"
+
+    @staticmethod
+    def by_token(model: ModelFile) -> tuple[str, ...]:
+        """Return the names of a head's matrices that have a row for each token."""
+        return tuple(name for name, tensor in model.tensors.items() if (
+            tensor.layer is None or tensor.layer >= model.n_layers)
+            and name.removeprefix(f"blk.{tensor.layer}.") in _BY_TOKEN)

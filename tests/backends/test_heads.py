@@ -20,7 +20,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.lab.training.eagle3.llama_head import LlamaEagle
 from pipeinfer.models.eagle_head import complete
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import HeadSource, has_head, head_of
+from pipeinfer.models.head_file import HeadSource, SmallVocabulary, has_head, head_of
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.target_head import TargetHead
 from tests.rig.clockwork import write_clockwork, write_eagle
@@ -118,6 +118,52 @@ def test_a_head_in_a_file_of_its_own_is_that_of_the_whole_file(name, tmp_path):
         found.append(np.concatenate(logits))
     assert np.isfinite(found[0]).all()
     assert found[0].tobytes() == found[1].tobytes()
+
+
+@pytest.mark.parametrize("name", mostly_full(HEADED, "glm4moe", "qwen35-mtp"))
+@pytest.mark.parametrize("spare", [32, 40])
+def test_a_small_vocabulary_changes_no_logit_that_it_has(name, spare, tmp_path):
+    """Also of tokens that only the text brought; the spare rows are used up, and used again."""
+    model = written(tmp_path, name)
+    rows, _ = tapped(parts(model, (), tmp_path), (model.n_layers,), [1] * 40)
+    small = SmallVocabulary((*range(60), 97, 98), spare)
+    others = list(dict.fromkeys(one for one in TEXT if one not in small.tokens))
+    assert spare == 40 or len(others) > spare - 10
+    heads = [LlamaHead.open(HeadSource(model, of), model.n_layers, SIZES, 1,
+                            structs.replace(OPTIONS, repack="off")) for of in (None, small)]
+    assert heads[0].info.n_vocab == heads[1].info.n_vocab == model.n_vocab
+    seen = []
+    for first, stop in ((1, 16), (16, 30), (30, 31)):
+        batch = make_rows([(TEXT[k], k, (0,), k == stop - 1) for k in range(first, stop)])
+        seen += TEXT[first:stop]
+        whole, few = (np.array(one.decode(batch, rows[first - 1 : stop - 1])) for one in heads)
+        recent = list(dict.fromkeys(one for one in reversed(seen) if one not in small.tokens))
+        has = sorted((*small.tokens, *recent[:spare]))
+        assert few[:, has].tobytes() == whole[:, has].tobytes()
+        assert np.isneginf(np.delete(few, has, axis=1)).all()
+        assert heads[0].tapped.tobytes() == heads[1].tapped.tobytes()
+    batch = make_rows([(token, 31 + k, (0,), True) for k, token in enumerate(range(200, 232))])
+    whole, few = (np.array(one.decode(batch, np.tile(rows[30:31], (32, 1)))) for one in heads)
+    has = [*small.tokens, *range(200, 232)]
+    assert few[:, has].tobytes() == whole[:, has].tobytes()
+    for one in heads:
+        one.close()
+
+
+def test_a_small_vocabulary_has_the_marks_and_the_frequent_tokens(tmp_path):
+    model = written(tmp_path, "glm4moe")
+    kinds = model.get("tokenizer.ggml.token_type")
+    marks = [i for i, kind in enumerate(kinds) if kind in (3, 4)]
+    small = SmallVocabulary.of(model, 64)
+    assert marks
+    assert set(marks) <= set(small.tokens)
+    assert len(small.tokens) + small.spare == 64
+    low = [one for one in small.tokens if one not in marks]
+    assert low == [i for i in range(model.n_vocab) if i not in marks][:len(low)]
+    taken = [token for first, stop in small.rows() for token in range(first, stop)]
+    assert taken == [*small.tokens, *range(small.spare)]
+    assert SmallVocabulary.of(model, 0) is None
+    assert SmallVocabulary.of(model, model.n_vocab // 2 + 1) is None
     assert HeadSource(model).total < model.nbytes / 2
 
 

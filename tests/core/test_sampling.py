@@ -254,3 +254,20 @@ def test_shares_are_those_of_the_softmax_of_all_scores(temperature, allowed):
     nobody = np.zeros(30_000, np.bool_)
     ids, shares = best_shares(logits, params, NO_HISTORY, 0, nobody, count=8)
     assert (ids.size, shares.size) == (0, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 40, "top_p": 0.95}])
+@pytest.mark.parametrize("size", [5000, 100])
+def test_tokens_that_a_head_cannot_propose_have_no_share(temperature, limits, size):
+    """Their logits are -inf; all of those that a grammar leaves may be."""
+    params = SamplingParams(temperature, key=3, **limits)
+    logits = np.full(size, -np.inf, np.float32)
+    few = np.array([3, 70, 90])
+    logits[few] = np.random.default_rng(1).standard_normal(3)
+    for allowed in (None, np.ones(size, np.bool_)):
+        ids, shares = best_shares(logits, params, NO_HISTORY, 5, allowed, count=8)
+        assert 0 < len(ids) == len(set(ids.tolist()) & set(few.tolist()))
+        assert shares.sum() == pytest.approx(1.0)
+    ids, shares = best_shares(logits, params, NO_HISTORY, 5, np.arange(size) > 90, count=8)
+    assert (ids.size, shares.size) == (0, 0)

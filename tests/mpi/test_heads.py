@@ -11,6 +11,7 @@ import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.head_file import SmallVocabulary
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
 from tests.rig.clockwork import successors, write_apart, write_clockwork, write_eagle
@@ -91,6 +92,24 @@ def test_the_text_is_that_of_plain_decoding(name, way, tmp_path):
                      "--proposer", "mtp", *options)
     assert found["tokens"] == expected
     assert found["stats"]["issued_speculative"] > 0
+
+
+@pytest.mark.parametrize(("name", "way", "sampling"), [
+    ("glm4moe", "one", ("--temp", "0")), *(
+        full(name, way, ("--temp", "0.8", "--seed", "5"))
+        for name, way in zip(HEADED, ("overlap", "draft rank", "overlap", "turns"), strict=True))])
+def test_a_head_with_a_small_vocabulary_is_right_where_it_has_the_token(name, way, sampling,
+                                                                        tmp_path):
+    path = write_clockwork(tmp_path / "model.gguf", name)
+    ranks, options = WAYS[way]
+    small = SmallVocabulary.of(ModelFile(path), 128)
+    plain = generate(path, 1, *sampling, "--speculation", "off", count=100)
+    found = generate(path, ranks, *sampling, "--proposer", "mtp", "--speculation", "on",
+                     "--head-vocabulary", "128", *options, count=100)
+    assert found["tokens"] == plain["tokens"]
+    has = sum(one in small.tokens for one in found["tokens"])
+    assert 20 < has < 80
+    assert 10 < found["stats"]["accepted_speculative"] <= has + 16
 
 
 @pytest.mark.parametrize("fault", ["kill@3:decode=9", full("error@3:decode=9")])

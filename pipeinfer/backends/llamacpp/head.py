@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.core.types import FloatArray
+from pipeinfer.core.types import Columns, FloatArray, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import last_log
+from pipeinfer.models.head_file import HeadSource, SmallVocabulary
 from pipeinfer.models.shard import ShardSource
 
 
@@ -21,6 +24,7 @@ class LlamaHead(LlamaCppBackend):
     """A head as a backend: see `target_head.Head`."""
 
     shift = 0
+    _slots: _Slots | None = None
 
     @classmethod
     def open(cls, source: ShardSource | Path, layers: int, sizes: Mapping[str, Any], threads: int,
@@ -37,7 +41,22 @@ class LlamaHead(LlamaCppBackend):
                         n_threads=threads, options=options, **sizes)
         binding.want_final_rows(head._ctx, True, False)
         head.shift = -1 if options.head == "eagle3" else 0
+        if isinstance(source, HeadSource) and source.small is not None:
+            head._slots = _Slots(source, source.small, head._model)
+            head.info = structs.replace(
+                head.info, n_vocab=source.model.n_vocab,
+                n_batch=min(head.info.n_batch, source.small.spare))
         return head
+
+    def decode(self, rows: Rows, hidden: FloatArray | None = None,
+               should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
+        """See `Backend.decode`. Tokens outside of a small vocabulary have logits of -inf."""
+        if (slots := self._slots) is None:
+            return super().decode(rows, hidden, should_stop)
+        tokens, positions, outputs = rows.lists
+        found = super().decode(Rows.of(Columns(slots.of(tokens), positions, outputs), rows.seq_ids),
+                               hidden, should_stop)
+        return None if found is None else slots.spread(found)
 
     @property
     def tapped(self) -> FloatArray:
@@ -64,3 +83,51 @@ class LlamaHead(LlamaCppBackend):
         flat = np.ctypeslib.as_array(found, (count * self.info.n_embd,))
         rows: FloatArray = flat.reshape(count, -1).copy()
         return rows
+
+
+class _Slots:
+    """Which rows of a head's matrices belong to which tokens.
+
+    A token without a row gets a spare one when it appears in a text: that of the token that has not
+    appeared for the longest time.
+    """
+
+    def __init__(self, source: HeadSource, small: SmallVocabulary, model: Any) -> None:
+        n_vocab = source.model.n_vocab
+        self._slot = dict(zip(small.tokens, range(len(small.tokens)), strict=True))
+        self._token = np.array(small.tokens, np.int64)  # of each row that has one
+        self._n_vocab, self._most = n_vocab, len(small.tokens) + small.spare
+        self._borrowed: OrderedDict[int, int] = OrderedDict()
+        self._matrices = []
+        for name in source.by_token(source.model):
+            tensor = source.model.tensors[name]
+            self._matrices.append((
+                binding.get_tensor(model, name.encode()),
+                np.memmap(source.model.paths[tensor.part], np.uint8, "r", tensor.offset,
+                          (n_vocab, tensor.nbytes // n_vocab))))
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the rows of tokens; there must not be more than there are spare rows."""
+        return [slot if (slot := self._slot.get(token)) is not None else self._borrow(token)
+                for token in tokens]
+
+    def spread(self, found: FloatArray) -> FloatArray:
+        """Return logits float32[n, n_vocab] for those of the rows."""
+        logits = np.full((len(found), self._n_vocab), -np.inf, np.float32)
+        logits[:, self._token] = found[:, :len(self._token)]
+        return logits
+
+    def _borrow(self, token: int) -> int:
+        if (slot := self._borrowed.get(token)) is not None:
+            self._borrowed.move_to_end(token)
+            return slot
+        if len(self._token) < self._most:
+            slot, self._token = len(self._token), np.append(self._token, token)
+        else:
+            _, slot = self._borrowed.popitem(last=False)
+            self._token[slot] = token
+        self._borrowed[token] = slot
+        for matrix, rows in self._matrices:
+            row = np.ascontiguousarray(rows[token])
+            binding.ggml_backend_tensor_set(matrix, row.ctypes.data, slot * row.nbytes, row.nbytes)
+        return slot

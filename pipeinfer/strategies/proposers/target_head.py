@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Struct, field, structs
 
 from pipeinfer.backends.base import Backend
+from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import END, FloatArray, Rows, make_rows
 from pipeinfer.strategies.proposers.draft_model import DraftModel, Ranking
@@ -240,5 +241,11 @@ def make_heads(setup: ProposerSetup) -> list[TargetHead]:
                        vocabulary=setup.vocabulary) for head in setup.drafts]
 
 
-SPEC = ProposerSpec("mtp", "the head for further tokens (MTP) that the target's file has",
-                    worker=make_heads, needs=frozenset({Need.MTP}))
+SPEC = ProposerSpec(
+    "mtp", "the head for further tokens (MTP) that the target's file has", worker=make_heads,
+    options={"head_vocabulary": OwnOption(32768, Option(
+        ("--head-vocabulary",), "int",
+        "Tokens that the model's own head can propose, where its vocabulary has at least twice as "
+        "many: the frequent ones, and those of the text; 0: all.",
+        0, 1 << 20, changes_tokens=False))},
+    needs=frozenset({Need.MTP}))
