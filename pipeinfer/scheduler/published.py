@@ -27,16 +27,22 @@ def repeat_tip(state: SchedulerState, lane: Lane) -> None:
         tree.drop(node)
 
 
+def reads_prompt(lane: Lane) -> bool:
+    """Return whether the result of the lane's prompt is not back.
+
+    The paper excludes speculation until then (its definition of the time to the first token).
+    """
+    tip = lane.tree.frontier
+    return tip.choice is None and tip.run_id == lane.last_chunk_run
+
+
 def buffer_free(state: SchedulerState, lane: Lane, best: Node) -> bool:
     """Return whether a speculative run below `best` has a free id, and room for the rows it
     repeats.
-
-    Rows of a prompt are not repeated, because they were computed in wider runs.
     """
     if not state.limits.buffered:
         return True
     if not state.pool.available or best.parent is None:
         return False
-    return state.limits.shares_early or (
-        len(lane.accepted) > lane.given
-        and lane.tree.rows_left(best.parent, state.limits.exact_width) > 0)
+    return state.limits.shares_early or \
+        lane.tree.rows_left(best.parent, state.limits.exact_width) > 0

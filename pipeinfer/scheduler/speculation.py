@@ -22,7 +22,7 @@ from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
-from pipeinfer.scheduler.published import buffer_free
+from pipeinfer.scheduler.published import buffer_free, reads_prompt
 from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
@@ -220,7 +220,7 @@ class Speculation:
     def may_guess(self, lane: Lane) -> bool:
         """Return whether speculation is possible in this lane now."""
         return self.limits.speculates and not (lane.done or lane.closing) and lane.root_issued \
-            and self.room_to_guess()
+            and self.room_to_guess() and not (self.limits.buffered and reads_prompt(lane))
 
     def speculate(self) -> None:
         """Issue the best speculative tokens of all lanes while there is room (docs/algorithms.md

@@ -157,15 +157,28 @@ def test_what_an_ablation_switches_off(ablation):
             assert max(len(i.rows) for i in speculative) > START.draft_max
 
 
-def test_without_multibuffering_a_prompt_is_not_repeated():
-    """Its rows were computed in a wider run, so their bits may differ."""
-    scheduler = Scheduler(without(Ablation.MULTIBUFFER), validate=True)
-    out = scheduler.handle(Submit(Request(0, (5, 6), 30)))
-    job = next(i for i in reversed(out) if isinstance(i, StartDraft))
-    run, _ = guess(scheduler, job, (8, 9))
-    assert run is None
-    out = scheduler.handle(RunDone(0, (Choice(8),)))
-    assert next(i for i in out if isinstance(i, IssueRun)).rows.tokens.tolist() == [8]
+@pytest.mark.parametrize("ablation", [None, Ablation.MULTIBUFFER, Ablation.CONTINUOUS])
+def test_nothing_is_guessed_before_the_prompt_is_back(ablation):
+    """The paper's metric 2; the project's own policy guesses behind the prompt."""
+    limits = structs.replace(without(ablation) if ablation else START, chunk=2)
+    assert guessed_before_the_first_token(limits) == []
+    pipeline, _ = long_run(limits)
+    assert any(i.speculative for i in pipeline.log if isinstance(i, IssueRun))
+
+
+def test_the_own_policy_guesses_behind_the_prompt():
+    kinds = guessed_before_the_first_token(
+        structs.replace(START, policy=Policy.PIPEINFER, path_min=0.0, chunk=2))
+    assert {StartDraft, IssueRun} == set(kinds)
+
+
+def guessed_before_the_first_token(limits):
+    """What is drafted and issued as a guess before the prompt's result; a draft that only reads
+    the prompt is neither."""
+    pipeline, _ = long_run(limits)
+    first = next(k for k, i in enumerate(pipeline.log) if isinstance(i, Emit))
+    return [type(i) for i in pipeline.log[:first] if (isinstance(i, StartDraft) and i.max_tokens)
+            or (isinstance(i, IssueRun) and i.speculative)]
 
 
 def cutoffs(limits, answers):
