@@ -47,7 +47,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import ALL_SEQS, END, Request, SamplingParams
-from pipeinfer.lab.commands.compare import configs_for, judge_all
+from pipeinfer.lab.commands.compare import configs_for, judge_all, normals, parse_method
 from pipeinfer.lab.commands.comparison import PLAIN, Answer, geometric, mean, rows_of, table_text
 from pipeinfer.lab.emulation.decoded import DecodedSimulation
 from pipeinfer.lab.emulation.synthetic import SyntheticPair
@@ -67,8 +67,8 @@ from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.registry import job_config
 from pipeinfer.strategies.spec import Need, ProposerSetup
 
-METHODS = (PLAIN, "pdos", "skeleton", "cod", "cod-pdos", "prompt-lookup", "lookahead", "draft",
-           "pdos+draft", "cod-pdos+lookahead")
+METHODS = (PLAIN, "pdos", "pdos-plain", "skeleton", "cod", "cod-pdos", "prompt-lookup", "lookahead",
+           "draft", "pdos+draft", "cod-pdos+lookahead")
 STAGES = 4
 COUNT = 60  #: questions, as many of each kind
 ROUND = 12  #: that one method answers before the next one does, so that a stop leaves whole sets
@@ -263,7 +263,9 @@ def tables(work: Path) -> None:
     """Judge by the stub, and print the tables."""
     asked, answers = answers_of(work)
     judged(asked, answers)
-    click.echo(table_text(rows_of(answers, controlled)))
+    base = job_config(model="smollm2")
+    click.echo(table_text(rows_of(answers, controlled, normals(
+        {name: parse_method(name, base) for name in answers}))))
     columns = ["steps / tokens / speed-up / right", *task_sets.KINDS]
     for line in [columns, ["---"] * len(columns), *kinds_of(answers)]:
         click.echo(f"| {' | '.join(line)} |")

@@ -32,6 +32,7 @@ BUILT_IN = (
     "pipeinfer.strategies.decomposers.apar",
     "pipeinfer.strategies.decomposers.chain_of_draft",
     "pipeinfer.strategies.decomposers.pdos_drafts",
+    "pipeinfer.strategies.decomposers.pdos_plain",
 )
 
 

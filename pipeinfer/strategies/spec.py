@@ -156,6 +156,7 @@ class DecomposerSpec(Struct, frozen=True):
         response is an ordinary one
     text: appended to the question where the model's file has no text for the method
     open: writes the prompt and the specification, where that takes more than `text`
+    baseline: the method that decodes such a prompt in sequence, with which `compare` compares, too
     check: raises ModelError for a vocabulary without the method's tokens
     validate: raises UsageError for values of its own options
     options: its own options, by name
@@ -167,8 +168,9 @@ class DecomposerSpec(Struct, frozen=True):
     help: str
     make: Callable[[DecomposerSetup], Decomposer] | None
     text: str = ""
-    open: Callable[[Writer, Sequence[Mapping[str, str]]], tuple[tuple[int, ...], Specification]] \
-        | None = None
+    open: Callable[[Writer, Sequence[Mapping[str, str]]],
+                   tuple[tuple[int, ...], Specification | None]] | None = None
+    baseline: str = ""
     check: Callable[[TokenVocabulary], object] = _anything
     validate: Callable[[Mapping[str, Any]], object] = _anything
     options: Mapping[str, OwnOption] = field(default_factory=dict)

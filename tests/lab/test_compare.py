@@ -15,7 +15,14 @@ from click.testing import CliRunner
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.lab.commands import comparison
-from pipeinfer.lab.commands.compare import compare_command, judge_all, parse_method, superset
+from pipeinfer.lab.commands.compare import (
+    compare_command,
+    configs_for,
+    judge_all,
+    normals,
+    parse_method,
+    superset,
+)
 from pipeinfer.lab.commands.comparison import Answer, by_kind, geometric, rows_of
 from pipeinfer.lab.quality.judge import controlled
 from pipeinfer.lab.quality.prompt_sets import Prompt
@@ -42,6 +49,23 @@ def test_means_are_geometric_and_against_the_plain_answer_to_the_same_prompt():
     text = comparison.table_text(list(table.values()))
     assert len({len(line) for line in text.splitlines()}) == 1
     assert "| pasta " in text
+
+
+def test_pdos_is_compared_with_its_prompt_decoded_in_sequence_too():
+    configs, _ = configs_for(JobConfig(), ["pdos", "pdos+prompt-lookup", "apar"])
+    assert [*configs] == ["plain", "pdos", "pdos+prompt-lookup", "apar", "pdos-plain"]
+    assert configs["pdos-plain"].speculation.policy == "iterative"
+    rows = rows_of({"plain": [answer("plain", 4.0, 40, 40, 40)],
+                    "pdos": [answer("pdos", 2.0, 10, 50, 40)],
+                    "pdos-plain": [answer("pdos-plain", 6.0, 50, 50, 50)],
+                    "apar": [answer("apar", 2.0, 10, 50, 40)]}, normals=normals(configs))
+    table = {row["method"]: row for row in rows}
+    assert table["pdos"]["speedup"] == pytest.approx(2.0)
+    assert table["pdos"]["speedup_over_normal"] == pytest.approx(3.0)
+    assert table["pdos"]["steps_speedup_over_normal"] == pytest.approx(5.0)
+    assert table["apar"]["speedup_over_normal"] is None
+    head, *_ = comparison.table_text(rows).splitlines()
+    assert "| in steps | over Normal | its steps |" in head
 
 
 def test_judgements_count_against_the_plain_answer_and_by_kind(monkeypatch):

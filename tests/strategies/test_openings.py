@@ -66,6 +66,8 @@ def test_prompts_ask_for_their_method(model):
     drafts = opening(tokenizer, texts, "cod-pdos", MESSAGES)
     assert drafts.prompt == as_text(tokenizer, texts, "cod-pdos", QUESTION, pdos_drafts.TEXT)
     assert sent(drafts) == Specification("cod-pdos")
+    plain = opening(tokenizer, texts, "pdos-plain", MESSAGES)  # the paper's "Normal"
+    assert plain == prompts.Opening(opening(tokenizer, texts, "pdos", MESSAGES).prompt)
     with pytest.raises(UsageError, match="magic"):
         opening(tokenizer, texts, "magic", MESSAGES)
 

@@ -237,7 +237,7 @@ def compare_command(  # noqa: PLR0913  (an option each)
         notes = [*notes, trouble]
     from pipeinfer.lab.quality.judge import controlled
 
-    table, kinds = rows_of(answers, controlled), by_kind(answers)
+    table, kinds = rows_of(answers, controlled, normals(configs)), by_kind(answers)
     pace = f", {base.cluster.pace_ms:g} ms per decode" if base.cluster.pace_ms else ""
     title = f"{len(asked)} prompts, {stages} stages{pace}, {memory / 2**20:.0f} MiB resident"
     text = "\n\n".join([title, table_text(table), *([table_text(kinds)] if kinds else [])])
@@ -248,10 +248,17 @@ def compare_command(  # noqa: PLR0913  (an option each)
         write(out, title, text, table, answers, questions, plots=plots)
 
 
+def normals(configs: Mapping[str, JobConfig]) -> dict[str, str]:
+    """By method, the one that decodes such a prompt in sequence, where the method names one."""
+    return {name: spec.baseline for name, config in configs.items() if config.speculation.decomposer
+            and (spec := registry.decomposer(config.speculation.decomposer)).baseline}
+
+
 def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobConfig], JobConfig]:
     """A config for each method, by name, plain first; and what has to be loaded for all of them.
 
-    Without methods: all that the model supports. Raises UsageError.
+    Without methods: all that the model supports. What a method is compared with is added.
+    Raises UsageError.
     """
     own = base.speculation
     if own.decomposer or own.proposer or own.policy:
@@ -271,6 +278,7 @@ def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobC
                    *(name for name, spec in registry.proposers().items() if not spec.needs))
     names = tuple(dict.fromkeys((PLAIN, *methods)))
     configs = {name: parse_method(name, base) for name in names}
+    configs |= {name: parse_method(name, base) for name in normals(configs).values()}
     whole = superset(list(configs.values()), base)
     return {name: config.replace(partitions=whole.speculation.partitions)
             for name, config in configs.items()}, whole

@@ -102,19 +102,23 @@ def reference_of(answers: Mapping[str, Sequence[Answer]]) -> str:
 
 
 def rows_of(answers: Mapping[str, Sequence[Answer]],
-            controlled: Callable[[Sequence[float], Sequence[int]], float | None] | None = None
-            ) -> list[dict[str, Any]]:
+            controlled: Callable[[Sequence[float], Sequence[int]], float | None] | None = None,
+            normals: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """The table: one row per method, against the plain answers to the same prompts, or the
     baseline's.
 
     speedup: of wall-clock time; steps_speedup: of steps (theoretical speedup, PASTA section 5.1),
     both geometric means; compression: chosen tokens per step; parallelism: visible ones.
     controlled: win rate at equal length, of wins and of how many characters longer each text is.
+    normals: by method, the one that decodes such a prompt in sequence (the PDOS paper's "Normal");
+        speed-ups over it are columns of their own.
     """
     plain = answers.get(reference_of(answers), ())
     table = []
     for method, given in answers.items():
         pairs = list(zip(plain, given, strict=False))
+        equal = list(zip(answers.get((normals or {}).get(method, ""), ()), given,
+                         strict=False))
         judged = [(p, a) for p, a in pairs if a.won is not None]
         table.append({
             "method": method, "prompts": len(given),
@@ -123,6 +127,10 @@ def rows_of(answers: Mapping[str, Sequence[Answer]],
             "speedup": geometric([p.seconds / a.seconds for p, a in pairs]),
             "steps": statistics.fmean([a.steps for a in given]),
             "steps_speedup": geometric([p.steps / max(a.steps, 1) for p, a in pairs]),
+            "speedup_over_normal": geometric([p.seconds / a.seconds for p, a in equal])
+            if equal else None,
+            "steps_speedup_over_normal": geometric([p.steps / max(a.steps, 1) for p, a in equal])
+            if equal else None,
             "gflop_per_step": mean([a.flops / max(a.steps, 1) / 1e9 for a in given if a.flops]),
             "compression": geometric([a.tokens / max(a.steps, 1) for a in given]),
             "parallelism": geometric([a.visible / max(a.steps, 1) for a in given]),
@@ -168,7 +176,9 @@ def by_kind(answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
 
 _COLUMNS = (("method", "method", "{}"), ("tokens_per_second", "tokens/s", "{:.1f}"),
             ("speedup", "speedup", "{:.2f}"), ("steps", "steps", "{:.1f}"),
-            ("steps_speedup", "in steps", "{:.2f}"), ("compression", "S", "{:.2f}"),
+            ("steps_speedup", "in steps", "{:.2f}"),
+            ("speedup_over_normal", "over Normal", "{:.2f}"),
+            ("steps_speedup_over_normal", "its steps", "{:.2f}"), ("compression", "S", "{:.2f}"),
             ("parallelism", "parallel", "{:.2f}"), ("gflop_per_step", "GFLOP/step", "{:.2f}"),
             ("threads", "threads", "{:.1f}"),
             ("acceptance", "accepted", "{:.0%}"),

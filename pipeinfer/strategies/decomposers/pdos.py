@@ -318,4 +318,5 @@ not add ####."""
 
 SPEC = DecomposerSpec(
     "pdos", "steps that are named first and written at once, in one sequence",
-    lambda setup: Pdos(setup.vocabulary, n_prompt=setup.n_prompt), text=TEXT, check=Markers.of)
+    lambda setup: Pdos(setup.vocabulary, n_prompt=setup.n_prompt), text=TEXT, check=Markers.of,
+    baseline="pdos-plain")

@@ -66,6 +66,12 @@ def test_retrieval_sentences_are_long_enough_for_blocks_to_pay(codec: Codec) -> 
         assert all(18 <= len(codec.encode(item.sentence)) <= 26 for item in task.items)
 
 
+def test_steps_of_one_line_are_sentences_of_their_own() -> None:
+    """PDOS's prompt decoded in sequence puts no line break between steps."""
+    assert tasks.found_lines("Answers\n\n####Ada: studies law.####Bob: studies art.\nEnd.") == [
+        "Ada studies law.", "Bob studies art.", "End."]
+
+
 def test_every_tag_is_one_token_in_context(codec: Codec) -> None:
     text = (
         'Answers\n\n####Alice:......\n\n####%%%%<promise topic="Bob" tokens=12/><async>Bob</async>'

@@ -93,7 +93,7 @@ _MARKUP = re.compile(
 def found_lines(text: str) -> list[str]:
     """The sentences of an answer in any format: markup, numbers and blanks removed."""
     lines = []
-    for line in text.splitlines():
+    for line in re.split(r"\n|####", text):  # steps of PDOS may follow one another in a line
         line = re.sub(r"^\d+\.\s*", "", _MARKUP.sub("", line).strip())
         if line and line != words.PREAMBLE:
             lines.append(" ".join(line.split()))
