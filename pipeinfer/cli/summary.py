@@ -32,6 +32,13 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
         per_step = figures["flops"] / figures["steps"]
         lines.append(f"arithmetic: {figures['rows'] / figures['steps']:.1f} rows and about "
                      f"{per_step / 1e9:.2f} GFLOP per step, {figures['steps']} steps")
+    if figures.get("gave_up"):
+        lines.append(f"threads: {figures['gave_up']} ended because they were too long, not by the "
+                     "model")
+    if slower_than_plain(figures["steps"], figures["visible"]) and \
+            figures["visible"] < figures["n_output"]:
+        lines.append(f"threads: {figures['steps']} steps for the {figures['visible']} tokens that "
+                     "are shown; for such questions leave out --decomposer")
     for node, stage in sorted(stages.items()):
         if "busy_share" in stage:
             waited = f", waited {stage['waited_share']:.0%} for the other members" if stage.get(
@@ -46,6 +53,12 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
         lines.append(f"memory: {gib:.2f} GiB resident over all ranks, "
                      f"{figures['tokens_per_second_per_gib']:.1f} tokens/s per GiB")
     return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def slower_than_plain(steps: int, tokens: int) -> bool:
+    """Return whether so many steps are a tenth more than plain decoding takes for so many tokens.
+    """
+    return steps > 1.1 * tokens
 
 
 def flops_of(stats: LaneStats, row: tuple[float, float]) -> float:

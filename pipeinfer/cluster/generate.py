@@ -84,7 +84,7 @@ class Generated(Struct):
         gaps = [b - a for a, b in itertools.pairwise(self.times)]
         return {
             "n_prompt": self.n_prompt, "n_output": len(self.tokens), "reason": self.reason,
-            "seed": self.seed,
+            "seed": self.seed, "visible": self.visible,
             "tokens_per_second": self.tokens_per_second,
             "time_to_first_token": self.times[0] if self.times else None,
             "time_to_first_after_prompt": gaps[0] if gaps else None,

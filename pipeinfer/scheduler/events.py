@@ -94,6 +94,7 @@ class LaneStats(Struct):
         not counted (plain decoding: one per token)
     rows: issued rows, those of prompts not counted
     attended: cells that these rows attend to, all together
+    gave_up: threads that were ended because they were too long
     """
 
     accepted: int = 0
@@ -112,6 +113,7 @@ class LaneStats(Struct):
     steps: int = 0
     rows: int = 0
     attended: int = 0
+    gave_up: int = 0
 
 
 class IssueRun(Struct, frozen=True):

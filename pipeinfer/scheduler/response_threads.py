@@ -28,6 +28,7 @@ from pipeinfer.strategies.decomposers.base import (
     Decomposer,
     Feed,
     Fork,
+    GiveUp,
     Hold,
     Join,
     Piece,
@@ -102,6 +103,7 @@ class Threads:
         response = Response(ticket, ticket.decompose(), past=ticket.past, muted=len(ticket.output))
         response.lanes[MAIN] = lane
         self.responses[ticket.order] = response
+        ticket.stats.gave_up = 0  # a replay counts again
         lane.own = structs.replace(ticket.request, params=structs.replace(
             ticket.request.params, bans=response.decomposer.bans))
 
@@ -182,6 +184,8 @@ class Threads:
                     self._skip(response.lanes[thread], count)
                 case Hold():
                     pass
+                case GiveUp():
+                    response.ticket.stats.gave_up += 1
                 case Cut(thread, keep):
                     self._cut(response.lanes[thread], keep)
                 case Join(thread, others):

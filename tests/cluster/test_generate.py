@@ -17,6 +17,7 @@ from pipeinfer.cluster.generate import Generated, run_request, sampling_params
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ContextOverflow, UsageError
+from pipeinfer.scheduler.events import LaneStats
 
 
 @pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x", "99999999999+1", "5+nan", "5-inf"])
@@ -105,6 +106,18 @@ def test_the_summary_and_its_figures():
     assert "layers 0-3 on a, busy 50%" in text
     assert "note: careful" in text
     assert summary(Generated().stats(), {}, []).startswith("0 tokens")
+    assert "threads" not in text
+
+
+@pytest.mark.parametrize(("steps", "gave_up", "wanted"), [
+    (55, 0, []), (56, 0, ["56 steps for the 50 tokens that are shown"]),
+    (30, 2, ["2 ended because they were too long"])])
+def test_the_summary_says_what_threads_cost(steps, gave_up, wanted):
+    out = Generated(tokens=[1] * 60, visible=50, times=[0.1] * 60,
+                    lane=LaneStats(steps=steps, gave_up=gave_up))
+    lines = [line for line in summary(out.stats(), {}, []).splitlines() if "threads:" in line]
+    assert len(lines) == len(wanted)
+    assert all(part in line for part, line in zip(wanted, lines, strict=True))
 
 
 def test_memory_counts_a_rank_once_and_only_where_all_were_measured():

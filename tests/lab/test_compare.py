@@ -131,6 +131,16 @@ class Judge(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def test_methods_that_take_more_steps_than_plain_decoding_are_named():
+    plain = [answer("plain", 1.0, 100, 100, 100), answer("plain", 1.0, 100, 100, 100)]
+    slow = [answer("pasta", 1.0, 110, 100, 100), answer("pasta", 1.0, 150, 100, 100)]
+    slow[1].gave_up = 2
+    assert comparison.slow_answers({"plain": plain, "apar": plain}) == []
+    assert comparison.slow_answers({"plain": plain, "pasta": slow}) == [
+        "pasta: more than a tenth more steps than plain decoding in 1 of 2 answers, at most 1.50 "
+        "times as many; 2 threads ended because they were too long, in 1 answers"]
+
+
 def test_methods_are_parts_in_any_order():
     config = parse_method("lookahead+pasta@speculative", JobConfig()).speculation
     assert (config.decomposer, config.proposer, config.policy) == ("pasta", ("lookahead",),

@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Submit
+from pipeinfer.scheduler.events import Finish, Submit
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN
@@ -31,12 +31,15 @@ SOT = Words([b"", *(b"%d. p\n" % k for k in range(1, COUNT + 1)), b"d", b"e"],
 SCRIPTS = {
     "pasta": [1] * COUNT + [2],
     "pasta-ordered": [1] * COUNT + [2],
+    "pasta-endless": [1] * COUNT + [2, EOS],
     "pasta-twice": [1, 1, 1, 2, *[1] * (COUNT - 3), 2],
     "pdos": [1, *(token for k in range(COUNT) for token in (10 + k, 8)), 2],
     "apar": [4, 1] * COUNT,
     "skeleton": [*range(1, COUNT + 1), EOS],
 }
-WORDS = {"pdos": PDOS, "apar": APAR, "skeleton": SOT}
+#: nothing but the interpreter ends its blocks
+ENDLESS = Words(PASTA.texts, [0, 0, 0, 0, 0, 4, 4, 4])
+WORDS = {"pasta-endless": ENDLESS, "pdos": PDOS, "apar": APAR, "skeleton": SOT}
 
 
 def make(method):
@@ -113,3 +116,11 @@ def test_forty_items_are_all_there(method, threads):
     assert found == {k: tokens for k, tokens in chosen.items() if tokens}
     assert pipeline.widest <= 1 + threads
     check_at_rest(pipeline)
+
+
+def test_blocks_without_end_take_fewer_steps_than_what_they_promise():
+    stats = {method: next(i.stats for i in Forty(method, 8).log if isinstance(i, Finish))
+             for method in ("pasta-endless", "pdos")}
+    assert stats["pasta-endless"].gave_up == COUNT
+    assert stats["pasta-endless"].steps < 10 * COUNT
+    assert stats["pdos"].gave_up == 0

@@ -183,6 +183,29 @@ def test_odd_programs_lose_nothing(main, blocks, text, forks):
     assert chosen[0] == [texts.token(word) for word in main]
 
 
+@pytest.mark.parametrize(("attribute", "spacing", "most"), [
+    (0, Positions.PRED_10X, 40), (1, Positions.PRED_10X, 40), (3, Positions.PRED_10X, 120),
+    (30, Positions.PRED_1X, 120), (3, Positions.FIXED, 120)])
+def test_a_block_that_runs_on_ends_at_four_times_its_promise(attribute, spacing, most):
+    texts = Texts()
+    pasta = Pasta(texts.vocabulary(), start=1, room=9000, spacing=Spacing(spacing))
+    chosen, text, graph = play(pasta, texts, ["u"], {
+        0: [promise("p", attribute), promise("q", 1), "<sync/>", "z"],
+        1: [f"w{k} " for k in range(500)], 2: ["y ", "</async>"]})
+    assert len(chosen[1]) == most - 1  # <async> is part of the block
+    assert text.decode().split() == [*(f"w{k}" for k in range(most - 1)), "y", "z"]
+    assert sees(graph, texts, len(graph.tokens) - 1).count("</async>") == 2
+
+
+def test_a_block_does_not_go_on_with_the_rest_of_a_promise():
+    """The task model wrote `" tokens=3/>` into blocks of answers with twelve items."""
+    texts = Texts()
+    pasta = Pasta(texts.vocabulary(), start=1, room=1000)
+    (fork, _) = pasta.accepted(0, texts.token(promise("p", 1)))
+    assert (-1, -1, texts.token('" tokens=')) in fork.bans
+    assert (-1, -1, texts.token('" tokens=')) not in pasta.bans
+
+
 def test_the_interpreter_never_lets_a_model_write_its_own_tags():
     texts = Texts(ASYNC, END_ASYNC)
     pasta = Pasta(texts.vocabulary(), start=1, room=100)
@@ -286,6 +309,20 @@ def test_a_skeleton_is_expanded_point_by_point():
     assert text == b"1. a: x\n2. b b: yz"
     names = [texts.texts[t].decode() for t in graph.tokens]
     assert sees(graph, texts, names.index("z")) == ["expand 2", "y", "z"]
+
+
+@pytest.mark.parametrize(("outline", "text"), [
+    (["1. a\n", "2. b\n", *(f" w{k}" for k in range(200))], b"1:x\n2:y"),
+    (["1. a", *(f" w{k}" for k in range(200))], b"x")])
+def test_an_outline_whose_line_does_not_end_gives_up(outline, text):
+    """The good points are expanded; without one the question is answered plainly."""
+    texts = Texts()
+    prompts = Prompts((texts.token("plain"),), lambda *_: (texts.token("expand"),),
+                      lambda number, _: f"{number}:")
+    chosen, found, _ = play(Skeleton(texts.vocabulary(), prompts), texts, ["u"],
+                            {0: outline, 1: ["x"], 2: ["y"]})
+    assert found == text
+    assert len(chosen[0]) == 65 + (2 if text == b"1:x\n2:y" else 0)
 
 
 @pytest.mark.parametrize(("written", "text"), [

@@ -42,6 +42,7 @@ from pipeinfer.lab.commands.comparison import (
     read_baseline,
     reference_of,
     rows_of,
+    slow_answers,
     table_text,
     use_of_stages,
     write,
@@ -114,7 +115,8 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         prompt.score(out.text) if prompt.score else None,
         prompt.exact(out.text) if prompt.exact else None, out.text, prompt.kind,
         cells * cache / session.loaded.cells / 2**20, len(set(out.threads) | {0}),
-        prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.loaded.job.model)))
+        prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.loaded.job.model)),
+        gave_up=out.lane.gave_up)
 
 
 def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:
@@ -242,7 +244,7 @@ def compare_command(  # noqa: PLR0913  (an option each)
     title = f"{len(asked)} prompts, {stages} stages{pace}, {memory / 2**20:.0f} MiB resident"
     text = "\n\n".join([title, table_text(table), *([table_text(kinds)] if kinds else [])])
     click.echo(text)
-    for note in notes:
+    for note in (*notes, *slow_answers(answers)):
         click.echo(f"note: {note}", err=True)
     if out is not None:
         write(out, title, text, table, answers, questions, plots=plots)

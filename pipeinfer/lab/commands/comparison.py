@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.summary import slower_than_plain
 from pipeinfer.errors import PipeinferError, UsageError
 
 PLAIN = "plain"
@@ -46,6 +47,7 @@ class Answer:
     rouge: by name (rouge1, rouge2, rougeL), where there is a reference
     rating: a judge's mark from 1 to 5
     flops: about how many, without the prompt's
+    gave_up: threads that were ended because they were too long
     won: share of a judge's verdicts against the plain answer (or the baseline's), both orders; ties
         count half
     """
@@ -70,6 +72,7 @@ class Answer:
     rating: float | None = None
     won: float | None = None
     flops: float = 0.0
+    gave_up: int = 0
 
 
 def use_of_stages(reports: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -152,6 +155,25 @@ def rows_of(answers: Mapping[str, Sequence[Answer]],
             "same_text": sum(p.text == a.text for p, a in pairs),
         })
     return table
+
+
+def slow_answers(answers: Mapping[str, Sequence[Answer]]) -> list[str]:
+    """A note for each method that took a tenth more steps than plain decoding, or ended threads."""
+    notes = []
+    for method, given in answers.items():
+        over = [a.steps / max(p.steps, 1) for p, a in zip(answers[PLAIN], given, strict=False)
+                if slower_than_plain(a.steps, p.steps)]
+        ended = sum(a.gave_up for a in given)
+        found = []
+        if over and method not in (PLAIN, BASELINE):
+            found.append(f"more than a tenth more steps than plain decoding in {len(over)} of "
+                         f"{len(given)} answers, at most {max(over):.2f} times as many")
+        if ended:
+            found.append(f"{ended} threads ended because they were too long, in "
+                         f"{sum(a.gave_up > 0 for a in given)} answers")
+        if found:
+            notes.append(f"{method}: {'; '.join(found)}")
+    return notes
 
 
 def by_kind(answers: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:

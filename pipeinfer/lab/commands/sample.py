@@ -44,7 +44,7 @@ from pipeinfer.lab.training.tasks import tasks
 from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.base import MAIN, Fork, Hold, Skip, TokenVocabulary
+from pipeinfer.strategies.decomposers.base import MAIN, Fork, GiveUp, Hold, Skip, TokenVocabulary
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import UNIT, Pasta, Positions, spacing_of
 from pipeinfer.strategies.decomposers.prompts import validate
@@ -225,7 +225,7 @@ def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated
                 case Fork(thread, tokens=begin):
                     inner = own.get(thread, [])
                     closing = [a for one in inner for a in reader.accepted(thread, one)]
-                    if not closing:
+                    if not closing or GiveUp(thread) in closing:
                         raise ValueError("a block is not closed")
                     reader.settled(thread)
                     opening = len(begin)

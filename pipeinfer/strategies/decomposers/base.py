@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias
 from msgspec import Struct
 
 MAIN = 0  #: the thread that every response begins with
+LONGEST_TITLE = 64  #: a title or point of an outline with more tokens is malformed
 
 
 class Fork(Struct, frozen=True):
@@ -80,6 +81,12 @@ class Join(Struct, frozen=True):
     others: tuple[int, ...]
 
 
+class GiveUp(Struct, frozen=True):
+    """Record that the thread ends because it is too long, not because the model has ended it."""
+
+    thread: int
+
+
 class Close(Struct, frozen=True):
     """End a thread.
 
@@ -91,7 +98,7 @@ class Close(Struct, frozen=True):
     evaluate: bool = False
 
 
-Action: TypeAlias = Fork | Feed | Skip | Hold | Cut | Join | Close
+Action: TypeAlias = Fork | Feed | Skip | Hold | Cut | Join | GiveUp | Close
 
 
 class Piece(Struct, frozen=True):

@@ -8,7 +8,8 @@ When the main thread completes a promise, a thread begins with `<async>`, sees w
 had written up to the promise, and ends with `</async>`. The main thread goes on at once, at a
 position that is moved on by the promised length. `<sync/>` waits for all threads and makes their
 cells visible to the main thread (PASTA, section 3). There may be any number of promises; the
-scheduler lets their threads wait for room. Malformed tags are plain text. Independent of cells,
+scheduler lets their threads wait for room. Malformed tags are plain text. A block that has run on
+for four times its promised length is ended. Independent of cells,
 runs and models.
 """
 
@@ -29,6 +30,7 @@ from pipeinfer.strategies.decomposers.base import (
     Close,
     Feed,
     Fork,
+    GiveUp,
     Hold,
     Join,
     Skip,
@@ -39,6 +41,7 @@ from pipeinfer.strategies.spec import DecomposerSpec
 
 ASYNC, END_ASYNC, SYNC = b"<async>", b"</async>", b"<sync/>"
 UNIT = 10  #: tokens that the attribute counts in
+LONGEST = 4  #: a block ends at so many times the length that its promise names
 _TAGS = re.compile(rb'<promise\s+topic="[^"<>]*"\s+tokens=(?P<n>[0-9]{1,6})\s*/>|<sync/>')
 _OPENING = b"<promise"
 _LONGEST_TAG = 256  #: bytes after which an unfinished tag is text
@@ -98,11 +101,13 @@ class _Block(Struct):
 
     length: tokens, tags included
     start: position of the first token
+    room: the length at which it is ended
     """
 
     thread: int
     length: int
     start: int
+    room: int
     stream: Stream = field(default_factory=Stream)
     settled: bool = False
     joined: bool = False
@@ -128,7 +133,8 @@ class Pasta(Reader):
         self._index = start
         self._begin = tuple(vocabulary.encode(ASYNC.decode()))
         self._end = tuple(vocabulary.encode(END_ASYNC.decode()))
-        self._block_bans = _banned(vocabulary, b"<promise", b'<promise topic="', SYNC, ASYNC)
+        self._block_bans = _banned(vocabulary, b"<promise", b'<promise topic="', b'" tokens=',
+                                   SYNC, ASYNC)
         self._numbers = 0
         self._blocks: dict[int, _Block] = {}
         self._waiting = False
@@ -172,23 +178,22 @@ class Pasta(Reader):
             if any(not block.joined for block in self._blocks.values()):
                 actions = self._sync()
         else:
-            promised = self._skip(int(found.group("n")))
+            attribute = int(found.group("n"))
+            promised = self._skip(attribute)
             if promised is None:  # no room for the block: the promise stays plain text
                 main.held = 0
                 return []
             skip = promised
         _strip(main, start, found.start(), len(text) - found.end())
         main.held = 0
-        return actions if found.group("n") is None else self._promise(skip)
+        return actions if found.group("n") is None else self._promise(attribute, skip)
 
     def ended(self, thread: int) -> list[Action]:
         """See `Decomposer.ended`."""
         if thread == MAIN:
             self._main.over = True
             return []
-        block = self._blocks[thread]
-        block.length += len(self._end)
-        return [Feed(thread, self._end), *self._over(block)]
+        return self._end_block(self._blocks[thread])
 
     @override
     def settled(self, thread: int) -> list[Action]:
@@ -207,9 +212,11 @@ class Pasta(Reader):
         skip = self._spacing.after(known, attribute)
         return skip if self._pos + skip < self._room else None
 
-    def _promise(self, skip: int) -> list[Action]:
+    def _promise(self, attribute: int, skip: int) -> list[Action]:
         thread = len(self._blocks) + 1
-        block = _Block(thread, len(self._begin), self._pos)
+        unit = 1 if self._spacing.kind is Positions.PRED_1X else UNIT
+        block = _Block(thread, len(self._begin), self._pos,
+                       LONGEST * max(attribute * unit, UNIT))
         self._blocks[thread] = block
         self._main.parts.insert(len(self._main.parts) - 1, block.stream)
         self._pos += skip
@@ -245,7 +252,14 @@ class Pasta(Reader):
             _cut_tail(stream, len(END_ASYNC))
             return self._over(block)
         stream.held = _unsure(stream, text)
+        if block.length >= block.room:
+            return [GiveUp(block.thread), *self._end_block(block)]
         return []
+
+    def _end_block(self, block: _Block) -> list[Action]:
+        """Write the closing tag that the model has not written."""
+        block.length += len(self._end)
+        return [Feed(block.thread, self._end), *self._over(block)]
 
     def _over(self, block: _Block) -> list[Action]:
         block.stream.over = True

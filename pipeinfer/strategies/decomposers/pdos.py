@@ -22,6 +22,7 @@ from msgspec import Struct, field
 from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
 from pipeinfer.strategies.decomposers.base import (
+    LONGEST_TITLE,
     MAIN,
     Action,
     Close,
@@ -36,7 +37,6 @@ from pipeinfer.strategies.spec import DecomposerSpec
 STEP, END, ELLIPSIS, BREAK = "####", "%%%%", "......", "\n\n"
 _STEP, _END = STEP.encode(), END.encode()
 _DOTS = (ELLIPSIS, "....", "...", "..", " ...", "\u2026")
-_LONGEST_TITLE = 64  #: a title with more tokens is malformed
 
 
 class Markers(Struct, frozen=True):
@@ -205,7 +205,7 @@ class Pdos(Reader):
             self._main.edit(-1, piece + self._text(self._marks.forced))
             return [Feed(MAIN, self._marks.forced)]
         if not (colon or b"\n" in text or name.startswith(_END) or _STEP in text
-                or len(title) > _LONGEST_TITLE):
+                or len(title) > LONGEST_TITLE):
             return []
         if done:
             return self._fan_out(done)

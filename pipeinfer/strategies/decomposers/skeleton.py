@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 
 from pipeinfer.strategies.decomposers.base import (
+    LONGEST_TITLE,
     MAIN,
     Action,
     Close,
     Fork,
+    GiveUp,
+    Hold,
     Specification,
     TokenVocabulary,
 )
@@ -49,6 +52,7 @@ class Skeleton(Reader):
         super().__init__()
         self._vocabulary, self._prompts = vocabulary, prompts
         self._outline: list[bytes] = []
+        self._line = 0  #: tokens of the outline's last line
         self._points: dict[int, Stream] = {}
         self._leads: dict[int, bytes] = {}  #: of points without a token
 
@@ -69,6 +73,9 @@ class Skeleton(Reader):
             self._main.add(MAIN, len(self._outline), b"")
             self._main.held = 1  # the titles of points without text are emitted with this token
             self._outline.append(piece)
+            self._line = 0 if b"\n" in piece else self._line + 1
+            if self._line > LONGEST_TITLE:
+                return [GiveUp(MAIN), Hold(MAIN), *self._expand(self._line)]
         else:
             point = self._points[thread]
             point.add(thread, len(point.parts), self._leads.pop(thread, b"") + piece)
@@ -80,7 +87,12 @@ class Skeleton(Reader):
             self._points[thread].over = True
             self._pass_on(thread)
             return [Close(thread)]
-        outline = self._prompts.first + b"".join(self._outline).decode("utf-8", "replace")
+        return self._expand()
+
+    def _expand(self, malformed: int = 0) -> list[Action]:
+        """Begin a thread for each point of the outline, without its last `malformed` tokens."""
+        kept = self._outline[: len(self._outline) - malformed]
+        outline = self._prompts.first + b"".join(kept).decode("utf-8", "replace")
         points: dict[int, str] = {}
         for number, text in _POINT.findall(outline):
             if len(number) < 4:
