@@ -12,6 +12,17 @@ from pipeinfer.lab.quality import judge, scores, task_sets
 from pipeinfer.lab.quality.prompt_sets import file_prompts
 
 
+def test_conversations_are_prompts_too(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", '
+                    '"content": "Which?"}, {"role": "assistant", "content": "This."}]}\n'
+                    '{"prompt": "Who?"}\n')
+    first, second = file_prompts(path)
+    assert first.messages == [{"role": "system", "content": "Be brief."},
+                              {"role": "user", "content": "Which?"}]
+    assert (first.reference, second.question, second.reference) == ("This.", "Who?", "")
+
+
 def test_rouge_by_hand():
     """Lin (2004), section 3.1: "police killed the gunman" against three candidates."""
     reference = "police killed the gunman"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -13,8 +14,11 @@ from click.testing import CliRunner
 from pipeinfer.cluster.generate import Generated
 from pipeinfer.core.noise import noise_key
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.commands import sample
+from pipeinfer.lab.commands import comparison, sample
+from pipeinfer.lab.training.pasta.endpoint import Endpoint
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.prompts import Opening
+from tests.lab.test_compare import Judge, answer
 
 
 @pytest.fixture
@@ -118,3 +122,67 @@ def test_options_of_one_request_are_not_offered(tmp_path, words):
         "--tasks", "1", "--out", str(tmp_path / "s.jsonl"), *words])
     assert done.exit_code == 2
     assert "No such option" in done.stderr
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Two conversations, the second without an answer, and a folder with a baseline's."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", '
+                    '"content": "Which?"}, {"role": "assistant", "content": "abcdef"}]}\n'
+                    '{"prompt": "Who?"}\n')
+    answers = [answer("plain", 1.0, 12, 12, 12, text="ab"), answer("plain", 1.0, 9, 9, 9)]
+    (tmp_path / "base").mkdir()
+    comparison.write(tmp_path / "base", "title", "text", [], {"plain": answers},
+                     ["Which?", "Who?"], plots=False)
+    return path, tmp_path / "base"
+
+
+def test_quality_and_speedup_are_against_the_baselines_answers_too(chats):
+    """PASTA's section 4: Baseline-SFT's length, and verdicts against its answer and the original,
+    each in both orders."""
+    path, base = chats
+    with Judge() as judge:
+        endpoint = Endpoint(judge.url, "m")
+        (only,) = sample.judged(one_line(path), endpoint)
+        assert only.quality("abcd") == pytest.approx(0.1)  # the longer text wins: the original
+        assert len(judge.asked) == 2
+        first, second = sample.judged(path, endpoint, base)
+        assert first.quality("abcd") == pytest.approx(1.0)  # 1.9 won, 1.9 lost
+        assert len(judge.asked) == 2 + 4
+        second.quality("abcd")
+        assert len(judge.asked) == 2 + 4 + 2  # there is no original
+    tokenizer = open_tokenizer(EMBEDDED / "task.gguf")
+    session = SimpleNamespace(tokenizer=tokenizer, limits=SimpleNamespace(n_ctx=400))
+    tokens = tokenizer.split("Answers are short.", special=False)
+    given = Generated(tokens=list(tokens), threads=[0] * len(tokens), text="abcd", reason="stop")
+    asked = dataclasses.replace(first, quality=lambda text: 1.0)
+    steps = len(tokens) + 1
+    assert sample.scored(session, asked, (5, 6), given)["speedup"] == pytest.approx(12 / steps)
+    original = len(tokenizer.split("abcdef", special=False))
+    assert sample.scored(session, dataclasses.replace(asked, baseline=None), (5, 6), given)[
+        "speedup"] == pytest.approx(original / steps)
+    tokenizer.close()
+
+
+def one_line(path):
+    one = path.with_name("one.jsonl")
+    one.write_text(path.read_text().splitlines()[0] + "\n")
+    return one
+
+
+def test_what_a_baseline_has_to_be(chats, draw, tmp_path):
+    path, base = chats
+    with pytest.raises(UsageError, match="answers other questions"):
+        sample.judged(one_line(path), Endpoint("http://127.0.0.1:1", "m"), base)
+    with pytest.raises(UsageError, match=r"record 2: has no answer.*or give --baseline"):
+        sample.judged(path, Endpoint("http://127.0.0.1:1", "m"))
+    with pytest.raises(UsageError, match="--baseline answers --prompts"):
+        draw("--tasks", "1", "--baseline", str(base))
+    words = ("--prompts", str(one_line(path)), "--judge", "http://127.0.0.1:1", "--seed", "1")
+    draw(*words)
+    comparison.write(base, "", "", [], {"plain": [answer("plain", 1.0, 9, 9, 9)]}, ["Which?"],
+                     plots=False)
+    with pytest.raises(UsageError, match="prompt 1 is another one now"):
+        draw(*words, "--baseline", str(base))
+    assert json.loads((tmp_path / "s.jsonl").read_text())["baseline"] is None

@@ -95,7 +95,7 @@ def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
 def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params: SamplingParams,
         n_predict: int) -> Answer:
     """One prompt by the method that the session is set to."""
-    opening = open_response(session, [{"role": "user", "content": prompt.question}])
+    opening = open_response(session, prompt.messages)
     out, scheduler = Generated(), session.head.scheduler
     assert isinstance(scheduler, Scheduler)
     scheduler.most_cells = 0

@@ -279,7 +279,7 @@ def read_baseline(folder: Path, questions: Sequence[str]) -> list[Answer]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--baseline {folder}: {path.name} is not what compare -o writes: {error}"
                          ) from error
-    if asked != list(questions):
+    if asked != list(questions) or len(answers) != len(asked):
         raise UsageError(f"--baseline {folder} answers other questions: give the same --kind, "
                          "--tasks or --prompts")
     return answers

@@ -7,6 +7,7 @@ laid out for training. What is learnt from them is `training.adapt.prefer`'s aff
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -33,13 +34,14 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.config import RequestConfig, Resolved, SamplingConfig, SpeculationConfig
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import check_writable
+from pipeinfer.lab.commands.comparison import Answer, read_baseline
 from pipeinfer.lab.commands.samples_file import begun, line_of
 from pipeinfer.lab.training.adapt.chats import read_chats
 from pipeinfer.lab.training.adapt.wording import Wording
-from pipeinfer.lab.training.pasta import bonbon, pasta
+from pipeinfer.lab.training.pasta import pasta
 from pipeinfer.lab.training.pasta.endpoint import Endpoint
 from pipeinfer.lab.training.pasta.pasta import Block, Flat
-from pipeinfer.lab.training.pasta.verdicts import compare
+from pipeinfer.lab.training.pasta.verdicts import quality_against
 from pipeinfer.lab.training.tasks import tasks
 from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.models.text import chat_template
@@ -52,17 +54,20 @@ from pipeinfer.strategies.decomposers.prompts import validate
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt. reference: an answer to compare with, whose length is that of a sequential one.
-    quality: of an answer's text."""
+    """A prompt. reference: an answer to compare with, whose length is that of a sequential one
+    unless there is a baseline. quality: of an answer's text. baseline: what Baseline-SFT has
+    answered."""
 
     messages: Sequence[dict[str, str]]
-    reference: str
+    reference: str | None
     quality: Callable[[str], float]
+    baseline: Answer | None = None
 
     @property
     def fields(self) -> dict[str, object]:
         """For JSON."""
-        return {"messages": list(self.messages), "reference": self.reference}
+        return {"messages": list(self.messages), "reference": self.reference,
+                "baseline": None if self.baseline is None else self.baseline.text}
 
 
 @dataclass(slots=True)
@@ -97,14 +102,20 @@ class LeftOut:
               "http://127.0.0.1:8080/v1 (key: OPENAI_API_KEY).")
 @click.option("--judge-model", default="default", show_default=True, metavar="NAME",
               help="Model to ask there.")
+@click.option("--baseline", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Plain answers to --prompts by a model from baseline-sft, as "
+              "compare -o leaves them: their length is what speed-up is measured by, and the judge "
+              "compares with them, too.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="JSONL to write: a prompt a line, for pipeinfer train pasta-bonbon.")
-def sample_command(resolved: Resolved, prompts: Path | None, count: int | None, samples: int,
-                   n_predict: int, judge: str | None, judge_model: str, out: Path) -> None:
+def sample_command(
+    resolved: Resolved, prompts: Path | None, count: int | None, samples: int, n_predict: int,
+    judge: str | None, judge_model: str, baseline: Path | None, out: Path,
+) -> None:
     """Answer prompts several times by PASTA, for its second stage of training.
 
     \b
-    pipeinfer sample -m MODEL-pasta --prompts chats.jsonl --judge URL --out s.jsonl
+    pipeinfer sample -m MODEL-pasta --prompts chats.jsonl --judge URL --baseline DIR --out s.jsonl
     pipeinfer train pasta-bonbon --model MODEL-pasta --data s.jsonl --out adapter
 
     Answers are drawn from the model's own probabilities unless --temp, --top-k, --top-p or --min-p
@@ -115,6 +126,9 @@ def sample_command(resolved: Resolved, prompts: Path | None, count: int | None, 
         raise UsageError("give either --prompts or --tasks")
     if prompts is not None and judge is None:
         raise UsageError("--prompts needs a judge: give --judge")
+    if baseline is not None and prompts is None:
+        raise UsageError("--baseline answers --prompts; the answers of --tasks are right or wrong: "
+                         "leave it out")
     job = config.job.replace(decomposer="pasta")
     params = config.sampling
     unbent = {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -133,7 +147,7 @@ def sample_command(resolved: Resolved, prompts: Path | None, count: int | None, 
             seed = draw_seed(params) if there.seed is None else there.seed
             click.echo(f"pipeinfer: seed {seed}", err=True)
         asked += generated(count, seed) if prompts is None else judged(
-            prompts, Endpoint(str(judge), judge_model))
+            prompts, Endpoint(str(judge), judge_model), baseline)
         chat_template.prepare()
     fetch_models(job)
     if host.launched_rank() == 0:
@@ -190,14 +204,16 @@ def how(params: SamplingConfig, seed: int, model: str, samples: int, judge: str 
 def scored(session: Session, asked: Asked, prompt: Sequence[int], answer: Generated
            ) -> dict[str, object] | None:
     """An answer with its layout and scores; None for one that has no layout. speedup: tokens of the
-    reference for each step that an ideal interpreter takes (paper section 5)."""
+    baseline's answer (without one: of the reference) for each step that an ideal interpreter takes
+    (paper section 4)."""
     tokenizer = session.tokenizer
     try:
         flat = layout(vocabulary_of(tokenizer), prompt, answer, session.limits.n_ctx,
                       Wording(tokenizer).end)
     except ValueError:
         return None
-    length = len(tokenizer.split(asked.reference, special=False))
+    length = asked.baseline.tokens if asked.baseline is not None else len(
+        tokenizer.split(asked.reference or "", special=False))
     return {**pasta.record_of(flat), "text": answer.text,
             "speedup": length / max(pasta.chain(flat), 1), "quality": asked.quality(answer.text)}
 
@@ -248,18 +264,27 @@ def generated(count: int | None, seed: int) -> Iterator[Asked]:
                     lambda text, task=task: tasks.score(task, text))  # type: ignore[misc]
 
 
-def judged(path: Path, endpoint: Endpoint) -> Iterator[Asked]:
-    """Conversations; quality is a judge's verdict against their own answers, in both orders. Raises
-    UsageError for one without an answer, or a file that is not there."""
+def judged(path: Path, endpoint: Endpoint, baseline: Path | None = None) -> list[Asked]:
+    """Conversations; quality is a judge's verdicts against their own answers and the baseline's, in
+    both orders (paper section 4). Raises UsageError for one without any answer, a file that is not
+    there, or a baseline that answers other questions."""
     if not path.is_file():
         raise UsageError(f"--prompts {path}: there is no such file")
-    for number, chat in enumerate(read_chats(path), 1):
-        if chat.answer is None:
+    chats = list(read_chats(path))
+    questions = [chat.messages[-1]["content"] for chat in chats]
+    answers: Sequence[Answer | None] = [None] * len(chats) if baseline is None else \
+        read_baseline(baseline, questions)
+    found = []
+    for number, (chat, question, answer) in enumerate(
+            zip(chats, questions, answers, strict=True), 1):
+        if chat.answer is None and answer is None:
             raise UsageError(f"{path}, record {number}: has no answer to compare with: add one as "
-                             '"response"')
+                             '"response", or give --baseline')
+        others = (None if answer is None else answer.text, chat.answer)
+        found.append(Asked(chat.messages, chat.answer, functools.partial(
+            _quality, endpoint, question, others), answer))
+    return found
 
-        def quality(text: str, question: str = chat.messages[-1]["content"],
-                    reference: str = chat.answer) -> float:
-            return bonbon.win_ratio(compare(endpoint, question, text, reference))
 
-        yield Asked(chat.messages, chat.answer, quality)
+def _quality(endpoint: Endpoint, question: str, others: Sequence[str | None], text: str) -> float:
+    return quality_against(endpoint, question, text, others)

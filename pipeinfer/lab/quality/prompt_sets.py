@@ -1,4 +1,4 @@
-"""Sets of prompts: own lines, and files in the forms of MT-Bench and AlpacaEval.
+"""Sets of prompts: own lines, conversations, and files in the forms of MT-Bench and AlpacaEval.
 
 A prompt knows by which rules an answer to it is scored. Knows no models and no ranks.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.quality import scores
+from pipeinfer.lab.training.adapt.chats import chat_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Prompt:
     reference: a good answer, for ROUGE and for a judge; empty where there is none
     score: text to 0 .. 1 (None: unknown)
     exact: whether the answer is right in every item
+    before: messages of the conversation before the question
     """
 
     question: str
@@ -31,6 +33,12 @@ class Prompt:
     exact: Callable[[str], bool] | None = None
     reference: str = ""
     kind: str = ""
+    before: Sequence[Mapping[str, str]] = ()
+
+    @property
+    def messages(self) -> list[Mapping[str, str]]:
+        """The conversation that ends with the question."""
+        return [*self.before, {"role": "user", "content": self.question}]
 
     def rouge(self, text: str) -> dict[str, float]:
         """ROUGE-1, -2 and -L against the reference; empty without one."""
@@ -62,6 +70,7 @@ def file_prompts(path: Path) -> list[Prompt]:
     Objects: "question" (or AlpacaEval's "instruction" and "input", or MT-Bench's "turns", of which
     the first is asked); maybe "answer" (a text or a list: all must occur), "pattern" (a regular
     expression), "reference" or "output" (a good answer), "kind", "category" or "dataset".
+    Conversations as for training: "messages", or "prompt" and maybe "response".
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,6 +90,10 @@ def file_prompts(path: Path) -> list[Prompt]:
 def _prompt(where: str, entry: Any) -> Prompt:
     if not isinstance(entry, dict):
         raise UsageError(f'{where} is no object with a "question"')
+    if "messages" in entry or "prompt" in entry:
+        chat = chat_of(entry, where)
+        *before, last = chat.messages
+        return Prompt(last["content"], reference=chat.answer or "", before=before)
     question = _question(entry)
     if not question:
         raise UsageError(f'{where} has no "question" ("instruction", "turns")')

@@ -28,7 +28,7 @@ from pipeinfer.lab.training.__main__ import main  # noqa: E402
 from pipeinfer.lab.training.pair.loop import Plan  # noqa: E402
 from pipeinfer.lab.training.pair.model import Llama, LlamaConfig  # noqa: E402
 from pipeinfer.lab.training.pair.restore import restore  # noqa: E402
-from pipeinfer.lab.training.pasta import finetune, rounds  # noqa: E402
+from pipeinfer.lab.training.pasta import finetune, verdicts  # noqa: E402
 from pipeinfer.lab.training.pasta.pasta import IGNORE, Block, Flat  # noqa: E402
 from pipeinfer.lab.training.pasta.preference import (  # noqa: E402
     Pool,
@@ -486,9 +486,9 @@ def test_a_dead_endpoint_is_an_error(chat) -> None:
 
 def test_a_judge_is_asked_in_both_orders(chat) -> None:
     chat.answers = ["A 0.9", "B, 0.5", "A 0.9", "A 0.9", "hm", "B"]
-    assert rounds.compare(endpoint(chat), "p", "mine", "other") == [(True, 0.9), (True, 0.5)]
-    assert rounds.compare(endpoint(chat), "p", "x", "y") == [(True, 0.9), (False, 0.9)]
-    assert rounds.compare(endpoint(chat), "p", "x", "y") == [(True, 1.0)]
+    assert verdicts.compare(endpoint(chat), "p", "mine", "other") == [(True, 0.9), (True, 0.5)]
+    assert verdicts.compare(endpoint(chat), "p", "x", "y") == [(True, 0.9), (False, 0.9)]
+    assert verdicts.compare(endpoint(chat), "p", "x", "y") == [(True, 1.0)]
     first, second = (asked["messages"][0]["content"] for asked in chat.asked[:2])
     assert first.index("mine") < first.index("other")
     assert second.index("other") < second.index("mine")

@@ -13,10 +13,10 @@ from pathlib import Path
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.chats import read_jsonl
 from pipeinfer.lab.training.pair.model import Llama
-from pipeinfer.lab.training.pasta import bonbon, preference
+from pipeinfer.lab.training.pasta import preference
 from pipeinfer.lab.training.pasta.endpoint import Endpoint
 from pipeinfer.lab.training.pasta.preference import Pool, Preference, Quality
-from pipeinfer.lab.training.pasta.verdicts import compare
+from pipeinfer.lab.training.pasta.verdicts import quality_against
 from pipeinfer.lab.training.tasks import programs, reference, tasks
 from pipeinfer.lab.training.tasks.markup import Codec
 
@@ -65,14 +65,7 @@ def judged(model: Llama, codec: Codec, data: Path, count: int, endpoint: Endpoin
 
     def quality(prompt: str, text: str) -> float:
         others = [sequential[prompt], originals[prompt]]
-        answer = _TAGS.sub("", text)
-        verdicts = [
-            verdict
-            for other in others
-            if other is not None
-            for verdict in compare(endpoint, prompt, answer, other)
-        ]
-        return bonbon.win_ratio(verdicts)
+        return quality_against(endpoint, prompt, _TAGS.sub("", text), others)
 
     return Source(prompts, quality)
 

@@ -1,9 +1,11 @@
-"""A judge's verdict on two answers, in both orders. Knows no training."""
+"""A judge's verdicts on pairs of answers, in both orders. Knows no training."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
+from pipeinfer.lab.training.pasta.bonbon import win_ratio
 from pipeinfer.lab.training.pasta.endpoint import Endpoint, EndpointError
 
 _JUDGE = """\
@@ -36,3 +38,11 @@ def compare(endpoint: Endpoint, prompt: str, answer: str, other: str) -> list[tu
             wins = (match.group(1) == "A") != swapped
             verdicts.append((wins, min(1.0, float(match.group(2) or 1.0))))
     return verdicts
+
+
+def quality_against(endpoint: Endpoint, prompt: str, answer: str, others: Iterable[str | None]
+                    ) -> float:
+    """PASTA's quality of an answer: confidence in wins over confidence in losses, against each of
+    ``others`` that is not None, in both orders."""
+    return win_ratio([verdict for other in others if other is not None
+                      for verdict in compare(endpoint, prompt, answer, other)])
