@@ -32,6 +32,8 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"policy": "iterative"}, {"policy": "speculative", "branches": 3, "p_split": 0.1},
     {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
     {"policy": "pipeinfer", "adapt": True}, {"policy": "published", **PUBLISHED})
+#: layers on the device, flash attention and rows a decode of a plain loop
+Loop = tuple[int, int | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +49,25 @@ class Arrangement:
     flash: int | None = None
 
     @property
-    def loop(self) -> tuple[int, int | None]:
-        """Layers on the device and flash attention of the plain loop."""
-        return self.gpu_layers, self.flash
+    def loop(self) -> Loop:
+        """Layers on the device and flash attention of the plain loop, and its rows a decode."""
+        return self.gpu_layers, self.flash, int(self.config.get("pad", 0))
 
 
+PADDED: dict[str, Any] = {"pad": 4}
 ON_GPU: dict[str, Any] = {"gpu_layers": ALL, "gpu_layers_draft": ALL}
 ARRANGEMENTS = (
-    Arrangement("one rank", 1, ON_GPU),
+    Arrangement("one rank", 1, ON_GPU | PADDED),
+    Arrangement("one rank, single rows", 1, {**ON_GPU, "pad": 1}),
     Arrangement("one rank, exact off", 1, {**ON_GPU, "exact": "off"}),
-    Arrangement("one rank, no flash attention", 1, {**ON_GPU, "flash_attn": "off"}, flash=0),
-    Arrangement("half of the layers", 1, {"gpu_layers": 6}, 6),
-    Arrangement("three ranks", 3, ON_GPU),
+    Arrangement("one rank, no flash attention", 1, {**ON_GPU, **PADDED, "flash_attn": "off"},
+                flash=0),
+    Arrangement("half of the layers", 1, {"gpu_layers": 6, **PADDED}, 6),
+    Arrangement("three ranks", 3, ON_GPU | PADDED),
     Arrangement("three ranks, exact off", 3, {**ON_GPU, "exact": "off"}),
-    Arrangement("three ranks, draft on the processor", 3, {"gpu_layers": ALL}),
+    Arrangement("three ranks, draft on the processor", 3, {"gpu_layers": ALL, **PADDED}),
     Arrangement("four ranks, a stage is killed", 4, {
-        **ON_GPU, "fault": ["kill@2:decode=40"], "timeout": 30}, died=True),
+        **ON_GPU, **PADDED, "fault": ["kill@2:decode=40"], "timeout": 30}, died=True),
 )
 
 
@@ -96,12 +101,12 @@ def run_all(device: Device, work: Path, log: Path, seconds: float) -> dict[str, 
     return found
 
 
-def plain(device: Device, work: Path, log: Path, seconds: float, kind: tuple[int, int | None],
+def plain(device: Device, work: Path, log: Path, seconds: float, kind: Loop,
           cases: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
     """What the plain loop on this device writes; see benchmarks/gpu/plain.py."""
-    task = {"model": str(TARGET), "gpu_layers": kind[0], "flash": kind[1],
+    task = {"model": str(TARGET), "gpu_layers": kind[0], "flash": kind[1], "pad": kind[2],
             "cases": list(cases), **more}
-    return _program(device, 1, [sys.executable, "-m", "benchmarks.gpu.plain"], task, work, log,
+    return program(device, 1, [sys.executable, "-m", "benchmarks.gpu.plain"], task, work, log,
                     seconds)
 
 
@@ -115,7 +120,7 @@ def job(device: Device, work: Path, log: Path, seconds: float, arrangement: Arra
     policies = POLICIES[3:4] if arrangement.died else POLICIES
     task = {"config": config,
             "cases": [{**case, "limits": limits} for case in cases for limits in policies]}
-    return _program(device, arrangement.ranks, [sys.executable, str(MATRIX)], task, work, log,
+    return program(device, arrangement.ranks, [sys.executable, str(MATRIX)], task, work, log,
                     seconds)
 
 
@@ -157,8 +162,10 @@ def job_environment(own: Mapping[str, str], **more: str) -> dict[str, str]:
     return environment(**kept, **device, PYTHONPATH=paths) | more
 
 
-def _program(device: Device, ranks: int, words: Sequence[str], task: Mapping[str, Any],
-             work: Path, log: Path, seconds: float) -> dict[str, Any]:
+def program(device: Device, ranks: int, words: Sequence[str], task: Mapping[str, Any],
+            work: Path, log: Path, seconds: float) -> dict[str, Any]:
+    """What a rank program writes for a task, on ranks that each have the device. Raises
+    StepError."""
     folder = Path(tempfile.mkdtemp(dir=work))
     task_path, out = folder / "task.json", folder / "out.json"
     task_path.write_text(json.dumps(task))

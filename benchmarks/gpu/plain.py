@@ -1,9 +1,9 @@
 """The plain loop on a device: python -m benchmarks.gpu.plain TASK.json OUT.json
 
-The task has `model`, `gpu_layers`, `cases` (each with `prompt`, `params`, `count`) and perhaps
-`against` (each with `case`, its number, and `tokens`). Writes the tokens of each case; and for each
-answer that differs the position, the gap between the two best perturbed scores there and the
-largest difference between logits of other widths.
+The task has `model`, `gpu_layers`, `flash`, `pad`, `cases` (each with `prompt`, `params`, `count`)
+and perhaps `against` (each with `case`, its number, and `tokens`). Writes the tokens of each case;
+and for each answer that differs the position, the gap between the two best perturbed scores there
+and the largest difference between logits of other widths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(task_path: str, out_path: str) -> None:
     task = json.loads(Path(task_path).read_text())
     tokenizer = open_tokenizer(task["model"])
     loop = PlainLoop(task["model"], n_ctx=task.get("ctx", 512), n_threads=2,
-                     n_gpu_layers=task["gpu_layers"], flash=task["flash"])
+                     n_gpu_layers=task["gpu_layers"], flash=task["flash"], pad=task["pad"])
     prompts = [tokenizer.encode(case["prompt"]) for case in task["cases"]]
     params = [SamplingParams(**case["params"]) for case in task["cases"]]
     tokens = task.get("tokens") or [

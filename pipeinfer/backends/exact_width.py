@@ -43,10 +43,16 @@ Progress = Callable[[int, int], None]
 
 
 class Widths(Struct, frozen=True):
-    """The measured width R, and the times of runs of CURVE_ROWS rows relative to one row."""
+    """The measured width R, and the times of runs of CURVE_ROWS rows relative to one row.
+
+    padded: rows to which a device's short decodes are filled up; 0: they are not
+    padding_cost: the time of so many rows relative to one
+    """
 
     exact: int
     curve: tuple[float, ...]
+    padded: int = 0
+    padding_cost: float = 1.0
 
     @property
     def row_cost(self) -> float:

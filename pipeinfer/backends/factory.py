@@ -85,12 +85,14 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
 
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,
-                  gaps: bool = False, head: Literal["", "mtp", "eagle3"] = "") -> Any:
+                  gaps: bool = False, streams: bool = False,
+                  head: Literal["", "mtp", "eagle3"] = "") -> Any:
     """Return the options of llama.cpp for a config.
 
     draft: whether they are for the draft
     callbacks: whether a decode can be stopped inside
     gaps: whether positions may leave gaps
+    streams: whether each sequence has a part of the cache for itself
     head: kind of a head of the target, which counts as a draft; "" for other files
     """
     from pipeinfer.backends.llamacpp.context import LlamaOptions
@@ -117,7 +119,7 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
         n_gpu_layers=gpu_layers,
         use_mmap=config.mmap,
         use_mlock=config.mlock, huge_pages=config.huge_pages and not head, head=head,
-        layer_callbacks=callbacks, gaps=gaps, lend=True, **values,
+        layer_callbacks=callbacks, gaps=gaps, streams=streams, lend=True, **values,
     )
 
 

@@ -15,7 +15,14 @@ from pipeinfer.cluster.policy_choice import draft_models
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import survivable
-from pipeinfer.cluster.sizing import cells_for, chunk_of, hint_cells, ids_for, spare_cells
+from pipeinfer.cluster.sizing import (
+    cells_for,
+    chunk_of,
+    hint_cells,
+    ids_for,
+    spare_cells,
+    stream_cells,
+)
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import PortName, Setup
 from pipeinfer.core.policy import Policy
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Job(Struct, frozen=True):
-    """What is decided before any stage loads."""
+    """What is decided before any stage loads. chains: see `on_gpus`."""
 
     config: JobConfig
     target: Path
@@ -51,6 +58,7 @@ class Job(Struct, frozen=True):
     survey: Survey
     gaps: bool
     head: HeadPlan | None = None
+    chains: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -102,7 +110,7 @@ class LoadedCluster(Struct, frozen=True):
             cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
             spare,
             chunk_of(config),
-            ids_for(config.speculation, credit),
+            ids_for(config.speculation, credit, chains=job.chains),
         )
 
     def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
@@ -118,6 +126,7 @@ class LoadedCluster(Struct, frozen=True):
                 PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
+                stream=stream_cells(job.n_ctx) if job.chains else 0,
                 cores=self.hosts[holding.rank].cores_host if job.turns else 0,
                 taps=() if job.head is None else job.head.taps,
                 half_taps=config.cluster.hidden_type == "f16",

@@ -41,12 +41,14 @@ from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
     draft_models,
+    for_chains,
     for_state,
+    on_gpus,
     with_lookup,
 )
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
-from pipeinfer.cluster.sizing import rows_and_cells
+from pipeinfer.cluster.sizing import ids_for, rows_and_cells, stream_cells
 from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
@@ -326,6 +328,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     config = for_state(config, model, in_turns=turns or place.size == 1)
     looks_up = with_lookup(config, draft_path, 1 if turns else place.size)
     config = with_head(config, looks_up, model, draft_path, backends)
+    chains = on_gpus(config, model, hosts)
+    config = for_chains(config) if chains else config
     policy = choose_policy(config, draft_path)
     check_ablation(config, policy, place.size, turns=would)
     check_proposers(config.speculation, model, backends)
@@ -339,6 +343,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         check_splittable(model)
     n_ctx = context_size(config.model, model)
     width, n_batch, cells = rows_and_cells(config, n_ctx, EXACT_LIMIT, most)
+    if chains:
+        cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     head_bytes = 0
     drafts = draft_models(config, draft_path, policy)
     for path in drafts[:-1] if draft_ranks_of(hosts) else drafts:
@@ -356,4 +362,4 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps,
-               head)
+               head, chains)

@@ -110,9 +110,13 @@ def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]
         if any(one.backend == "torch" and one.threads > 1 for one in assembly.ready.values()):
             notes.append("torch splits a run's sums over its threads by the number of rows: with "
                          "-t 1 wider runs may be exact")
-    if config.exact == "on" and (gpus := {one.gpu for one in assembly.ready.values() if one.gpu}):
+    there = [one for one in assembly.ready.values() if one.gpu and config.exact == "on"]
+    if gpus := {one.gpu for one in there if not one.padded}:
         notes.append(f"layers on {', '.join(sorted(gpus))}: there tokens equal plain decoding's up "
                      "to near-ties (docs/exactness.md#gpus)")
+    notes += sorted({f"decodes on {one.gpu} are padded to {one.padded} rows, which take "
+                     f"{one.padding_cost:.2f} times as long as one, in plain decoding too"
+                     for one in there if one.padded > 1})
     if len({one.backend for one in assembly.ready.values()}) > 1:
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.backends.factory import backend_for
 from pipeinfer.cluster import features
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
-from pipeinfer.models.architectures import keeps_state
+from pipeinfer.models.architectures import has_windows, keeps_state
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.locate import find
+from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import Need
 
@@ -47,6 +49,25 @@ def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobCo
     if config.speculation.partitions < 0:
         own["partitions"] = parallel + 1 if in_turns else _STATES
     return config.replace(**own) if own else config
+
+
+def on_gpus(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> bool:
+    """Return whether stages on GPUs pad their decodes (`backends.llamacpp.padded`), which needs
+    every lane's tokens to be a chain with a part of the cache for itself."""
+    given, own = config.given, config.speculation
+    there = any(one.settings.options(given).get("gpu_layers", config.model.gpu_layers)
+                and backend_for(one.asked_backend, model.path) == "llamacpp" for one in hosts)
+    other = own.decomposer or own.layout == "replicate" or registry.inline(own) is not None \
+        or Ablation.MULTIBUFFER in own.ablate
+    return there and config.model.exact == "on" and not (
+        other or keeps_state(model) or has_windows(model))
+
+
+def for_chains(config: JobConfig) -> JobConfig:
+    """Return the config with fewer requests at a time, unless their number is given: each has
+    cells for a whole context."""
+    few = min(config.speculation.parallel, _REQUESTS)
+    return config if "parallel" in config.given else config.replace(parallel=few)
 
 
 def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:

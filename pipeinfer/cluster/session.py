@@ -34,6 +34,7 @@ from pipeinfer.cluster.sizing import (
     NO_MODEL,
     cancel_path,
     controller_for,
+    kept_for,
     limits_for,
     row_proposer,
     sizes_for,
@@ -177,7 +178,9 @@ class Session:
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
                  cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}),
-                 *sorted({ready.gpu for ready in assembly.ready.values()} - {""}))
+                 *sorted({ready.gpu for ready in assembly.ready.values()} - {""}),
+                 *(ready.padded for _, ready in sorted(assembly.ready.items())
+                   if ready.padded))
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def use(self, config: JobConfig) -> None:
@@ -347,6 +350,9 @@ def scheduler_setup(
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=loaded.spare, draft_share=draft_share)
     limits = structs.replace(limits, same_cores=job.turns, states=states)
+    if job.chains:
+        limits = structs.replace(limits, chains=True, partitions=0,
+                                 kept=kept_for(config.speculation, chains=True))
     controller = controller_for(
         config.speculation, limits, pinned, first.curve, loaded.spare,
         contended=sharing.contended, draft_share=draft_share)

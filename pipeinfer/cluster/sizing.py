@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cluster.features import overlaps, weighs
 from pipeinfer.cluster.policy_choice import LOOKUP
 from pipeinfer.config import JobConfig, SpeculationConfig
@@ -125,13 +126,20 @@ def threads_of(config: SpeculationConfig) -> int:
     return config.decompose_threads if config.decomposer else 0
 
 
-def kept_for(config: SpeculationConfig) -> int:
-    """Return the number of prompts of ended requests in the prefix cache."""
-    return min(max(4, 2 * config.parallel), _MOST_KEPT) if config.prefix_cache else 0
+def kept_for(config: SpeculationConfig, *, chains: bool = False) -> int:
+    """Return the number of prompts of ended requests in the prefix cache.
+
+    chains: whether each of them takes cells for a whole context, see `stream_cells`.
+    """
+    if not config.prefix_cache:
+        return 0
+    return max(1, config.parallel // 2) if chains else min(max(4, 2 * config.parallel), _MOST_KEPT)
 
 
-def ids_for(config: SpeculationConfig, credit: int) -> int:
+def ids_for(config: SpeculationConfig, credit: int, *, chains: bool = False) -> int:
     """Return the number of sequence ids in all. Raises UsageError if llama.cpp has fewer."""
+    if chains:
+        return lanes_of(config) + kept_for(config, chains=True)
     count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
     if count > _ALL_IDS:
         raise UsageError(
@@ -154,6 +162,12 @@ def cells_for(config: SpeculationConfig, n_ctx: int) -> int:
                          f"request ({n_ctx}): raise it, or lower -c")
     one = config.parallel == 1 and not config.decomposer
     return config.cache_tokens or (n_ctx if one else 2 * n_ctx)
+
+
+def stream_cells(n_ctx: int) -> int:
+    """Return the cells of a sequence that has a part of the cache for itself, as on GPUs: those of
+    its context, and of the padding behind it."""
+    return n_ctx + EXACT_LIMIT
 
 
 def spare_cells(width: int, credit: int) -> int:

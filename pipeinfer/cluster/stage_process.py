@@ -317,7 +317,7 @@ class StageProcess:
             sum(part.received for part in parts), tuple(part.layers for part in parts),
             setup.cut and pieces_of(setup),
             "" if team is None else "memory" if team.shares_memory else "messages",
-            self._sum_seconds, gpu_of(config.model, kind))
+            self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost)
 
     def _join_team(self, config: JobConfig, setup: Setup) -> Team | None:
         """Meet the other members of this stage; None for a stage of whole layers."""
@@ -373,7 +373,8 @@ class StageProcess:
                    options: tuple[Any, ...]) -> None:
         """Close the loaded parts that the new setup does not use."""
         setup, config, threads, kind = options
-        same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps)
+        same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps,
+                setup.stream)
         usable = (
             same == self._options and not registry.adapter(config.speculation)
         )  # learned prompts live in the cache
@@ -403,6 +404,7 @@ class StageProcess:
             version = torch_version()
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+            from pipeinfer.backends.llamacpp.padded import PaddedBackend
 
             self._hooks.cached(lambda: cache_directory() / shard_name(
                 setup.fingerprint, start, stop, piece))
@@ -411,27 +413,28 @@ class StageProcess:
             size = shard.total if isinstance(shard, ShardSource) else shard.stat().st_size
             report("loading", 0, size)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
-            backend = LlamaCppBackend.load(
+            streams = setup.stream if config.model.gpu_layers else 0
+            backend = (PaddedBackend if streams else LlamaCppBackend).load(
                 shard,
                 layers=layers,
                 n_layers_total=setup.n_layers,
                 first=start == 0 and not piece,  # slices are given rows
                 last=stop == setup.n_layers,
-                n_ctx=setup.n_ctx,
+                n_ctx=streams * setup.n_seq_max or setup.n_ctx,
                 n_seq_max=setup.n_seq_max,
                 n_batch=setup.n_batch,
                 n_threads=threads,
                 options=llama_options(
                     config.model,
                     callbacks=not whole or config.speculation.policy != "iterative",
-                    gaps=setup.gaps,
+                    gaps=setup.gaps, streams=streams > 0,
                 ),
                 progress=lambda phase, share: report(phase, round(share * size), size),
             )
         try:
             widths, used = _measured(backend, shard, setup, (
                 version, *host.cpu_features(), gpu_of(config.model, kind)), piece, threads,
-                None if config.model.threads else threads, report)
+                None if config.model.threads else threads, report, config.model.pad)
         except BaseException:
             backend.close()
             raise
@@ -440,11 +443,11 @@ class StageProcess:
 
 def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
               identity: tuple[object, ...], piece: str, threads: int, most: int | None,
-              report: Report) -> tuple[Widths, int]:
+              report: Report, pad: int = 0) -> tuple[Widths, int]:
     """Return the widths of a loaded shard and the threads that it uses for single rows.
 
     shard: its file, where llama.cpp loaded it. most: threads among which to choose; None: `threads`
-    are fixed.
+    are fixed. pad: rows to which short decodes are padded on a device; 0: measured.
     """
     used, excerpt = threads, None
     with measuring.alone(), contextlib.ExitStack() as stack:
@@ -454,8 +457,13 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
         if shard is not None:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
             from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
+            from pipeinfer.backends.llamacpp.padded import PaddedBackend, known_padding
 
             assert isinstance(backend, LlamaCppBackend)
+            if isinstance(backend, PaddedBackend) and backend.options.streams:
+                return known_padding(
+                    backend, (setup.fingerprint, piece, threads, *identity), pad, EXACT_LIMIT,
+                    lambda done, total: report("measuring", done, total)), threads
             excerpt = stack.enter_context(LoadedExcerpt.opened(shard, backend))
             # an exact limit of 1 may come from sums that are split by threads
             if most is not None and backend.any_threads:
@@ -519,4 +527,6 @@ def worst(parts: list[LoadedPart]) -> Widths:
     """Return the widths that hold for all parts: the smallest R and the highest costs."""
     curves = zip(*(part.widths.curve for part in parts), strict=True)
     return structs.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
-                               curve=tuple(map(max, curves)))
+                               curve=tuple(map(max, curves)),
+                               padded=min(p.widths.padded for p in parts),
+                               padding_cost=max(p.widths.padding_cost for p in parts))

@@ -98,6 +98,10 @@ class ModelConfig:
              "chunks, which gives its tokens; few rows or none are exact together then.")
     exact: str = opt("on", "--exact", kind="str", choices=("on", "off"),
                      help="Limit runs to the width at which decodes are bit-equal to single rows.")
+    pad: int = opt(0, "--pad", low=0, high=16,
+                   help="With -ngl and --exact on: rows to which each decode of fewer is padded, "
+                        "so that runs of as many are exact; 1: none; 0: as many as promise most "
+                        "by the times of this GPU. See docs/exactness.md.")
 
     def __post_init__(self) -> None:
         if self.hf_file and not self.hf_repo:

@@ -187,6 +187,7 @@ class Setup(_Message, frozen=True, tag=True):
     cores: threads that the stage may use, those of idle ranks of its host included; 0: its own
     taps: layers of the model whose inputs a head reads, see `backends.base.tap`
     half_taps: whether they are sent as float16
+    stream: cells that a stage on a GPU has for each sequence id; 0: all share `n_ctx`
     """
 
     port: PortName
@@ -212,6 +213,7 @@ class Setup(_Message, frozen=True, tag=True):
     cores: int = 0
     taps: tuple[int, ...] = ()
     half_taps: bool = False
+    stream: int = 0
 
 
 class Receive(_Message, frozen=True, tag=True):
@@ -239,6 +241,8 @@ class Ready(_Message, frozen=True, tag=True):
     sums: how partial results travel; "" without any
     sum_seconds: time of one sum for a single row, measured at the start
     gpu: llama.cpp's names of the devices that hold its layers; "" where the processor computes
+    padded: rows to which short decodes are filled up there; 0: they are not
+    padding_cost: the time of so many rows relative to one
     """
 
     port: PortName
@@ -258,6 +262,8 @@ class Ready(_Message, frozen=True, tag=True):
     sums: str = ""
     sum_seconds: float = 0.0
     gpu: str = ""
+    padded: int = 0
+    padding_cost: float = 1.0
 
     def figures(self) -> dict[str, Any]:
         """All fields but the port, by name."""

@@ -328,6 +328,13 @@ def embedding_factor(model: ModelFile) -> float:
     return 1.0
 
 
+def has_windows(model: ModelFile) -> bool:
+    """Return whether llama.cpp has a cache of its own for layers with a sliding window."""
+    cut = ARCHITECTURES.get(model.architecture)
+    given = isinstance(model, ModelFile) and bool(_number(model, _WINDOW))
+    return given if cut is None else bool(cut.period) and (given or not cut.plain)
+
+
 def windows_of(model: ModelFile, period: int) -> list[bool]:
     """Return for each layer whether it has a sliding window; period: as in `CutRule`."""
     key = f"{model.architecture}.{_PATTERN}"

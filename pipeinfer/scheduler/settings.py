@@ -91,6 +91,8 @@ class Limits(Tuning, frozen=True, kw_only=True):
     threads: maximum threads of a response that are active besides its main one
     states: whether layers keep a state of the text, so that every speculative run needs a sequence
         id of its own
+    chains: whether each lane has one sequence id and a run for its tokens alone, so that its tokens
+        in flight are one chain
     """
 
     n_ctx: int
@@ -104,6 +106,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     kept: int = 0
     threads: int = 0
     states: bool = False
+    chains: bool = False
 
     def tuned(self, tuning: Tuning) -> Limits:
         """Return the same limits with another tuning."""
@@ -148,9 +151,10 @@ class Limits(Tuning, frozen=True, kw_only=True):
     def group(self, lanes: int) -> int:
         """Return how many of `lanes` lanes share a run, so that the runs fill the pipeline.
 
-        Where layers keep a state each has a run of its own: states that lie apart would be moved.
+        Where layers keep a state each has a run of its own: states that lie apart would be moved;
+        and with `chains`.
         """
-        if self.states:
+        if self.states or self.chains:
             return 1
         if self.share:
             size = self.share[min(lanes, len(self.share)) - 1]
@@ -175,7 +179,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     @property
     def buffered(self) -> bool:
         """Whether every speculative run has a sequence id of its own."""
-        return self.policy is Policy.PUBLISHED
+        return self.policy is Policy.PUBLISHED and not self.chains
 
     @property
     def shares_early(self) -> bool:

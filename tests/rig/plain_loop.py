@@ -37,12 +37,14 @@ class PlainLoop:
 
     n_gpu_layers: layers on a GPU, as for LlamaOptions; 0 computes on the processor, though
     llama.cpp's own default would be every GPU that it finds. flash: llama.cpp's number for flash
-    attention; None takes what `auto` chooses. embeds: for `embedding` alone.
+    attention; None takes what `auto` chooses. embeds: for `embedding` alone. pad: decodes of fewer
+    tokens have so many rows: further ones, whose cells are removed, come behind them.
     """
 
     def __init__(self, path: str | os.PathLike[str], n_ctx: int = 2048, n_threads: int = 1,
                  n_batch: int = 512, type_k: int | None = None, type_v: int | None = None,
-                 flash: int | None = None, n_gpu_layers: int = 0, embeds: bool = False) -> None:
+                 flash: int | None = None, n_gpu_layers: int = 0, embeds: bool = False,
+                 pad: int = 0) -> None:
         ensure_llama()  # initialises once, and keeps llama.cpp's log off the terminal
         of_model = model_params(n_gpu_layers)
         of_model.use_extra_bufts = may_repack(ModelFile(path))
@@ -62,7 +64,7 @@ class PlainLoop:
         params.n_threads = params.n_threads_batch = n_threads
         params.offload_kqv = params.op_offload = n_gpu_layers != 0
         self.context: Any = binding.llama_init_from_model(self.model, params)
-        self._embeds = embeds
+        self._embeds, self._pad = embeds, pad
         self._vocab: Any = binding.llama_model_get_vocab(self.model)
         self.n_vocab: int = binding.llama_vocab_n_tokens(self._vocab)
         architecture = metadata(self.model, "general.architecture")
@@ -87,13 +89,17 @@ class PlainLoop:
             for i, token in enumerate(tokens[:-1]):
                 self.decode([token], position + i)
             return self.decode(tokens[-1:], position + len(tokens) - 1)
-        batch = binding.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = token, position + i
+        count = max(len(tokens), self._pad)
+        batch = binding.llama_batch_init(count, 0, 1)
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i], batch.pos[i] = tokens[i] if i < len(tokens) else 1, position + i
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = i == len(tokens) - 1
+            batch.logits[i] = count == self._pad or i == count - 1
         status = binding.llama_decode(self.context, batch)
+        if count > len(tokens):
+            binding.llama_memory_seq_rm(binding.llama_get_memory(self.context), 0,
+                                        position + len(tokens), -1)
         binding.llama_batch_free(batch)
         assert status == 0, status
         if self._embeds:

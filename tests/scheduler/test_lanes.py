@@ -11,10 +11,11 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.types import Request
+from pipeinfer.core.types import Request, SeqCopy
 from pipeinfer.scheduler.events import Abort, Emit, Finish, IssueRun, StopDraft, Submit
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
@@ -55,6 +56,53 @@ def prompts(draw):
     base = draw(st.sampled_from(BASES))
     own = draw(st.lists(st.integers(0, N_VOCAB - 1), max_size=6))
     return (*base[:draw(st.integers(0, 45))], *own) or (1,)
+
+
+def check_chains(pipeline):
+    """Each id's tokens in flight are one chain: the position of a row is the number of cells of
+    its only id, whatever was dropped before."""
+    cells = {}
+    for item in pipeline.log:
+        for op in getattr(item, "ops", ()):
+            if isinstance(op, SeqCopy):
+                cells[op.dst] = op.p1
+            else:
+                cells[op.seq_id] = min(cells.get(op.seq_id, 0), op.p0)
+        if isinstance(item, IssueRun):
+            assert len(set(item.lanes)) == 1
+            for pos, ids in zip(item.rows.positions.tolist(), item.rows.seq_ids, strict=True):
+                assert len(ids) == 1
+                assert pos == cells.get(ids[0], 0)
+                cells[ids[0]] = pos + 1
+
+
+@given(data=st.data(), limits=LIMITS, published=st.booleans(), n_stages=st.sampled_from([1, 2, 4]),
+       accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 2**32))
+@examples(200)
+def test_lanes_with_parts_of_the_cache_for_themselves_issue_chains(
+        data, limits, published, n_stages, accuracy, seed):
+    limits = structs.replace(limits, chains=True, partitions=0, **(
+        {"policy": Policy.PUBLISHED} if published else {}))
+    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed,
+                        second=0.7)
+    asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([1, 6, 30])))
+             for i in range(data.draw(st.integers(1, 5)))]
+    for request in asked:
+        pipeline.submit(request)
+        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=40)):
+            pipeline.step(pick)
+    pipeline.drain()
+    check_outputs(pipeline, asked)
+    check_chains(pipeline)
+
+
+@pytest.mark.parametrize("policy", [Policy.SPECULATIVE, Policy.PIPEINFER, Policy.PUBLISHED])
+def test_chains_are_speculated(policy):
+    limits = Limits(n_ctx=90, policy=policy, exact_width=4, credit=4, chains=True, partitions=0,
+                    tree_max=3)
+    pipeline = run_all(limits, [Request(0, (1, 2, 3), 30)], accuracy=0.8, seed=3)
+    check_chains(pipeline)
+    assert stats_of(pipeline, 0).accepted_speculative > 5
 
 
 @given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]),

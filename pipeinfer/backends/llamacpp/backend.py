@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from msgspec import structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp import routers
@@ -83,7 +84,9 @@ class LlamaCppBackend:
         self._all_at_work = True
         #: rows that attention certainly processes as it does one; see `exact_width.exact_width`
         self.exact_limit = options.exact_limit(info.n_ctx, self.most_threads)
-        self.any_threads = self.exact_limit > 1  #: whether the number of threads changes no bits
+        partly = not options.on_cpu and 0 <= options.n_gpu_layers < info.layers[1] - info.layers[0]
+        #: whether the number of threads changes no bits; with f16 it does, in layers that stay here
+        self.any_threads = self.exact_limit > 1 and not partly
         #: ids that hold dead cells: one for `cell_order`. Layers with a sliding window have a cache
         #: of their own. There llama.cpp treats a cell as free if it is behind the window and only
         #: one id holds it; so a second id holds them
@@ -99,7 +102,8 @@ class LlamaCppBackend:
         self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         no_cells = bool(binding.llama_model_is_recurrent(model))
         self._order = CellOrder(info.n_ctx, info.n_seq_max) \
-            if (options.keep_order or windows) and not (options.gaps or no_cells) else None
+            if (options.keep_order or windows) and not (
+                options.streams or options.gaps or no_cells) else None
         self.capabilities = Capabilities(
             free_positions=options.gaps,
             separate_views=False,
@@ -153,15 +157,16 @@ class LlamaCppBackend:
                                  f"{layers[1]} were expected")
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
+            more = 0 if options.head else further_ids(model)
+            options = _streamed(options, more)
             chooses = not options.head and _chooses_experts(file, model, options)
             probe = None if options.head else probe_of(
                 file, model, layers, options, last=last, chooses_experts=chooses,
                 kind=cls.probe_type)
-            more = 0 if options.head else further_ids(model)
             if n_seq_max + more > MAX_SEQS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{MAX_SEQS - more} sequences")
-            sizes = (n_ctx, n_seq_max + 1 + more, n_batch, n_threads)
+            sizes = (n_ctx, n_seq_max + (not options.streams) + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
@@ -494,6 +499,11 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
         cache_bytes=cache_bytes(model, n_ctx, options),
         **given,
     )
+
+
+def _streamed(options: LlamaOptions, more: int) -> LlamaOptions:
+    """Return the options without streams where the model cannot have them; more: `further_ids`."""
+    return structs.replace(options, streams=False) if more or options.gaps else options
 
 
 def further_ids(model: Any) -> int:

@@ -56,6 +56,8 @@ class LlamaOptions(Struct, frozen=True):
     layer_callbacks: whether `decode` may be stopped inside; a whole model without it has no cost of
         callbacks (a shard that is not the last always has)
     keep_order: whether cells stay in order, see `cell_order`
+    streams: whether each sequence has a part of the cache for itself, see `padded`; not with a
+        state, sliding windows or gaps
     repack: whether weights are rearranged for faster kernels; "auto": wherever that is safe
     validate: whether to check the rules about sequence ids that llama.cpp does not check (slower;
         for tests)
@@ -78,6 +80,7 @@ class LlamaOptions(Struct, frozen=True):
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True
+    streams: bool = False
     repack: Literal["auto", "on", "off"] = "auto"
     validate: bool = False
     gaps: bool = False
@@ -285,7 +288,8 @@ def make_context(
     params.n_threads = params.n_threads_batch = n_threads
     params.type_k, params.type_v = CACHE_TYPES[options.type_k][0], CACHE_TYPES[options.type_v][0]
     params.flash_attn_type = FLASH[options.flash_attn]
-    params.kv_unified = True  # only then does seq_cp leave the values where they are
+    # only in one part for all does seq_cp leave the values where they are
+    params.kv_unified = not options.streams
     params.offload_kqv = params.op_offload = options.n_gpu_layers != 0
     params.no_perf = True
     params.ctx_type = int(options.head == "mtp")
@@ -300,7 +304,7 @@ def make_context(
     if wanted > memory:
         raise BackendError(
             f"{name}: a cache of {n_ctx} cells takes {wanted / 1e9:.0f} GB, but {where} has "
-            f"{memory / 1e9:.0f} GB; lower -c"
+            f"{memory / 1e9:.0f} GB; lower -c{' or --parallel' if options.streams else ''}"
         )
     context = binding.llama_init_from_model(model, params)
     if not context:

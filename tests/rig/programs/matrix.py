@@ -2,7 +2,7 @@
 
 Usage: matrix.py TASK.json OUT.json; the task has `config` (options), `cases` (each with
 `limits` to replace, `params`, `prompt` as token ids, `count`; `observed`: what runs did is
-wanted). Rank 0 writes tokens and figures.
+wanted; `beside`: prompts of further requests at the same time). Rank 0 writes tokens and figures.
 """
 
 from __future__ import annotations
@@ -10,17 +10,44 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
+from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.core.policy import Ablation, Policy
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.scheduler.controller import Controller
+from pipeinfer.scheduler.events import Emit, Finish
 from pipeinfer.strategies import registry
+
+
+def at_once(session: Session, prompts: Sequence[str], params: SamplingParams, count: int
+            ) -> dict[str, list[Any]]:
+    """The tokens of requests that are all submitted before any of them ends, and how many of each
+    prompt's tokens were in the cache."""
+    found: dict[int, list[int]] = {}
+    reused = {}
+    for number, prompt in enumerate(prompts, 1 << 20):
+        session.head.submit(Request(number, tuple(session.tokenizer.encode(prompt)), count, params,
+                                    ignore_eos=True))
+        found[number] = []
+    left = set(found)
+    until = time.monotonic() + 600
+    while left:
+        assert time.monotonic() < until, "requests have not ended"
+        match session.head.next_news(0.1):
+            case Emit(number, choice):
+                found[number].append(choice.token)
+            case Finish(number, _, stats):
+                left.remove(number)
+                reused[number] = stats.reused
+    return {"tokens": list(found.values()), "reused": [reused[number] for number in found]}
 
 
 def main() -> None:
@@ -47,10 +74,14 @@ def main() -> None:
                 limits = structs.replace(base, **change)
                 session.head.reconfigure(limits, Controller(limits, max_rows=64) if adapt else None)
                 prompt = case["prompt"]
-                if isinstance(prompt, str):
-                    prompt = session.tokenizer.encode(prompt)
                 params = {**case["params"]}
                 params["logit_bias"] = tuple(map(tuple, params.get("logit_bias", ())))
+                if beside := case.get("beside"):
+                    results.append(at_once(session, [prompt, *beside], SamplingParams(**params),
+                                           case["count"]))
+                    continue
+                if isinstance(prompt, str):
+                    prompt = session.tokenizer.encode(prompt)
                 observed = bool(case.get("observed"))
                 session.head.observe(observed)
                 session.head.take_runs()

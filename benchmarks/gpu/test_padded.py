@@ -1,0 +1,113 @@
+"""Padded runs on devices: every policy, over one rank and three, writes what a plain loop of the
+same number of rows a decode writes on that device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import jobs
+from benchmarks.gpu.devices import _LAVAPIPE, Device
+from benchmarks.gpu.jobs import ALL, DRAFT
+from benchmarks.gpu.test_gpu import build_of, prepared
+from pipeinfer.core.noise import noise_key
+from tests.support.sample import FULL
+
+ROWS = 4  #: of each decode
+COUNT = 132  #: tokens of an answer
+BLOCK = 256  #: cells in which a device's cache grows
+TEXT = Path(jobs.ROOT / "pipeinfer" / "text_table.py").read_text()
+#: the last three begin alike, and with them answers cross a block of the cache
+PROMPTS = ("def main(", TEXT[:600], TEXT[:600] + "# ", TEXT[:600] + "class ")
+POLICIES = (
+    {"policy": "iterative"}, {"policy": "speculative", "branches": 3, "p_min": 0.0},
+    {"policy": "pipeinfer", "p_min": 0.0, "path_min": 0.001}, {"policy": "published", "p_min": 0.0})
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8, "key": noise_key(5)}
+
+
+def device_of(kind):
+    build = build_of(kind)
+    if not (build / "bin").exists():
+        pytest.skip(f"no llama.cpp for the {kind} device has been built here: --full builds it")
+    return Device(kind, build / "bin")
+
+
+def plain_tokens(device, tmp_path, model, cases):
+    return jobs.plain(device, tmp_path, tmp_path / "log", 300, (ALL, None, ROWS), cases,
+                      model=str(model))["tokens"]
+
+
+def config_of(model):
+    return {"model": str(model), "gpu_layers": ALL, "pad": ROWS, "ctx": 512, "threads": 1,
+            "draft_model": "none", "proposer": ["prompt-lookup"], "policy": "pipeinfer"}
+
+
+def compare(device, tmp_path, model, ranks, prompts, policies, samplings, count):
+    """Every answer against the plain loop's; returns the job's figures by answer."""
+    cases = [{"prompt": prompt, "params": params, "count": count}
+             for prompt in prompts for params in samplings]
+    found = jobs.program(
+        device, ranks, [sys.executable, str(jobs.MATRIX)], {"config": config_of(model), "cases": [
+            {**case, "limits": limits} for case in cases for limits in policies]},
+        tmp_path, tmp_path / "log", 900)
+    assert found["exact_width"] == ROWS
+    wanted = plain_tokens(device, tmp_path, model, cases)
+    for i, result in enumerate(found["results"]):
+        assert result["tokens"] == wanted[i // len(policies)], (
+            cases[i // len(policies)], policies[i % len(policies)])
+    return found["results"]
+
+
+def misses(results):
+    return sum(one["guesses_tested"] - one["accepted_speculative"] for one in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_path, ranks):
+    results = compare(device_of("rpc"), tmp_path, jobs.TARGET, ranks, PROMPTS[1:3], POLICIES[1:],
+                      [GREEDY, SAMPLED], COUNT)
+    assert misses(results) >= 20
+    assert sum(one["accepted_speculative"] for one in results) > 100
+
+
+@FULL
+@pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
+                    "installed (Debian: mesa-vulkan-drivers)")
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.timeout(2400)
+def test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan_device(tmp_path, ranks):
+    """Its kernels differ by width, by holes and by the cells of others."""
+    prepared("vulkan")
+    results = compare(device_of("vulkan"), tmp_path, DRAFT, ranks, PROMPTS, POLICIES,
+                      [GREEDY, SAMPLED], COUNT)
+    assert misses(results) >= 20
+
+
+def check_requests_beside_each_other(device, tmp_path, model, ranks):
+    """Two at the same time, and a third, which begins as they do, after one of them."""
+    case = {"params": GREEDY, "count": COUNT, "limits": {}}
+    (found,) = jobs.program(
+        device, ranks, [sys.executable, str(jobs.MATRIX)],
+        {"config": {**config_of(model), "parallel": 2, "speculation": "on"},
+         "cases": [{**case, "prompt": PROMPTS[1], "beside": PROMPTS[2:]}]},
+        tmp_path, tmp_path / "log", 900)["results"]
+    assert found["tokens"] == plain_tokens(device, tmp_path, model, [
+        {**case, "prompt": prompt} for prompt in PROMPTS[1:]])
+    assert found["reused"][2] == 128, "two chunks of the prompts in common"
+
+
+@pytest.mark.slow
+def test_requests_beside_each_other_on_an_rpc_device(tmp_path):
+    check_requests_beside_each_other(device_of("rpc"), tmp_path, jobs.TARGET, 1)
+
+
+@FULL
+@pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
+                    "installed (Debian: mesa-vulkan-drivers)")
+@pytest.mark.timeout(2400)
+def test_requests_beside_each_other_on_a_vulkan_device(tmp_path):
+    prepared("vulkan")
+    check_requests_beside_each_other(device_of("vulkan"), tmp_path, DRAFT, 1)
