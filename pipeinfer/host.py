@@ -212,6 +212,11 @@ def choose_gpu(device: str, place: Place, root: Path = _DEVICES) -> None:
             os.environ.setdefault(name, number)
 
 
+def visible_gpus() -> str:
+    """Return the numbers of the GPUs that the environment leaves to this process; "": all."""
+    return next((os.environ[name] for name in _GPU_VARIABLES if name in os.environ), "")
+
+
 def _cpu_list(path: Path) -> set[int]:
     """Return the cores of a kernel list such as 0-7,16-23."""
     cpus: set[int] = set()

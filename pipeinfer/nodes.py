@@ -124,6 +124,7 @@ class RankInfo(Struct, frozen=True):
     bell: where it is woken, see `control.Bell`
     kernels: what its llama.cpp was compiled for
     dead: whether it was lost while the job started
+    room: name of the memory that it fills; "": that of its host
     """
 
     rank: int
@@ -137,6 +138,12 @@ class RankInfo(Struct, frozen=True):
     bell: Bell = field(default_factory=Bell)
     dead: bool = False
     kernels: str = ""
+    room: str = ""
+
+    def gpu_layers(self, config: JobConfig) -> int:
+        """Return how many layers of a llama.cpp stage on this rank are on its GPU."""
+        own = self.settings.options(config.given)
+        return int(own.get("gpu_layers", config.model.gpu_layers))
 
 
 class Nodes(Struct, frozen=True):

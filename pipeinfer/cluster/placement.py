@@ -11,6 +11,7 @@ no requests, and of policies only what the planner needs.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import sys
 import threading
@@ -21,13 +22,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
+from pipeinfer.backends.factory import backend_for
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ProtocolError, RankLost, UsageError
-from pipeinfer.host import Place
+from pipeinfer.host import Place, visible_gpus
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
@@ -87,11 +89,13 @@ def agree(
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
     notes: list[str] = []
+    everyone, hosts = hosts, on_their_gpus(config, model, hosts, {})
     if place.comm is not None and config.cluster.split == "planned" and len(free) > 1 and not whole:
         if teams is None and not auto:  # a model that fits nowhere is refused before it is read
             make_plan(config.cluster, load, members_of(candidates, counts, hosts, {}, head_bytes),
                       candidates, hosts, lambda split: -split.slowest, timed=False)
-        figures, notes = _ask(config, place, model, path, hosts, free)
+        figures, notes, answers = _ask(config, place, model, path, everyone, free)
+        hosts = on_their_gpus(config, model, everyone, answers)
     members = dict(zip(candidates, members_of(candidates, counts, hosts, figures, head_bytes),
                        strict=True))
     load = with_head(load, figures.values())
@@ -182,6 +186,26 @@ def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | 
     return [*counts[:-config.spares], *[0] * config.spares]
 
 
+def on_their_gpus(config: JobConfig, model: Any, hosts: Hosts, answers: Mapping[int, Measured]
+                  ) -> list[RankInfo]:
+    """Return the ranks with the memory of their GPUs in the place of their hosts', without a bound
+    where it is not known; answers: by rank."""
+    found = []
+    for one in hosts:
+        layers = one.gpu_layers(config)
+        if layers and backend_for(one.asked_backend, model.path) == "llamacpp":
+            answer = answers.get(one.rank, Measured())
+            room = f"{one.host}, GPU {answer.gpu}" if answer.gpu else f"{one.host}, its GPUs"
+            memory = answer.gpu_free or math.inf
+            if layers < model.n_layers:  # the others stay in the host's
+                memory += one.memory
+            if one.settings.memory is not None:
+                memory = min(memory, one.settings.memory)
+            one = structs.replace(one, memory=memory, room=room)
+        found.append(one)
+    return found
+
+
 def members_of(
     candidates: Sequence[int], counts: Sequence[int | None], hosts: Hosts,
     figures: Mapping[int, Figures], head_bytes: int = 0,
@@ -203,16 +227,17 @@ def members_of(
 @_said_if_slow("ranks measure how fast they are with this model, before each loads its layers")
 def _ask(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
-) -> tuple[dict[int, Figures], list[str]]:
-    """Request measurements; return them by rank, with notes on failures. Ranks of one host and
-    kind share one measurement."""
+) -> tuple[dict[int, Figures], list[str], dict[int, Measured]]:
+    """Request measurements; return them by rank, with notes on failures, and the answers. Ranks of
+    one host and kind share one measurement, but each with layers on a GPU has its own."""
     from pipeinfer.transport import mpi_startup
 
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
         one = hosts[rank].settings
         kinds.setdefault((hosts[rank].host, hosts[rank].cores, one.threads, one.device,
-                          one.gpu_layers, one.numa, one.backend), []).append(rank)
+                          one.gpu_layers, one.numa, one.backend,
+                          hosts[rank].gpu_layers(config) and rank), []).append(rank)
     asked = [group[0] for group in kinds.values()]
     hollow = msgspec.to_builtins(Hollow.of(model)) if config.cluster.distribute else None
     for rank in asked:
@@ -242,7 +267,7 @@ def _ask(
                          f"{answer.error or 'its answer is unreadable'}")
             continue
         figures |= dict.fromkeys(group, found)
-    return figures, notes
+    return figures, notes, answers
 
 
 def measure_here(
@@ -251,12 +276,14 @@ def measure_here(
 ) -> Measured:
     """Measure the model's layers on this rank: its figures, or why there are none."""
     from pipeinfer.host import threads_of
-    from pipeinfer.llama.library import ensure_llama
+    from pipeinfer.llama.library import ensure_llama, gpus
     from pipeinfer.nodes import settle
 
     config = settle(config, place, settings)
     ensure_llama(config.model.numa)
-    return try_figures(config, path, fingerprint, threads_of(config.model.threads, place), hollow)
+    free = sum(one.free for one in gpus()) if config.model.gpu_layers else 0
+    found = try_figures(config, path, fingerprint, threads_of(config.model.threads, place), hollow)
+    return structs.replace(found, gpu=visible_gpus(), gpu_free=float(free))
 
 
 def await_place(config: JobConfig, place: Place) -> Placed:

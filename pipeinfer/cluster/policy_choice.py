@@ -54,9 +54,9 @@ def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobCo
 def on_gpus(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> bool:
     """Return whether stages on GPUs pad their decodes (`backends.llamacpp.padded`), which needs
     every lane's tokens to be a chain with a part of the cache for itself."""
-    given, own = config.given, config.speculation
-    there = any(one.settings.options(given).get("gpu_layers", config.model.gpu_layers)
-                and backend_for(one.asked_backend, model.path) == "llamacpp" for one in hosts)
+    own = config.speculation
+    there = any(one.gpu_layers(config) and backend_for(one.asked_backend, model.path) == "llamacpp"
+                for one in hosts)
     other = own.decomposer or own.layout == "replicate" or registry.inline(own) is not None \
         or Ablation.MULTIBUFFER in own.ablate
     return there and config.model.exact == "on" and not (

@@ -120,10 +120,16 @@ class Measure(_Message, frozen=True, tag=True):
 
 
 class Measured(_Message, frozen=True, tag=True):
-    """The result of a measurement: figures, or an error."""
+    """The result of a measurement: figures, or an error.
+
+    gpu: which GPUs of its host the rank uses; "": all, or none
+    gpu_free: their free memory, in bytes; 0: unknown, or no layer would be on one
+    """
 
     figures: dict[str, Any] | None = None
     error: str = ""
+    gpu: str = ""
+    gpu_free: float = 0.0
 
 
 class Meeting(_Message, frozen=True):
