@@ -35,7 +35,7 @@ def device_of(kind):
 
 
 def plain_tokens(device, tmp_path, model, cases):
-    return jobs.plain(device, tmp_path, tmp_path / "log", 300, (ALL, None, ROWS), cases,
+    return jobs.plain(device, tmp_path, tmp_path / "log", 1800, (ALL, None, ROWS), cases,
                       model=str(model))["tokens"]
 
 
@@ -51,7 +51,7 @@ def compare(device, tmp_path, model, ranks, prompts, policies, samplings, count)
     found = jobs.program(
         device, ranks, [sys.executable, str(jobs.MATRIX)], {"config": config_of(model), "cases": [
             {**case, "limits": limits} for case in cases for limits in policies]},
-        tmp_path, tmp_path / "log", 900)
+        tmp_path, tmp_path / "log", 1800)
     assert found["exact_width"] == ROWS
     wanted = plain_tokens(device, tmp_path, model, cases)
     for i, result in enumerate(found["results"]):
@@ -77,7 +77,7 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_pat
 @pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
                     "installed (Debian: mesa-vulkan-drivers)")
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(4800)
 def test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan_device(tmp_path, ranks):
     """Its kernels differ by width, by holes and by the cells of others."""
     prepared("vulkan")
@@ -93,7 +93,7 @@ def check_requests_beside_each_other(device, tmp_path, model, ranks):
         device, ranks, [sys.executable, str(jobs.MATRIX)],
         {"config": {**config_of(model), "parallel": 2, "speculation": "on"},
          "cases": [{**case, "prompt": PROMPTS[1], "beside": PROMPTS[2:]}]},
-        tmp_path, tmp_path / "log", 900)["results"]
+        tmp_path, tmp_path / "log", 1800)["results"]
     assert found["tokens"] == plain_tokens(device, tmp_path, model, [
         {**case, "prompt": prompt} for prompt in PROMPTS[1:]])
     assert found["reused"][2] == 128, "two chunks of the prompts in common"
@@ -107,7 +107,7 @@ def test_requests_beside_each_other_on_an_rpc_device(tmp_path):
 @FULL
 @pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
                     "installed (Debian: mesa-vulkan-drivers)")
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(4800)
 def test_requests_beside_each_other_on_a_vulkan_device(tmp_path):
     prepared("vulkan")
     check_requests_beside_each_other(device_of("vulkan"), tmp_path, DRAFT, 1)

@@ -219,7 +219,8 @@ def members_of(
         host, memory = hosts[rank].host, hosts[rank].memory
         if host == hosts[0].host:
             memory = max(0.0, memory - head_bytes)
-        members.append(Member(f"rank {rank} on {host}", speeds.get(rank, middling),
+        overhead = figures[rank].overhead if rank in figures else 0.0
+        members.append(Member(f"rank {rank} on {host}", speeds.get(rank, middling), overhead,
                               memory=memory, layers=count))
     return members
 

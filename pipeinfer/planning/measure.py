@@ -32,7 +32,7 @@ from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import Measured
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
-from pipeinfer.models.architectures import smallest_stage
+from pipeinfer.models.architectures import barred, smallest_stage
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
 
@@ -42,6 +42,8 @@ _WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
 _COPY_BYTES = 128 << 20
 _COPY_SHARE = 0.02  #: of free memory, at most
 _HEAD_SHARE = 0.25  #: likewise, for the output matrix
+_REPEATS = 4  #: times a GPU's layers, from which a decode without the launch is found
+_LEAST_LAYER = 0.05  #: of the time of a decode by one layer: at least so much is the layer's
 _SMALL_HEAD = 0.25  #: of a layer's bytes, below which an output matrix is not worth a measurement
 
 
@@ -52,12 +54,14 @@ class Figures(Struct, frozen=True):
     layer_bytes: bytes of the measured layer (or a few that belong together) that a row reads.
     seconds: rows -> time of that layer.
     head: seconds of the output matrix for one row, 0 if not measured.
+    overhead: seconds of a decode besides its layers, as of a GPU's launch; 0 if not measured.
     """
 
     bandwidth: float
     layer_bytes: int
     seconds: Mapping[int, float]
     head: float = 0.0
+    overhead: float = 0.0
 
     @property
     def per_byte(self) -> float:
@@ -79,11 +83,12 @@ def from_json(data: Any) -> Figures:
     try:
         seconds = {int(k): float(v) for k, v in data["seconds"].items()}
         found = Figures(float(data["bandwidth"]), int(data["layer_bytes"]), seconds,
-                        float(data.get("head", 0.0)))
+                        float(data.get("head", 0.0)), float(data.get("overhead", 0.0)))
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no figures: {error}") from error
     values = (found.bandwidth, found.layer_bytes, *seconds.values())
-    good = all(math.isfinite(v) and v > 0 for v in values) and 0 <= found.head < math.inf
+    good = all(math.isfinite(v) and v > 0 for v in values) and all(
+        0 <= v < math.inf for v in (found.head, found.overhead))
     if set(seconds) != set(ROWS) or not good:
         raise ValueError("no usable figures: rows are missing, or values are impossible")
     return found
@@ -174,10 +179,35 @@ def _measure(config: ModelConfig, model: Any, threads: int) -> Figures:
                                      ignore_cleanup_errors=True) as folder:
         shard = model.write(folder) if hollow else extract_shard(
             model, *layers, cache_dir=folder)
-        seconds = _shard_seconds(config, shard, layers, n, threads, ROWS)
+        seconds, overhead = _shard_seconds(config, shard, layers, n, threads, ROWS), 0.0
+        if config.gpu_layers and not hollow and (times := repeats(model, layers)) > 1:
+            more = layers[0], layers[0] + times * (layers[1] - layers[0])
+            several = _shard_seconds(config, extract_shard(model, *more, cache_dir=folder), more,
+                                     n, threads, ROWS)
+            seconds, overhead = without_launch(seconds, several, times)
         head = 0.0 if hollow or layers[1] == n else _head_seconds(
             config, model, threads, seconds[1] / reads, folder)
-    return Figures(copy_bandwidth(threads), reads, seconds, head)
+    return Figures(copy_bandwidth(threads), reads, seconds, max(0.0, head - overhead), overhead)
+
+
+def repeats(model: Any, layers: tuple[int, int]) -> int:
+    """Return how many times as many layers, from the first of these on and without the last of the
+    model, can be a stage; at most 4."""
+    start, size = layers[0], layers[1] - layers[0]
+    return next((times for times in range(_REPEATS, 1, -1) if start + times * size < model.n_layers
+                 and (start, start + times * size) not in barred(model)[0]), 1)
+
+
+def without_launch(one: Mapping[int, float], several: Mapping[int, float], times: int
+                   ) -> tuple[dict[int, float], float]:
+    """Return rows -> seconds of layers alone, and the seconds of a decode besides them.
+
+    A GPU needs about as long to begin and to end a decode as for a layer. one, several: rows ->
+    seconds of a decode by the layers, and by `times` as many.
+    """
+    least = {rows: _LEAST_LAYER * one[rows] for rows in one}  # times differ by more than the layers
+    alone = {rows: max((several[rows] - one[rows]) / (times - 1), least[rows]) for rows in one}
+    return alone, max(0.0, one[1] - alone[1])
 
 
 def _head_seconds(config: ModelConfig, model: Any, threads: int, per_byte: float, folder: str

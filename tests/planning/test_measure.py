@@ -126,3 +126,25 @@ def test_row_cost_is_relative_to_one_row():
     assert measure.from_json(json.loads(json.dumps(figures.to_json()))) == figures
     with pytest.raises(ValueError, match="no figures"):
         measure.from_json(None)
+
+
+def test_what_a_gpu_needs_for_any_decode_is_no_layers_time():
+    """As on an H200: launching and waiting take nearly as long as a layer."""
+    one, four = {1: 180e-6, 2: 190e-6, 4: 200e-6}, {1: 480e-6, 2: 520e-6, 4: 560e-6}
+    alone, overhead = measure.without_launch(one, four, 4)
+    assert alone == pytest.approx({1: 100e-6, 2: 110e-6, 4: 120e-6})
+    assert overhead == pytest.approx(80e-6)
+    alone, overhead = measure.without_launch(one, one, 4)
+    assert min(alone.values()) > 0, "noise alone"
+    assert overhead < one[1]
+
+
+def test_layers_on_a_gpu_are_measured_by_several(tmp_path):
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=8)))
+    assert measure.repeats(model, (4, 5)) == 3
+    assert measure.repeats(model, (0, 2)) == 3
+    found = measure.figures_here(ModelConfig(gpu_layers=99), model, 1)
+    assert found.layer_bytes == model.layer_bytes[4]
+    assert set(found.seconds) == set(measure.ROWS)
+    assert measure.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert measure.figures_here(ModelConfig(), model, 1).overhead == 0
