@@ -40,6 +40,7 @@ from pipeinfer.llama.loader import Library, find_library
 from pipeinfer.llama.platform_check import COMPILE, cpu_flags
 
 llama_log_callback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+ggml_abort_callback = CFUNCTYPE(None, c_char_p)
 ggml_backend_sched_eval_callback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 llama_token = c_int32
 LLAMA_TOKEN_ATTR_UNKNOWN = 1 << 0
@@ -196,6 +197,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_quantize_chunk": (
         c_size_t, (c_int, POINTER(c_float), _P, c_int64, c_int64, c_int64, POINTER(c_float))),
     "ggml_row_size": (c_size_t, (c_int, c_int64)),
+    "ggml_set_abort_callback": (_P, (ggml_abort_callback,)),
     "ggml_tensor_overhead": (c_size_t, ()),
     "ggml_threadpool_chunk_add": (c_int, (_P, c_int)),
     "ggml_version": (c_char_p, ()),
@@ -290,7 +292,8 @@ _OF_DEVICES = ("count", "description", "get", "memory", "name", "type")
 _OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type",
                "ggml_backend_reg_by_name")
 _OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES), "ggml_cpu_init",
-             *_MANGLED, "llama_encode", "llama_model_load_from_file_ptr", "llama_model_quantize",
+             "ggml_set_abort_callback", *_MANGLED, "llama_encode",
+             "llama_model_load_from_file_ptr", "llama_model_quantize",
              "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
              *(f"ggml_cpu_has_{name}" for name in _KERNELS))

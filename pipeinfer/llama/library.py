@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import threading
 from collections import deque
 from typing import Any
@@ -25,7 +27,18 @@ def _log(level: int, text: bytes, _data: int | None) -> None:
         if not hasattr(_log_lines, "kept"):
             _log_lines.kept = deque(maxlen=6)
         _log_lines.kept.append((level, text.decode("utf-8", "replace").strip()))
+
+
+def _aborts(message: bytes) -> None:
+    """Write why llama.cpp is about to end this process, in place of its own lines and backtrace."""
+    where, reason = message.decode("utf-8", "replace"), last_log()
+    text = f"{reason} ({where})" if _has_logged() else where
+    os.write(2, f"pipeinfer: error: llama.cpp ends this process: {' '.join(text.split())}; if a "
+                "GPU is full, lower -c or -ngl\n".encode())
+
+
 _log_callback = binding.llama_log_callback(_log)  # referenced for ever: llama.cpp calls it
+_abort_callback = binding.ggml_abort_callback(_aborts)
 _init_lock = threading.Lock()
 _initialised: list[str] = []
 
@@ -40,6 +53,8 @@ def ensure_llama(numa: str = "") -> None:
         if _initialised:
             return
         binding.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        with contextlib.suppress(BackendError):  # of libraries without it
+            binding.ggml_set_abort_callback(_abort_callback)
         binding.llama_backend_init()
         if numa:
             binding.llama_numa_init(_NUMA[numa])
@@ -49,6 +64,10 @@ def ensure_llama(numa: str = "") -> None:
 def clear_log() -> None:
     """Delete the stored log messages of this thread."""
     _log_lines.kept = deque(maxlen=6)
+
+
+def _has_logged() -> bool:
+    return bool(getattr(_log_lines, "kept", ()))
 
 
 def last_log() -> str:
