@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpu import jobs
 from benchmarks.gpu.devices import _LAVAPIPE, Device
 from benchmarks.gpu.jobs import ALL, DRAFT
+from benchmarks.gpu.steps import child, json_lines
 from benchmarks.gpu.test_gpu import build_of, prepared
 from pipeinfer.core.noise import noise_key
 from tests.support.sample import FULL
@@ -58,6 +59,45 @@ def compare(device, tmp_path, model, ranks, prompts, policies, samplings, count)
         assert result["tokens"] == wanted[i // len(policies)], (
             cases[i // len(policies)], policies[i % len(policies)])
     return found["results"]
+
+
+PARTS = """
+import json, sys
+from pathlib import Path
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.llamacpp.context import LlamaOptions
+from pipeinfer.cluster.placement import measure_here
+from pipeinfer.config import JobConfig
+from pipeinfer.host import Place
+from pipeinfer.models.locate import open_model
+from pipeinfer.nodes import NodeSettings
+path = Path(sys.argv[1])
+any_threads = {}
+for layers in (0, 5, 99):
+    backend = LlamaCppBackend.load(
+        path, layers=(0, 12), n_layers_total=12, first=True, last=True, n_ctx=256, n_seq_max=2,
+        n_batch=8, n_threads=2, options=LlamaOptions(n_gpu_layers=layers))
+    any_threads[layers] = backend.any_threads
+    backend.close()
+found = measure_here(JobConfig.of(gpu_layers=99), Place(0, 1, None, 1, 0, 1),
+                     NodeSettings(), path, open_model(path).fingerprint)
+print(json.dumps({"any_threads": any_threads, "free": found.gpu_free, "error": found.error,
+                  "overhead": found.figures["overhead"]}))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_rank_with_layers_on_an_rpc_device_reports(tmp_path):
+    """Its free memory, a layer's time without the launch; and that the number of threads changes
+    bits where some layers stay on the processor, with keys and values in f16."""
+    with device_of("rpc").open() as env:
+        (found,) = json_lines(child([sys.executable, "-c", PARTS, str(jobs.TARGET)], 120,
+                                    tmp_path / "log", jobs.job_environment(
+                                        env, PIPEINFER_CACHE=str(tmp_path))))
+    assert found["any_threads"] == {"0": True, "5": False, "99": True}
+    assert found["free"] > 1e6
+    assert not found["error"]
+    assert found["overhead"] >= 0
 
 
 def misses(results):
