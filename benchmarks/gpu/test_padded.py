@@ -14,7 +14,7 @@ from benchmarks.gpu.jobs import ALL, DRAFT
 from benchmarks.gpu.steps import child, json_lines
 from benchmarks.gpu.test_gpu import build_of, prepared
 from pipeinfer.core.noise import noise_key
-from tests.support.sample import FULL
+from tests.support.sample import FULL, full
 
 ROWS = 4  #: of each decode
 COUNT = 132  #: tokens of an answer
@@ -105,7 +105,7 @@ def misses(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [full(1), 3])
 def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_path, ranks):
     results = compare(device_of("rpc"), tmp_path, jobs.TARGET, ranks, PROMPTS[1:3], POLICIES[1:],
                       [GREEDY, SAMPLED], COUNT)
@@ -151,3 +151,21 @@ def test_requests_beside_each_other_on_an_rpc_device(tmp_path):
 def test_requests_beside_each_other_on_a_vulkan_device(tmp_path):
     prepared("vulkan")
     check_requests_beside_each_other(device_of("vulkan"), tmp_path, DRAFT, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [ALL, full(5)])
+def test_slices_on_rpc_devices_have_the_processors_text(tmp_path, layers):
+    """Their partial results lie in the device's memory, or some of them, and are summed here."""
+    device = device_of("rpc")
+    words = [sys.executable, "-m", "pipeinfer", "generate", "-m", str(jobs.TARGET), "-p",
+             PROMPTS[1], "-n", "40", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-md",
+             "none", "--proposer", "prompt-lookup", "--turns", "off", "--grid", "1x2", "-ctk",
+             "q8_0", "-ctv", "q8_0", "-fa", "on", "--json"]
+    tokens = {}
+    for count in (0, layers):
+        with device.open(3) as env:
+            tokens[count] = json_lines(child(
+                jobs.command(3, [*words, "-ngl", str(count)]), 120, tmp_path / "log",
+                jobs.job_environment(env, MPIEXEC_TIMEOUT="115")))[0]["tokens"]
+    assert tokens[layers] == tokens[0]

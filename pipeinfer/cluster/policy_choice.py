@@ -57,8 +57,8 @@ def on_gpus(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> bool:
     own = config.speculation
     there = any(one.gpu_layers(config) and backend_for(one.asked_backend, model.path) == "llamacpp"
                 for one in hosts)
-    other = own.decomposer or own.layout == "replicate" or registry.inline(own) is not None \
-        or Ablation.MULTIBUFFER in own.ablate
+    other = config.cluster.grid or own.decomposer or own.layout == "replicate" \
+        or registry.inline(own) is not None or Ablation.MULTIBUFFER in own.ablate
     return there and config.model.exact == "on" and not (
         other or keeps_state(model) or has_windows(model))
 

@@ -197,12 +197,9 @@ class LlamaCppBackend:
         self.seq_rm(ALL_SEQS, 0, END)
 
     def sum_with(self, sums: PartSum | None) -> None:
-        """See `backends.wide.SliceBackend`. Raises BackendError on layers that are offloaded."""
-        if sums is not None and not self.options.on_cpu:
-            raise BackendError("slices of layers are summed up in the processor's memory: leave "
-                               "out -ngl, or the grid")
+        """See `backends.wide.SliceBackend`."""
         if self._probe is not None:
-            self._probe.sum_with(sums)
+            self._probe.sum_with(sums, on_device=not self.options.on_cpu)
 
     def decode(
         self,

@@ -111,6 +111,7 @@ class LayerProbe:
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
         self._sums: PartSum | None = None
+        self._on_device = False
         self.routers: Routers | None = None  #: of a slice with some of the experts
         self.chooses_experts = False  #: whether it computes the routers of mixtures
         function = compiled_filter()
@@ -119,16 +120,17 @@ class LayerProbe:
         else:
             self.callback, self.data = kind(_address(function)), ctypes.addressof(self._filter)
 
-    def sum_with(self, sums: PartSum | None) -> None:
+    def sum_with(self, sums: PartSum | None, *, on_device: bool = False) -> None:
         """Sum the partial results of a slice from now on; None: use each partial result as the sum.
 
+        on_device: whether some are in a device's memory, which only ggml's functions read
         Raises BackendError where tensors' sources cannot be found.
         """
-        self._sums, own = sums, self._filter
+        self._sums, self._on_device, own = sums, on_device, self._filter
         own.sliced = sums is not None
         if sums is not None:
             self._look_inside()
-            own.sums = None if compiled_filter() is None else sums.address
+            own.sums = None if on_device or compiled_filter() is None else sums.address
 
     @contextlib.contextmanager
     def at_norm(self) -> Iterator[None]:
@@ -271,8 +273,15 @@ class LayerProbe:
 
     def _sum(self, sums: PartSum, tensor: int, place: int) -> bool:
         count = binding.ggml_nbytes(tensor) // 4
-        data = (ctypes.c_float * count).from_address(binding.ggml_get_data(tensor))
-        if sums.add(np.frombuffer(data, np.float32), place):
+        if self._on_device:
+            part = np.empty(count, np.float32)
+            binding.ggml_backend_tensor_get(tensor, part.ctypes.data, 0, part.nbytes)
+        else:
+            data = (ctypes.c_float * count).from_address(binding.ggml_get_data(tensor))
+            part = np.frombuffer(data, np.float32)
+        if sums.add(part, place):
+            if self._on_device:
+                binding.ggml_backend_tensor_set(tensor, part.ctypes.data, 0, part.nbytes)
             return True
         self.stopped = True
         return self._end()
