@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,11 +21,14 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
+from pipeinfer.backends.llamacpp.padded import PaddedBackend, holds
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, make_rows
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.shard import extract_shard
 
+Loaded = TypeVar("Loaded", bound=LlamaCppBackend)
 _WIDTHS = (2, 4, 8, 16)
+_SECONDS = 15.0  #: after which no further width is tried on a slow device
 _BLOCK = 256  #: cells by which llama.cpp's n_kv grows
 
 
@@ -49,13 +52,13 @@ class Trial:
         self.n_layers = open_model(path).n_layers
         self.tokens = np.random.default_rng(3).integers(3, 1000, 700).tolist()
 
-    def load(self, start: int = 0, stop: int | None = None, n_ctx: int = 512, **more: Any
-             ) -> LlamaCppBackend:
+    def load(self, start: int = 0, stop: int | None = None, n_ctx: int = 512,
+             kind: type[Loaded] = LlamaCppBackend, **more: Any) -> Loaded:
         """Layers [start, stop) as a backend."""
         stop = self.n_layers if stop is None else stop
         whole = (start, stop) == (0, self.n_layers)
         path = self.path if whole else extract_shard(open_model(self.path), start, stop)
-        return LlamaCppBackend.load(
+        return kind.load(
             path, layers=(start, stop), n_layers_total=self.n_layers, first=start == 0,
             last=stop == self.n_layers, n_ctx=n_ctx, n_seq_max=4, n_batch=64, n_threads=2,
             options=LlamaOptions(n_gpu_layers=self.n_gpu_layers, **self.options, **more))
@@ -172,6 +175,17 @@ def padded(trial: Trial, start: int) -> None:
     backend.close()
 
 
+def streams(trial: Trial) -> None:
+    """What a stage asks at its first load: rows padded with the same sequence's, in a part of the
+    cache of its own."""
+    backend = trial.load(n_ctx=4096, kind=PaddedBackend, streams=True)
+    started = time.monotonic()
+    for width in _WIDTHS:
+        if time.monotonic() < started + _SECONDS:
+            say("streams", width=width, holds=holds(backend, width))
+    backend.close()
+
+
 def main() -> None:
     """Ask every question for every set of options; one that fails is said."""
     parser = argparse.ArgumentParser()
@@ -182,7 +196,7 @@ def main() -> None:
     for options in json.loads(given.options):
         trial = Trial(given.model, given.gpu_layers, options)
         say("options", model=given.model.name, **options)
-        for question in (unpadded, cut, lambda t: padded(t, 40), lambda t: padded(t, 250)):
+        for question in (unpadded, cut, streams, lambda t: padded(t, 40), lambda t: padded(t, 250)):
             try:
                 question(trial)
             except Exception as error:
