@@ -21,7 +21,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -33,7 +34,7 @@ from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.comparable import check_ablation
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
-from pipeinfer.cluster.heads import head_for, with_head
+from pipeinfer.cluster.heads import HeadPlan, head_for, with_head
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.job import Job
@@ -345,21 +346,24 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     width, n_batch, cells = rows_and_cells(config, n_ctx, EXACT_LIMIT, most)
     if chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
-    head_bytes = 0
-    drafts = draft_models(config, draft_path, policy)
-    for path in drafts[:-1] if draft_ranks_of(hosts) else drafts:
-        head_bytes += sum(open_model(path).layer_bytes)
     head = head_for(config, model, backends)
     if head is not None and gaps:
         raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
                          "can do so give no rows to a prediction head: leave out --proposer "
                          f"{head.kind}")
-    if head is not None and not (draft_ranks_of(hosts) and not drafts):
-        head_bytes += head.source.total
-    found = placement.agree(config, place, model, target_path, hosts, policy, cells, n_batch,
-                         head_bytes, meeting)
+    found = placement.agree(
+        config, place, model, target_path, hosts, policy, cells, n_batch,
+        _draft_bytes(draft_models(config, draft_path, policy), head, hosts), meeting)
     if turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps,
                head, chains)
+
+
+def _draft_bytes(drafts: Sequence[Path], head: HeadPlan | None, hosts: list[RankInfo]) -> int:
+    """Return the bytes of the drafts, or of the head, that rank 0 itself holds."""
+    away = bool(draft_ranks_of(hosts))
+    here = drafts[:-1] if away else drafts
+    own = 0 if head is None or (away and not drafts) else head.source.total
+    return own + sum(sum(open_model(path).layer_bytes) for path in here)
