@@ -368,12 +368,22 @@ def test_candidates_and_windows_are_chosen_by_what_they_bring_and_cost():
             worth.choose()
         return [(one.candidates, one.window) for one in (worth.choose() for _ in range(96))]
 
-    free, dear, useless = choice(0.0), choice(5.0), choice(0.1, gain=0)
-    assert (free.count((2, True)), free.count((3, True))) == (80, 16)  # a sixth looks at everything
-    assert (dear.count((0, False)), dear.count((3, True))) == (80, 16)
-    assert useless.count((0, False)) == 80
-    assert choice(0.1).count((2, True)) == 80  # 5 tokens for 17 rows, 2.6 times as long as one
+    assert choice(0.0).count((2, True)) == 96
+    assert choice(5.0).count((0, False)) == 96
+    assert 90 <= choice(0.1, gain=0).count((0, False)) < 96  # a window now and then may help later
+    assert choice(0.1).count((2, True)) == 96  # 5 tokens for 17 rows, 2.6 times as long as one
     assert choice(5.0, fixed_candidates=True, fixed_window=True).count((3, True)) == 96
+
+
+@given(st.floats(0.0, 4.0), st.integers(1, 400))
+def test_measuring_a_window_that_finds_nothing_costs_little(row, steps):
+    """In times of plain steps, whatever rows cost."""
+    worth, time = Worth(lambda rows: 1 + row * (rows - 1), 5, 3, 8), 0.0
+    for _ in range(steps):
+        worth.learn(([], [(1, 2, 3, 4)]), (0,) * 4)
+        found = worth.choose()
+        time += worth.cost(1 + 4 * found.candidates + 8 * found.window)
+    assert time <= steps + 3 + steps / 32 + 0.01
 
 
 @pytest.mark.parametrize("row", [0.0, 0.3, 9.0])

@@ -6,7 +6,7 @@ compared with the n-grams that the pool had. Independent of lanes, pools and clo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -16,9 +16,10 @@ from pipeinfer.strategies.proposers.base import common_prefix
 
 Tail: TypeAlias = tuple[int, ...]
 
-_ENOUGH = 16  #: steps after which the gains are used
+_ENOUGH = 16  #: steps with the window after which its gain is known
 _RATE = 1 / 32  #: weight of a new step in the running mean
-_EVERY, _PROBE = 96, 16  #: of every 96 steps, 16 use everything, to measure its gain
+_EVERY, _PROBE = 96, 16  #: of every 96 steps, 16 run the window, to measure its gain
+_LOSS, _SHARE = 3.0, 1 / 32  #: tokens that this may cost: so many, and this share of the steps
 
 
 class WindowChoice(Struct, frozen=True):
@@ -50,6 +51,8 @@ class Worth:
     fixed_window: bool = False
     _steps: int = 0
     _seen: int = 0
+    _windows: int = 0  # steps with the window
+    _spent: float = 0.0  # tokens that plain decoding would have made meanwhile
     #: tokens per step that the first g candidates gain, by g: of the text's own n-grams alone, and
     #: of those of windows, too
     _gains: tuple[list[float], list[float]] = field(init=False)
@@ -76,13 +79,28 @@ class Worth:
     def choose(self) -> WindowChoice:
         """Return what the next step does."""
         self._steps += 1
-        everything = WindowChoice(self.most, self.window_rows > 0)
-        if self._seen < _ENOUGH or self._steps % _EVERY < _PROBE:
-            return everything
+        can = self.window_rows > 0
+        best = self._best({can} if self.fixed_window else {can, False})
+        if best.window == can or not (self._windows < _ENOUGH or self._steps % _EVERY < _PROBE):
+            self._windows += best.window
+            return best
+        trial = self._best({True})
+        loss = self.cost(self._rows(trial)) - self._tokens(trial)
+        if self._spent + loss > _LOSS + _SHARE * self._steps:
+            return best
+        self._spent += max(loss, 0.0)
+        self._windows += 1
+        return trial
+
+    def _best(self, windows: Collection[bool]) -> WindowChoice:
         counts = [self.most] if self.fixed_candidates else range(self.most + 1)
-        windows = {everything.window} if self.fixed_window else {everything.window, False}
         return max((WindowChoice(g, w) for g in counts for w in sorted(windows)), key=self._speed)
 
     def _speed(self, choice: WindowChoice) -> float:
-        rows = 1 + choice.candidates * (self.ngram - 1) + choice.window * self.window_rows
-        return (1 + self._gains[choice.window][choice.candidates]) / self.cost(rows)
+        return self._tokens(choice) / self.cost(self._rows(choice))
+
+    def _tokens(self, choice: WindowChoice) -> float:
+        return 1 + self._gains[choice.window][choice.candidates]
+
+    def _rows(self, choice: WindowChoice) -> int:
+        return 1 + choice.candidates * (self.ngram - 1) + choice.window * self.window_rows
