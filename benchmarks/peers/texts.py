@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 def texts() -> list[str]:
     """All prompts, questions in the template of SmolLM2."""
     return [*PROMPTS, *(f"<|im_start|>user\n{one}<|im_end|>\n<|im_start|>assistant\n"
-                        for one in CHATS)]
+                        for asked in CHATS.values() for one in asked)]
 
 
 def measure(task: Task, options: tuple[str, ...], workers: int) -> Measured | str:

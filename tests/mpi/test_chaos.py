@@ -14,6 +14,7 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.chaos import campaign, whole
 from pipeinfer.lab.chaos.campaign import CampaignFile
+from pipeinfer.lab.chaos.client import Answer, take
 from pipeinfer.lab.chaos.command import chaos_command, plan
 from pipeinfer.lab.chaos.report import Outcome, resumed, spread, summary, table
 from pipeinfer.lab.chaos.trial import FAULTS, MOMENTS, bodies
@@ -21,7 +22,7 @@ from pipeinfer.lab.chaos.victims import Victims
 from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount
 from tests.rig import launch
 from tests.support.refusals import refusal
-from tests.support.sample import full
+from tests.support.sample import FULL, full
 
 CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
 
@@ -48,6 +49,33 @@ def test_a_campaign_is_the_same_for_a_seed_and_covers_what_was_asked():
         ("kill", "decode"), ("stop", "decode")}
     assert bodies(4, 80, 1) == bodies(4, 80, 1) != bodies(4, 80, 2)
     assert {"seed" in body for body in bodies(4, 80, 1)} == {True, False}
+
+
+def test_mixed_requests_have_every_kind_in_turn():
+    made = bodies(7, 80, 1, mixed=True)
+    assert [next(iter({*body} & {"response_format", "grammar", "n", "logprobs", "stop",
+                                 "presence_penalty", "tools"})) for body in made] == [
+        "response_format", "grammar", "n", "logprobs", "stop", "presence_penalty", "tools"]
+    assert ["messages" in body for body in made] == [False] * 6 + [True]
+
+
+def test_further_choices_follow_the_first_however_they_were_mixed():
+    answer = Answer()
+    for index, token in ((0, 1), (1, 7), (0, 2), (2, 9), (1, 8), (0, 3)):
+        take(answer, {"choices": [{"index": index, "text": str(token)}],
+                      "pipeinfer": {"tokens": [token]}}, None)
+    assert (answer.tokens, answer.text, len(answer.times)) == ([1, 2, 3], "123", 6)
+    answer.whole()
+    assert (answer.tokens, answer.trouble) == ([1, 2, 3, 7, 8, 9], "")
+
+
+@FULL
+def test_requests_of_every_kind_outlive_a_stage_and_rank_0():
+    done = launch.run(1, [*CHAOS, "--mixed", "--runs", "2", "--requests", "7", "--ranks", "4",
+                          "--fault", "kill", "--fault", "kill-head", "--moment", "decode",
+                          "--tokens", "60", "--seconds", "120", "--json"], timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["clean"] == 2
 
 
 def test_victims_are_known_by_what_they_are():

@@ -33,6 +33,7 @@ class Answer:
     reason: why it ended
     trouble: why it is not complete; "" for a good answer
     left: whether the client hung up on purpose
+    others: tokens of further choices (`n`), which follow those of the first once all are there
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -42,6 +43,18 @@ class Answer:
     reason: str = ""
     trouble: str = "no answer"
     left: bool = False
+    others: dict[int, list[int]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Forget what came of an earlier attempt, but for its times."""
+        self.tokens.clear()
+        self.others.clear()
+        self.text, self.reason, self.status, self.trouble = "", "", 0, "no answer"
+
+    def whole(self) -> None:
+        """Note that all has come."""
+        self.tokens += [token for _, tokens in sorted(self.others.items()) for token in tokens]
+        self.trouble = ""
 
 
 async def get(url: str, path: str, timeout: float = 10.0) -> tuple[int, Any]:
@@ -67,12 +80,12 @@ async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = 
     asked for again.
     """
     got = Answer() if answer is None else answer
-    got.tokens.clear()
-    got.status, got.trouble = 0, "no answer"
+    got.begin()
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     headers = {"Idempotency-Key": key} if key else {}
     try:
-        async with http_client.stream_async("POST", f"{url}/v1/completions", _asked(body),
-                                            timeout=_SILENCE, headers=headers) as response:
+        async with http_client.stream_async("POST", url + path, _asked(body), timeout=_SILENCE,
+                                            headers=headers) as response:
             got.status = response.status_code
             if not http_client.is_stream(response):
                 raw = await response.aread()
@@ -89,7 +102,7 @@ async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = 
                     if leave_after is not None and len(got.tokens) >= leave_after:
                         got.left, got.trouble = True, ""
                         return got
-            got.trouble = ""
+            got.whole()
     except HttpFailure as failure:
         got.trouble = f"{got.trouble}: {failure}"
     return got
@@ -150,10 +163,15 @@ def _request(body: dict[str, Any]) -> bytes:
 def take(got: Answer, chunk: dict[str, Any], on_token: Callable[[], None] | None) -> None:
     """Add a chunk of a stream to an answer."""
     tokens = (chunk.get("pipeinfer") or {}).get("tokens", [])
-    got.tokens += tokens
+    choices = chunk.get("choices", [])
+    index = choices[0]["index"] if choices else 0
+    (got.others.setdefault(index, []) if index else got.tokens).extend(tokens)
     got.times += [time.monotonic()] * len(tokens)
-    for choice in chunk.get("choices", []):
-        got.text += choice.get("text") or ""
+    for choice in choices if not index else ():
+        delta = choice.get("delta") or {}
+        got.text += choice.get("text") or delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            got.text += call["function"].get("arguments") or ""
         got.reason = choice.get("finish_reason") or got.reason
     for _ in tokens if on_token is not None else ():
         assert on_token is not None

@@ -58,6 +58,9 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
               help="Number of concurrent requests.")
 @click.option("--tokens", default=80, show_default=True, type=click.IntRange(4),
               help="Maximum number of tokens of a request.")
+@click.option("--mixed", is_flag=True,
+              help="Requests ask for JSON, grammars, several answers, log-probabilities, stop "
+                   "texts, penalties and tools in turn; at least 7 --requests have all.")
 @click.option("--seed", default=0, show_default=True, help="Seed of everything random.")
 @click.option("-m", "--model", default="", help="Target model [default: the embedded one].")
 @click.option("-md", "--model-draft", "draft", default="", help="Draft model.")
@@ -99,10 +102,11 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
                  *_flag("--grid", given["grid"])]
     arguments += [*_flag("-m", given["model"]), *_flag("-md", given["draft"])]
     folder = Path(tempfile.mkdtemp(prefix="pipeinfer-chaos-")) / "cache"
-    setup = Setup(ranks, spares, (*arguments, *serve_arguments), bodies(requests, tokens, seed),
-                  folder, given["keep_logs"], given["seconds"], victims,
-                  _client(given["client"]))
-    told = {"ranks": ranks, "spares": spares, "requests": requests, "tokens": tokens, "seed": seed}
+    setup = Setup(ranks, spares, (*arguments, *serve_arguments),
+                  bodies(requests, tokens, seed, mixed=given["mixed"]), folder,
+                  given["keep_logs"], given["seconds"], victims, _client(given["client"]))
+    told = {"ranks": ranks, "spares": spares, "requests": requests, "tokens": tokens, "seed": seed,
+            "mixed": given["mixed"]}
     file = None if given["resume"] is None else CampaignFile(given["resume"], {
         **told, "faults": list(given["faults"]), "moments": list(given["moments"]),
         "victim": given["victim"], "client": given["client"],

@@ -15,8 +15,7 @@ async def complete(url: str, body: dict[str, Any], *, on_token: Callable[[], Non
                    answer: Answer | None = None, key: str = "") -> Answer:
     """Stream a completion; as `client.complete`."""
     got = Answer() if answer is None else answer
-    got.tokens.clear()
-    got.status, got.reason, got.trouble = 0, "", "no answer"
+    got.begin()
     more = {name: value for name, value in body.items() if name != "prompt"}
     try:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
@@ -29,7 +28,7 @@ async def complete(url: str, body: dict[str, Any], *, on_token: Callable[[], Non
                 async for chunk in stream:
                     take(got, chunk.model_dump(), on_token)
             if got.reason:  # the library takes a broken connection's end for the stream's
-                got.trouble = ""
+                got.whole()
     except APIStatusError as error:
         got.status, got.trouble = error.status_code, f"status {error.status_code}: {error}"
     except OpenAIError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -43,6 +44,22 @@ _SNIPPETS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "
              "for i in range(10):\n    print(i)\n", "def read_config(path):\n", "x = [1, 2, 3]\n")
 
 
+_PERSON: dict[str, Any] = {
+    "type": "object", "additionalProperties": False, "required": ["name", "age", "tags"],
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"},
+                   "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 4,
+                            "maxItems": 12}}}
+#: what requests ask besides text, in turn
+_MIXED: tuple[dict[str, Any], ...] = (
+    {"response_format": {"type": "json_schema",
+                         "json_schema": {"name": "person", "schema": _PERSON}}},
+    {"grammar": 'root ::= ("yes, " | "no, " | "perhaps ")' " [a-z ]{40,60} [.]"},
+    {"n": 2, "ignore_eos": True}, {"logprobs": 3, "ignore_eos": True},
+    {"stop": ["return", "\n\n\n"]}, {"presence_penalty": 0.6, "ignore_eos": True},
+    {"tools": [{"type": "function", "function": {"name": "store", "parameters": _PERSON}}],
+     "tool_choice": "required"})
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What all runs of a campaign share. cache: a directory of its own. logs: where logs go.
@@ -74,11 +91,13 @@ class Undisturbed:
     """What the requests get when nothing goes wrong, and how long things take then.
 
     ready: seconds until the server took requests. first: until the last request's first token.
+    ends: text and reason of the end
     """
 
     tokens: tuple[tuple[int, ...], ...]
     ready: float
     first: float
+    ends: tuple[tuple[str, str], ...] = ()
 
     @property
     def patience(self) -> float:
@@ -86,16 +105,24 @@ class Undisturbed:
         return 30.0 + 5 * self.ready
 
 
-def bodies(count: int, tokens: int, seed: int) -> tuple[dict[str, Any], ...]:
-    """Requests, always the same for a seed: short and long prompts, greedy and sampled."""
+def bodies(count: int, tokens: int, seed: int, *, mixed: bool = False
+           ) -> tuple[dict[str, Any], ...]:
+    """Requests, always the same for a seed: short and long prompts, greedy and sampled.
+
+    mixed: whether they ask for JSON, grammars, several answers, log-probabilities, stop texts,
+    penalties and calls of tools, in turn
+    """
     rng = random.Random(f"requests {seed}")
     made: list[dict[str, Any]] = []
     for index in range(count):
         prompt = "".join(rng.choice(_SNIPPETS) for _ in range(rng.choice((1, 3, 25))))
         sampling: dict[str, Any] = {"temperature": 0.0} if index % 2 else {
             "temperature": 0.8, "seed": rng.randrange(2**31)}
-        made.append({"prompt": prompt, "max_tokens": rng.randint(3 * tokens // 4, tokens),
-                     "ignore_eos": True, **sampling})
+        asked = _MIXED[index % len(_MIXED)] if mixed else {"ignore_eos": True}
+        words = {"messages": [{"role": "user", "content": prompt}]} if "tools" in asked else {
+            "prompt": prompt}
+        made.append({**words, "max_tokens": rng.randint(3 * tokens // 4, tokens), **asked,
+                     **sampling})
     return tuple(made)
 
 
@@ -111,13 +138,26 @@ async def undisturbed(setup: Setup) -> Undisturbed:
         bad = [answer.trouble for answer in answers if answer.trouble]
         if bad:
             raise job.trouble(f"without any fault a request failed ({bad[0]})")
+        if not all(map(_holds, setup.bodies, answers)):
+            raise job.trouble("without any fault an answer is not the JSON that was asked for")
         if (code := await asyncio.to_thread(job.drain, DRAIN_SECONDS)) != 0:
             raise job.trouble(f"without any fault the server's exit code is {code}")
     finally:
         await asyncio.to_thread(job.close)
         _keep_log(setup, job, "undisturbed")
     return Undisturbed(tuple(tuple(answer.tokens) for answer in answers), begin - up,
-                       max(answer.times[0] for answer in answers) - begin)
+                       max(answer.times[0] for answer in answers) - begin,
+                       tuple((answer.text, answer.reason) for answer in answers))
+
+
+def _holds(body: dict[str, Any], answer: Answer) -> bool:
+    """Whether a complete answer is the JSON that its request asked for, if it did."""
+    if not {"response_format", "tools"} & body.keys() or answer.reason == "length":
+        return True
+    try:
+        return sorted(json.loads(answer.text)) == sorted(_PERSON["required"])
+    except (ValueError, TypeError):
+        return False
 
 
 async def trial(setup: Setup, wanted: Undisturbed, outcome: Outcome, rng: random.Random) -> Outcome:
@@ -279,7 +319,9 @@ class _Trial:
         out = self._out
         for index, (answer, tokens) in enumerate(
                 zip(answers, self._wanted.tokens, strict=True)):
-            if tuple(answer.tokens) != tokens[:len(answer.tokens)]:
+            ended = not answer.trouble and len(answer.tokens) == len(tokens)
+            if tuple(answer.tokens) != tokens[:len(answer.tokens)] or (
+                    ended and (answer.text, answer.reason) != self._wanted.ends[index]):
                 out.different.append(index)
             elif answer.trouble or len(answer.tokens) < len(tokens):
                 out.lost[index] = (f"{len(answer.tokens)} of {len(tokens)} tokens, "
