@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,20 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"cannot write {path}: its folder is missing or not writable")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing. Raises UsageError."""
+def write_atomically(path: Path, content: str | Iterable[bytes]) -> None:
+    """Write a whole file or nothing; no temporary file stays behind. Raises UsageError."""
+    partial = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent or ".", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        with tempfile.NamedTemporaryFile(dir=path.parent or ".", delete=False) as file:
+            partial = Path(file.name)
+            file.writelines([content.encode()] if isinstance(content, str) else content)
+        partial.replace(path)
+        partial = None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
 
 
 def parse_bytes(value: Any, where: str) -> int:

@@ -9,14 +9,13 @@ is run or trained.
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from pipeinfer.errors import ModelError
+from pipeinfer.files import write_atomically
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
@@ -62,21 +61,10 @@ class CompletedHead:
 def complete(head: Path, target: Path, out: Path) -> None:
     """Write the file of `CompletedHead` to `out`, whole or not at all.
 
-    Raises ModelError where the head does not fit the target, or a file cannot be read or written.
+    Raises ModelError where the head does not fit the target, or a file cannot be read; UsageError
+    where `out` cannot be written.
     """
-    source = CompletedHead(ModelFile(head), ModelFile(target))
-    partial = ""
-    try:
-        handle, partial = tempfile.mkstemp(dir=out.parent, prefix=f"{out.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(source.blocks())
-        os.replace(partial, out)
-        partial = ""
-    except OSError as error:
-        raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if partial:
-            Path(partial).unlink(missing_ok=True)
+    write_atomically(out, CompletedHead(ModelFile(head), ModelFile(target)).blocks())
 
 
 def _check(head: ModelFile, target: ModelFile) -> None:

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeinfer.errors import ModelError
+from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.eagle_head import CompletedHead, complete
 from pipeinfer.models.gguf import ModelFile
@@ -104,5 +104,5 @@ def test_what_does_not_fit_is_refused(tmp_path, target, change, says):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, target):
     head = write(tmp_path / "head.gguf")
-    with pytest.raises(ModelError, match="cannot be written: No such file"):
+    with pytest.raises(UsageError, match="cannot write .*: No such file"):
         complete(head, target, tmp_path / "missing" / "whole.gguf")
