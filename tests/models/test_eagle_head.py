@@ -104,5 +104,5 @@ def test_what_does_not_fit_is_refused(tmp_path, target, change, says):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, target):
     head = write(tmp_path / "head.gguf")
-    with pytest.raises(UsageError, match="cannot write .*: No such file"):
+    with pytest.raises(UsageError, match=r"cannot write .*: No such file"):
         complete(head, target, tmp_path / "missing" / "whole.gguf")
