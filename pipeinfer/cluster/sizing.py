@@ -301,14 +301,14 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
         and "path_min" not in pinned
     judge = Trial(OVERLAP) if trial else None
     if judge is not None and limits.take_turns:
-        judge = _trial_of_turns(curve, draft_share, limits, free=LOOKUP in config.proposer)
+        judge = trial_of_turns(curve, draft_share, limits, free=LOOKUP in config.proposer)
         if not judge.speculate:
             limits = structs.replace(limits, path_min=NEVER)
     controller = Controller(limits, pinned, curve, cells // 2, judge, draft_share)
     return controller if config.adapt and controller.active else None
 
 
-def _trial_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool) -> Trial:
+def trial_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool) -> Trial:
     """Return the trial that measures whether speculation pays where draft and target take turns.
 
     free: whether a proposer without a model goes on where models do not pay.

@@ -132,6 +132,7 @@ class Lane(Struct, eq=False):
     closing: whether no further token is wanted
     path_id: number of its path, for proposers
     step: passes through the pipeline, one after the other, that its tokens took
+    asked_at: number of its tokens when the draft's models were last queried
     kept_at: lengths of the prompt behind which its state is kept
     states: holders of the states that it has left in the prefix cache
     """
@@ -165,6 +166,7 @@ class Lane(Struct, eq=False):
     closing: bool = False
     path_id: int = -1
     step: int = 0
+    asked_at: int = 0
     kept_at: set[int] = field(default_factory=set)
     states: list[int] = field(default_factory=list)
 

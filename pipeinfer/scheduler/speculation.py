@@ -32,6 +32,7 @@ from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
 _OPEN_ANSWERS = 32  #: answered jobs for which a better draft may still return proposals
+_READING = 0.02  #: share of the time that a resting draft may take to read what it has missed
 _MOST_ASKED = 8  #: leaves per event and lane at which an inline proposer is queried
 
 
@@ -450,10 +451,25 @@ class Speculation:
         size = min(self.limits.tree_max if single else self.limits.draft_max, room)
         suffix = tuple(node.path_from(lane.tree.frontier))
         lane.job = self._job(lane, suffix, size, self._depth_left(lane, node),
-                             not self.limits.asks_models or
-                             (self.limits.draft_price > 0.0 and not self.worth.ask()))
+                             not self._asks_models(lane))
         lane.job_node = node
         self.state.emit(lane.job)
+
+    def _asks_models(self, lane: Lane) -> bool:
+        """Return whether the draft's models are queried: not while they rest, nor after a rest
+        whose tokens would take them longer to read than a trial may cost.
+
+        Longer rests would not help: what is read later is read all the same.
+        """
+        price = self.limits.draft_price
+        if not self.limits.asks_models or (price > 0.0 and not self.worth.ask()):
+            return False
+        missed = len(lane.accepted) - max(lane.asked_at, lane.given)
+        reading = price * row_price(self.limits.costs)  # tokens of plain decoding, for each token
+        if reading > _READING and missed * reading > MODELS.loss:
+            return False
+        lane.asked_at = len(lane.accepted)
+        return True
 
     def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int,
              free_only: bool = False) -> StartDraft:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request, SamplingParams
-from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import Abort, Drafted, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.worth import MODELS, Account, Entry, Ledger
@@ -75,6 +75,35 @@ def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, a
         said = list(scheduler.handle(Drafted(job.job_id, guesses, rows=len(guesses))))
     assert free[0] == (price == math.inf)
     assert all(not one for one in free) == asked
+
+
+def asked_at(scheduler, number, tokens):
+    """The tokens of a text behind which the models are asked, if they are never right."""
+    said, found = list(scheduler.handle(Submit(Request(number, (3, 1, 4), tokens + 9)))), []
+    for step in range(tokens):
+        (run,) = (one for one in said if isinstance(one, IssueRun))
+        rows = len(scheduler.runs[run.run_id].nodes)
+        said = list(scheduler.handle(RunDone(run.run_id, (Choice(5 + step % 2),) * rows)))
+        job = next(one for one in said if isinstance(one, StartDraft) and one.max_tokens)
+        if not job.free_only:
+            found.append(step)
+        guesses = () if job.free_only else (Proposal(-1, 9, 0.9, paid=True),)
+        said = list(scheduler.handle(Drafted(job.job_id, guesses, rows=len(guesses))))
+    scheduler.handle(Abort(number, "abort"))
+    return found
+
+
+@pytest.mark.parametrize(("price", "again"), [(0.1, True), (0.5, False)])
+def test_models_that_would_have_to_read_too_much_are_not_asked_again_in_this_text(price, again):
+    """A 7 B that drafted for a 70 B by turns took a tenth of the time to read what it had missed
+    while it rested, for one question after each rest."""
+    scheduler = Scheduler(Limits(n_ctx=900, take_turns=True, exact_width=4, tree_max=3, p_min=0.0,
+                                 costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
+    first = asked_at(scheduler, 1, 400)
+    assert 0 in first
+    assert any(step > 60 for step in first) == again
+    scheduler.speculation.worth.rest = 0.0
+    assert 0 in asked_at(scheduler, 2, 40)  # a new text is read from its beginning
 
 
 class Fixed:

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
-from pipeinfer.cluster.sizing import JOIN_UP_TO, sizes_for
+from pipeinfer.cluster.sizing import JOIN_UP_TO, sizes_for, trial_of_turns
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
@@ -34,7 +34,7 @@ from pipeinfer.lab.emulation.virtual import (
     simulate,
 )
 from pipeinfer.planning.partition import Load, Member, Split, measure, partition
-from pipeinfer.scheduler.controller import Controller, Curve, alternatives_for, cutoff
+from pipeinfer.scheduler.controller import NEVER, Controller, Curve, alternatives_for, cutoff
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 
 CHUNK = 64
@@ -174,7 +174,13 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     """What tunes this run, None when nothing does."""
     if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
         return None
-    controller = Controller(built.scenario.limits, built.pinned, built.curve)
+    limits, trial, share = built.scenario.limits, None, 0.0
+    if limits.take_turns:  # as `controller_for` does for a job
+        share = built.scenario.draft(1) / max(stage.seconds(1) for stage in built.scenario.stages)
+        trial = trial_of_turns(built.curve, share, limits, free=False)
+        if not trial.speculate:
+            limits = structs.replace(limits, path_min=NEVER)
+    controller = Controller(limits, built.pinned, built.curve, trial=trial, draft_share=share)
     return controller if controller.active else None
 
 
