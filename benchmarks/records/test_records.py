@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.records import write
+from benchmarks.records import check, write
 
 GOOD = """
 order = 1
@@ -32,6 +32,19 @@ def test_a_page_that_was_edited_by_hand_is_noticed(tmp_path, monkeypatch, capsys
     write.PAGE.write_text(write.PAGE.read_text().replace("702", "703", 1))
     assert write.main(["--check"]) == 1
     assert "python -m benchmarks.records.write" in capsys.readouterr().err
+
+
+def test_tables_are_what_their_raw_results_give(monkeypatch, capsys):
+    assert check.main() == 0
+    assert "0 rows differ" in capsys.readouterr().out
+    groups = write.read()
+    for group in groups:
+        for record in group.records:
+            if record["id"] == "published-gain":
+                record["rows"][0][1] = "1.60"
+    monkeypatch.setattr(write, "read", lambda: groups)
+    assert check.main() == 1
+    assert "published-gain: Dolphin 70B" in capsys.readouterr().err
 
 
 def test_a_group_becomes_a_section(tmp_path):

@@ -1,0 +1,142 @@
+"""Makes tables of records again from their raw results, and compares.
+
+    python -m benchmarks.records.check
+
+Raw results are the numbers beside the plots (docs/paper/paper-*.csv) and the files in `raw`. A
+record whose raw results are not kept cannot be made again; how many those are is printed.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.records import write
+
+PAPER = write.HERE.parents[1] / "docs" / "paper"
+PAIRS = {
+    "dolphin-tinyllama": "Dolphin 70B + TinyLlama", "dolphin-orca2": "Dolphin 70B + Orca 2 7B",
+    "goliath-xwin7b": "Goliath 120B + XWin 7B", "goliath-xwin13b": "Goliath 120B + XWin 13B",
+    "falcon-7b": "Falcon 180B + Falcon 7B", "falcon-40b": "Falcon 180B + Falcon 40B"}
+ACCEPTED = {"dolphin-tinyllama": ", 79 % accepted", "dolphin-orca2": ", 66 %",
+            "goliath-xwin7b": ", 52 %", "goliath-xwin13b": ", 61 %", "falcon-7b": ", 69 %",
+            "falcon-40b": ", 69 %"}
+SMALL = {"dolphin-tinyllama": "Dolphin + TinyLlama", "goliath-xwin7b": "Goliath + XWin 7B",
+         "falcon-7b": "Falcon + Falcon 7B"}
+BASELINE = "speculative-published"
+Rows = list[list[str]]
+
+
+class Paper:
+    """The numbers of `benchmarks.paper`: (figure, case, policy, metric) to mean and spread."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open(newline="", encoding="utf-8") as file:
+            self.values = {
+                (row["figure"], row["case"], row["policy"], row["metric"]):
+                (float(row["mean"]), float(row["spread"])) for row in csv.DictReader(file)}
+
+    def mean(self, figure: str, case: str, policy: str, metric: str = "tokens_per_second"
+             ) -> float:
+        """A mean. Raises KeyError."""
+        return self.values[figure, case, policy, metric][0]
+
+    def cases(self, figure: str) -> list[str]:
+        """The cases of a figure, in order."""
+        return list(dict.fromkeys(case for one, case, *_ in self.values if one == figure))
+
+
+def gain(paper: Paper) -> Rows:
+    """`published-gain`."""
+    rows = []
+    for pair, title in PAIRS.items():
+        def speed(nodes: int, policy: str, pair: str = pair) -> float:
+            return paper.mean("speed", f"c {nodes} nodes {pair}", policy)
+
+        found = [speed(nodes, "published") / speed(nodes, BASELINE) for nodes in (4, 8, 15, 32)]
+        found.append(speed(8, "pipeinfer") / speed(8, "published"))
+        rows.append([title + ACCEPTED[pair], *(f"{value:.2f}" for value in found)])
+    return rows
+
+
+def first_tokens(paper: Paper) -> Rows:
+    """`published-ttft`."""
+    rows = []
+    for figure, cluster, counts in (("ttft", "c", (4, 8, 15, 32)), ("constrained", "a", (4, 8)),
+                                    ("constrained", "b", (13,))):
+        for nodes in counts:
+            for pair, title in PAIRS.items():
+                case = f"{cluster} {nodes} nodes {pair}"
+                if (figure, case, "iterative", "ttft") not in paper.values:
+                    continue
+                plain = paper.mean(figure, case, "iterative", "ttft")
+                others = [paper.mean(figure, case, policy, "ttft")
+                          for policy in ("published", "pipeinfer", BASELINE, "speculative")]
+                rows.append([title, f"{cluster.upper()}, {nodes}", f"{plain:.2f}",
+                             *(f"{one:.2f} ({one / plain:.2f})" for one in others)])
+    return rows
+
+
+def grids(paper: Paper) -> Rows:
+    """`policies-on-grids`."""
+    rows = []
+    for case in paper.cases("wide"):
+        start, found, shape = case.partition(" grid ")
+        if not found or shape == "none":
+            continue
+        cluster, nodes, _, pair = start.split()
+        plain = paper.mean("wide", f"{start} pipeline", "iterative")
+
+        def times(policy: str, case: str = case, start: str = start, plain: float = plain) -> str:
+            return ", ".join(f"{paper.mean('wide', where, policy) / plain:.2f}"
+                             for where in (f"{start} pipeline", case))
+
+        rows.append([f"{cluster.upper()}, {nodes} nodes, {SMALL[pair]}", shape,
+                     f"{paper.mean('wide', case, 'iterative') / plain:.2f}",
+                     *map(times, (BASELINE, "speculative", "published", "pipeinfer"))])
+    return rows
+
+
+def ablations(paper: Paper) -> Rows:
+    """`published-ablations`."""
+    rows = []
+    for pair in SMALL:
+        found = [paper.values["ablations-published", f"c 8 nodes {pair}", f"without {part}",
+                              "contribution"]
+                 for part in ("cancel", "continuous", "multibuffer", "async")]
+        rows.append([PAIRS[pair], *(f"{mean:+.0%} ({spread:.0%})".replace("%", " %")
+                                    for mean, spread in found)])
+    return rows
+
+
+FROM_PAPER: Mapping[str, Callable[[Paper], Rows]] = {
+    "published-gain": gain, "published-ttft": first_tokens, "policies-on-grids": grids,
+    "published-ablations": ablations}
+
+
+def wrong_rows(kept: Sequence[Sequence[str]], made: Rows) -> list[str]:
+    """What differs, a line each."""
+    if len(kept) != len(made):
+        return [f"{len(kept)} rows, {len(made)} by the raw results"]
+    return [f"{' | '.join(one)}: by the raw results {' | '.join(two)}"
+            for one, two in zip(kept, made, strict=True) if list(one) != two]
+
+
+def main() -> int:
+    """Compare every table whose raw results are kept."""
+    records = {record["id"]: record for group in write.read() for record in group.records}
+    paper = Paper(max(PAPER.glob("paper-*.csv"), key=lambda path: path.name))
+    wrong = 0
+    for name, make in FROM_PAPER.items():
+        for line in wrong_rows(records[name]["rows"], make(paper)):
+            wrong += 1
+            print(f"{name}: {line}", file=sys.stderr)
+    print(f"{len(FROM_PAPER)} of {len(records)} records were made again from raw results, "
+          f"{wrong} rows differ")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
