@@ -230,22 +230,23 @@ def _ask(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
 ) -> tuple[dict[int, Figures], list[str], dict[int, Measured]]:
     """Request measurements; return them by rank, with notes on failures, and the answers. Ranks of
-    one host and kind share one measurement, but each with layers on a GPU has its own."""
+    one host and kind share one measurement; each with layers on a GPU reports its memory."""
     from pipeinfer.transport import mpi_startup
 
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
         one = hosts[rank].settings
         kinds.setdefault((hosts[rank].host, hosts[rank].cores, one.threads, one.device,
-                          one.gpu_layers, one.numa, one.backend,
-                          hosts[rank].gpu_layers(config) and rank), []).append(rank)
-    asked = [group[0] for group in kinds.values()]
+                          one.gpu_layers, one.numa, one.backend), []).append(rank)
+    measured = {group[0] for group in kinds.values()}
+    asked = [rank for rank in ranks if rank in measured or hosts[rank].gpu_layers(config)]
     hollow = msgspec.to_builtins(Hollow.of(model)) if config.cluster.distribute else None
     for rank in asked:
         if rank != 0:
             with contextlib.suppress(RankLost):  # the answer will not come either
                 mpi_startup.say(place.comm, rank, Measure(
-                    structs.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow))
+                    structs.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow,
+                    rank not in measured))
     answers: dict[int, Measured] = {}
     if 0 in asked:
         answers[0] = measure_here(config, place, hosts[0].settings, path, model.fingerprint)
@@ -273,9 +274,10 @@ def _ask(
 
 def measure_here(
     config: JobConfig, place: Place, settings: NodeSettings, path: Path, fingerprint: str,
-    hollow: Mapping[str, Any] | None = None,
+    hollow: Mapping[str, Any] | None = None, *, memory_only: bool = False,
 ) -> Measured:
-    """Measure the model's layers on this rank: its figures, or why there are none."""
+    """Measure the model's layers on this rank: its figures, or why there are none; memory_only: no
+    figures."""
     from pipeinfer.host import threads_of
     from pipeinfer.llama.library import ensure_llama, gpus
     from pipeinfer.nodes import settle
@@ -283,7 +285,8 @@ def measure_here(
     config = settle(config, place, settings)
     ensure_llama(config.model.numa)
     free = sum(one.free for one in gpus()) if config.model.gpu_layers else 0
-    found = try_figures(config, path, fingerprint, threads_of(config.model.threads, place), hollow)
+    found = Measured() if memory_only else try_figures(
+        config, path, fingerprint, threads_of(config.model.threads, place), hollow)
     return structs.replace(found, gpu=visible_gpus(), gpu_free=float(free))
 
 
@@ -298,9 +301,10 @@ def await_place(config: JobConfig, place: Place) -> Placed:
         match mpi_startup.hear(place.comm, 0, config.cluster.start_timeout):
             case Placed() as placed:
                 return placed
-            case Measure(settings, model, fingerprint, hollow):
+            case Measure(settings, model, fingerprint, hollow, memory_only):
                 mpi_startup.say(place.comm, 0, measure_here(
-                    config, place, NodeSettings(**settings), Path(model), fingerprint, hollow))
+                    config, place, NodeSettings(**settings), Path(model), fingerprint, hollow,
+                    memory_only=memory_only))
             case TestLinks():
                 links = [structs.asdict(one) for one in mpi_startup.measure_links(place.comm)]
                 mpi_startup.say(place.comm, 0, Measured({"links": links}))

@@ -111,12 +111,14 @@ class Measure(_Message, frozen=True, tag=True):
     model: path of the model
     fingerprint: of the model
     hollow: the model's header, for a host that has no file
+    memory_only: whether another rank of its kind gives the figures
     """
 
     settings: dict[str, Any]
     model: str
     fingerprint: str
     hollow: dict[str, Any] | None = None
+    memory_only: bool = False
 
 
 class Measured(_Message, frozen=True, tag=True):

@@ -43,7 +43,7 @@ _COPY_BYTES = 128 << 20
 _COPY_SHARE = 0.02  #: of free memory, at most
 _HEAD_SHARE = 0.25  #: likewise, for the output matrix
 _REPEATS = 4  #: times a GPU's layers, from which a decode without the launch is found
-_LEAST_LAYER = 0.05  #: of the time of a decode by one layer: at least so much is the layer's
+_LEAST_LAYER = 0.25  #: of a layer's share of a decode by several: at least so much is its own
 _SMALL_HEAD = 0.25  #: of a layer's bytes, below which an output matrix is not worth a measurement
 
 
@@ -205,8 +205,11 @@ def without_launch(one: Mapping[int, float], several: Mapping[int, float], times
     A GPU needs about as long to begin and to end a decode as for a layer. one, several: rows ->
     seconds of a decode by the layers, and by `times` as many.
     """
-    least = {rows: _LEAST_LAYER * one[rows] for rows in one}  # times differ by more than the layers
-    alone = {rows: max((several[rows] - one[rows]) / (times - 1), least[rows]) for rows in one}
+    alone = {}
+    for rows in one:
+        share = several[rows] / times  # with its part of the launch; times also differ by noise
+        layers = (several[rows] - one[rows]) / (times - 1)
+        alone[rows] = min(max(layers, _LEAST_LAYER * share), share)
     return alone, max(0.0, one[1] - alone[1])
 
 

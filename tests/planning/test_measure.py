@@ -135,8 +135,10 @@ def test_what_a_gpu_needs_for_any_decode_is_no_layers_time():
     assert alone == pytest.approx({1: 100e-6, 2: 110e-6, 4: 120e-6})
     assert overhead == pytest.approx(80e-6)
     alone, overhead = measure.without_launch(one, one, 4)
-    assert min(alone.values()) > 0, "noise alone"
-    assert overhead < one[1]
+    assert alone[1] == pytest.approx(one[1] / 16), "noise alone: a quarter of a fourth"
+    alone, overhead = measure.without_launch(one, {rows: 9 * one[rows] for rows in one}, 4)
+    assert alone[1] == pytest.approx(9 * one[1] / 4), "never more than a layer's share"
+    assert overhead == 0
 
 
 def test_layers_on_a_gpu_are_measured_by_several(tmp_path):
