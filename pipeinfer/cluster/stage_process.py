@@ -462,7 +462,7 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
             assert isinstance(backend, LlamaCppBackend)
             if isinstance(backend, PaddedBackend) and backend.options.streams:
                 return known_padding(
-                    backend, (setup.fingerprint, piece, threads, *identity), pad, EXACT_LIMIT,
+                    backend, (setup.fingerprint, piece, *identity), pad, EXACT_LIMIT,
                     lambda done, total: report("measuring", done, total)), threads
             excerpt = stack.enter_context(LoadedExcerpt.opened(shard, backend))
             # an exact limit of 1 may come from sums that are split by threads

@@ -150,6 +150,11 @@ def test_the_choice_is_stored_by_what_it_depends_on(backend, tmp_path, monkeypat
     backend.width = 0
     known_padding(backend, ("file", "another gpu"), ROWS, progress=lambda *_: seen.append(1))
     assert len(seen) > 2, "another GPU is measured"
+    seen.clear()
+    stage = load(0, 1, path=extract_shard(ModelFile(PATH), 0, 1, cache_dir=tmp_path))
+    known_padding(stage, ("file", "gpu"), progress=lambda *what: seen.append(what))
+    stage.close()
+    assert (0, 1) not in seen, "times are those of the first stage, so all have one width"
 
 
 def test_models_without_parts_of_the_cache_keep_the_shared_one(tmp_path):

@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -127,39 +129,45 @@ def known_padding(backend: PaddedBackend, identity: Sequence[object], wanted: in
     """Choose to how many rows short decodes are padded, and set that as the backend's width.
 
     backend: with streams; its cache must be empty, and is empty afterwards
-    identity: what the result depends on besides the backend's options and layers: the file, the
-        device, the library
+    identity: what times depend on besides the backend's options: the file, the device, the library
     wanted: so many rows, or 1 if their bits differ; 0: as many as promise most tokens in a time
     limit: most rows
     progress: called with (widths tried, limit)
-    Returns R, which is the width, and what runs up to it cost: as much as each other. The result
-    is stored in the shard cache.
+    Returns R, which is the width, and what runs up to it cost: as much as each other. Results are
+    stored in the shard cache: times for all stages of the file, which then have one width.
     """
     limit = min(limit, backend.exact_limit, backend.info.n_batch)
-    text = json.dumps([_SEARCH, backend.info.layers, identity, wanted, limit,
-                       structs.asdict(backend.options)], default=str)
-    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    path = cache_directory() / f"padding-{digest}"
-    with turn(path, lambda: progress and progress(0, limit)):
-        match recall(path):
-            case [int(rows), float(cost)] if 1 <= rows <= limit:
-                pass
-            case _:
-                rows, cost = _chosen(backend, wanted, limit, progress)
-                remember(path, [rows, cost])
+    rows, cost = 1, 1.0
+    if min(wanted or limit, limit) > 1:
+        options = structs.replace(backend.options, layer_callbacks=True)  # stages differ in that
+        own = [_SEARCH, identity, structs.asdict(options)]
+        times = _stored("costs", own, lambda: list(curve_of(backend, _ROUNDS, progress)), progress)
+        costs = dict(zip(CURVE_ROWS, times, strict=True))
+        own += [backend.info.layers, backend.most_threads]
+        for count in [wanted] if wanted else by_gain(costs):
+            if 1 < count <= limit and _stored("holds", [*own, count], partial(
+                    holds, backend, count, progress), progress):
+                rows, cost = count, costs.get(count, float(count))
+                break
     backend.width = rows
     return Widths(rows, tuple(float(-(-one // rows)) for one in CURVE_ROWS), rows, cost)
 
 
-def _chosen(backend: PaddedBackend, wanted: int, limit: int, progress: Progress | None
-            ) -> tuple[int, float]:
-    if min(wanted or limit, limit) < 2:
-        return 1, 1.0
-    costs = dict(zip(CURVE_ROWS, curve_of(backend, _ROUNDS, progress), strict=True))
-    for rows in [wanted] if wanted else by_gain(costs):
-        if 1 < rows <= limit and holds(backend, rows, progress):
-            return rows, costs.get(rows, 0.0) or float(rows)
-    return 1, 1.0
+def _stored(what: str, identity: Sequence[object], find: Callable[[], Any],
+            progress: Progress | None) -> Any:
+    """Return what `find` returned in an earlier process, or returns now."""
+    text = json.dumps(identity, default=str)
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    path = cache_directory() / f"padding-{what}-{digest}"
+    with turn(path, lambda: progress and progress(0, 1)):
+        found = recall(path)
+        good = isinstance(found, bool) if what == "holds" else (
+            isinstance(found, list) and len(found) == len(CURVE_ROWS)
+            and all(isinstance(one, float) and one > 0 for one in found))
+        if not good:
+            found = find()
+            remember(path, found)
+    return found
 
 
 def by_gain(costs: dict[int, float]) -> list[int]:
