@@ -107,7 +107,7 @@ def misses(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [full(1), 3])
 def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_path, ranks):
-    results = compare(device_of("rpc"), tmp_path, jobs.TARGET, ranks, PROMPTS[1:3], POLICIES[1:],
+    results = compare(device_of("rpc"), tmp_path, jobs.TARGET, ranks, PROMPTS[1:2], POLICIES[1:],
                       [GREEDY, SAMPLED], COUNT)
     assert misses(results) >= 20
     assert sum(one["accepted_speculative"] for one in results) > 100
