@@ -327,13 +327,13 @@ class Assembly:
 
     def _rooms(self, alive: Sequence[Holding]) -> dict[int, Member]:
         """Return the living ranks with their memory in bytes: what their stage takes now, and
-        their share of what is free on their host."""
+        their share of what is free on their host, or on their GPU."""
         own = {holding.rank: self._bytes_of(holding) for holding in alive}
         ranks = [*own, *self.spares]
+        names = {rank: self._members[rank].room or self._hosts[rank].host for rank in ranks}
         rooms = {}
         for rank in ranks:
-            here = [other for other in ranks
-                    if self._hosts[other].host == self._hosts[rank].host]
+            here = [other for other in ranks if names[other] == names[rank]]
             free = min(self._members[other].memory for other in here) \
                 - sum(own.get(other, 0.0) for other in here)
             rooms[rank] = structs.replace(

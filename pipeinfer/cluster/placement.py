@@ -221,7 +221,7 @@ def members_of(
             memory = max(0.0, memory - head_bytes)
         overhead = figures[rank].overhead if rank in figures else 0.0
         members.append(Member(f"rank {rank} on {host}", speeds.get(rank, middling), overhead,
-                              memory=memory, layers=count))
+                              memory=memory, layers=count, room=hosts[rank].room))
     return members
 
 

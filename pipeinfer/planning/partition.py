@@ -32,6 +32,7 @@ class Member(Struct, frozen=True):
     layers: a fixed number of layers (0 leaves the rank out); None: free.
     optional: whether the rank may be left out.
     curve: (rows, time relative to one row), ascending, for wide stages.
+    room: name of the memory, which other ranks may fill, too; "": that of its host
     """
 
     name: str
@@ -41,6 +42,7 @@ class Member(Struct, frozen=True):
     layers: int | None = None
     optional: bool = False
     curve: tuple[tuple[int, float], ...] = ()
+    room: str = ""
 
 
 class Load(Struct, frozen=True):

@@ -346,7 +346,8 @@ def _plan_of(
         if (set(left_out) <= _unused(equal) and equal.slowest <= split.slowest * WORTH
                 and _fits(equal, members)):
             split = equal
-    names = [hosts[rank].room or hosts[rank].host for rank in candidates]
+    names = [member.room or hosts[rank].host
+             for rank, member in zip(candidates, members, strict=True)]
     split, left_out = _within_hosts(
         config, load, members, candidates, names, (split, left_out), predict)
     return Plan(tuple(candidates), split, plain,

@@ -100,10 +100,10 @@ class Port:
 
 
 def assembly(port, *, memory=100.0, spares=0, survives=True, role="", distribute=False,
-             asked=0, timeout=300.0, one_host=False, grid=""):
+             asked=0, timeout=300.0, one_host=False, grid="", gpus=False):
     load = Load((1.0,) * 6, (1.0,) * 6)
     widths = parse_widths(grid) if grid else (1, 1, 1)
-    members = {rank: Member(f"rank {rank}", 1.0, memory=memory)
+    members = {rank: Member(f"rank {rank}", 1.0, memory=memory, room=gpus * f"GPU {rank}")
                for rank in range(1, 1 + sum(widths) + spares)}
     if grid:
         port.layout = (0, *list(members)[:sum(widths)])
@@ -142,6 +142,18 @@ def test_those_that_live_take_over_and_keep_their_width():
     (change,) = found.changes
     assert (change.lost, change.moved, change.epoch) == ((2,), 2, 1)
     assert "rank 2 is dead" in str(change)
+
+
+def test_layers_move_to_gpus_of_the_same_host():
+    """Each has memory of its own, though the host's would be full."""
+    found = assembly(Port(), memory=3.0, one_host=True)
+    found.start()
+    with pytest.raises(ClusterError):
+        found.recover(RankLost(2, "is dead"))
+    found = assembly(Port(), memory=3.0, one_host=True, gpus=True)
+    found.start()
+    found.recover(RankLost(2, "is dead"))
+    assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
 
 
 class Loading(Port):
