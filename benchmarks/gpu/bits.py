@@ -196,7 +196,7 @@ def main() -> None:
     for options in json.loads(given.options):
         trial = Trial(given.model, given.gpu_layers, options)
         say("options", model=given.model.name, **options)
-        for question in (unpadded, cut, streams, lambda t: padded(t, 40), lambda t: padded(t, 250)):
+        for question in (unpadded, cut, lambda t: padded(t, 40), lambda t: padded(t, 250), streams):
             try:
                 question(trial)
             except Exception as error:

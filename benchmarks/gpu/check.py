@@ -58,7 +58,7 @@ class Check:
             Step("models", "models", 200, self.models),
             Step("torch", "torch", 90, self.torch),
             Step("devices", "device", 30, self.devices, ("library",)),
-            Step("bits", "device", 150, self.bits, ("library",)),
+            Step("bits", "device", 200, self.bits, ("library",)),
             Step("bits of wide models", "device", 80, self.wide_bits, ("library", "models")),
             # alone on the device
             Step("curve", "device", 60, self.curve, ("library", "models"), ("torch",)),
