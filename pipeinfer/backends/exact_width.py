@@ -133,9 +133,9 @@ def _note_from(note: object) -> tuple[int, int, tuple[float, ...]] | None:
     return tried, width, tuple(map(float, curve))
 
 
-def curve_of(backend: Backend, rounds: int = 5, progress: Progress | None = None
-             ) -> tuple[float, ...]:
-    """Return the times of decodes of CURVE_ROWS rows relative to one row.
+def curve_of(backend: Backend, rounds: int = 5, progress: Progress | None = None,
+             widths: Sequence[int] = CURVE_ROWS) -> tuple[float, ...]:
+    """Return the times of decodes of CURVE_ROWS rows, or of other `widths`, relative to one row.
 
     The shortest time of `rounds` counts, since other programs only lengthen it.
 
@@ -146,8 +146,8 @@ def curve_of(backend: Backend, rounds: int = 5, progress: Progress | None = None
     info = backend.info
     rng = np.random.default_rng(0)  # different rows: those of a mixture draw different experts
     hidden = None if info.first else rng.standard_normal(
-        (CURVE_ROWS[-1], info.n_embd), np.float32)
-    tokens = rng.integers(0, info.n_vocab, CURVE_ROWS[-1]).tolist()
+        (max(widths), info.n_embd), np.float32)
+    tokens = rng.integers(0, info.n_vocab, max(widths)).tolist()
 
     def seconds(width: int) -> float:
         rows = make_rows([(tokens[i], i, (0,), True) for i in range(width)])
@@ -164,7 +164,7 @@ def curve_of(backend: Backend, rounds: int = 5, progress: Progress | None = None
     one = max(seconds(1), 1e-9)
     most = min(info.n_batch, info.n_ctx)
     return tuple(round(max(1.0, seconds(width) / one), 3) if width <= most else float(width)
-                 for width in CURVE_ROWS)
+                 for width in widths)
 
 
 def exact_width(

@@ -138,31 +138,35 @@ def known_padding(backend: PaddedBackend, identity: Sequence[object], wanted: in
     """
     limit = min(limit, backend.exact_limit, backend.info.n_batch)
     rows, cost = 1, 1.0
+    backend.width = 0
     if min(wanted or limit, limit) > 1:
         options = structs.replace(backend.options, layer_callbacks=True)  # stages differ in that
+        tried = (wanted,) if wanted else CURVE_ROWS
         own = [_SEARCH, identity, structs.asdict(options)]
-        times = _stored("costs", own, lambda: list(curve_of(backend, _ROUNDS, progress)), progress)
-        costs = dict(zip(CURVE_ROWS, times, strict=True))
+        times = _stored([*own, tried], lambda: list(curve_of(backend, _ROUNDS, progress, tried)),
+                        len(tried), progress)
+        costs = dict(zip(tried, times, strict=True))
         own += [backend.info.layers, backend.most_threads]
-        for count in [wanted] if wanted else by_gain(costs):
-            if 1 < count <= limit and _stored("holds", [*own, count], partial(
-                    holds, backend, count, progress), progress):
-                rows, cost = count, costs.get(count, float(count))
+        for count in tried if wanted else by_gain(costs):
+            if count <= limit and _stored([*own, count], partial(
+                    holds, backend, count, progress), 0, progress):
+                rows, cost = count, costs[count]
                 break
     backend.width = rows
     return Widths(rows, tuple(float(-(-one // rows)) for one in CURVE_ROWS), rows, cost)
 
 
-def _stored(what: str, identity: Sequence[object], find: Callable[[], Any],
+def _stored(identity: Sequence[object], find: Callable[[], Any], times: int,
             progress: Progress | None) -> Any:
-    """Return what `find` returned in an earlier process, or returns now."""
+    """Return what `find` returned in an earlier process, or returns now: so many times, or a
+    verdict."""
     text = json.dumps(identity, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    path = cache_directory() / f"padding-{what}-{digest}"
+    path = cache_directory() / f"padding-{digest}"
     with turn(path, lambda: progress and progress(0, 1)):
         found = recall(path)
-        good = isinstance(found, bool) if what == "holds" else (
-            isinstance(found, list) and len(found) == len(CURVE_ROWS)
+        good = isinstance(found, bool) if not times else (
+            isinstance(found, list) and len(found) == times
             and all(isinstance(one, float) and one > 0 for one in found))
         if not good:
             found = find()
