@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,10 @@ def run_all(device: Device, work: Path, log: Path, seconds: float) -> dict[str, 
     cases = [{"prompt": prompt, "params": params, "count": sizes.tokens}
              for prompt in PROMPTS[:sizes.prompts] for params in SAMPLINGS]
     lock = threading.Lock()
+    # a software driver takes several times as long for padded rows: see test_padded.py
     arrangements = ARRANGEMENTS if device.kind != "vulkan" else [
-        one for one in ARRANGEMENTS if one.name in ("one rank", "three ranks")]
+        replace(one, config={**one.config, "pad": 1}) for one in ARRANGEMENTS
+        if one.name in ("one rank", "three ranks")]
     loops = {kind: plain(device, work, log, seconds / 2, kind, cases)["tokens"]
              for kind in sorted({one.loop for one in arrangements}, key=str)}
     found: dict[str, Any] = {}
