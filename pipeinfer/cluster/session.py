@@ -27,7 +27,13 @@ from pipeinfer.cluster.handshake import notes_on
 from pipeinfer.cluster.heads import head_for, with_head
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
-from pipeinfer.cluster.policy_choice import LOOKUP, choose_policy, draft_models, with_lookup
+from pipeinfer.cluster.policy_choice import (
+    LOOKUP,
+    choose_policy,
+    draft_models,
+    for_chains,
+    with_lookup,
+)
 from pipeinfer.cluster.proposers import remote_of
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
@@ -337,6 +343,7 @@ def scheduler_setup(
 ) -> SchedulerSetup:
     """Compute the scheduler's settings for the present stages. first: see `Session`."""
     job = loaded.job
+    config = for_chains(config) if job.chains else config
     states = keeps_state(job.model)
     exact = 0 if config.model.exact == "off" else assembly.terms.exact
     rows = None if policy is Policy.ITERATIVE else row_proposer(
