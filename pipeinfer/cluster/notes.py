@@ -57,6 +57,11 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
         notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
     notes += _without_effect(config, job.policy)
+    branching = [f"--{name}" for name, least in (
+        ("alternatives", 0), ("branches", 1), ("partitions", 0)) if getattr(config, name) > least]
+    if job.chains and branching:
+        notes.append(f"{' and '.join(branching)} without effect: with padded runs on GPUs the "
+                     "speculative tokens of a request are one chain (--exact off allows others)")
     if Ablation.ASYNC in config.ablate:
         notes.append("--ablate async also ends continuous speculation: draft and target take turns")
     if job.gaps:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from pipeinfer.cluster.notes import doubts_about
+from pipeinfer.cluster.notes import doubts, doubts_about
 from pipeinfer.cluster.policy_choice import for_chains, on_gpus
 from pipeinfer.cluster.sizing import ids_for, kept_for
 from pipeinfer.config import JobConfig
@@ -79,3 +79,12 @@ def test_what_padding_costs_is_said():
     assert "near-ties" in notes(READY, structs.replace(READY, padded=0))
     assert notes(structs.replace(READY, padded=1)) == ""
     assert "padded" not in notes(READY, exact="off")
+
+
+def test_options_for_branches_without_effect_are_named():
+    def said(**options):
+        job = SimpleNamespace(policy=Policy.SPECULATIVE, chains=True, gaps=False)
+        return " ".join(doubts(JobConfig.of(**options).speculation, job))
+
+    assert said(alternatives=2, branches=3).startswith("--alternatives and --branches without")
+    assert said() == said(alternatives=0) == ""
