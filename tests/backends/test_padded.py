@@ -162,3 +162,22 @@ def test_models_without_parts_of_the_cache_keep_the_shared_one(tmp_path):
     assert not made.options.streams
     assert made._order is None
     made.close()
+
+
+def test_a_head_gets_the_rows_that_were_asked_for():
+    """Not those of the padding; also where a run is cut at a block of cells."""
+    found = {}
+    for width in (0, ROWS):
+        made = load()
+        made.tap((0, 1))
+        made.width = width
+        made.decode(chain(range(100, 164), 0, outputs=False))
+        made.decode(chain(range(100, 164), 64, outputs=False))
+        made.decode(chain(range(100, 164), 128, outputs=False))
+        made.decode(chain(range(100, 159), 192, outputs=False))
+        made.decode(chain([7, 8, 9], 251))
+        found[width] = made.tapped.copy()
+        made.close()
+    assert found[ROWS].shape == found[0].shape == (3, 2 * 256)
+    assert np.abs(found[0]).max() > 0.5
+    assert np.allclose(found[ROWS], found[0], atol=0.05)
