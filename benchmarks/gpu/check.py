@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -228,26 +229,28 @@ class Check:
 
     def speed(self, seconds: float) -> dict[str, Any]:
         """Tokens per second beside llama.cpp's own programs, each alone on the device, in turn; as
-        many rounds as there is time for."""
+        many rounds as there is time for. One that fails is named at the end, others go on."""
         sizes = self.device.sizes
         until, longest = time.monotonic() + seconds, 0.0
         found: dict[str, Any] = {"speeds": {}, "stats": {}, "texts": {}}
         prompt = self.work / "prompt.txt"
         prompt.write_text(PROMPT)
-        try:
-            for turn in range(sizes.rounds):
-                for name, run in self._contestants(prompt, found["stats"]).items():
-                    begun = time.monotonic()
-                    if turn and begun + longest > until:
-                        return _told_apart(found)
-                    for what, speed, text in run(max(1.0, until - begun)):
-                        found["speeds"].setdefault(what, []).append(round(speed, 2))
-                        if text:
-                            found["texts"].setdefault(text[:4000], []).append(name)
-                    longest = max(longest, time.monotonic() - begun)
-        except Exception as error:
-            raise StepError(f"{name}: {type(error).__name__}: {error}",
-                            _told_apart(found)) from error
+        errors = []
+        for turn, (name, run) in itertools.product(
+                range(sizes.rounds), self._contestants(prompt, found["stats"]).items()):
+            begun = time.monotonic()
+            if begun > until or (turn and begun + longest > until):
+                break
+            try:
+                for what, speed, text in run(max(1.0, until - begun)):
+                    found["speeds"].setdefault(what, []).append(round(speed, 2))
+                    if text:
+                        found["texts"].setdefault(text[:4000], []).append(name)
+            except Exception as error:
+                errors.append(f"{name}: {type(error).__name__}: {error}"[-400:])
+            longest = max(longest, time.monotonic() - begun)
+        if errors:
+            raise StepError("; ".join(errors), _told_apart(found))
         return _told_apart(found)
 
     def _contestants(self, prompt: Path, stats: dict[str, Any]) -> dict[str, Contestant]:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import record
-from benchmarks.gpu.devices import _LAVAPIPE
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.devices import _LAVAPIPE, Device
 from benchmarks.gpu.prepare import MOST_BYTES, PACKED, ROOT, tracked_bytes
 from benchmarks.gpu.steps import Report, Runner, Step, StepError, child
 from tests.support.sample import FULL
@@ -207,3 +208,18 @@ def test_rows_on_an_rpc_device_where_its_library_is_built(tmp_path):
     kinds = [one.get("kind") for one in steps["devices"]["result"]]
     assert "GPU" in kinds
     assert all(one["equal"] == one["of"] for one in steps["bits"]["result"] if "equal" in one)
+
+
+def test_a_program_that_fails_does_not_end_the_comparison(tmp_path, monkeypatch):
+    """On a GPU that is there for minutes the others' figures are worth having."""
+    def fails(_seconds):
+        raise OSError("no speed was reported")
+
+    check = Check(Device("vulkan", tmp_path), Report(tmp_path / "gpu.json", []), tmp_path, tmp_path,
+                  tmp_path, tmp_path)
+    monkeypatch.setattr(Check, "_contestants", lambda *_: {
+        "first": lambda _: [("first", 1.0, "")], "second": fails,
+        "third": lambda _: [("third", 3.0, "")]})
+    with pytest.raises(StepError, match="second: OSError: no speed") as caught:
+        check.speed(60)
+    assert caught.value.partial["speeds"] == {"first": [1.0], "third": [3.0]}
