@@ -32,7 +32,7 @@ from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
 _OPEN_ANSWERS = 32  #: answered jobs for which a better draft may still return proposals
-_READING = 0.02  #: share of the time that a resting draft may take to read what it has missed
+_READING = 0.06  #: share of the time that a resting draft may take to read what it has missed
 _MOST_ASKED = 8  #: leaves per event and lane at which an inline proposer is queried
 
 

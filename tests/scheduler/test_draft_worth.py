@@ -93,7 +93,7 @@ def asked_at(scheduler, number, tokens):
     return found
 
 
-@pytest.mark.parametrize(("price", "again"), [(0.1, True), (0.5, False)])
+@pytest.mark.parametrize(("price", "again"), [(0.1, True), (0.5, True), (0.8, False)])
 def test_models_that_would_have_to_read_too_much_are_not_asked_again_in_this_text(price, again):
     """A 7 B that drafted for a 70 B by turns took a tenth of the time to read what it had missed
     while it rested, for one question after each rest."""
