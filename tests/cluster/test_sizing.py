@@ -190,7 +190,8 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     ("pipeinfer", {"p_decay": 0.1}, "--p-decay has no effect"),
     ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
 def test_options_without_effect_are_named(policy, options, says):
-    job = SimpleNamespace(chains=False, policy=Policy(policy), gaps=False, plan=SimpleNamespace(ranks=(1, 2)))
+    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False,
+                          plan=SimpleNamespace(ranks=(1, 2)))
     found = doubts(JobConfig.of(**options).speculation, job)
     assert [says in note for note in found] == [True] * bool(says)
 
