@@ -2,7 +2,8 @@
 
 Of either package only the shared library is used, never its Python code; `binding` binds the
 functions. Only versions that were tested are accepted, because the layouts of their structs are
-stored here; others are refused. PIPEINFER_LLAMA=prebuilt ignores a compiled library.
+stored here; others are refused. PIPEINFER_LLAMA=prebuilt ignores a compiled library,
+PIPEINFER_LLAMA=vulkan takes cyllama-vulkan, whose GPU backend is Vulkan's.
 PIPEINFER_LLAMA_LIBRARY=/path/libllama.so ignores both packages: the file counts as a build of the
 compiled package's version.
 
@@ -22,7 +23,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.llama.platform_check import COMPILE, why_no_wheel, why_not_here
 
 #: values of PIPEINFER_LLAMA
-CHOICES = ("", "native", "prebuilt")
+CHOICES = ("", "native", "prebuilt", "vulkan")
 #: the variable with the path of a library
 LIBRARY_VARIABLE = "PIPEINFER_LLAMA_LIBRARY"
 
@@ -31,7 +32,7 @@ class Package(Struct, frozen=True):
     """A package that contains the library.
 
     module: its name for Python
-    file: the library in it
+    file: the library in it, a pattern
     layouts: (version, layout of its structs), see `binding`
     """
 
@@ -49,6 +50,8 @@ class Package(Struct, frozen=True):
 NATIVE = Package("llama-cpp-python", "llama_cpp", "lib/libllama.so", (("0.3.36", "plain"),))
 PREBUILT = Package("xllamacpp", "xllamacpp", "xllamacpp.abi3.so",
                    (("2026.10.11549", "moe cache"),))
+VULKAN = Package("cyllama-vulkan", "cyllama", "../cyllama_vulkan.libs/libllama-*",
+                 (("0.7.0", "moe cache"),))
 
 
 class Library(Struct, frozen=True):
@@ -78,7 +81,12 @@ def find_library() -> Library:
         return _named(Path(named))
     choice = os.environ.get("PIPEINFER_LLAMA", "")
     if choice not in CHOICES:
-        raise BackendError(f"PIPEINFER_LLAMA={choice}: not one of native, prebuilt")
+        raise BackendError(f"PIPEINFER_LLAMA={choice}: not one of {', '.join(CHOICES[1:])}")
+    if choice == "vulkan":
+        if (path := _path_of(VULKAN)) is None:
+            raise BackendError(f"no llama.cpp with Vulkan is installed: pip install {VULKAN.name}"
+                               f"=={VULKAN.newest} (Python 3.12 or newer, x86-64)")
+        return _known(VULKAN, path.resolve(), compiled=False)
     native = None if choice == "prebuilt" else _path_of(NATIVE)
     if native is not None:
         return _known(NATIVE, native, compiled=True)
@@ -110,8 +118,7 @@ def _path_of(package: Package) -> Path | None:
     """The package's library, None where it is not installed or was built without one."""
     spec = find_spec(package.module)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder) / package.file
-        if path.is_file():
+        for path in sorted(Path(folder).glob(package.file)):
             return path
     return None
 

@@ -14,19 +14,20 @@ from msgspec import structs
 
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding, library, loader, platform_check, short_runs
-from pipeinfer.llama.loader import NATIVE, PREBUILT, find_library
+from pipeinfer.llama.loader import NATIVE, PREBUILT, VULKAN, find_library
 
 LIBRARY = find_library()
 
 
 def pretend(monkeypatch, tmp_path, **installed):
     """Packages with these versions, by module; None: installed, but without a library."""
-    for package in (NATIVE, PREBUILT):
+    for package in (NATIVE, PREBUILT, VULKAN):
         if installed.get(package.module):
-            path = tmp_path / package.module / package.file
-            path.parent.mkdir(parents=True)
+            (tmp_path / package.module).mkdir(parents=True)
+            path = (tmp_path / package.module / package.file.replace("*", "1.so")).resolve()
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-    versions = {p.name: installed.get(p.module) for p in (NATIVE, PREBUILT)}
+    versions = {p.name: installed.get(p.module) for p in (NATIVE, PREBUILT, VULKAN)}
     monkeypatch.setattr(loader, "find_spec", lambda name: types.SimpleNamespace(
         submodule_search_locations=[str(tmp_path / name)]) if name in installed else None)
     monkeypatch.setattr(loader, "version", versions.__getitem__)
@@ -42,6 +43,19 @@ def test_a_compiled_library_wins(monkeypatch, tmp_path):
     found = find_library()
     assert (found.name, found.layouts, found.compiled) == (
         "xllamacpp 2026.10.11549", ("moe cache",), False)
+
+
+def test_vulkan_is_taken_when_asked_for(monkeypatch, tmp_path):
+    pretend(monkeypatch, tmp_path, xllamacpp="2026.10.11549", cyllama="0.7.0")
+    assert find_library().name == "xllamacpp 2026.10.11549"
+    monkeypatch.setenv("PIPEINFER_LLAMA", "vulkan")
+    found = find_library()
+    assert (found.name, found.layouts) == ("cyllama-vulkan 0.7.0", ("moe cache",))
+    assert found.path == tmp_path / "cyllama_vulkan.libs" / "libllama-1.so"
+    pretend(monkeypatch, tmp_path / "other", xllamacpp="2026.10.11549")
+    monkeypatch.setenv("PIPEINFER_LLAMA", "vulkan")
+    with pytest.raises(BackendError, match=r"pip install cyllama-vulkan==0\.7\.0"):
+        find_library()
 
 
 def test_a_package_that_was_built_without_its_library_is_none(monkeypatch, tmp_path):
@@ -108,7 +122,7 @@ def test_the_pins_are_those_of_the_package_and_of_constraints():
         pytest.skip("no checkout")
     pins = (root / "constraints.txt").read_text().replace("_", "-").splitlines()
     setup = (root / "setup.cfg").read_text()
-    for package in (NATIVE, PREBUILT):
+    for package in (NATIVE, PREBUILT, VULKAN):
         assert f"{package.name}=={package.newest}" in pins
         assert f"{package.name}=={package.newest}" in setup
 
