@@ -45,6 +45,8 @@ This page is written by `python -m benchmarks.records.write` from the TOML files
   measured on the machines that they name. *Network namespaces*: several hosts on one machine, with
   limited links and processor shares.
 - *unknown* means that nobody wrote it down. Nothing is filled in afterwards.
+- **Raw results** of some tables are kept (`docs/paper/paper-*.csv`, `benchmarks/records/raw/`):
+  `python -m benchmarks.records.check` makes these tables again and compares.
 """
 
 

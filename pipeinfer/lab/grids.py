@@ -22,13 +22,13 @@ from pipeinfer.lab.emulation.profiles import Profiles
 from pipeinfer.lab.emulation.scenarios import Built, Experiment
 from pipeinfer.lab.emulation.virtual import Result
 from pipeinfer.lab.emulation.wide import APART, BESIDE, TURNS, WideExperiment
+from pipeinfer.lab.placing import ERROR, PARTS, around, places, safe
 from pipeinfer.planning.grids import GridPlan
 from pipeinfer.planning.grids import shape as name_of
 from pipeinfer.text_table import aligned
 
 TREES = (1, 2, 4, 8)  #: drafted tokens of a synchronous tree that are tried
 CUTOFFS = (0.0, 0.4)  #: of its drafted tokens
-PARTS = (0.25, 0.5)  #: of the first member's machine for head and draft beside it
 MOST = 6  #: grids in a table, by what the planner thinks of them
 PLAIN, ALONE = "plain pipeline", "tensor parallel alone"
 
@@ -60,7 +60,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """For one pair on so many nodes of a cluster. why: the planner's words on the first grid."""
+    """For one pair on so many nodes of a cluster. why: the planner's words on the first grid. safe:
+    the grid, with the head's place, that is no slower than plain decoding if the acceptance is
+    `ERROR` lower (`placing.safe`)."""
 
     cluster: str
     pair: str
@@ -69,6 +71,7 @@ class Table:
     exchange: float
     rows: tuple[Row, ...]
     why: str
+    safe: str = ""
 
     @property
     def best(self) -> Row:
@@ -91,7 +94,10 @@ def compare(profiles: Profiles, base: WideExperiment, most: int = MOST, seeds: i
     rows[2:] = sorted(rows[2:], key=lambda row: -row.best)
     why = next((f"{_options(experiment, grid)}: {grid.why()}" for experiment, grid in plans
                 if (grid.name, _head(experiment)) == (rows[2].grid, rows[2].head)), "")
-    return Table(base.cluster, base.pair, count, base.sum_type, base.exchange, tuple(rows), why)
+    right = profiles.pair(base.pair).acceptance if base.acceptance is None else base.acceptance
+    careful = safe(places(profiles, dataclasses.replace(base, widths=()), around(right)), right)
+    return Table(base.cluster, base.pair, count, base.sum_type, base.exchange, tuple(rows), why,
+                 careful.name)
 
 
 def candidates(profiles: Profiles, base: WideExperiment, most: int
@@ -256,7 +262,9 @@ def as_text(table: Table) -> str:
         f"sums in {table.sum_type}, {1e6 * table.exchange:.0f} us per exchange besides the wire",
         "tokens/s in virtual time; over plain: the fastest policy over plain decoding on the "
         "plain pipeline", "", *aligned([COLUMNS, *map(cells, table.rows)]), "",
-        *([table.why] if table.why else [])])
+        *([table.why] if table.why else []),
+        *([f"if the acceptance is known to {100 * ERROR:.0f} points only: {table.safe}, which is "
+           "no slower than plain decoding, as judged"] if table.safe else [])])
 
 
 def as_data(table: Table) -> dict[str, Any]:

@@ -143,6 +143,7 @@ def test_a_table_has_the_baselines_and_the_best_grid_in_it():
     text = grids.as_text(table)
     assert "tensor parallel alone" in text
     assert "ms for sums" in text
+    assert f"known to 15 points only: {table.safe}" in text
 
 
 def test_the_command(monkeypatch):

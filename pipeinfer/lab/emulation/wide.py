@@ -187,11 +187,12 @@ def plan(profiles: Profiles, experiment: WideExperiment) -> GridPlan:
     return best_grid(cluster)
 
 
-def build(profiles: Profiles, experiment: WideExperiment) -> Built:
-    """The scenario. memory: bytes of each node of the grid, in order, then head and draft's, where
-    they are apart. Raises UsageError and PlanError."""
+def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None = None) -> Built:
+    """The scenario. grid: another one than that planned for the experiment, of the same nodes.
+    memory: bytes of each node of the grid, in order, then head and draft's, where they are apart.
+    Raises UsageError and PlanError."""
     ground = ground_of(profiles, experiment)
-    grid = plan(profiles, experiment)
+    grid = grid or plan(profiles, experiment)
     target, policy = ground.target, Policy(experiment.policy)
     turns = experiment.head == TURNS and policy is Policy.PIPEINFER
     if turns and len(grid.stages) > 1:
