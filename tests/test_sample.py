@@ -14,6 +14,12 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/mpi/test_chaos.py::test_requests_of_every_kind_outlive_a_stage_and_rank_0":
+        "plain requests that outlive a stage beside it, rank 0 in tests/mpi/test_supervised.py",
+    "benchmarks/gpu/test_padded.py::test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan"
+    "_device": "padding in tests/backends/test_padded.py, whole jobs on the RPC device beside it",
+    "benchmarks/gpu/test_padded.py::test_requests_beside_each_other_on_a_vulkan_device":
+        "lanes that are chains in tests/scheduler/test_lanes.py",
     "tests/mpi/test_chaos.py::test_what_cannot_be_survived_is_called_lost":
         "the verdicts by hand in test_chaos.py, a job whose last stage dies in test_serve.py",
     "tests/mpi/test_wide_losses.py::test_a_member_that_wakes_up_again_disturbs_nobody":

@@ -54,7 +54,7 @@ def covered(share: float) -> dict[str, tuple[float, float]]:
     with those of the text so far."""
     found: dict[str, list[tuple[bool, bool]]] = {}
     for path in _TEXTS:
-        texts = np.load(path)
+        texts = np.load(path, allow_pickle=False)
         for i, kind in enumerate(texts["kinds"].tolist()):
             seen = set(texts[f"prompt{i}"].tolist())
             for token in texts[f"answer{i}"].tolist():
