@@ -61,11 +61,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     given = parser.parse_args()
     heads = {"draft-simple": given.draft, "draft-eagle3": given.eagle}
     chosen = texts()[:given.prompts]
     plain: dict[str, str] = {}
-    for kind, options in {"": _NEVER, **KINDS}.items():
+    for kind, options in {"": _NEVER, **{name: KINDS[name] for name in given.kinds}}.items():
         head = heads.get(kind)
         if kind in heads and head is None:
             continue

@@ -74,17 +74,19 @@ class HeadPlan(Struct, frozen=True):
         drawn, experts = (self.file.arch_get(f"expert_{what}count", 0) for what in ("used_", ""))
         share = drawn / experts if isinstance(drawn, int) and isinstance(experts, int) and \
             experts else 1.0
-        tensors = self.file.tensors
-        head = tensors.get("output.weight", tensors.get("token_embd.weight"))
-        own = (one for one in tensors.values() if one.layer is not None and (
+        own = (one for one in self.file.tensors.values() if one.layer is not None and (
             self.kind == "eagle3" or one.layer >= self.file.n_layers))
-        return round(sum(one.nbytes * (share if "_exps." in one.name else 1.0) for one in own)
-                     ) + (round(head.nbytes * self._vocabulary_share) if head else 0)
+        return round(self._output_bytes + sum(
+            one.nbytes * (share if "_exps." in one.name else 1.0) for one in own))
 
     @property
-    def _vocabulary_share(self) -> float:
-        return (len(self.small.tokens) + self.small.spare) / self.target.n_vocab \
-            if self.small else 1.0
+    def _output_bytes(self) -> float:
+        if isinstance(source := self.source, CompletedHead):
+            return source.output_bytes
+        tensors, small = self.file.tensors, self.small
+        output = tensors.get("output.weight", tensors.get("token_embd.weight"))
+        count = len(small.tokens) + small.spare if small else self.target.n_vocab
+        return output.nbytes * count / self.target.n_vocab if output else 0.0
 
 
 def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | None,

@@ -52,6 +52,11 @@ class CompletedHead:
         self.total = total_bytes(self.header, [*own, *self._taken])
         self.name = f"{head.fingerprint[:32]}-{target.fingerprint[:32]}-eagle3.gguf"
 
+    @property
+    def output_bytes(self) -> int:
+        """The size of its output matrix."""
+        return sum(part.nbytes for part in (*self._own, *self._taken) if part.name == _OUTPUT)
+
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes in order. Raises ModelError when a file cannot be read."""
         yield from blocks_of(self._head, self.header, self._own)
