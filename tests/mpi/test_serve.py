@@ -112,7 +112,7 @@ def test_both_apis_say_the_same(server, client):
 
 def test_a_stream_is_the_answer_in_pieces(client):
     ask = {"model": "code", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 120,
-           "temperature": 0}
+           "temperature": 0, "extra_body": {"ignore_eos": True}}
     whole = client.chat.completions.create(**ask)
     chunks = list(client.chat.completions.create(
         **ask, stream=True, stream_options={"include_usage": True}))
