@@ -25,6 +25,9 @@ BUILDS = Path(os.environ.get("PIPEINFER_GPU_BUILDS")
               or Path.home() / ".cache" / "pipeinfer-gpu-builds")
 #: of .gpu, rounded up: sources of llama.cpp, Open MPI and wheels, as compressed as they are
 PACKED_BYTES = 10 << 20
+NEEDS_LAVAPIPE = pytest.mark.skipif(
+    not Path(_LAVAPIPE).exists(),
+    reason="Mesa's software driver for Vulkan is not installed (Debian: mesa-vulkan-drivers)")
 SLOW_STEPS = """
 import sys, time
 from pathlib import Path
@@ -183,8 +186,7 @@ def test_the_rehearsal_on_an_rpc_device(tmp_path):
 
 
 @FULL
-@pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
-                    "installed (Debian: mesa-vulkan-drivers)")
+@NEEDS_LAVAPIPE
 @pytest.mark.timeout(1200)
 def test_the_rehearsal_on_a_vulkan_device(tmp_path):
     """Kernels that differ by width and by holes: padded rows have equal bits all the same."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import jobs
-from benchmarks.gpu.devices import _LAVAPIPE, Device
+from benchmarks.gpu.devices import Device
 from benchmarks.gpu.jobs import ALL, DRAFT
 from benchmarks.gpu.steps import child, json_lines
-from benchmarks.gpu.test_gpu import build_of, prepared
+from benchmarks.gpu.test_gpu import NEEDS_LAVAPIPE, build_of, prepared
 from pipeinfer.core.noise import noise_key
 from tests.support.sample import FULL, full
 
@@ -114,8 +114,7 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_pat
 
 
 @FULL
-@pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
-                    "installed (Debian: mesa-vulkan-drivers)")
+@NEEDS_LAVAPIPE
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.timeout(4800)
 def test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan_device(tmp_path, ranks):
@@ -145,8 +144,7 @@ def test_requests_beside_each_other_on_an_rpc_device(tmp_path):
 
 
 @FULL
-@pytest.mark.skipif(not Path(_LAVAPIPE).exists(), reason="Mesa's software driver for Vulkan is not "
-                    "installed (Debian: mesa-vulkan-drivers)")
+@NEEDS_LAVAPIPE
 @pytest.mark.timeout(4800)
 def test_requests_beside_each_other_on_a_vulkan_device(tmp_path):
     prepared("vulkan")

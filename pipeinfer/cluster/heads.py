@@ -28,7 +28,7 @@ from pipeinfer.models.shard_cache import cache_directory, store
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.spec import Need
+from pipeinfer.strategies.spec import HEADS, Need
 
 if TYPE_CHECKING:
     from pipeinfer.backends.llamacpp.head import LlamaHead
@@ -81,12 +81,12 @@ class HeadPlan(Struct, frozen=True):
 
     @property
     def _output_bytes(self) -> float:
-        if isinstance(source := self.source, CompletedHead):
-            return source.output_bytes
-        tensors, small = self.file.tensors, self.small
+        if self.kind == "eagle3":
+            return CompletedHead(self.file, self.target).output_bytes
+        tensors, n_vocab = self.file.tensors, self.target.n_vocab
         output = tensors.get("output.weight", tensors.get("token_embd.weight"))
-        count = len(small.tokens) + small.spare if small else self.target.n_vocab
-        return output.nbytes * count / self.target.n_vocab if output else 0.0
+        return output.nbytes * (self.small.size if self.small else n_vocab) / n_vocab \
+            if output else 0.0
 
 
 def with_head(asked: JobConfig, config: JobConfig, model: Any, draft: Path | None,
@@ -145,11 +145,10 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
 
     Raises UsageError, with the reason, where it cannot be used; ModelError for a bad file.
     """
-    named = registry.named(config.speculation)
     if len(heads := proposers_of(config)) > 1:
         raise UsageError(f"--proposer {' and '.join(heads)}: a job uses one prediction head: leave "
                          "one out")
-    for spec in named:
+    for spec in registry.named(config.speculation):
         if Need.MTP in spec.needs:
             if why := _refusal(model, backends):
                 raise UsageError(f"--proposer {spec.name}: {why}")
@@ -179,7 +178,7 @@ def small_of(config: JobConfig, target: ModelFile) -> SmallVocabulary | None:
 def proposers_of(config: JobConfig) -> list[str]:
     """Return the names of a config's proposers that need a head."""
     return [one.name for one in registry.named(config.speculation)
-            if one.needs & {Need.MTP, Need.EAGLE3}]
+            if one.needs & HEADS]
 
 
 def setup_of(config: JobConfig, plan: HeadPlan, hosts: list[RankInfo], cells: int, n_vocab: int,
@@ -211,8 +210,7 @@ def load_head(config: JobConfig, place: Place, plan: HeadPlan, sizes: Mapping[st
         if source.small is not None:
             options = structs.replace(options, repack="off")  # its rows are replaced one by one
         return LlamaHead.open(source, plan.file.n_layers, sizes, threads, options)
-    path = store(source, cache_directory(), None)
-    return LlamaHead.open(path, 1, sizes, threads, options)
+    return LlamaHead.open(store(source, cache_directory()), 1, sizes, threads, options)
 
 
 def head_sizes(config: JobConfig, cells: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.strategies.proposers.target_head import Head, TargetHead
-from pipeinfer.strategies.spec import Need, ProposerSetup
+from pipeinfer.strategies.spec import HEADS, Need, ProposerSetup
 from pipeinfer.transport.base import Port
 
 
@@ -85,7 +85,7 @@ def _local(
                 load_draft(config, place, model.path, (0, model.n_layers),
                            cache_sizes(config, cells, model))[0] for model in models]
             paths = paths_of(config, models)
-            if spec.needs & {Need.MTP, Need.EAGLE3} and head is not None:
+            if spec.needs & HEADS and head is not None:
                 paths = head_paths(config)
                 loaded = [load_head(config, place, head, head_sizes(config, cells))]
             if spec.needs and not loaded:
@@ -115,9 +115,8 @@ class DraftLoader:
         sizes = {"n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch}
         backend: Backend
         if setup.head:
-            target = own_model(structs.replace(
-                setup, model=setup.target, fingerprint=setup.target_fingerprint))
-            model = ModelFile(target)
+            model = ModelFile(own_model(structs.replace(
+                setup, model=setup.target, fingerprint=setup.target_fingerprint)))
             plan = HeadPlan(setup.head, ModelFile(own_model(setup)), model,
                             small=small_of(config, model) if setup.head == MTP else None)
             backend = load_head(config, self._place, plan, sizes)

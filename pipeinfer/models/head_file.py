@@ -118,6 +118,11 @@ class SmallVocabulary(Struct, frozen=True):
         low = (i for i in range(model.n_vocab) if i not in known)
         return cls(tuple(sorted((*marks, *itertools.islice(low, others)))), spare)
 
+    @property
+    def size(self) -> int:
+        """How many rows the matrices have."""
+        return len(self.tokens) + self.spare
+
     def rows(self) -> tuple[tuple[int, int], ...]:
         """Return ranges of the matrices' rows; spare ones get bytes of the first rows."""
         bands: list[list[int]] = []
@@ -142,12 +147,12 @@ class HeadSource(ShardSource):
         parts = [bands_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
                  else all_of(tensor, name) for name, tensor in model.tensors.items()
                  if tensor.layer is None or tensor.layer >= model.n_layers]
-        n_vocab = len(small.tokens) + small.spare if small else model.n_vocab
         kept = [model.raw_entry(key) for key in model.meta_keys()
                 if not key.startswith(("tokenizer.", "split.", "general.alignment"))
                 and key != f"{model.architecture}.vocab_size"]
         self.header = header_of([
-            *kept, uint_entry(f"{model.architecture}.vocab_size", n_vocab),
+            *kept, uint_entry(f"{model.architecture}.vocab_size",
+                              small.size if small else model.n_vocab),
             text_entry("tokenizer.ggml.model", "none")], parts)
         self.model, self.layers = model, (0, model.n_layers)
         self._parts = parts

@@ -193,9 +193,9 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
         return paths[0]
 
     first = fetch(chosen)
-    starts = head_file.wanted_beside(first)
-    if head := next(filter(None, (hub_files.head_beside(chosen[0], sizes, one) for one in starts)),
-                    ""):
+    heads = (hub_files.head_beside(chosen[0], sizes, start)
+             for start in head_file.wanted_beside(first))
+    if head := next(filter(None, heads), ""):
         fetch([head])
     return Fetched(first, hub_files.name_of(wanted.repo, chosen[0]))
 

@@ -35,6 +35,9 @@ class Need(enum.Enum):
     ADAPTER = "adapter"  #: the file that its option `ProposerSpec.adapter` names
 
 
+HEADS = frozenset({Need.MTP, Need.EAGLE3})  #: needs for a prediction head
+
+
 class ProposerSetup(Struct, frozen=True):
     """The arguments of a proposer's factory.
 

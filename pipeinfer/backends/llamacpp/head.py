@@ -93,10 +93,9 @@ class _Slots:
     """
 
     def __init__(self, source: HeadSource, small: SmallVocabulary, model: Any) -> None:
-        n_vocab = source.model.n_vocab
         self._slot = dict(zip(small.tokens, range(len(small.tokens)), strict=True))
         self._token = np.array(small.tokens, np.int64)  # of each row that has one
-        self._n_vocab, self._most = n_vocab, len(small.tokens) + small.spare
+        self._n_vocab, self._most = source.model.n_vocab, small.size
         self._borrowed: OrderedDict[int, int] = OrderedDict()
         self._matrices = []
         for name in source.by_token(source.model):
@@ -104,7 +103,7 @@ class _Slots:
             self._matrices.append((
                 binding.get_tensor(model, name.encode()),
                 np.memmap(source.model.paths[tensor.part], np.uint8, "r", tensor.offset,
-                          (n_vocab, tensor.nbytes // n_vocab))))
+                          (self._n_vocab, tensor.nbytes // self._n_vocab))))
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """Return the rows of tokens; there must not be more than there are spare rows."""
