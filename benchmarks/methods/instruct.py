@@ -54,7 +54,7 @@ from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import Scenario, VirtualStage, Wire
 from pipeinfer.lab.quality import task_sets
 from pipeinfer.lab.quality.judge import controlled
-from pipeinfer.lab.quality.prompt_sets import Prompt
+from pipeinfer.lab.quality.prompt import Prompt
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.locate import model_paths, open_model, open_tokenizer
 from pipeinfer.models.text.text_stream import TextStream

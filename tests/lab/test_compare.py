@@ -25,7 +25,7 @@ from pipeinfer.lab.commands.compare import (
 )
 from pipeinfer.lab.commands.comparison import Answer, by_kind, geometric, rows_of
 from pipeinfer.lab.quality.judge import controlled
-from pipeinfer.lab.quality.prompt_sets import Prompt
+from pipeinfer.lab.quality.prompt import Prompt
 
 
 def answer(method, seconds, steps, tokens, visible, *, exact=True, text="t"):

@@ -51,12 +51,13 @@ def test_files_of_other_benchmarks(tmp_path):
         {"instruction": "Name it.", "input": "A thing.", "output": "It is a cat.",
          "dataset": "helpful_base"},
         {"question": "What is 2+2?", "pattern": r"\b4\b"})
-    assert [p.question for p in found] == ["Write.", "Name it.\n\nA thing.", "What is 2+2?"]
-    assert [p.kind for p in found] == ["writing", "helpful_base", ""]
-    assert [p.reference for p in found] == ["Well.", "It is a cat.", ""]
-    assert found[1].rouge("It is a dog.") == pytest.approx(
+    assert [p.question for p in found] == [
+        "Write.", "Again.", "Name it.\n\nA thing.", "What is 2+2?"]
+    assert [p.kind for p in found] == ["writing", "writing, turn 2", "helpful_base", ""]
+    assert [p.reference for p in found] == ["Well.", "", "It is a cat.", ""]
+    assert found[2].rouge("It is a dog.") == pytest.approx(
         {"rouge1": 0.75, "rouge2": 2 / 3, "rougeL": 0.75})
-    assert (found[2].score("It is 4."), found[2].score("It is 14.")) == (1.0, 0.0)
+    assert (found[3].score("It is 4."), found[3].score("It is 14.")) == (1.0, 0.0)
     path = tmp_path / "list.json"
     path.write_text(json.dumps([{"instruction": "One."}, {"instruction": "Two."}]))
     assert [p.question for p in file_prompts(path)] == ["One.", "Two."]

@@ -6,6 +6,7 @@ stays. It knows how to ask and what to count; the methods themselves are elsewhe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -47,7 +48,8 @@ from pipeinfer.lab.commands.comparison import (
     use_of_stages,
     write,
 )
-from pipeinfer.lab.quality.prompt_sets import Prompt, file_prompts
+from pipeinfer.lab.quality.prompt import Prompt
+from pipeinfer.lab.quality.prompt_sets import file_prompts
 from pipeinfer.models.bundled import TASK_MODEL
 from pipeinfer.models.flops import row_flops
 from pipeinfer.models.text import chat_template
@@ -119,6 +121,17 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         gave_up=out.lane.gave_up)
 
 
+def behind(prompt: Prompt, asked: Sequence[Prompt], answers: Sequence[Answer]) -> Prompt:
+    """Return a prompt with the conversation that it continues, if it does.
+
+    asked: the prompts as they were asked before it; answers: the answers to them
+    """
+    if not prompt.follows:
+        return prompt
+    answer = {"role": "assistant", "content": answers[-1].text}
+    return dataclasses.replace(prompt, before=[*asked[-1].messages, answer])
+
+
 def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:
     """Questions of a kind with their scorers: held-out tasks of those that the task model was
     trained on, or of those for instruction models. count: None for the usual 20, or all there are.
@@ -176,8 +189,10 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="Which kind of tasks: of those that the task model knows, or students, "
                    "documents, planning, general, mixed.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
-              help="Your own prompts: one per line, JSON lines, or files in the forms of MT-Bench "
-                   "and AlpacaEval (docs/decomposers.md).")
+              help="Your own prompts: one per line, JSON lines, or files in the forms of MT-Bench, "
+                   "GSM8K, HumanEval and others (docs/decomposers.md).")
+@click.option("--run-code", is_flag=True, help="Run the programs of HumanEval's and MBPP's answers "
+              "here, as this user, to score them.")
 @click.option("--judge", metavar="URL", help="Address of a model that judges the answers, such as "
               "http://127.0.0.1:8080/v1 (key: OPENAI_API_KEY).")
 @click.option("--judge-model", default="default", show_default=True, metavar="NAME",
@@ -193,7 +208,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="Draw speedup.png and quality.png, too.")
 def compare_command(  # noqa: PLR0913  (an option each)
     resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
-    prompts: Path | None, judge: str | None, judge_model: str, judge_by: str,
+    prompts: Path | None, run_code: bool, judge: str | None, judge_model: str, judge_by: str,
     baseline: Path | None, out: Path | None, plots: bool,
 ) -> None:
     """Answer the same prompts by every method and compare.
@@ -205,7 +220,7 @@ def compare_command(  # noqa: PLR0913  (an option each)
     """
     base, request = resolved.config.job, resolved.config.request
     configs, whole = configs_for(base, methods)
-    asked = file_prompts(prompts) if prompts else list(task_prompts(tasks, kind, 1))
+    asked = file_prompts(prompts, run=run_code) if prompts else list(task_prompts(tasks, kind, 1))
     params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
     questions = [prompt.question for prompt in asked]
     known = {} if baseline is None else {BASELINE: read_baseline(baseline, questions)}
@@ -225,11 +240,13 @@ def compare_command(  # noqa: PLR0913  (an option each)
         )  # what is slow only once
         for name in configs:
             session.use(configs[name])
+            so_far: list[Prompt] = []
             for number, prompt in enumerate(asked, 1):
+                so_far.append(behind(prompt, so_far, answers[name]))
                 show_over(f"{name}: {number}/{len(asked)}")
                 try:
                     answers[name].append(
-                        ask(session, configs[name], prompt, name, params, request.n_predict))
+                        ask(session, configs[name], so_far[-1], name, params, request.n_predict))
                 except RequestError as error:
                     raise UsageError(f"{name}, prompt {number}: {error}") from error
         show_over("")

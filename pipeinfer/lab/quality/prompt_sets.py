@@ -1,76 +1,30 @@
-"""Sets of prompts: own lines, conversations, and files in the forms of MT-Bench and AlpacaEval.
+"""Sets of prompts: own lines, conversations, and files in the forms of public data sets.
 
-A prompt knows by which rules an answer to it is scored. Knows no models and no ranks.
+Knows no models and no ranks.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.quality import scores
+from pipeinfer.lab.quality.data_sets import prompts_of
+from pipeinfer.lab.quality.prompt import Prompt, by_answer, by_pattern
 from pipeinfer.lab.training.adapt.chats import chat_of
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A question, and how good an answer to it is.
+def file_prompts(path: Path, *, run: bool = False) -> list[Prompt]:
+    """Prompts of lines, JSON lines, or a JSON list. Raises UsageError.
 
-    kind: of question, for tables; empty where there is but one
-    reference: a good answer, for ROUGE and for a judge; empty where there is none
-    score: text to 0 .. 1 (None: unknown)
-    exact: whether the answer is right in every item
-    before: messages of the conversation before the question
-    """
-
-    question: str
-    score: Callable[[str], float] | None = None
-    exact: Callable[[str], bool] | None = None
-    reference: str = ""
-    kind: str = ""
-    before: Sequence[Mapping[str, str]] = ()
-
-    @property
-    def messages(self) -> list[Mapping[str, str]]:
-        """The conversation that ends with the question."""
-        return [*self.before, {"role": "user", "content": self.question}]
-
-    def rouge(self, text: str) -> dict[str, float]:
-        """ROUGE-1, -2 and -L against the reference; empty without one."""
-        if not self.reference:
-            return {}
-        return {"rouge1": scores.rouge_n(1, text, self.reference),
-                "rouge2": scores.rouge_n(2, text, self.reference),
-                "rougeL": scores.rouge_l(text, self.reference)}
-
-
-def by_answer(question: str, answers: Sequence[str], *, reference: str = "", kind: str = ""
-              ) -> Prompt:
-    """Right is a text that contains every answer; exact, one that is the only answer."""
-    wanted = [answer.strip() for answer in answers]
-    return Prompt(question, lambda text: scores.contained(wanted, text),
-                  lambda text: [text.strip()] == wanted, reference or " ".join(wanted), kind)
-
-
-def by_pattern(question: str, pattern: re.Pattern[str], *, reference: str = "", kind: str = ""
-               ) -> Prompt:
-    """Right is a text in which the pattern occurs."""
-    return Prompt(question, lambda text: float(pattern.search(text) is not None),
-                  lambda text: pattern.fullmatch(text.strip()) is not None, reference, kind)
-
-
-def file_prompts(path: Path) -> list[Prompt]:
-    """A prompt per line, JSON lines, or a JSON list. Raises UsageError.
-
-    Objects: "question" (or AlpacaEval's "instruction" and "input", or MT-Bench's "turns", of which
-    the first is asked); maybe "answer" (a text or a list: all must occur), "pattern" (a regular
-    expression), "reference" or "output" (a good answer), "kind", "category" or "dataset".
-    Conversations as for training: "messages", or "prompt" and maybe "response".
+    run: whether programs in answers are run (`programs.passes`); otherwise they have no score
+    Objects: those of `data_sets`; "question" (or AlpacaEval's "instruction" and "input"); maybe
+    "answer" (a text or a list: all must occur), "pattern" (a regular expression), "reference" or
+    "output" (a good answer), "kind", "category" or "dataset". Conversations as for training:
+    "messages", or "prompt" and maybe "response".
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,22 +35,27 @@ def file_prompts(path: Path) -> list[Prompt]:
                      for line in text.splitlines() if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read prompts from {path}: {error}") from error
-    prompts = [_prompt(f"{path}: prompt {number}", entry) for number, entry in enumerate(found, 1)]
+    prompts = [prompt for number, entry in enumerate(found, 1)
+               for prompt in _prompts(f"{path}: prompt {number}", entry, run=run)]
     if not prompts:
         raise UsageError(f"{path} holds no prompts")
     return prompts
 
 
-def _prompt(where: str, entry: Any) -> Prompt:
+def _prompts(where: str, entry: Any, *, run: bool) -> list[Prompt]:
     if not isinstance(entry, dict):
         raise UsageError(f'{where} is no object with a "question"')
+    return prompts_of(entry, where, run=run) or [_prompt(where, entry)]
+
+
+def _prompt(where: str, entry: Mapping[str, Any]) -> Prompt:
     if "messages" in entry or "prompt" in entry:
         chat = chat_of(entry, where)
         *before, last = chat.messages
         return Prompt(last["content"], reference=chat.answer or "", before=before)
     question = _question(entry)
     if not question:
-        raise UsageError(f'{where} has no "question" ("instruction", "turns")')
+        raise UsageError(f'{where} has no "question" ("instruction", "turns", "prompt")')
     kind = str(entry.get("kind") or entry.get("category") or entry.get("dataset") or "")
     reference = _first(entry.get("reference")) or _first(entry.get("output"))
     answer, pattern = entry.get("answer"), entry.get("pattern")
@@ -112,8 +71,6 @@ def _prompt(where: str, entry: Any) -> Prompt:
 
 
 def _question(entry: Mapping[str, Any]) -> str:
-    if "turns" in entry:
-        return _first(entry["turns"])
     if "instruction" in entry:
         more = str(entry.get("input") or "")
         return str(entry["instruction"]) + (f"\n\n{more}" if more else "")

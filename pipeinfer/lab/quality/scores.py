@@ -1,4 +1,4 @@
-"""Scores of a text by rule: containment, patterns and ROUGE, each from 0 to 1.
+"""Scores of a text by rule: containment, patterns, numbers, F1 and ROUGE, each from 0 to 1.
 
 ROUGE as in Lin (2004): F1 over lower-case words and numbers, without stemming; ROUGE-L by the
 longest common subsequence of the whole texts. Knows no prompts and no models.
@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -35,6 +36,20 @@ def contained(wanted: Sequence[str], text: str) -> float:
     """Share of the phrases that occur in a text, as whole words, whatever their case."""
     have = f" {' '.join(words(text))} "
     return sum(f" {' '.join(words(one))} " in have for one in wanted) / len(wanted)
+
+
+def answer_f1(text: str, answer: str) -> float:
+    """F1 of the words of two texts but articles, as LongBench and SQuAD score answers."""
+    own, wanted = (Counter(word for word in words(found) if word not in ("a", "an", "the"))
+                   for found in (text, answer))
+    return _f1(sum((own & wanted).values()), sum(own.values()), sum(wanted.values()))
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number of a text, which may have commas between its digits; None without
+    one."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def _common(own: Sequence[str], wanted: Sequence[str]) -> int:

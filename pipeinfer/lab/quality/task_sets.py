@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.quality.prompt_sets import Prompt, by_pattern
+from pipeinfer.lab.quality.prompt import Prompt, by_pattern
 
 STUDENTS, DOCUMENTS = 10, 6  #: in a question
 #: women's and men's in turn

@@ -1,0 +1,134 @@
+"""Prompts in the forms of public data sets, which are recognised by the fields of an entry.
+
+GSM8K (numbers), HumanEval and MBPP (programs that are run), LongBench (F1 or ROUGE-L), XSum and
+CNN/DailyMail (ROUGE), and MT-Bench with both of its turns. Knows no models and no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.quality import programs, scores
+from pipeinfer.lab.quality.prompt import Prompt
+
+Entry = Mapping[str, Any]
+
+_SUMMARIES = ("gov_report", "qmsum", "multi_news", "vcsum", "samsum")  #: LongBench's, by ROUGE-L
+_IN_A_BLOCK = "Answer with the whole program in one code block."
+
+
+def prompts_of(entry: Entry, where: str, *, run: bool) -> list[Prompt] | None:
+    """Return the prompts of an entry in one of the forms; None for any other entry.
+
+    where: names the entry in errors
+    run: whether programs in answers are run; otherwise they have no score
+    Raises UsageError for an entry of a form with values of other types.
+    """
+    for fields, make in _FORMS:
+        if all(field in entry for field in fields) and (make is not _gsm8k
+                                                        or "####" in str(entry["answer"])):
+            try:
+                found = make(entry)
+            except (TypeError, ValueError, AttributeError, IndexError) as error:
+                raise UsageError(f"{where} has the fields {', '.join(fields)}, but not as the data "
+                                 f"set with these fields has them: {error}") from error
+            if make in (_humaneval, _mbpp) and not run:
+                return [replace(prompt, score=None, exact=None) for prompt in found]
+            return found
+    return None
+
+
+def _turns(entry: Entry) -> list[Prompt]:
+    if not isinstance(entry["turns"], list):
+        raise TypeError("turns is no list")
+    kind = str(entry.get("kind") or entry.get("category") or "")
+    references = entry.get("reference") or []
+    references = [references] if isinstance(references, str) else list(references)
+    return [Prompt(_text(turn), reference=_text(references[k]) if k < len(references) else "",
+                   kind=f"{kind}, turn {k + 1}".strip(", ") if k else kind, follows=k > 0)
+            for k, turn in enumerate(entry["turns"])]
+
+
+def _humaneval(entry: Entry) -> list[Prompt]:
+    start, name, test = (_text(entry[key]) for key in ("prompt", "entry_point", "test"))
+
+    def passes(text: str) -> bool:
+        code = programs.code_of(text)
+        before = start[:start.rindex(f"def {name}")]
+        whole = before + code if f"def {name}" in code else start + code
+        return programs.passes(f"{whole}\n\n{test}\n\ncheck({name})\n")
+
+    question = f"Complete this function. {_IN_A_BLOCK}\n\n```python\n{start.rstrip()}\n```"
+    return [_program(question, _text(entry.get("canonical_solution", "")), passes)]
+
+
+def _mbpp(entry: Entry) -> list[Prompt]:
+    tests = [_text(test) for test in entry["test_list"]]
+    setup = "\n".join([_text(entry.get("test_setup_code") or ""),
+                       *map(_text, entry.get("test_imports") or [])])
+
+    def passes(text: str) -> bool:
+        return programs.passes("\n".join([setup, programs.code_of(text), *tests]) + "\n")
+
+    task = _text(entry.get("text") or entry["prompt"])
+    question = "\n".join([f"{task} Your program should pass these tests:", "", *tests, "",
+                          _IN_A_BLOCK])
+    return [_program(question, _text(entry["code"]), passes)]
+
+
+def _program(question: str, reference: str, passes: Callable[[str], bool]) -> Prompt:
+    return Prompt(question, lambda text: float(passes(text)), passes, reference)
+
+
+def _gsm8k(entry: Entry) -> list[Prompt]:
+    answer = _text(entry["answer"])
+    wanted = scores.last_number(answer.rpartition("####")[2])
+    if wanted is None:
+        raise ValueError("no number follows ####")
+    return [Prompt(_text(entry["question"]), lambda text: float(scores.last_number(text) == wanted),
+                   lambda text: scores.last_number(text) == wanted,
+                   answer.rpartition("####")[0].strip())]
+
+
+def _longbench(entry: Entry) -> list[Prompt]:
+    answers = [_text(one) for one in entry["answers"]]
+    if not answers:
+        raise ValueError("it has no answers")
+    kind, asked = _text(entry.get("dataset", "")), _text(entry["input"])
+    summary = kind.removesuffix("_e") in _SUMMARIES
+    task = ("Write a summary of the following text." if summary and not asked else
+            "Answer by the following text, as briefly as possible.")
+    question = f"{task}\n\n{_text(entry['context'])}\n\n{asked}".rstrip()
+    one = scores.rouge_l if summary else scores.answer_f1
+    return [Prompt(question, lambda text: max(one(text, answer) for answer in answers),
+                   lambda text: any(scores.answer_f1(text, answer) == 1.0 for answer in answers),
+                   answers[0], kind)]
+
+
+def _summary(field: str, reference: str, length: str) -> Callable[[Entry], list[Prompt]]:
+    def make(entry: Entry) -> list[Prompt]:
+        return [Prompt(f"Summarise this text in {length}.\n\n{_text(entry[field])}",
+                       reference=_text(entry[reference]))]
+
+    return make
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+#: more fields first, where one form's are among another's
+_FORMS: tuple[tuple[tuple[str, ...], Callable[[Entry], list[Prompt]]], ...] = (
+    (("prompt", "entry_point", "test"), _humaneval),
+    (("code", "test_list"), _mbpp),
+    (("input", "context", "answers"), _longbench),
+    (("article", "highlights"), _summary("article", "highlights", "three sentences")),
+    (("document", "summary"), _summary("document", "summary", "one sentence")),
+    (("turns",), _turns),
+    (("question", "answer"), _gsm8k),
+)
