@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cluster.generate import Generated
+from pipeinfer.config import JobConfig
 from pipeinfer.core.noise import noise_key
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.commands import comparison, sample
@@ -153,7 +154,9 @@ def test_quality_and_speedup_are_against_the_baselines_answers_too(chats):
         second.quality("abcd")
         assert len(judge.asked) == 2 + 4 + 2  # there is no original
     tokenizer = open_tokenizer(EMBEDDED / "task.gguf")
-    session = SimpleNamespace(tokenizer=tokenizer, limits=SimpleNamespace(n_ctx=400))
+    job = SimpleNamespace(config=JobConfig())
+    session = SimpleNamespace(tokenizer=tokenizer, limits=SimpleNamespace(n_ctx=400),
+                              loaded=SimpleNamespace(job=job))
     tokens = tokenizer.split("Answers are short.", special=False)
     given = Generated(tokens=list(tokens), threads=[0] * len(tokens), text="abcd", reason="stop")
     asked = dataclasses.replace(first, quality=lambda text: 1.0)

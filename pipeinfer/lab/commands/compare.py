@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -56,7 +57,9 @@ from pipeinfer.models.text import chat_template
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import lanes_per_response
 from pipeinfer.strategies import registry
+from pipeinfer.strategies.decomposers.pasta import ASYNC
 
+ORACLE = "oracle"
 ASKED = ("cod", "cod-pdos")  #: by prompts that the task model was not trained for
 
 
@@ -96,7 +99,7 @@ def superset(configs: Sequence[JobConfig], base: JobConfig) -> JobConfig:
 
 def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params: SamplingParams,
         n_predict: int) -> Answer:
-    """One prompt by the method that the session is set to."""
+    """Answer a prompt by the method that the session is set to."""
     opening = open_response(session, prompt.messages)
     out, scheduler = Generated(), session.head.scheduler
     assert isinstance(scheduler, Scheduler)
@@ -118,7 +121,32 @@ def ask(session: Session, config: JobConfig, prompt: Prompt, method: str, params
         prompt.exact(out.text) if prompt.exact else None, out.text, prompt.kind,
         cells * cache / session.loaded.cells / 2**20, len(set(out.threads) | {0}),
         prompt.rouge(out.text), flops=flops_of(out.lane, row_flops(session.loaded.job.model)),
-        gave_up=out.lane.gave_up)
+        gave_up=out.lane.gave_up, blocks=block_lengths(session, out))
+
+
+def block_lengths(session: Session, out: Generated) -> tuple[int, ...]:
+    """Return the tokens of each thread of a response but the main one, by its order, with those
+    that PASTA's interpreter feeds."""
+    fed = len(session.tokenizer.split(ASYNC.decode(), special=True))
+    counts = Counter(out.threads)
+    return tuple(fed + counts[thread] for thread in sorted(counts) if thread)
+
+
+def ask_again(session: Session, config: JobConfig, prompt: Prompt, before: Answer, method: str,
+              params: SamplingParams, n_predict: int) -> Answer:
+    """Answer a prompt with the true lengths of the blocks of an answer that is there (PASTA,
+    section 6.2: the oracle), and set the session back to the method."""
+    if not before.blocks:
+        return dataclasses.replace(before, method=method)
+    lengths = ",".join(map(str, before.blocks))
+    own = {**config.speculation.own, "pasta_positions": f"{ORACLE}:{lengths}"}
+    again = dataclasses.replace(config, speculation=dataclasses.replace(
+        config.speculation, own=own))
+    session.use(again)
+    try:
+        return ask(session, again, prompt, method, params, n_predict)
+    finally:
+        session.use(config)
 
 
 def behind(prompt: Prompt, asked: Sequence[Prompt], answers: Sequence[Answer]) -> Prompt:
@@ -193,6 +221,8 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
                    "GSM8K, HumanEval and others (docs/decomposers.md).")
 @click.option("--run-code", is_flag=True, help="Run the programs of HumanEval's and MBPP's answers "
               "here, as this user, to score them.")
+@click.option("--pasta-oracle", "oracle", is_flag=True, help="Answer every prompt of pasta again, "
+              "with the lengths that the blocks of its answer had as their promised ones.")
 @click.option("--judge", metavar="URL", help="Address of a model that judges the answers, such as "
               "http://127.0.0.1:8080/v1 (key: OPENAI_API_KEY).")
 @click.option("--judge-model", default="default", show_default=True, metavar="NAME",
@@ -208,8 +238,8 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="Draw speedup.png and quality.png, too.")
 def compare_command(  # noqa: PLR0913  (an option each)
     resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
-    prompts: Path | None, run_code: bool, judge: str | None, judge_model: str, judge_by: str,
-    baseline: Path | None, out: Path | None, plots: bool,
+    prompts: Path | None, run_code: bool, oracle: bool, judge: str | None, judge_model: str,
+    judge_by: str, baseline: Path | None, out: Path | None, plots: bool,
 ) -> None:
     """Answer the same prompts by every method and compare.
 
@@ -224,7 +254,10 @@ def compare_command(  # noqa: PLR0913  (an option each)
     params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
     questions = [prompt.question for prompt in asked]
     known = {} if baseline is None else {BASELINE: read_baseline(baseline, questions)}
-    answers: dict[str, list[Answer]] = {**known, **{name: [] for name in configs}}
+    known_lengths = {name: f"{name}, {ORACLE}" for name, config in configs.items()
+                     if oracle and config.speculation.decomposer == "pasta"}
+    answers: dict[str, list[Answer]] = {**known, **{
+        row: [] for name in configs for row in (name, *filter(None, [known_lengths.get(name)]))}}
     if host.launched_rank() == 0:
         if out is not None:
             prepare(out, plots=plots)
@@ -247,6 +280,10 @@ def compare_command(  # noqa: PLR0913  (an option each)
                 try:
                     answers[name].append(
                         ask(session, configs[name], so_far[-1], name, params, request.n_predict))
+                    if name in known_lengths:
+                        answers[known_lengths[name]].append(ask_again(
+                            session, configs[name], so_far[-1], answers[name][-1],
+                            known_lengths[name], params, request.n_predict))
                 except RequestError as error:
                     raise UsageError(f"{name}, prompt {number}: {error}") from error
         show_over("")

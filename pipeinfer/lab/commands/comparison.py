@@ -48,6 +48,7 @@ class Answer:
     rating: a judge's mark from 1 to 5
     flops: about how many, without the prompt's
     gave_up: threads that were ended because they were too long
+    blocks: tokens of each thread but the main one, with those that PASTA's interpreter feeds
     won: share of a judge's verdicts against the plain answer (or the baseline's), both orders; ties
         count half
     """
@@ -73,6 +74,7 @@ class Answer:
     won: float | None = None
     flops: float = 0.0
     gave_up: int = 0
+    blocks: Sequence[int] = ()
 
 
 def use_of_stages(reports: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

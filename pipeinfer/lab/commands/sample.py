@@ -48,7 +48,7 @@ from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, GiveUp, Hold, Skip, TokenVocabulary
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
-from pipeinfer.strategies.decomposers.pasta import UNIT, Pasta, Positions, spacing_of
+from pipeinfer.strategies.decomposers.pasta import Pasta, Spacing
 from pipeinfer.strategies.decomposers.prompts import validate
 
 
@@ -139,7 +139,7 @@ def sample_command(
     if host.launched_rank() == 0:  # the files are on its host
         features.check(job, params)
         validate(job.speculation)
-        check_positions(job.speculation)
+        positions = positions_of(job.speculation)
         check_writable(out)
         there = begun(out)
         seed = params.seed
@@ -152,7 +152,7 @@ def sample_command(
     fetch_models(job)
     if host.launched_rank() == 0:
         made = how(params, seed, open_model(model_paths(job)[0]).fingerprint, samples,
-                   None if prompts is None else judge_model)
+                   None if prompts is None else judge_model, positions)
         there.check(made, [one.fields for one in asked])
     joined = join(job)
     if joined.place.rank:
@@ -185,20 +185,19 @@ def sample_command(
     left.report(len(asked[done:]) * samples, n_predict)
 
 
-def check_positions(config: SpeculationConfig) -> None:
-    """Raise UsageError for positions that training does not lay answers out by."""
-    own = registry.values_of(registry.decomposer("pasta"), config)["pasta_positions"]
-    if spacing_of(own).kind is not Positions.PRED_10X:
-        raise UsageError(f"--pasta-positions {own}: training lays answers out by pred-10x alone: "
-                         "leave it out, or the model learns from positions that it never had")
+def positions_of(config: SpeculationConfig) -> Spacing:
+    """Return the rule for positions. Raises UsageError for one that training does not have."""
+    return pasta.trained_spacing(str(
+        registry.values_of(registry.decomposer("pasta"), config)["pasta_positions"]))
 
 
-def how(params: SamplingConfig, seed: int, model: str, samples: int, judge: str | None
-        ) -> dict[str, Any]:
+def how(params: SamplingConfig, seed: int, model: str, samples: int, judge: str | None,
+        positions: Spacing) -> dict[str, Any]:
     """What has to be the same for answers to go into one file. model: its fingerprint."""
     return {"model": model, "seed": seed, "samples": samples, "judge": judge, "temp": params.temp,
             "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
-            "logit_bias": list(params.logit_bias)}
+            "logit_bias": list(params.logit_bias),
+            **({} if positions == Spacing() else {"positions": [positions.kind, positions.count]})}
 
 
 def scored(session: Session, asked: Asked, prompt: Sequence[int], answer: Generated
@@ -209,7 +208,7 @@ def scored(session: Session, asked: Asked, prompt: Sequence[int], answer: Genera
     tokenizer = session.tokenizer
     try:
         flat = layout(vocabulary_of(tokenizer), prompt, answer, session.limits.n_ctx,
-                      Wording(tokenizer).end)
+                      Wording(tokenizer).end, positions_of(session.loaded.job.config.speculation))
     except ValueError:
         return None
     length = asked.baseline.tokens if asked.baseline is not None else len(
@@ -219,7 +218,7 @@ def scored(session: Session, asked: Asked, prompt: Sequence[int], answer: Genera
 
 
 def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated, room: int,
-           end: int) -> Flat:
+           end: int, spacing: Spacing | None = None) -> Flat:
     """An answer as training lays it out, by what the interpreter does with its tokens.
 
     end: what follows an answer that the model has ended. Raises ValueError for an answer that was
@@ -230,7 +229,7 @@ def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated
     own: dict[int, list[int]] = {}
     for token, thread in zip(answer.tokens, answer.threads, strict=True):
         own.setdefault(thread, []).append(token)
-    reader = Pasta(vocabulary, start=len(prompt), room=room)
+    reader = Pasta(vocabulary, start=len(prompt), room=room, spacing=spacing)
     ids, syncs, opening = list(prompt), [], 1
     blocks: list[Block] = []
     for token in own.get(MAIN, []):
@@ -249,7 +248,7 @@ def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated
                     ids += [*begin, *inner]
                 case Skip(_, count):
                     last = blocks.pop()
-                    blocks.append(Block(last.promise, last.start, last.end, count // UNIT))
+                    blocks.append(Block(last.promise, last.start, last.end, count))
                 case Hold():
                     syncs.append(promise)
                 case _:

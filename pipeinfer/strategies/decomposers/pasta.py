@@ -70,7 +70,8 @@ class Spacing(Struct, frozen=True):
 
     kind: the rule
     count: positions for `fixed`
-    lengths: tokens of each block, tags included, for the oracles
+    lengths: tokens of each block, tags included, for the oracles; further blocks are given the room
+        that their promises name
     """
 
     kind: Positions = Positions.PRED_10X
@@ -84,16 +85,15 @@ class Spacing(Struct, frozen=True):
         attribute: N of its promise
         """
         match self.kind:
-            case Positions.PRED_10X:
-                return UNIT * attribute
             case Positions.PRED_1X:
                 return attribute
             case Positions.FIXED:
                 return self.count
-            case Positions.ORACLE:
+            case Positions.ORACLE if block < len(self.lengths):
                 return self.lengths[block]
-            case Positions.ORACLE_10X:
+            case Positions.ORACLE_10X if block < len(self.lengths):
                 return UNIT * max(1, round(self.lengths[block] / UNIT))
+        return UNIT * attribute
 
 
 class _Block(Struct):
@@ -206,10 +206,7 @@ class Pasta(Reader):
         """Positions to leave free for the next block; None: there is no room, so the promise is
         text.
         """
-        known = len(self._blocks)
-        if self._spacing.lengths and known >= len(self._spacing.lengths):
-            return None
-        skip = self._spacing.after(known, attribute)
+        skip = self._spacing.after(len(self._blocks), attribute)
         return skip if self._pos + skip < self._room else None
 
     def _promise(self, attribute: int, skip: int) -> list[Action]:
@@ -312,16 +309,21 @@ def _banned(vocabulary: TokenVocabulary, *tags: bytes) -> tuple[tuple[int, int, 
 
 
 def spacing_of(text: str) -> Spacing:
-    """Return the rule for an option's text: pred-10x, pred-1x, fixed or fixed:N.
+    """Return the rule for an option's text: pred-10x, pred-1x, fixed, fixed:N, oracle:N,N... or
+    oracle-10x:N,N...
 
     Raises UsageError for any other text.
     """
     kind, colon, count = text.partition(":")
+    if kind in ("oracle", "oracle-10x") and re.fullmatch(r"\d{1,6}(,\d{1,6})*", count):
+        return Spacing(Positions(kind), lengths=tuple(map(int, count.split(","))))
     if kind == "fixed" and (not colon or count.isdigit()):
         return Spacing(Positions.FIXED, int(count or 40))
     if kind in ("pred-10x", "pred-1x") and not colon:
         return Spacing(Positions(kind))
-    raise UsageError(f"--pasta-positions {text}: choose pred-10x, pred-1x, fixed or fixed:N")
+    raise UsageError(f"--pasta-positions {text}: choose pred-10x, pred-1x, fixed, "
+                     "fixed:N, or oracle:N,N... with the lengths of all blocks (compare "
+                     "--pasta-oracle finds them)")
 
 
 SPEC = DecomposerSpec(
@@ -333,5 +335,5 @@ SPEC = DecomposerSpec(
     options={"pasta_positions": OwnOption("pred-10x", Option(
         ("--pasta-positions",), "str",
         "How many positions the main thread leaves free for a promise: pred-10x (ten times its "
-        "tokens attribute), pred-1x, fixed or fixed:N."))},
+        "tokens attribute), pred-1x, fixed, fixed:N, or oracle:N,N... (blocks' true lengths)."))},
     gaps=True, penalties=False)

@@ -91,10 +91,13 @@ def plain_logits(trainee, tokens):
                                          torch.ones(1, n, n).tril().bool()))[0]
 
 
-@pytest.mark.parametrize("tags", [{}, {tag: 5000 + k for k, tag in enumerate(TAGS)}])
-def test_the_interpreter_does_what_a_row_was_laid_out_for(words, tags):
+@pytest.mark.parametrize(("tags", "positions"), [
+    ({}, "pred-10x"), ({tag: 5000 + k for k, tag in enumerate(TAGS)}, "pred-10x"),
+    ({}, "pred-1x"), ({}, "fixed:37")])
+def test_the_interpreter_does_what_a_row_was_laid_out_for(words, tags, positions):
     """Fed with a row's main tokens and blocks, it forks, skips and joins at the row's places."""
-    wording = Wording(words, tags)
+    spacing = pasta.trained_spacing(positions)
+    wording = Wording(words, tags, spacing)
     chat = chats()[0]
     flat = wording.flat(chat.messages, parse(chat.annotated, chat.answer))
     vocabulary = vocabulary_of(words)
@@ -102,7 +105,11 @@ def test_the_interpreter_does_what_a_row_was_laid_out_for(words, tags):
     known = vocabulary.piece
     vocabulary = type(vocabulary)(lambda t: names[t].encode() if t in names else known(t),
                                   wording.tagged)
-    reader = Pasta(vocabulary, start=flat.prompt, room=4096)
+    reader = Pasta(vocabulary, start=flat.prompt, room=4096, spacing=spacing)
+    lengths = [block.end + 1 - block.start for block in flat.blocks]
+    assert [block.room for block in flat.blocks] == {
+        "pred-10x": [10 * round(length / 10) for length in lengths],
+        "pred-1x": lengths, "fixed:37": [37, 37]}[positions]
     owner, positions = flat.owner, pasta.positions(flat)
     forks = []
     for at in range(flat.prompt, len(flat.tokens) - 1):

@@ -53,7 +53,7 @@ from pipeinfer.lab.training.tasks.task_model import (  # noqa: E402
 
 U, P, A, X, E, Y, S, Z = range(8)
 #: u P1 A1 x E1 P2 A2 y E2 S z: one-token promises of length 1, then a sync.
-A6 = Flat((U, P, A, X, E, P, A, Y, E, S, Z), 1, (Block(1, 2, 4, 1), Block(5, 6, 8, 1)), (9,))
+A6 = Flat((U, P, A, X, E, P, A, Y, E, S, Z), 1, (Block(1, 2, 4, 10), Block(5, 6, 8, 10)), (9,))
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_promise_lengths_of_several_digits(codec: Codec) -> None:
     ids = codec.encode('<promise topic="Alice Bob" tokens=120/>')
     assert pasta.promised_units(ids, codec.tags, codec.digits) == 120
     assert pasta.promised_units(ids[:-1], codec.tags, codec.digits) is None
-    assert [pasta.units_of(n) for n in (2, 14, 15, 24, 25, 26)] == [1, 1, 2, 2, 3, 3]
+    assert [pasta.attribute_of(n) for n in (2, 14, 15, 24, 25, 26)] == [1, 1, 2, 2, 3, 3]
 
 
 def test_the_decoder_evaluates_just_what_training_lays_out(codec: Codec) -> None:
@@ -240,6 +240,16 @@ def test_weight_decides_between_speed_and_quality() -> None:
     assert bonbon.pair([fast, right], 8.0) == (right, fast)
     assert bonbon.pair([fast, right], math.inf) == (right, fast)
     assert bonbon.pair([fast, fast], 1.0) is None
+
+    # efficiency by the terms of section 6.3: one answer is short, the other parallel
+    short, wide = (bonbon.Scored((1,), 4.0, 0.0, 1.0), bonbon.Scored((2,), 3.0, 0.0, 2.5))
+    better = {term: bonbon.pair([short, wide], 0.0, term) for term in bonbon.TERMS}
+    assert better == {"speedup": (short, wide), "harmonic": (wide, short),
+                      "arithmetic": (wide, short), "parallelism": (wide, short)}
+    assert [round(wide.score(2.0, term), 3) for term in bonbon.TERMS] == [3.0, 2.727, 2.75, 2.5]
+
+
+def test_ratios_of_verdicts() -> None:
     assert bonbon.win_ratio([(True, 0.9), (True, 0.8)]) == 10
     assert bonbon.win_ratio([(True, 0.6), (False, 0.3)]) == pytest.approx(2)
     assert bonbon.win_ratio([]) == 1

@@ -117,7 +117,7 @@ def test_promises_say_the_block_length_in_tens(codec: Codec) -> None:
         flat = pasta.parse([0, *ids], 1, codec.tags, codec.digits)
         for block in flat.blocks:
             length = block.end - block.start + 1
-            assert abs(10 * block.units - length) <= 5 or block.units == 1
+            assert abs(block.room - length) <= 5 or block.room == 10
 
 
 def paths(example: formats.Example) -> list[list[int]]:

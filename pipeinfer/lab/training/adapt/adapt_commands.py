@@ -57,7 +57,7 @@ def tuning_options() -> Callable[..., Any]:
 
 
 def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "text",
-        **given: Any) -> None:
+        positions: str = "pred-10x", **given: Any) -> None:
     """Fine-tune a folder or a GGUF file; given: what `tuning_options` gives."""
     need_transformers()
     from pipeinfer.lab.training.adapt.lora import LoraSettings
@@ -68,8 +68,8 @@ def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "tex
     rate = given["rate"] or (1e-5 if lora is None else 5e-4)
     tuning = Tuning(batch=given["batch"], epochs=given["epochs"], steps=given["steps"], rate=rate,
                     seed=given["seed"], tokens=given["micro"])
-    run(Sft(model, data, out, annotated, lora, tuning, tags, given["device"], given["dtype"],
-            given["threads"], given["context"]), report=say)
+    run(Sft(model, data, out, annotated, lora, tuning, tags, positions, given["device"],
+            given["dtype"], given["threads"], given["context"]), report=say)
 
 
 @click.command("baseline-sft")

@@ -30,8 +30,8 @@ from pipeinfer.lab.training.tasks.formats import Example
 Pair = tuple[Example, Example]
 
 
-def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], None]
-             ) -> tuple[list[Pair], int]:
+def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], None],
+             term: str = "speedup") -> tuple[list[Pair], int]:
     """Best and worst answers to every prompt of a file of `pipeinfer sample`, and how many answers
     most prompts have. Prompts whose answers all score the same, and answers of more than `context`
     tokens or positions, are left out. Raises UsageError where nothing is left."""
@@ -45,14 +45,15 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
             for one in record["samples"]:
                 flat = pasta.flat_of(one)
                 flats[flat.tokens] = formats.pasta_example(flat)
-                scored.append(Scored(flat.tokens, float(one["speedup"]), float(one["quality"])))
+                scored.append(Scored(flat.tokens, float(one["speedup"]), float(one["quality"]),
+                                     pasta.parallelism(flat)))
                 if not math.isfinite(scored[-1].speedup + scored[-1].quality):
                     raise ValueError("a score is no finite number")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{path}, record {number}: is not of pipeinfer sample ({error})"
                              ) from error
         fit = [one for one in scored if flats[one.tokens].context <= context]
-        ends = bonbon.pair(fit, weight) if len(fit) > 1 else None
+        ends = bonbon.pair(fit, weight, term) if len(fit) > 1 else None
         if ends is not None:
             pairs.append((flats[ends[0].tokens], flats[ends[1].tokens]))
             counts.append(len(fit))
@@ -92,7 +93,8 @@ def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
                          "config could not hold: 1e6 is quality alone, and speed among equals")
     torch.set_num_threads(threads)
     trainee = Trainee(model, arithmetic, lora, seed=settings.seed)
-    pairs, samples = pairs_of(data, settings.weight, min(context, trainee.context), report)
+    pairs, samples = pairs_of(data, settings.weight, min(context, trainee.context), report,
+                              settings.term)
     known = trainee.model.shard.n_vocab
     most = max(int(one.tokens.max()) for pair in pairs for one in pair)
     if most >= known:
@@ -101,7 +103,8 @@ def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
     losses = prefer(trainee, pairs, samples, settings, report)
     save_adapter(out, LoraAdapter(
         lora, {name: p.detach() for name, p in trainee.learnt.items()}, str(model),
-        about={"pairs": len(pairs), "steps": len(losses), "weight": settings.weight}))
+        about={"pairs": len(pairs), "steps": len(losses), "weight": settings.weight,
+               "term": settings.term}))
     (out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
     report(f"wrote {out}")
     return losses

@@ -22,6 +22,7 @@ from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
 from pipeinfer.lab.training.adapt.tune import Tuning, tune
 from pipeinfer.lab.training.adapt.wording import TAGS, Wording
 from pipeinfer.lab.training.adapt.write_folder import write_folder
+from pipeinfer.lab.training.pasta.pasta import trained_spacing
 from pipeinfer.models.locate import open_tokenizer
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -30,8 +31,8 @@ CHECKPOINT = "checkpoint.safetensors"
 @dataclass(frozen=True, slots=True)
 class Sft:
     """One run. annotated: answers are learnt with their marks (PASTA), else without. lora: None
-    learns all weights. tags: "text", or "tokens" of their own. context: longest row (0: what the
-    model knows)."""
+    learns all weights. tags: "text", or "tokens" of their own. positions: PASTA's rule for them.
+    context: longest row (0: what the model knows)."""
 
     model: Path
     data: Path
@@ -40,6 +41,7 @@ class Sft:
     lora: LoraSettings | None
     tuning: Tuning
     tags: str = "text"
+    positions: str = "pred-10x"
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 1
@@ -51,6 +53,7 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
     """Losses of every step. Leaves a LoRA adapter in peft's format in `out`, or the whole model;
     also where it was interrupted; its checkpoint goes on with the same command. Raises UsageError
     and ModelError."""
+    spacing = trained_spacing(sft.positions)
     torch.set_num_threads(sft.threads)
     arithmetic = Arithmetic.of(sft.device, sft.dtype, all_weights=sft.lora is None)
     trainee = Trainee(sft.model, arithmetic, sft.lora, seed=sft.tuning.seed)
@@ -66,7 +69,7 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
                                  "uses it")
             texts = {tag: first + k for k, tag in enumerate(TAGS)}
             trainee.add_tokens({tag: plain.tagged(tag) for tag in TAGS}, first)
-        rows = rows_of(Wording(tokenizer, texts), read_chats(sft.data),
+        rows = rows_of(Wording(tokenizer, texts, spacing), read_chats(sft.data),
                        min(trainee.context, sft.context or trainee.context),
                        annotated=sft.annotated, report=report)
     finally:
@@ -79,7 +82,8 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
                   stop_after=stop_after)
     if stop_after is None and losses:
         _leave(sft, trainee, {"rows": len(rows), "steps": f"{len(losses)} of {length}",
-                              "pasta": sft.annotated, "tags": sft.tags})
+                              "pasta": sft.annotated, "tags": sft.tags,
+                              **({"positions": sft.positions} if sft.annotated else {})})
         (sft.out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
         report(f"wrote {sft.out}: loss {_mean(losses[:10]):.3f} at first, "
                f"{_mean(losses[-10:]):.3f} at last")

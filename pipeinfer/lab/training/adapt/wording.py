@@ -14,15 +14,19 @@ from pipeinfer.lab.training.pasta import annotate, pasta
 from pipeinfer.lab.training.pasta.pasta import Block, Flat
 from pipeinfer.lab.training.tasks import markup
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.strategies.decomposers.pasta import Spacing
 
 #: what gets a token of its own, if tags are to be tokens
 TAGS = (markup.PROMISE, markup.TOKENS, markup.ASYNC, markup.ASYNC_END, markup.SYNC)
 
 
 class Wording:
-    """tags: ids of the tags that are to become tokens (none: they are text)."""
+    """tags: ids of the tags that are to become tokens (none: they are text); spacing: how many
+    positions the main thread leaves free for a block (paper section 6.2)."""
 
-    def __init__(self, tokenizer: Tokenizer, tags: Mapping[str, int] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, tags: Mapping[str, int] | None = None,
+                 spacing: Spacing | None = None) -> None:
+        self._spacing = spacing or Spacing()
         self._tokenizer, self._tags = tokenizer, dict(tags or {})
         self._pattern = re.compile("|".join(map(re.escape, self._tags)) or "(?!)")
 
@@ -80,7 +84,8 @@ class Wording:
              ) -> Flat:
         """The layout of an answer in parts."""
         ids = self.prompt(messages)
-        start, blocks, syncs = len(ids), [], []
+        start, syncs = len(ids), []
+        blocks: list[Block] = []
         for piece in pieces:
             if piece.kind == "text":
                 ids += self.text(piece.text)
@@ -89,10 +94,11 @@ class Wording:
                 syncs.append(len(ids) - 1)
             else:
                 block = [*self.begin, *self.text(piece.text), *self.tagged(markup.ASYNC_END)]
-                units = pasta.units_of(len(block))
+                said = pasta.attribute_of(len(block), self._spacing)
+                room = self._spacing.after(len(blocks), said)
                 topic = re.sub(r'["<>]', "", piece.topic)
                 ids += self.tagged(
-                    f"{markup.PROMISE}{topic}{markup.TOKENS}{units}{markup.CLOSE}")
-                blocks.append(Block(len(ids) - 1, len(ids), len(ids) + len(block) - 1, units))
+                    f"{markup.PROMISE}{topic}{markup.TOKENS}{said}{markup.CLOSE}")
+                blocks.append(Block(len(ids) - 1, len(ids), len(ids) + len(block) - 1, room))
                 ids += block
         return Flat((*ids, self.end), start, tuple(blocks), tuple(syncs), len(self.begin))

@@ -6,7 +6,8 @@ Does not know: where responses and scores come from, optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,12 @@ def loss(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of stage 2. weight: of quality against speed (the paper's lambda). alpha: of the
-    better answer's own likelihood. rate: highest learning rate, which falls linearly to 0."""
+    """One round of stage 2. weight: of quality against speed (the paper's lambda). term: of
+    efficiency, one of `TERMS`. alpha: of the better answer's own likelihood. rate: highest learning
+    rate, which falls linearly to 0."""
 
     weight: float = 2.0
+    term: str = "speedup"
     steps: int = 60
     batch: int = 6
     rate: float = 1e-4
@@ -48,22 +51,38 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One sampled response: ``speedup`` over the sequential baseline and ``quality``."""
+    """One sampled response: ``speedup`` over the sequential baseline, ``quality``, and its own
+    tokens per step, ``parallelism``."""
 
     tokens: tuple[int, ...]
     speedup: float
     quality: float
+    parallelism: float = 1.0
 
-    def score(self, weight: float) -> float:
-        """``speedup + weight * quality``; an infinite weight asks for quality alone."""
-        return self.quality if math.isinf(weight) else self.speedup + weight * self.quality
+    def score(self, weight: float, term: str = "speedup") -> float:
+        """``efficiency + weight * quality``; an infinite weight asks for quality alone. ``term``:
+        of efficiency, one of `TERMS`."""
+        if math.isinf(weight):
+            return self.quality
+        return TERMS[term](self.speedup, self.parallelism) + weight * self.quality
 
 
-def pair(samples: Sequence[Scored], weight: float) -> tuple[Scored, Scored] | None:
+#: terms of efficiency, of a response's speed-up and parallelism (paper section 6.3)
+TERMS: Mapping[str, Callable[[float, float], float]] = {
+    "speedup": lambda speedup, _: speedup,
+    "harmonic": lambda *both: statistics.harmonic_mean(both),
+    "arithmetic": lambda *both: statistics.fmean(both),
+    "parallelism": lambda _, parallelism: parallelism,
+}
+
+
+def pair(samples: Sequence[Scored], weight: float, term: str = "speedup"
+         ) -> tuple[Scored, Scored] | None:
     """Best and worst by score, the first of equals; None where all score the same."""
-    best = max(samples, key=lambda sample: sample.score(weight))
-    worst = min(samples, key=lambda sample: sample.score(weight))
-    return None if best.score(weight) == worst.score(weight) else (best, worst)
+    best = max(samples, key=lambda sample: sample.score(weight, term))
+    worst = min(samples, key=lambda sample: sample.score(weight, term))
+    same = best.score(weight, term) == worst.score(weight, term)
+    return None if same else (best, worst)
 
 
 def win_ratio(verdicts: Sequence[tuple[bool, float]], limit: float = 10.0) -> float:

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.tasks import markup
+from pipeinfer.strategies.decomposers.pasta import UNIT, Positions, Spacing, spacing_of
 
 IGNORE = -100
 
@@ -24,12 +26,12 @@ IGNORE = -100
 @dataclass(frozen=True, slots=True)
 class Block:
     """One asynchronous block: flat indices of its promise's last token, of ``<async>``, of
-    ``</async>``; ``units``: the promised length in tens."""
+    ``</async>``; ``room``: positions that the main thread leaves free for it."""
 
     promise: int
     start: int
     end: int
-    units: int
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,18 @@ class Flat:
 
 def record_of(flat: Flat) -> dict[str, Any]:
     """A layout for JSON."""
-    blocks = [[one.promise, one.start, one.end, one.units] for one in flat.blocks]
+    blocks = [[one.promise, one.start, one.end, one.room] for one in flat.blocks]
     return {"tokens": flat.tokens, "prompt": flat.prompt, "blocks": blocks, "syncs": flat.syncs,
-            "opening": flat.opening}
+            "opening": flat.opening, "unit": 1}
 
 
 def flat_of(record: dict[str, Any]) -> Flat:
-    """What `record_of` has written. Raises KeyError, TypeError or ValueError for anything else."""
+    """What `record_of` has written; earlier versions wrote the room in tens. Raises KeyError,
+    TypeError or ValueError for anything else."""
+    unit = int(record.get("unit", UNIT))
     flat = Flat(tuple(map(int, record["tokens"])), int(record["prompt"]),
-                tuple(Block(*map(int, block)) for block in record["blocks"]),
+                tuple(Block(promise, start, end, unit * room) for promise, start, end, room in (
+                    map(int, block) for block in record["blocks"])),
                 tuple(map(int, record["syncs"])), int(record["opening"]))
     ends = [at for block in flat.blocks for at in (block.promise, block.start, block.end)]
     if not 0 < flat.prompt < len(flat.tokens) or any(
@@ -104,7 +109,7 @@ def parse(
                     raise ValueError(f"a tag inside the block at token {start}")
             if at == len(tokens):
                 raise ValueError(f"the block at token {start} is not closed")
-            blocks.append(Block(start - 1, start, at, units))
+            blocks.append(Block(start - 1, start, at, UNIT * units))
         elif tokens[at] == tags[markup.ASYNC_END]:
             raise ValueError(f"token {at} closes no block")
         at += 1
@@ -128,10 +133,25 @@ def promised_units(
     return value if complete and at >= 0 else None
 
 
-def units_of(length: int) -> int:
-    """What a promise says about a block of this many tokens, both tags included: tens, at least
-    one, halves rounded up."""
-    return max(1, (length + 5) // 10)
+def trained_spacing(text: str) -> Spacing:
+    """Return the rule for an option's text, by which answers are laid out for training.
+
+    The oracles are none: they are pred-1x and pred-10x with other positions at decoding. Raises
+    UsageError.
+    """
+    spacing = spacing_of(text)
+    if spacing.lengths:
+        raise UsageError(f"--pasta-positions {text}: what is learnt has its true lengths anyway: "
+                         "train by pred-1x or pred-10x, and decode by an oracle")
+    return spacing
+
+
+def attribute_of(length: int, spacing: Spacing | None = None) -> int:
+    """What a promise says of a block of `length` tokens, both tags included: tokens for pred-1x;
+    otherwise tens, at least one, halves rounded up."""
+    if spacing is not None and spacing.kind is Positions.PRED_1X:
+        return length
+    return max(1, (length + UNIT // 2) // UNIT)
 
 
 def positions(flat: Flat) -> NDArray[np.int64]:
@@ -147,7 +167,7 @@ def positions(flat: Flat) -> NDArray[np.int64]:
             at += 1
         else:
             out[at : block.end + 1] = main + np.arange(block.end + 1 - at)
-            main += 10 * block.units
+            main += block.room
             at = block.end + 1
     return out
 
@@ -208,7 +228,8 @@ def chain(flat: Flat) -> int:
     return int(steps(flat).max(initial=0))
 
 
-def parallelism(flat: Flat, control: frozenset[int] | set[int]) -> float:
-    """Tokens that are text over steps; below 1 where tags outweigh what they save."""
+def parallelism(flat: Flat, control: frozenset[int] | set[int] = frozenset()) -> float:
+    """Tokens of the response over steps. ``control``: tokens that are no text; without them, it is
+    below 1 where tags outweigh what they save."""
     text = sum(token not in control for token in flat.tokens[flat.prompt :])
-    return text / chain(flat)
+    return text / max(chain(flat), 1)

@@ -73,16 +73,22 @@ def annotate(
 @click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
 @click.option("--tags", type=click.Choice(["text", "tokens"]), default="text", show_default=True,
               help="PASTA's tags in the vocabulary that is there, or as new tokens.")
+@click.option("--pasta-positions", "positions", default="pred-10x", show_default=True,
+              help="Positions that a block is given, for models that are decoded with the same "
+                   "option: pred-10x, pred-1x, fixed or fixed:N.")
 @tuning_options()
-def pasta_sft(data: Path, model: Path, out: Path, tags: str, **given: Any) -> None:
+def pasta_sft(data: Path, model: Path, out: Path, tags: str, positions: str, **given: Any) -> None:
     """Fine-tune a model on annotated responses (stage 1).
 
     Leaves a LoRA adapter (see `merge`), or with --tune all the whole model as a folder. A GGUF file
     of the embedded task model's kind is trained whole and stays a GGUF file.
     """
     if _own_kind(model):
+        if positions != "pred-10x":
+            raise UsageError("models of the task model's kind are trained by pred-10x alone: leave "
+                             "out --pasta-positions")
         return _sft_own_kind(data, model, out, **given)
-    sft(model, data, out, annotated=True, tags=tags, **given)
+    sft(model, data, out, annotated=True, tags=tags, positions=positions, **given)
 
 
 def _sft_own_kind(data: Path, model: Path, out: Path, *, steps: int | None, batch: int,
@@ -127,6 +133,9 @@ def _own_kind(model: Path) -> bool:
     help="Weight of quality against speed (lambda); 1e6: quality, and speed among equals (inf, for "
          "the task model's kind alone: quality only)."
 )
+@click.option("--term", type=click.Choice(["speedup", "harmonic", "arithmetic", "parallelism"]),
+              default="speedup", show_default=True, help="What counts as speed: the speed-up over "
+              "sequential answers, the answer's own tokens per step, or a mean of both.")
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--steps", default=60, show_default=True, help="Steps per round.")
 @click.option("--rate", default=1e-4, show_default=True, help="Peak learning rate.")
@@ -147,6 +156,7 @@ def pasta_bonbon(  # noqa: PLR0913
     prompts: int,
     samples: int,
     weight: float,
+    term: str,
     rounds: int,
     steps: int,
     rate: float,
@@ -164,8 +174,8 @@ def pasta_bonbon(  # noqa: PLR0913
         raise UsageError("--weight must not be negative")
     if not _own_kind(model):
         return _prefer(model, data, out, {
-            "weight": weight, "steps": steps, "rate": rate, "seed": seed, "batch": given["batch"]},
-            given)
+            "weight": weight, "term": term, "steps": steps, "rate": rate, "seed": seed,
+            "batch": given["batch"]}, given)
     need_torch()
     from pipeinfer.lab.training.pair.restore import restore
     from pipeinfer.lab.training.pasta import rounds as stage
@@ -183,7 +193,8 @@ def pasta_bonbon(  # noqa: PLR0913
         if data is None
         else stage.judged(network, codec, data, prompts, Endpoint(str(endpoint), judge))
     )
-    settings = Preference(weight=weight, samples=samples, steps=steps, rate=rate, seed=seed)
+    settings = Preference(
+        weight=weight, term=term, samples=samples, steps=steps, rate=rate, seed=seed)
     for number in range(1, rounds + 1):
         stage.one_round(network, codec, source, settings, number, report=say)
         _write(out / f"pasta-bonbon-{number}.gguf", network, codec)

@@ -73,21 +73,21 @@ def sample(
         ids = prompt_ids(codec, SYSTEM["pasta"], prompt)
         mine = outcomes[number * samples : (number + 1) * samples]
         scored = [
-            Scored(o.tokens, baseline[number] / o.steps, quality(prompt, o.text))
+            Scored(o.tokens, baseline[number] / o.steps, quality(prompt, o.text),
+                   pasta.parallelism(flat))
             for o in mine
-            if _trainable(codec, ids, o.tokens)
+            if (flat := _trainable(codec, ids, o.tokens)) is not None
         ]
         pools.append(Pool(tuple(ids), tuple(scored)))
     return pools
 
 
-def _trainable(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether a response has a layout at all: one cut off inside a tag has none."""
+def _trainable(codec: Codec, prompt: Sequence[int], tokens: Sequence[int]) -> pasta.Flat | None:
+    """A response's layout; None for one that was cut off inside a tag."""
     try:
-        flat_of(codec, prompt, tokens)
+        return flat_of(codec, prompt, tokens)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def sequential_lengths(model: Llama, codec: Codec, prompts: Sequence[str]) -> list[int]:
@@ -96,11 +96,12 @@ def sequential_lengths(model: Llama, codec: Codec, prompts: Sequence[str]) -> li
     return [outcome.steps for outcome in reference.run(model, started)]
 
 
-def pairs_of(pools: Sequence[Pool], weight: float) -> list[tuple[tuple[int, ...], Scored, Scored]]:
+def pairs_of(pools: Sequence[Pool], weight: float, term: str = "speedup"
+             ) -> list[tuple[tuple[int, ...], Scored, Scored]]:
     """Prompt, best and worst of every pool whose samples differ in score."""
     found = []
     for pool in pools:
-        chosen = bonbon.pair(pool.samples, weight) if len(pool.samples) > 1 else None
+        chosen = bonbon.pair(pool.samples, weight, term) if len(pool.samples) > 1 else None
         if chosen is not None:
             found.append((pool.prompt, *chosen))
     return found
@@ -115,7 +116,7 @@ def prefer(
 ) -> list[float]:
     """Train ``model`` on best and worst of each pool, against itself as it comes in; returns the
     loss of every step. AdamW, the rate falls linearly to 0."""
-    pairs = pairs_of(pools, settings.weight)
+    pairs = pairs_of(pools, settings.weight, settings.term)
     if not pairs:
         report("no two samples of a prompt differ in score: nothing to learn")
         return []

@@ -93,7 +93,7 @@ def one_round(
             seed=settings.seed + 1000 * number,
             baseline=None if baseline is None else baseline(prompts),
         )
-    pairs = preference.pairs_of(pools, settings.weight)
+    pairs = preference.pairs_of(pools, settings.weight, settings.term)
     report(f"round {number}: {len(pairs)} pairs of {len(pools)} prompts")
     seeded = replace(settings, seed=settings.seed + number)
     return preference.prefer(model, codec, pools, seeded, report)

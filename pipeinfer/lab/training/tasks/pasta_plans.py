@@ -96,7 +96,7 @@ def render(codec: Codec, task: Task, parts: list[Part]) -> str:
 
 def promised(codec: Codec, topic: str, text: str) -> str:
     """A promise with the block's length in tens, and the block."""
-    units = pasta.units_of(len(codec.encode(text)) + 2)
+    units = pasta.attribute_of(len(codec.encode(text)) + 2)
     return (
         f"{markup.PROMISE}{topic}{markup.TOKENS}{units}{markup.CLOSE}"
         f"{markup.ASYNC}{text}{markup.ASYNC_END}"
