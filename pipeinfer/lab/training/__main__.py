@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.lab.training.adapt.adapt_commands import baseline_sft, merge
+from pipeinfer.lab.training.adapt.adapt_commands import apar_sft, baseline_sft, merge
 from pipeinfer.lab.training.bita.bita_command import bita
 from pipeinfer.lab.training.commands import (
     compile_option,
@@ -70,7 +70,8 @@ def embedded(compile_blocks: bool, **given: Any) -> None:
     run(Settings(**given, plan=Plan(steps=1, compile=compile_blocks)), report=say)
 
 
-for _command in (annotate, pasta_sft, baseline_sft, pasta_bonbon, merge, bita, draft, eagle3):
+for _command in (annotate, pasta_sft, apar_sft, baseline_sft, pasta_bonbon, merge, bita, draft,
+                 eagle3):
     main.add_command(_command)
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def test_what_is_trained_is_what_is_merged(data, tmp_path, tags, words):
         trainee.learnt[name].data.copy_(weight)
     chat = chats()[0]
     wording = Wording(words, names)
-    tokens = list(row_of(wording, chat, annotated=True).tokens)
+    tokens = list(row_of(wording, chat, method="pasta").tokens)
     wanted = plain_logits(trainee, tokens)
     for made in (tmp_path / "folder", tmp_path / "m.gguf"):
         assert torch.allclose(logits_of(made, tokens), wanted, atol=2e-3)
@@ -235,7 +235,7 @@ def test_what_is_trained_is_what_is_merged(data, tmp_path, tags, words):
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_as_it_would_have(tmp_path, words):
-    rows = [row_of(Wording(words), chat, annotated=True) for chat in chats()]
+    rows = [row_of(Wording(words), chat, method="pasta") for chat in chats()]
     plan = Tuning(batch=3, epochs=2, rate=1e-3)
     made = [Trainee(DRAFT, PLAIN, LoraSettings(4, 8.0)) for _ in range(3)]
     silent = {"report": lambda line: None}
@@ -250,7 +250,8 @@ def test_an_interrupted_run_goes_on_as_it_would_have(tmp_path, words):
 
 
 def test_micro_batches_add_up_to_the_batch(words):
-    rows = [row_of(Wording(words), chat, annotated=k % 2 == 0) for k, chat in enumerate(chats())]
+    rows = [row_of(Wording(words), chat, method=("plain", "pasta")[k % 2])
+            for k, chat in enumerate(chats())]
     found = []
     for tokens in (1, 10_000):
         trainee = Trainee(DRAFT, PLAIN, LoraSettings(4, 8.0))
@@ -299,7 +300,7 @@ def test_all_weights_and_the_sequential_baseline(data, tmp_path):
 
 def test_adapters_are_in_pefts_format(tmp_path, data):
     settings = LoraSettings(2, 4.0, ("q_proj", "down_proj"))
-    run = sft.Sft(DRAFT, data, tmp_path / "a", annotated=False, lora=settings,
+    run = sft.Sft(DRAFT, data, tmp_path / "a", method="plain", lora=settings,
                   tuning=Tuning(steps=1, batch=1), dtype="float32")
     sft.run(run, report=lambda line: None)
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())

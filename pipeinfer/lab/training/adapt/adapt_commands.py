@@ -1,4 +1,4 @@
-"""``pipeinfer train baseline-sft`` and ``merge``, and the options of training people's models.
+"""``pipeinfer train baseline-sft``, ``apar-sft``, ``merge``, and options of training own models.
 
 Does not know: how anything is computed; torch is imported when a command runs.
 """
@@ -56,7 +56,7 @@ def tuning_options() -> Callable[..., Any]:
         arithmetic_options(threads=2))
 
 
-def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "text",
+def sft(model: Path, data: Path, out: Path, *, method: str, tags: str = "text",
         positions: str = "pred-10x", **given: Any) -> None:
     """Fine-tune a folder or a GGUF file; given: what `tuning_options` gives."""
     need_transformers()
@@ -68,7 +68,7 @@ def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "tex
     rate = given["rate"] or (1e-5 if lora is None else 5e-4)
     tuning = Tuning(batch=given["batch"], epochs=given["epochs"], steps=given["steps"], rate=rate,
                     seed=given["seed"], tokens=given["micro"])
-    run(Sft(model, data, out, annotated, lora, tuning, tags, positions, given["device"],
+    run(Sft(model, data, out, method, lora, tuning, tags, positions, given["device"],
             given["dtype"], given["threads"], given["context"]), report=say)
 
 
@@ -81,7 +81,23 @@ def sft(model: Path, data: Path, out: Path, *, annotated: bool, tags: str = "tex
 @tuning_options()
 def baseline_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
     """Fine-tune on the same answers without marks: what PASTA is compared with."""
-    sft(model, data, out, annotated=False, **given)
+    sft(model, data, out, method="plain", **given)
+
+
+@click.command("apar-sft")
+@click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              required=True, help="JSONL of conversations; PASTA's marks are left out.")
+@click.option("--model", type=_PATH, required=True,
+              help="Model to start from: a Hugging Face folder, or a GGUF file.")
+@click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
+@tuning_options()
+def apar_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
+    """Fine-tune for APAR: details of list items and paragraphs are written by children.
+
+    The vocabulary gets two tokens. Leaves a LoRA adapter (see `merge`), or with --tune all the
+    whole model as a folder.
+    """
+    sft(model, data, out, method="apar", tags="tokens", **given)
 
 
 @click.command()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt import apar_rows
 from pipeinfer.lab.training.adapt.chats import Chat
 from pipeinfer.lab.training.adapt.wording import Wording
 from pipeinfer.lab.training.pasta import annotate
@@ -19,15 +20,17 @@ from pipeinfer.lab.training.tasks.formats import Example
 _Item = TypeVar("_Item")
 
 
-def row_of(wording: Wording, chat: Chat, *, annotated: bool) -> Example:
-    """The training row of an answer; without its marks for the sequential baseline.
+def row_of(wording: Wording, chat: Chat, *, method: str) -> Example:
+    """The training row of an answer for "pasta", "apar", or "plain", the sequential baseline.
 
     Raises ValueError (`Malformed`) where the chat has no answer, or one whose marks are wrong.
     """
-    if chat.answer is None or (annotated and chat.annotated is None):
+    if chat.answer is None or (method == "pasta" and chat.annotated is None):
         raise ValueError("has no answer, or none with marks")
+    if method == "apar":
+        return apar_rows.row_of(wording, chat.messages, chat.answer)
     pieces = [Piece("text", chat.answer)]
-    if annotated:
+    if method == "pasta":
         pieces = annotate.parse(str(chat.annotated), chat.answer)
     return formats.pasta_example(wording.flat(chat.messages, pieces))
 
@@ -54,11 +57,11 @@ def fitting(items: Iterable[_Item], make: Callable[[_Item], Example], context: i
     return rows
 
 
-def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, annotated: bool,
+def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, method: str,
             report: Callable[[str], None]) -> list[Example]:
     """All rows of up to `context` tokens and positions. Raises UsageError where there is none."""
-    rows = fitting(chats, lambda chat: row_of(wording, chat, annotated=annotated), context, report)
+    rows = fitting(chats, lambda chat: row_of(wording, chat, method=method), context, report)
     if not rows:
-        raise UsageError("the data has no usable answer" + (
-            ": mark what is independent first (pipeinfer train annotate)" if annotated else ""))
+        hint = ": mark what is independent first (pipeinfer train annotate)"
+        raise UsageError(f"the data has no usable answer{hint if method == 'pasta' else ''}")
     return rows

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.adapt import apar_rows
 from pipeinfer.lab.training.adapt.chats import read_chats
 from pipeinfer.lab.training.adapt.lora import LoraAdapter, LoraSettings, save_adapter
 from pipeinfer.lab.training.adapt.merged import Merged, first_free
@@ -30,14 +31,14 @@ CHECKPOINT = "checkpoint.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Sft:
-    """One run. annotated: answers are learnt with their marks (PASTA), else without. lora: None
-    learns all weights. tags: "text", or "tokens" of their own. positions: PASTA's rule for them.
-    context: longest row (0: what the model knows)."""
+    """One run. method: "pasta", "apar", or "plain" without marks. lora: None learns all weights.
+    tags: "text", or "tokens" of their own. positions: PASTA's rule for them. context: longest row
+    (0: what the model knows)."""
 
     model: Path
     data: Path
     out: Path
-    annotated: bool
+    method: str
     lora: LoraSettings | None
     tuning: Tuning
     tags: str = "text"
@@ -60,18 +61,20 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
     tokenizer = open_tokenizer(sft.model)
     try:
         texts: dict[str, int] = {}
-        if sft.tags == "tokens" and sft.annotated:
+        tags = {"pasta": TAGS, "apar": apar_rows.TAGS}.get(sft.method, ())
+        known = [tag for tag in tags if len(tokenizer.split(tag, special=True)) == 1]
+        # another round of APAR begins with the model that the first has left
+        if sft.tags == "tokens" and tags and not (sft.method == "apar" and len(known) == len(tags)):
             plain = Wording(tokenizer)
             first = first_free(sft.model)
-            known = [tag for tag in TAGS if len(tokenizer.split(tag, special=True)) == 1]
             if known:
                 raise UsageError(f"{sft.model} has a token for {known[0]!r} already: --tags text "
                                  "uses it")
-            texts = {tag: first + k for k, tag in enumerate(TAGS)}
-            trainee.add_tokens({tag: plain.tagged(tag) for tag in TAGS}, first)
+            texts = {tag: first + k for k, tag in enumerate(tags)}
+            trainee.add_tokens({tag: plain.tagged(tag) for tag in tags}, first)
         rows = rows_of(Wording(tokenizer, texts, spacing), read_chats(sft.data),
                        min(trainee.context, sft.context or trainee.context),
-                       annotated=sft.annotated, report=report)
+                       method=sft.method, report=report)
     finally:
         tokenizer.close()
     count = sum(p.numel() for p in trainee.learnt.values())
@@ -82,8 +85,8 @@ def run(sft: Sft, report: Callable[[str], None] = print, stop_after: int | None 
                   stop_after=stop_after)
     if stop_after is None and losses:
         _leave(sft, trainee, {"rows": len(rows), "steps": f"{len(losses)} of {length}",
-                              "pasta": sft.annotated, "tags": sft.tags,
-                              **({"positions": sft.positions} if sft.annotated else {})})
+                              "method": sft.method, "tags": sft.tags,
+                              "positions": sft.positions})
         (sft.out / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
         report(f"wrote {sft.out}: loss {_mean(losses[:10]):.3f} at first, "
                f"{_mean(losses[-10:]):.3f} at last")

@@ -88,7 +88,7 @@ def pasta_sft(data: Path, model: Path, out: Path, tags: str, positions: str, **g
             raise UsageError("models of the task model's kind are trained by pred-10x alone: leave "
                              "out --pasta-positions")
         return _sft_own_kind(data, model, out, **given)
-    sft(model, data, out, annotated=True, tags=tags, positions=positions, **given)
+    sft(model, data, out, method="pasta", tags=tags, positions=positions, **given)
 
 
 def _sft_own_kind(data: Path, model: Path, out: Path, *, steps: int | None, batch: int,
