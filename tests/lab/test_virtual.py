@@ -107,6 +107,26 @@ def test_an_iterative_token_takes_the_sum_of_its_way():
     assert result.sent_bytes >= spec.tokens * per_token
 
 
+def test_a_context_adds_the_time_of_attention_and_nothing_else():
+    """Two products of a head's size per head and cached token, or the cache's bytes on GPUs."""
+    profiles = load_profiles()
+    model = profiles.model("dolphin-70b")
+    heads, size = 64, 128
+    for cluster, nodes in (("c", 8), ("gpu", 4)):
+        asked = Experiment(cluster, "dolphin-tinyllama", "iterative", nodes=nodes, tokens=17)
+        plain, short, long = (scenarios.run(profiles, dataclasses.replace(asked, context=context))
+                              [1] for context in (0, 1, 4001))
+        assert plain.tokens == short.tokens == long.tokens
+        built = scenarios.build(profiles, asked)
+        layers = list(zip(built.stages, filter(None, built.split.counts), strict=True))
+        wanted = sum(4000 * count * (2 * heads * size / node.attention if cluster == "c" else
+                                     model.kv_bytes_per_token / 80 / node.bandwidth)
+                     for node, count in layers)
+        per_token = (long.seconds - short.seconds) / (len(long.times) - 1)
+        assert per_token == pytest.approx(wanted, rel=1e-6)
+        assert 0 < short.seconds - plain.seconds < 0.05 * plain.seconds
+
+
 def test_waiting_stages_add_half_a_poll():
     over = Overheads(hop=0.0, head=0.0, poll=0.004, poll_least=0.004)
     quiet = Overheads(hop=0.0, head=0.0, poll=0.0, poll_least=0.0)

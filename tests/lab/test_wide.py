@@ -74,6 +74,17 @@ def test_a_stages_time_by_hand():
         assert built.scenario.stages[0].seconds(rows) == pytest.approx(computing + sums, rel=1e-6)
 
 
+def test_members_share_the_attention_of_a_long_context():
+    profiles = load_profiles()
+    asked = WideExperiment("c", "dolphin-tinyllama", "iterative", nodes=8, tokens=9, widths=(8,))
+    long, short = (wide.run(profiles, dataclasses.replace(asked, context=context))[1]
+                   for context in (8001, 1))
+    model, node = profiles.model("dolphin-70b"), profiles.node("xeon-gold-6140x2")
+    one = scenarios.attention_time(model, [node], 80, dataclasses.replace(asked, context=1))
+    added = (long.seconds - short.seconds) / (len(long.times) - 1)
+    assert added == pytest.approx(one(8000, 8000) / 8, rel=0.01)
+
+
 def test_smaller_sums_and_cheaper_exchanges_help_where_they_are_dear():
     slow = {"cluster": "a", "widths": (8,), "policy": "iterative"}
     assert speed(**slow, sum_type="f16") > 1.1 * speed(**slow)

@@ -150,6 +150,8 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")
 @click.option("--tokens", type=click.IntRange(2), default=512)
 @click.option("--prompt-tokens", "prompt", type=click.IntRange(1), default=128)
+@click.option("--context", type=click.IntRange(0), default=0,
+              help="Tokens that are cached before the prompt; with any, attention counts.")
 @click.option("--seeds", type=click.IntRange(1), default=1, help="Number of texts to average over.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
               help="Fix a limit, such as draft_max=2; the controller does not tune it.")
@@ -181,6 +183,9 @@ def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_
         data = virtual(profiles, experiment, names, seeds)
         click.echo(json.dumps(data) if as_json else as_text(data))
         return
+    if experiment.context:
+        raise UsageError("--context counts attention in virtual time alone: start one process "
+                         "without mpirun")
     if len(names) > 1 or seeds > 1:
         raise UsageError("under mpirun one policy and one seed are measured per run: leave out "
                          "--seeds, and give a single --policy")
@@ -241,7 +246,8 @@ def read_experiment(given: Mapping[str, Any]) -> Experiment:
         cluster=given["cluster"], pair=given["pair"], nodes=given["nodes"], link=given["link"],
         delay=given["delay"] * 1e-3, acceptance=given["acceptance"], slow=slow,
         split=given["split"], ablate=tuple(given["ablate"]), limits=limits,
-        adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"], **grid)
+        adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"],
+        context=given["context"], **grid)
 
 
 def read_limit(text: str) -> tuple[str, float | int | bool]:

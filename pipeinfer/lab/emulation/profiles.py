@@ -8,7 +8,10 @@ the roofline: the larger of moving the weights once and of doing every row's ari
 the measured time of so many rows relative to one, never less than that of fewer; beyond the last
 one that was measured, and on GPUs from the second row on, each row adds weight_bytes / rate. On a
 processor the first row is the dearest: it fetches and unpacks what further rows find in the cache.
-A node's bandwidth is its data sheet's times a stated share; its rates are
+In a context of its own (`Experiment.context`) a row's attention is added: two products of a query
+head's size per head and cached token, at the kernels' measured rate, or the reading of the cache,
+whichever takes longer; on GPUs the reading alone. A node's bandwidth is its data sheet's times a
+stated share; its rates are
 
     processors   bytes per cycle and core (`kernels`, measured) * clock * cores * efficiency
     GPUs         integer operations per second * share / 2 per weight * bits of a weight / 8
@@ -45,6 +48,7 @@ class NodeProfile:
     rates[quantisation]: bytes of weights per second that its arithmetic gets through for one row
     beyond the first; first[quantisation]: for the first one (missing: the same).
     shapes[quantisation]: arithmetic of runs of 1, 2, ... rows relative to one, as far as measured.
+    attention: products per second of a row with cached keys and values; 0: memory bounds it.
     """
 
     name: str
@@ -57,6 +61,12 @@ class NodeProfile:
     source: str
     first: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    attention: float = 0.0
+
+    def attention_seconds(self, products: float, n_bytes: float) -> float:
+        """Time of rows' attention. n_bytes: of keys and values, which rows of a run read once."""
+        arithmetic = products / self.attention if self.attention else 0.0
+        return max(n_bytes / self.bandwidth, arithmetic)
 
     def seconds(
         self, weight_bytes: float, quantisation: str, rows: int, moved_bytes: float | None = None
@@ -145,6 +155,12 @@ class ModelProfile:
         """
         untouched = (1 - self.experts_used / self.experts) ** rows
         return self.layer_bytes - self.expert_bytes * untouched
+
+    def attention_of(self, cells: int, longest: int) -> tuple[float, float]:
+        """Products and bytes of a layer's attention: cells that the rows of a run see, summed, and
+        those that the longest one sees (keys and values in 16 bits)."""
+        heads = 0 if self.shape is None else self.shape.n_head * self.shape.head
+        return 2.0 * heads * cells, longest * self.kv_bytes_per_token / self.n_layers
 
     def stage_seconds(self, node: NodeProfile, n_layers: int, rows: int, *, last: bool = False
                       ) -> float:
@@ -267,7 +283,8 @@ _MOST = 1e15  #: of any unit
 _MOST_SIZE = 1 << 20  #: layers, heads, elements of a model
 _COUNT_DIGITS = 4  #: of how many nodes of a kind
 _SECTIONS = {
-    "kernels": _Entry({"first": dict, "further": dict, "milliseconds": dict, "source": str},
+    "kernels": _Entry({"first": dict, "further": dict, "milliseconds": dict, "source": str,
+                       "attention": _NUMBER},
                       ("first", "further")),
     "nodes": _Entry({
         "title": str, "source": str, "cores": int, "memory_gib": _NUMBER,
@@ -347,12 +364,14 @@ def _node(
     rates: dict[str, float] = {}
     first: dict[str, float] = {}
     shapes: dict[str, tuple[float, ...]] = {}
+    attention = 0.0
     if "kernels" in entry:
         measured = lookup(kernels, entry["kernels"], "kernels", f"{origin}[nodes.{name}] ")
         cycles = (entry.get("clock_ghz", 0) * 1e9 * entry.get("cores", 0)
                   * entry.get("efficiency", 1.0))
         rates = {k: v * cycles for k, v in measured["further"].items()}
         first = {k: v * cycles for k, v in measured["first"].items()}
+        attention = measured.get("attention", 0.0) * cycles
         shapes = {k: tuple(time / v[0] for time in itertools.accumulate(v, max))
                   for k, v in measured.get("milliseconds", {}).items()}
     elif "tera_ops" in entry:
@@ -369,7 +388,7 @@ def _node(
     return NodeProfile(
         name, entry.get("title", name), entry.get("cores", 1), round(entry["memory_gib"] * 2**30),
         bandwidth, MappingProxyType(rates), entry.get("overhead_us", 0.0) * 1e-6,
-        entry.get("source", ""), MappingProxyType(first), MappingProxyType(shapes))
+        entry.get("source", ""), MappingProxyType(first), MappingProxyType(shapes), attention)
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> LinkProfile:

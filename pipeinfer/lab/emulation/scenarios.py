@@ -8,7 +8,7 @@ only drafts and the layers lie on the other N - 1. This module starts nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from pipeinfer.lab.emulation.virtual import (
     Scenario,
     VirtualStage,
     Wire,
+    no_attention,
     simulate,
 )
 from pipeinfer.planning.partition import Load, Member, Split, measure, partition
@@ -64,6 +65,7 @@ class Experiment:
     prompt: tokens of the prompt
     tokens: tokens to generate
     direct_cancel: whether cancellations go to every stage at once (never with `published`)
+    context: tokens that are cached before the prompt; with any, the time of attention counts
     """
 
     cluster: str
@@ -83,6 +85,7 @@ class Experiment:
     prompt: int = 128
     tokens: int = 512
     direct_cancel: bool = True
+    context: int = 0
 
     def name(self) -> str:
         """A key that tells experiments apart."""
@@ -138,7 +141,7 @@ def assemble(
             in zip(stages, factors, split.counts, strict=True) if rows]
     virtual = tuple(
         VirtualStage(_stage_time(target, node, n_layers, factor, last=index == len(used) - 1),
-                     n_layers)
+                     n_layers, attention_time(target, [node], n_layers, experiment, factor))
         for index, (node, factor, n_layers) in enumerate(used)
     )
     wire = Wire(link.latency + experiment.delay, link.bandwidth)
@@ -152,6 +155,8 @@ def assemble(
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
         direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
+        context=experiment.context,
+        draft_attention=attention_time(draft, [head], draft.n_layers if draft else 0, experiment),
     )
     memory = [0.0] * len(nodes)
     for index, size in enumerate(split.sizes):
@@ -220,7 +225,23 @@ def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: Mode
 
 def cache_bytes(model: ModelProfile, experiment: Experiment) -> float:
     """Bytes of a layer's cache for the experiment's context."""
-    return model.kv_bytes_per_token / model.n_layers * (experiment.prompt + experiment.tokens + 64)
+    return model.kv_bytes_per_token / model.n_layers * (
+        experiment.context + experiment.prompt + experiment.tokens + 64)
+
+
+def attention_time(
+    model: ModelProfile | None, nodes: Sequence[NodeProfile], n_layers: int,
+    experiment: Experiment, factor: float = 1.0, shares: Sequence[float] = (1.0,),
+) -> Callable[[int, int], float]:
+    """What attention adds to a run (`VirtualStage.attention`); nothing without a context. shares:
+    of the heads that each of the nodes has."""
+    def seconds(cells: int, longest: int) -> float:
+        assert model is not None
+        products, n_bytes = model.attention_of(cells, longest)
+        return factor * n_layers * max(node.attention_seconds(share * products, share * n_bytes)
+                                       for node, share in zip(nodes, shares, strict=True))
+
+    return seconds if experiment.context and model is not None else no_attention
 
 
 def _stage_time(target: ModelProfile, node: NodeProfile, n_layers: int, factor: float, *,

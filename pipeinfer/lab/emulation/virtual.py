@@ -82,12 +82,20 @@ class Overheads:
     poll_least: float = 30e-6
 
 
+def no_attention(*_: int) -> float:
+    """The time of attention where it does not count."""
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class VirtualStage:
-    """seconds: duration of a run of so many rows. layers: how often a run looks for cancels."""
+    """seconds: duration of a run of so many rows. layers: how often a run looks for cancels.
+    attention: what it takes longer where its rows see so many cells in all, and the longest row so
+    many."""
 
     seconds: Callable[[int], float]
     layers: int = 1
+    attention: Callable[[int, int], float] = no_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ class Scenario:
     links: one more than stages: head to first, between stages, last to head. draft: seconds of a
     draft decode of so many rows. row_bytes: bytes of one row's activations. proposers: `draft`
     and `prompt-lookup` in the order in which they are asked; the latter takes no time of its own.
+    context: tokens that are cached before the prompt. draft_attention: as a stage's, for the draft.
     """
 
     stages: tuple[VirtualStage, ...]
@@ -112,6 +121,8 @@ class Scenario:
     direct_cancel: bool = False
     trace: bool = False
     proposers: tuple[str, ...] = ("draft",)
+    context: int = 0
+    draft_attention: Callable[[int, int], float] = no_attention
 
     def __post_init__(self) -> None:
         if len(self.links) != len(self.stages) + 1:
@@ -433,7 +444,9 @@ class Simulation:
                 or item.parent_id in stage.skipped
             packet.skipped = dead
             if not dead:
-                seconds += stage.spec.seconds(len(item.rows))
+                seen = item.rows.positions + 1 + self.spec.context
+                seconds += stage.spec.seconds(len(item.rows)) \
+                    + stage.spec.attention(int(seen.sum()), int(seen.max()))
         stage.running, stage.started, stage.ends = packet, self.now, self.now + seconds
         stage.token += 1
         token = stage.token
@@ -530,7 +543,8 @@ class Simulation:
             self.feed(Drafted(job.job_id, end.value, evaluated, spent))
             self._draft_next()
             return
-        seconds = self.spec.draft(rows)
+        longest = self.spec.context + self.spec.prompt + len(self.tokens)
+        seconds = self.spec.draft(rows) + self.spec.draft_attention(rows * longest, longest)
         self.draft_busy += seconds
         self.draft_free = self.now + seconds
         self.at(self.draft_free,

@@ -26,6 +26,7 @@ from pipeinfer.lab.emulation.profiles import ModelProfile, NodeProfile, Profiles
 from pipeinfer.lab.emulation.scenarios import (
     Built,
     Experiment,
+    attention_time,
     cache_bytes,
     controller_of,
     draft_time,
@@ -139,7 +140,7 @@ def part_of(node: NodeProfile, part: float) -> NodeProfile:
     """A machine of which others have the rest."""
     return dataclasses.replace(
         node, bandwidth=node.bandwidth * part, rates={k: v * part for k, v in node.rates.items()},
-        first={k: v * part for k, v in node.first.items()})
+        first={k: v * part for k, v in node.first.items()}, attention=node.attention * part)
 
 
 def cluster_of(ground: Ground, experiment: WideExperiment) -> Cluster:
@@ -201,7 +202,9 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
     end = len(grid.stages) - 1
     virtual = tuple(
         VirtualStage(partial(stage_seconds, one, count, k == end, ground.nodes, target,
-                             grid.cluster), count)
+                             grid.cluster), count, attention_time(
+            target, [ground.nodes[index] for index in one.hosts], count, experiment,
+            shares=[share / sum(one.attention) for share in one.attention]))
         for k, (one, count) in enumerate(zip(grid.stages, grid.layers, strict=True)))
     row_cost = max(stage.seconds(2) / stage.seconds(1) - 1.0 for stage in virtual)
     slowest = max(stage.seconds(1) for stage in virtual)
@@ -218,7 +221,9 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
                       by_depth=ground.by_depth),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
-        direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED)
+        direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
+        context=experiment.context, draft_attention=attention_time(
+            ground.draft, [ground.drafter], ground.draft.n_layers, experiment))
     memory = [size for sizes in grid.memory for size in sizes]
     if policy is not Policy.ITERATIVE:
         draft = ground.draft
