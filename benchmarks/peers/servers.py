@@ -3,7 +3,8 @@
 llama-server without guesses and with each of its kinds, and `pipeinfer serve` without and with its
 own, over one or more ranks. Every server is asked the same prompts, one after the other, greedy;
 servers take turns, so that a machine that changes its speed hits all alike. Says for each its
-tokens per second, of whole answers and behind the first token, and how many texts equal those of the same
+tokens per second, of whole answers and behind the first token, and how many texts equal those of
+the same
 server without guesses.
 """
 
