@@ -60,6 +60,7 @@ class Options:
     prompts: int
     lengths: str
     wide: bool
+    workers: str
     deadline: float
     output: Path | None
 
@@ -78,6 +79,8 @@ class Options:
               help="Prompts that the rounds take in turn.")
 @click.option("--lengths", default="", help="Measure speed after so many tokens instead.")
 @click.option("--wide", is_flag=True, help="Grids of two members instead.")
+@click.option("--workers", default="1,2", show_default=True,
+              help="Workers of ggml-rpc-server beside a rank more.")
 @click.option("--deadline", default=1800.0, show_default=True, help="Seconds for one run.")
 @click.option("--json", "output", type=click.Path(path_type=Path),
               help="Write everything that was reported here, after every run.")
@@ -115,7 +118,8 @@ def _contests(options: Options, name: str, path: Path, folder: Path) -> list[
         count = options.prompt_tokens if length is None else max(length, _LEAST_PROMPT)
         draft = models.draft_of(name)
         wanted = list(length_entries(length) if length is not None else
-                      wide_entries(draft) if options.wide else entries(draft))
+                      wide_entries(draft) if options.wide else
+                      entries(draft, tuple(map(int, options.workers.split(",")))))
         if options.only:
             wanted = [one for one in wanted
                       if any(word in f"{one.group}: {one.name}" for word in

@@ -47,8 +47,8 @@ class Line:
     ratio: tuple[float, float, float] | None = None
 
 
-def entries(draft: Path | None) -> Iterator[Entry]:
-    """One process, then one and two workers. draft: of the vocabulary, if there is one."""
+def entries(draft: Path | None, workers: Sequence[int] = (1, 2)) -> Iterator[Entry]:
+    """One process, then so many workers. draft: of the vocabulary, if there is one."""
     kind, ours, theirs = (
         ("draft", ["-md", str(draft)], _drafted(draft) | _looked_up()) if draft else
         ("prompt-lookup", ["--proposer", "prompt-lookup"], _looked_up()))
@@ -62,7 +62,7 @@ def entries(draft: Path | None) -> Iterator[Entry]:
     yield _ours(group, f"{kind}, --policy speculative", [*ours, "--policy", "speculative"],
                 guesses=True)
     yield _ours(group, f"{kind}, --exact off", [*ours, "--exact", "off"], guesses=True)
-    for servers in (1, 2):
+    for servers in workers:
         ranks = servers + 1
         group = f"{ranks} ranks, or {servers} ggml-rpc-server"
         name, options = list(theirs.items())[1]
