@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ async def contest(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         for prompt in asked:
             text, count, seconds, first = await ask(port, prompt, given.tokens)
             found.setdefault(name, []).append(
-                {"text": text, "tokens": count, "seconds": seconds, "first": first})
+                {"text": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+                 "tokens": count, "seconds": round(seconds, 4), "first": round(first, 4)})
 
     for turn in range(given.rounds):
         for kind, options in KINDS.items():
@@ -127,10 +129,10 @@ async def contest(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """A row for each server: medians over its answers."""
-    lines = ["| server | tokens/s of answers | behind the first token | first token, ms "
-             "| texts as without guesses |", "| --- " * 5 + "|"]
+def rows_of(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
+    """A row for each server: medians over its answers, and how many texts are those of the same
+    server without guesses."""
+    rows = []
     for name, answers in found.items():
         plain = found[f"{name.rpartition(', ')[0]}, none"]
         whole = statistics.median(one["tokens"] / one["seconds"] for one in answers)
@@ -138,9 +140,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
                                    for one in answers)
         first = statistics.median(one["first"] for one in answers)
         same = sum(a["text"] == b["text"] for a, b in zip(answers, plain, strict=True))
-        lines.append(f"| {name} | {whole:.1f} | {behind:.1f} | {1e3 * first:.0f} "
-                     f"| {same} of {len(answers)} |")
-    return "\n".join(lines)
+        rows.append([name, f"{whole:.1f}", f"{behind:.1f}", f"{1e3 * first:.0f}",
+                     f"{same} of {len(answers)}"])
+    return rows
 
 
 def main() -> None:
@@ -158,10 +160,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--json", type=Path, help="every answer, for the records")
+    parser.add_argument("--json", type=Path, help="every answer, its text as a hash")
     given = parser.parse_args()
     found = asyncio.run(contest(given))
-    print(table(found))
+    for row in rows_of(found):
+        print(f"| {' | '.join(row)} |")
     if given.json:
         given.json.write_text(json.dumps(found) + "\n")
 

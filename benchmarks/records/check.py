@@ -9,11 +9,15 @@ record whose raw results are not kept cannot be made again; how many those are i
 from __future__ import annotations
 
 import csv
+import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.paper import losing
+from benchmarks.peers import servers
 from benchmarks.records import write
 
 PAPER = write.HERE.parents[1] / "docs" / "paper"
@@ -120,6 +124,29 @@ def ablations(paper: Paper) -> Rows:
     return rows
 
 
+def workers() -> Rows:
+    """`peers-workers-three`: medians of runs, and ratios to llama.cpp's best in the same round."""
+    rows, runs = [], _raw("peers-workers.json")
+    for entry in dict.fromkeys(run["entry"] for run in runs):
+        cells = [entry]
+        for kept in dict.fromkeys((run["file"], run["workers"]) for run in runs):
+            mine = [run for run in runs if (run["file"], run["workers"]) == kept]
+            best = {turn: max(run["tokens_per_second"] for run in mine if run["round"] == turn
+                              and run["entry"].startswith("llama"))
+                    for turn in {run["round"] for run in mine}}
+            own = [run for run in mine if run["entry"] == entry]
+            speed = statistics.median(run["tokens_per_second"] for run in own)
+            ratio = statistics.median(run["tokens_per_second"] / best[run["round"]] for run in own)
+            cells.append(f"{speed:.1f} ({ratio:.2f})" if entry.startswith("pipeinfer") else
+                         f"{speed:.1f}")
+        rows.append(cells)
+    return rows
+
+
+def _raw(name: str) -> Any:
+    return json.loads((RAW / name).read_text(encoding="utf-8"))
+
+
 def losing_choices() -> Rows:
     """`losing-choices`."""
     rows = []
@@ -148,7 +175,8 @@ def main() -> int:
     records = {record["id"]: record for group in write.read() for record in group.records}
     paper = Paper(max(PAPER.glob("paper-*.csv"), key=lambda path: path.name))
     made = {name: make(paper) for name, make in FROM_PAPER.items()}
-    made["losing-choices"] = losing_choices()
+    made |= {"losing-choices": losing_choices(), "peers-workers-three": workers(),
+             "peers-servers": servers.rows_of(_raw("peers-servers.json"))}
     wrong = 0
     for name, rows in made.items():
         for line in wrong_rows(records[name]["rows"], rows):

@@ -38,6 +38,7 @@ from pipeinfer.lab.emulation.sizes import BASE, Shape, quantised
 
 T = TypeVar("T")
 
+_FURTHER_ROW = 0.5  #: time of a further row's attention, relative to the first's (measured)
 BUILT_IN = Path(__file__).with_name("profiles.toml")
 
 
@@ -158,9 +159,11 @@ class ModelProfile:
 
     def attention_of(self, cells: int, longest: int) -> tuple[float, float]:
         """Products and bytes of a layer's attention: cells that the rows of a run see, summed, and
-        those that the longest one sees (keys and values in 16 bits)."""
+        those that the longest one sees (keys and values in 16 bits). Of the other rows' products
+        `_FURTHER_ROW` counts."""
         heads = 0 if self.shape is None else self.shape.n_head * self.shape.head
-        return 2.0 * heads * cells, longest * self.kv_bytes_per_token / self.n_layers
+        seen = longest + _FURTHER_ROW * (cells - longest)
+        return 2.0 * heads * seen, longest * self.kv_bytes_per_token / self.n_layers
 
     def stage_seconds(self, node: NodeProfile, n_layers: int, rows: int, *, last: bool = False
                       ) -> float:
