@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_three_hosts_give_one_process_tokens(one_process):
     stages = answer["stats"]["stages"]
     assert {key: stage["host"] for key, stage in stages.items()} == {"1": "node2", "2": "node3"}
     assert min(sent) > 10_000  # it went over the links, though hosts have others that lead nowhere
+    assert not traces(cluster.id)
+
+
+@FULL
+@pytest.mark.parametrize("policy", ["pipeinfer", "published", "speculative"])
+def test_long_and_lossy_links_change_no_token(one_process, policy):
+    """50 ms a way, one frame in a hundred lost, 100 Mbit/s."""
+    with Cluster(3, rate="100mbit", delay=0.05, loss=0.01) as cluster:
+        ping = cluster.run(["ping", "-c", "20", "-i", "0.05", cluster.address(2)], timeout=20) \
+            if shutil.which("ping") else None
+        done = cluster.pipeinfer([*GENERATE, "--policy", policy], timeout=200)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+    assert answer["tokens"] == one_process
+    assert answer["stats"]["inter_token_latency_mean"] > 0.015  # three ways for some tokens
+    assert ping is None or "time=10" in ping.stdout
     assert not traces(cluster.id)
 
 

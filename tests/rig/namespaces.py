@@ -73,14 +73,17 @@ class Cluster:
     """`n_nodes` hosts, node1 to nodeN. Use as a context manager; raises Refused.
 
     rate: of every link, as tc writes it ("" for no limit). burst: bytes that pass at once before
-    that; a small one makes short transfers take what a wire takes, too. cpu: cores per node, 0 for
+    that; a small one makes short transfers take what a wire takes, too. delay, loss: seconds that a
+    frame takes, and the share that is lost (tests/rig/bad_wires.py); then nodes cannot be
+    unplugged. cpu: cores per node, 0 for
     no limit; cpus: other values for some nodes. private: directories that are empty and its own on
     every node but node1, which keeps the real ones.
     """
 
     def __init__(self, n_nodes: int, *, rate: str = "1gbit", cpu: float = 0.0,
                  cpus: Mapping[int, float] | None = None, private: Sequence[str | Path] = (),
-                 burst: str = "256kb") -> None:
+                 burst: str = "256kb", delay: float = 0.0, loss: float = 0.0) -> None:
+        self.delay, self.loss = delay, loss
         self.n_nodes, self.rate, self.burst = n_nodes, rate, burst
         self.cpus = {node: (cpus or {}).get(node, cpu) for node in self.nodes}
         self.private = [str(path) for path in private]
@@ -92,6 +95,7 @@ class Cluster:
         self.hostfile = self.state / "hosts"
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._wires: subprocess.Popen[bytes] | None = None
 
     @property
     def nodes(self) -> range:
@@ -119,6 +123,10 @@ class Cluster:
     def close(self) -> None:
         """Remove everything; safe to call twice."""
         remove(self.id)
+        if self._wires is not None:
+            self._wires.kill()
+            self._wires.communicate(timeout=10)
+            self._wires = None
         for daemon in self._daemons:
             daemon.wait(timeout=10)
         if self._watcher is not None:
@@ -142,6 +150,10 @@ class Cluster:
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "br0", "up")
         for node in self.nodes:
+            _run("ip", "netns", "add", f"{self.id}n{node}")
+        if self.delay or self.loss:
+            self._make_bad_wires()
+        for node in self.nodes:
             self._make_links(node, switch)
             self._make_cgroup(node)
         for node in self.nodes:
@@ -150,11 +162,13 @@ class Cluster:
 
     def _make_links(self, node: int, switch: str) -> None:
         space, port = f"{self.id}n{node}", f"port{node}"
-        _run("ip", "netns", "add", space)
         _run("ip", "-n", space, "link", "set", "lo", "up")
-        _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port,
-             "netns", switch)
-        _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+        ends = [(space, "eth0")]
+        if self._wires is None:
+            ends.append((switch, port))
+            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name",
+                 port, "netns", switch)
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
         _run("ip", "-n", space, "address", "add", f"{self.address(node)}/24", "dev", "eth0")
         _run("ip", "-n", space, "link", "set", "eth0", "up")
         # The same unreachable network on every node, like a container bridge.
@@ -163,9 +177,23 @@ class Cluster:
         for name in ("decoy0", "decoy1"):
             _run("ip", "-n", space, "link", "set", name, "up")
         if self.rate:
-            for where, device in ((space, "eth0"), (switch, port)):
+            for where, device in ends:
                 _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", "rate",
                      self.rate, "burst", self.burst, "latency", "50ms")
+
+    def _make_bad_wires(self) -> None:
+        """Start the process that carries frames. Raises Refused."""
+        self._wires = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("bad_wires.py")), "--delay",
+             str(self.delay), "--loss", str(self.loss),
+             *(f"/run/netns/{self.id}n{node}" for node in self.nodes)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True)
+        assert self._wires.stdout is not None
+        assert self._wires.stderr is not None
+        if self._wires.stdout.readline() != b"ready\n":
+            said = self._wires.stderr.read().decode(errors="replace").strip()
+            raise Refused(f"cards that lose frames cannot be made here: {said[-300:]}")
 
     def _make_cgroup(self, node: int) -> None:
         cores = self.cpus[node]
