@@ -36,7 +36,7 @@ FAR = 560  #: a context beyond the 512 cells from which some kernels split a row
 _PROBE = 5  #: version of the search; raise it when it finds more
 _CONTEXT_ID, _CHILD, _OTHER = range(3)  #: sequence ids of the search
 #: options on which neither bits nor times of a decode depend
-_NO_BITS = ("layer_callbacks", "lend", "use_mlock", "validate")
+_NO_BITS = ("rows", "layer_callbacks", "lend", "use_mlock", "validate")
 
 
 Progress = Callable[[int, int], None]
@@ -201,7 +201,8 @@ def exact_width(
                        ).run(limit)
     finally:
         backend.seq_rm(ALL_SEQS, 0, END)
-    return still_exact(backend, width, contexts, seed=seed + 1, progress=progress)
+    few = contexts if width <= 17 else contexts[:2]  # wide tries take long
+    return still_exact(backend, width, few, seed=seed + 1, progress=progress)
 
 
 def still_exact(
@@ -223,6 +224,14 @@ def still_exact(
         finally:
             backend.seq_rm(ALL_SEQS, 0, END)
     return width
+
+
+def _widths_up_to(limit: int) -> Iterator[int]:
+    """Widths that are tried: all up to 17, then every eighth, since kernels change by eights."""
+    yield from range(2, min(limit, 17) + 1)
+    yield from range(25, limit, 8)
+    if limit > 17:
+        yield limit
 
 
 class _Probe:
@@ -269,9 +278,10 @@ class _Probe:
         second = first + limit
         singles = self._singles(first)
         width = 1
-        while width < limit and self._same_chain(first[: width + 1], singles):
-            width += 1
-            self.tried = width
+        for wider in _widths_up_to(limit):
+            if not self._same_chain(first[:wider], singles):
+                break
+            self.tried = width = wider
         if width == 1 or self.backend.info.n_seq_max <= _OTHER:
             return width
         others = self._singles(second)

@@ -20,7 +20,7 @@ from pipeinfer.models.bita_adapter import BitaAdapter
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import RankInfo
 
-EXACT_LIMIT = 16  #: widest decode that is tried for exactness
+EXACT_LIMIT = 16  #: widest decode that is tried for exactness where nothing needs a wider one
 
 
 def learn(backend: Backend, adapter: BitaAdapter, prompt_id: int,
@@ -55,11 +55,13 @@ def load_torch(
     sizes: Mapping[str, Any],
     threads: int,
     piece: str = "",
+    rows: int = EXACT_LIMIT,
 ) -> Backend:
     """Load layers `[start, stop)` of a model, or the slice of them named `piece`, with torch.
 
     sizes: n_ctx, n_seq_max and n_batch
     threads: that torch computes with
+    rows: as in `TorchOptions`
     Raises UsageError where torch is not installed, and what `TorchBackend.load` raises.
     """
     require_torch()
@@ -69,7 +71,7 @@ def load_torch(
     return TorchBackend.load(
         path, layers=layers, n_ctx=sizes["n_ctx"], n_seq_max=sizes["n_seq_max"],
         n_batch=sizes["n_batch"], n_threads=threads,
-        options=torch_options(config.device, config.dtype, exact=config.exact == "on"),
+        options=torch_options(config.device, config.dtype, exact=config.exact == "on", rows=rows),
         piece=Slice.parse(piece) if piece else None)
 
 

@@ -49,7 +49,7 @@ from pipeinfer.cluster.policy_choice import (
 )
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
-from pipeinfer.cluster.sizing import ids_for, rows_and_cells, stream_cells
+from pipeinfer.cluster.sizing import exact_rows, ids_for, rows_and_cells, stream_cells
 from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
@@ -343,7 +343,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     if most > 1 and "llamacpp" in backends:
         check_splittable(model)
     n_ctx = context_size(config.model, model)
-    width, n_batch, cells = rows_and_cells(config, n_ctx, EXACT_LIMIT, most)
+    exact = exact_rows(config) if "torch" in backends else EXACT_LIMIT
+    width, n_batch, cells = rows_and_cells(config, n_ctx, exact, most)
     if chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     head = head_for(config, model, backends)

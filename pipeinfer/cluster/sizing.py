@@ -39,6 +39,7 @@ from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
 JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
+_MOST_EXACT = 128  #: rows of the widest decode that torch tries for exactness
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
@@ -195,6 +196,17 @@ def hint_cells(config: SpeculationConfig) -> int:
     path = registry.adapter(config)
     learned = load_bita(path).n_prompts if path else 0
     return learned + row_sizes(config).rows * lanes_of(config)
+
+
+def exact_rows(config: JobConfig) -> int:
+    """Return the widest decode that torch tries for exactness: what fits the rows of a strategy in
+    one run, where the user has set its sizes. (Others keep to R, since rows cost time.)"""
+    spec = registry.inline(config.speculation)
+    if spec is None or config.speculation.decomposer or config.model.exact != "on" or not (
+            set(spec.options) - {spec.adapter}) & set(config.speculation.own):
+        return EXACT_LIMIT
+    sizes = row_sizes(config.speculation)
+    return min(_MOST_EXACT, max(EXACT_LIMIT, 1 + sizes.candidates + sizes.rows))
 
 
 def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:

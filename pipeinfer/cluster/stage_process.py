@@ -48,7 +48,7 @@ from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.proposers import DraftLoader
 from pipeinfer.cluster.shard_transfer import own_model, stage_shard
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.cluster.sizing import cancel_path
+from pipeinfer.cluster.sizing import cancel_path, exact_rows
 from pipeinfer.cluster.wide_stage import sum_seconds, team_of
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import (
@@ -400,7 +400,7 @@ class StageProcess:
             report("loading", 0, 1)
             backend = load_torch(config.model, path, layers, {
                 "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch},
-                threads, piece)
+                threads, piece, exact_rows(config))
             version = torch_version()
         else:
             from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
@@ -472,7 +472,8 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
                 backend.use_threads(used)
         own = () if excerpt is not None else (setup.fingerprint, piece)
         widths = known_widths(
-            backend, (*own, threads, *identity), limit=setup.exact or EXACT_LIMIT,
+            backend, (*own, threads, *identity), limit=setup.exact or (
+                EXACT_LIMIT if shard is not None else getattr(backend, "exact_limit", EXACT_LIMIT)),
             known_curve=setup.curve, excerpt=excerpt,
             progress=lambda done, total: report("measuring", done, total))
     return widths, used

@@ -54,6 +54,8 @@ from pipeinfer.scheduler.validation import validate
 from pipeinfer.strategies.decomposers.base import MAIN, Decomposer
 from pipeinfer.strategies.proposers.base import InlineProposer
 
+_REPLAYED = 16  #: most rows of a run of replayed output: backends take longer ones for prompts
+
 
 class Scheduler:
     """Owns every lane, run and sequence id; see the module docstring.
@@ -493,7 +495,7 @@ class Scheduler:
 
     def _issue_piece(self, lane: Lane) -> None:
         limits, tokens, root = self.limits, lane.accepted, lane.tree.frontier
-        start, stop = lane.next_piece(limits.chunk, limits.exact_width)
+        start, stop = lane.next_piece(limits.chunk, min(limits.exact_width, _REPLAYED))
         last = stop == len(tokens)
         seq = root.seq_ids[:1]
         rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)

@@ -21,7 +21,7 @@ from tests.mpi.test_jobs import run_matrix
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
 from tests.support.refusals import output, refusal
-from tests.support.sample import fewer, full, matrix
+from tests.support.sample import FULL, fewer, full, matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -105,6 +105,23 @@ def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, dra
         assert found == [found[k] for k in (4, 9) for _ in policies]
     assert answer["results"][0]["runs"] < 60 / 1.5  # the prompt repeats itself
     assert sum(result["accepted_speculative"] for result in answer["results"]) > 60
+
+
+@FULL
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wide_window_is_one_exact_run_on_torch(ranks):
+    """Current token, candidates and window are 43 rows, beyond the 16 that are tried by default."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    torch = ("--backend", "torch", "--device", "cpu", "-t", "1", "-md", "none", "-n", "40",
+             "--ignore-eos", "--temp", "0", "-m", str(EMBEDDED / "target.gguf"))
+    wide = ("--proposer", "lookahead", "--policy", "speculative", "--lookahead-window", "7",
+            "--lookahead-ngram", "4", "--lookahead-candidates", "7")
+    plain, found = answered(ranks, *torch, "--speculation", "off"), answered(ranks, *torch, *wide)
+    assert found["tokens"] == plain["tokens"]
+    assert found["stats"]["accepted_speculative"] > 0
+    if found["stats"]["exact_width"] == 43:  # measured; smaller ones verify in a run of their own
+        assert found["stats"]["runs"] == found["stats"]["steps"] < 40
 
 
 def adapter_at(path, prompts):

@@ -8,7 +8,7 @@ layers pass (scaling, soft cap, window), and of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,11 +94,12 @@ class Reading(Struct):
             by_length.setdefault(-(-len(group.cells) // BLOCK) * BLOCK, []).append(group)
         calls = []
         for length, groups in by_length.items():
-            n_rows = sum(len(group.rows) for group in groups)
-            if len(groups) > 1 and n_rows * length <= _GATHERED:
-                calls.append(self._gathered(groups, n_rows, length))
-            else:
-                calls += [self._shared(group, length) for group in groups]
+            for some in _batched(groups, max(1, _GATHERED // length)):
+                n_rows = sum(len(group.rows) for group in some)
+                if len(some) > 1 and n_rows * length <= _GATHERED:
+                    calls.append(self._gathered(some, n_rows, length))
+                else:
+                    calls += [self._shared(group, length) for group in some]
         return calls
 
     def _shared(self, group: Group, length: int) -> AttentionCall:
@@ -216,6 +217,17 @@ def _attention(query: Any, k: Any, v: Any, mask: Any, scaling: float,
     scores = torch.tanh(scores / softcap) * softcap + mask
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
     return torch.matmul(weights, v)
+
+
+def _batched(groups: Sequence[Group], rows: int) -> Iterator[list[Group]]:
+    """The groups in order, as many at a time as have this many rows together, at least one."""
+    some: list[Group] = []
+    for group in groups:
+        if some and sum(len(one.rows) for one in (*some, group)) > rows:
+            yield some
+            some = []
+        some.append(group)
+    yield some
 
 
 def _padded(cells: Indices, length: int) -> Indices:

@@ -31,7 +31,8 @@ from pipeinfer.models.slice_parts import Slice
 
 __all__ = ["TorchBackend", "TorchOptions"]
 
-NARROW = 16  #: decodes of at most so many rows are computed row by row where bits depend on it
+
+_PIECE = 16  #: rows up to which a decode without outputs is computed row by row
 
 
 class TorchBackend:
@@ -46,7 +47,7 @@ class TorchBackend:
             embedding_rows=True, stops_inside=True,
         )
         #: rows that are computed as single ones are; see `exact_width.exact_width`
-        self.exact_limit = NARROW
+        self.exact_limit = options.rows
         self._shard: Shard | None = shard
         self._store = store
         self._table = CellTable(info.n_ctx, info.n_seq_max)
@@ -132,7 +133,9 @@ class TorchBackend:
         cells = self._table.claim(rows)
         done = False
         try:
-            wide = n > NARROW
+            # pieces of prompts are always cut alike; other decodes of so many rows have outputs
+            wide = bool(n > self.options.rows
+                        or (n > _PIECE and np.count_nonzero(rows.outputs) < 2))
             self._tiling.active = self._tiling.rows > 0 and not wide
             self._summing.rows = n
             with torch.inference_mode():
@@ -300,7 +303,7 @@ class TorchBackend:
         k = len(wanted)
         if not k:
             return np.zeros((0, shard.head.out_features), np.float32)
-        self._tiling.active = self._tiling.rows > 0 and k <= NARROW
+        self._tiling.active = self._tiling.rows > 0 and k <= self.options.rows
         m = self._tiling.padded(k)
         picked = stream.new_zeros((1, m, stream.shape[-1]))
         picked[0, :k] = stream[0, torch.from_numpy(wanted).to(self._device)]

@@ -30,12 +30,14 @@ class TorchOptions(Struct, frozen=True):
     device: auto, cpu, cuda or cuda:N
     dtype: of weights, cache and arithmetic
     tile: rows of one matrix product; None: what makes decodes exact; 0: any number
+    rows: most rows of a decode that are computed as single ones are
     validate: whether to check that rows continue their sequences, as llama.cpp would
     """
 
     device: str = "auto"
     dtype: str = "auto"
     tile: int | None = None
+    rows: int = 16
     validate: bool = False
 
     def resolved(self, has_cuda: bool) -> TorchOptions:
@@ -106,6 +108,6 @@ def torch_version() -> str:
     return ", ".join(found)
 
 
-def torch_options(device: str, dtype: str, *, exact: bool) -> TorchOptions:
-    """Return the options for a job's config; exact: whether to use a fixed tile."""
-    return TorchOptions(device=device, dtype=dtype, tile=None if exact else 0)
+def torch_options(device: str, dtype: str, *, exact: bool, rows: int = 16) -> TorchOptions:
+    """Return the options for a job's config; exact: whether to use a fixed tile; rows: as there."""
+    return TorchOptions(device=device, dtype=dtype, tile=None if exact else 0, rows=rows)
