@@ -33,12 +33,25 @@ def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def write(results: Sequence[Mapping[str, Any]], commit: str = "") -> Path:
-    """Write the records of these results; gives the file. commit: that was measured, by default
-    the one that the check saw. Raises ValueError for a rehearsal's."""
+def records_of(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tables of these results. Raises ValueError for a rehearsal's."""
     if any(result["device"] != "cuda" for result in results):
         raise ValueError("these are results of a rehearsal, whose speeds say nothing of a GPU")
     steps = merged(results)
+    records = [record for make in (_speed, _curve, _padded, _unpadded, _jobs, _torch)
+               if (record := make(steps)) is not None]
+    speeds = [speed for result in results
+              if (speed := result["steps"].get("speed", {}).get("result")) is not None]
+    if len(speeds) > 1:
+        _add_earlier(records[0], speeds[-2])
+    return records
+
+
+def write(results: Sequence[Mapping[str, Any]], commit: str = "") -> Path:
+    """Write the records of these results; gives the file. commit: that was measured, by default
+    the one that the check saw. Raises ValueError for a rehearsal's."""
+    steps = merged(results)
+    records = records_of(results)
     facts = steps["facts"]
     gpu, memory, driver, *_ = (part.strip() for part in facts["gpu"].split(","))
     date, commit = results[-1]["date"].split()[0], commit or facts["commit"]
@@ -48,12 +61,6 @@ def write(results: Sequence[Mapping[str, Any]], commit: str = "") -> Path:
                      "inflated: its text and its acceptance, the shape of a 7 B (32 layers of "
                      "4,096, Q8_0, 6.9 B weights) and of a 0.6 B. Vocabulary: 4,096.",
             "processor": f"{gpu}, {facts['processor']}", "command": _COMMAND}
-    records = [record for make in (_speed, _curve, _padded, _unpadded, _jobs, _torch)
-               if (record := make(steps)) is not None]
-    speeds = [speed for result in results
-              if (speed := result["steps"].get("speed", {}).get("result")) is not None]
-    if len(speeds) > 1:
-        _add_earlier(records[0], speeds[-2])
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in head.items()]
     for record in records:
         lines += ["", "[[record]]", *(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import record as record_of_gpus
 from benchmarks.paper import losing
 from benchmarks.peers import servers
 from benchmarks.records import write
@@ -32,6 +33,7 @@ SMALL = {"dolphin-tinyllama": "Dolphin + TinyLlama", "goliath-xwin7b": "Goliath 
          "falcon-7b": "Falcon + Falcon 7B"}
 BASELINE = "speculative-published"
 RAW = write.HERE / "raw"
+GPUS = write.HERE.parent / "gpu" / "results"
 LOST = {**PAIRS, "yi-9b": "Yi 34B + Yi 9B"}
 LOSING = (("losing-before.jsonl", "fastest", "the fastest by the judge, ledger as it was"),
           ("losing.jsonl", "fastest", "the fastest by the judge"),
@@ -175,6 +177,8 @@ def main() -> int:
     records = {record["id"]: record for group in write.read() for record in group.records}
     paper = Paper(max(PAPER.glob("paper-*.csv"), key=lambda path: path.name))
     made = {name: make(paper) for name, make in FROM_PAPER.items()}
+    made |= {record["id"]: record["rows"] for record in record_of_gpus.records_of(
+        [json.loads(path.read_text(encoding="utf-8")) for path in sorted(GPUS.glob("*.json"))])}
     made |= {"losing-choices": losing_choices(), "peers-workers-three": workers(),
              "peers-servers": servers.rows_of(_raw("peers-servers.json"))}
     wrong = 0
