@@ -162,13 +162,15 @@ def _jobs(steps: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _torch(steps: Mapping[str, Any]) -> dict[str, Any] | None:
     lines = steps.get("torch", [])
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for line in lines:
         if line["what"] in ("torch width", "torch speed"):
-            rows.setdefault((line["dtype"], line["tile"]), {}).update(line)
+            block = line.get("block", 0)
+            tile = f"{line['tile']}, attention by {block}" if block else f"{line['tile']}"
+            rows.setdefault((line["dtype"], tile), {}).update(line)
     return {"id": "gpu-torch", "what": "the torch backend, embedded target: R, tokens per second "
             "of a plain loop, and the time of 8 and 16 rows relative to one",
             "columns": ["type", "tile", "R", "tokens per second", "8 rows", "16 rows"],
-            "rows": [[dtype, str(tile), str(one["R"]), f"{one['tokens_per_second']:.0f}",
+            "rows": [[dtype, tile, str(one["R"]), f"{one['tokens_per_second']:.0f}",
                       f"{one['curve']['8']:.2f}", f"{one['curve']['16']:.2f}"]
                      for (dtype, tile), one in rows.items()]} if rows else None

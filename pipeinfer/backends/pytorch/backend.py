@@ -140,7 +140,7 @@ class TorchBackend:
             self._summing.rows = n
             with torch.inference_mode():
                 read = reading(self._table, self._store, rows, cells, wide=wide,
-                               dtype=self._dtype, device=self._device)
+                               block=self.options.block, dtype=self._dtype, device=self._device)
                 stream = self._forward(shard, rows, hidden, read, should_stop)
                 if stream is None:
                     return None
