@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ class NodeSettings(Struct, frozen=True):
         host's first rank on node 0, its second on node 1)
     role: one of ROLES
     memory: bytes that the job may fill on this host
+    gpu_memory: bytes that the job may fill on the GPUs of one of its ranks
     layers: how many layers its stage holds
     gpu_layers: layers of a stage on its GPU
     gpu_layers_draft: layers of the draft on the GPU
@@ -74,6 +76,7 @@ class NodeSettings(Struct, frozen=True):
     numa: str = ""
     role: str = "auto"
     memory: int | None = None
+    gpu_memory: int | None = None
     layers: int | None = None
     gpu_layers: int | None = None
     gpu_layers_draft: int | None = None
@@ -125,6 +128,7 @@ class RankInfo(Struct, frozen=True):
     kernels: what its llama.cpp was compiled for
     dead: whether it was lost while the job started
     room: name of the memory that it fills; "": that of its host
+    device: bytes that it may fill on its GPUs
     """
 
     rank: int
@@ -139,11 +143,17 @@ class RankInfo(Struct, frozen=True):
     dead: bool = False
     kernels: str = ""
     room: str = ""
+    device: float = math.inf
 
     def gpu_layers(self, config: JobConfig) -> int:
         """Return how many layers of a llama.cpp stage on this rank are on its GPU."""
         own = self.settings.options(config.given)
         return int(own.get("gpu_layers", config.model.gpu_layers))
+
+    def drafts_on_gpu(self, config: JobConfig) -> bool:
+        """Return whether layers of a draft on this rank are on its GPU."""
+        own = self.settings.options(config.given)
+        return bool(own.get("gpu_layers_draft", config.model.gpu_layers_draft))
 
 
 class Nodes(Struct, frozen=True):
@@ -320,7 +330,7 @@ def _setting(name: str, value: Any, where: str) -> Any:
             if value not in BACKENDS:
                 raise UsageError(f"{where} is {value!r}{_near(value, BACKENDS)}; choose from "
                                  f"{', '.join(filter(None, BACKENDS))}")
-        case "memory":
+        case "memory" | "gpu_memory":
             value = parse_bytes(value, where)
         case "profile":
             if not isinstance(value, str):

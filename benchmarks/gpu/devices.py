@@ -80,9 +80,10 @@ class Device:
         return "cuda" if self.kind == "cuda" else "cpu"
 
     @contextmanager
-    def open(self, ranks: int = 1) -> Iterator[dict[str, str]]:
+    def open(self, ranks: int = 1, memory: int = 0) -> Iterator[dict[str, str]]:
         """The environment for a job of so many ranks, each with the device to itself; of a GPU,
-        all with the same one. Raises StepError."""
+        all with the same one. memory: bytes that an RPC device reports; 0: the host's. Raises
+        StepError."""
         env = dict(os.environ)
         found = sorted(self.libraries.glob("libllama.so")) or sorted(
             self.libraries.glob("libllama-*.so*"))
@@ -101,14 +102,15 @@ class Device:
         with ExitStack() as stack:
             first = _free_ports(ranks)
             for rank in range(ranks):
-                stack.enter_context(self._server(first + rank))
+                stack.enter_context(self._server(first + rank, memory))
             yield env | {"GGML_BACKEND_PATH": str(self.libraries / "rpc-device.so"),
                          "PIPEINFER_RPC_PORT": str(first)}
 
     @contextmanager
-    def _server(self, port: int) -> Iterator[None]:
+    def _server(self, port: int, memory: int) -> Iterator[None]:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "rpc_server.py"), str(self.libraries), str(port), "1"],
+            [sys.executable, str(HERE / "rpc_server.py"), str(self.libraries), str(port), "1",
+             str(memory)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True, preexec_fn=die_with_parent)
         try:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,15 @@ _QUESTION = (
     f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
     "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version(),"
     "free=getattr(host,'free_memory',int)())))"
+)
+#: to a process of its own, since each GPU that it asks gets a context; {0!r}: the host's `device`
+_GPU_QUESTION = (
+    "import json\n"
+    "from pipeinfer.host import Place, choose_gpu\n"
+    "from pipeinfer.llama.library import ensure_llama, gpus\n"
+    "choose_gpu({0!r}, Place(0, 1, None, 1, 0, 1))\n"
+    "ensure_llama()\n"
+    f"print({_MARK!r}+json.dumps(dict(free=sum(one.free for one in gpus()))))"
 )
 #: text in ssh's output, its meaning, the remedy; {0} is the host
 _SSH_TROUBLE = (
@@ -133,6 +142,20 @@ def free_memory(entries: Sequence[HostEntry]) -> dict[str, int]:
     return {answer.entry.host: int(answer.facts.get("free", 0)) for answer in answers}
 
 
+def free_gpu_memory(entries: Sequence[HostEntry], device_of: Mapping[str, str]) -> dict[str, int]:
+    """Return the free bytes of the GPUs of each of these hosts, 0 if unknown.
+
+    device_of: `device` of the nodes file by host.
+    """
+    def free(entry: HostEntry) -> int:
+        answer = ask(entry, _GPU_QUESTION.format(device_of[entry.host]))
+        return int(answer.facts.get("free", 0))
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = list(pool.map(free, entries))
+    return {entry.host: count for entry, count in zip(entries, found, strict=True)}
+
+
 def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes | None
              ) -> list[tuple[HostEntry, Finding]]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -142,14 +165,17 @@ def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes |
             for answer in answers]
 
 
-def ask(entry: HostEntry) -> HostAnswer:
-    """Return a host's facts, over ssh unless it is this one."""
-    if is_here(entry.host):
+def ask(entry: HostEntry, question: str = _QUESTION) -> HostAnswer:
+    """Return a host's facts, over ssh unless it is this one. question: a program that prints
+    them."""
+    here, command = is_here(entry.host), [sys.executable, "-c", question]
+    if here and question == _QUESTION:
         return HostAnswer(entry, _own_facts())
     name = f"{entry.user}@{entry.host}" if entry.user else entry.host
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
-               *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
-               shlex.join([sys.executable, "-c", _QUESTION])]
+    if not here:
+        command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
+                   *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
+                   shlex.join(command)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               stdin=subprocess.DEVNULL, timeout=_ANSWER_SECONDS)

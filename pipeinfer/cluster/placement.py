@@ -11,7 +11,6 @@ no requests, and of policies only what the planner needs.
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from pipeinfer.backends.factory import backend_for
+from pipeinfer.cluster import devices
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import ClusterConfig, JobConfig
@@ -82,23 +81,30 @@ def agree(
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts),
                    states_for(config.speculation, place.size))
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
+    offloading = devices.offloading(config, model, hosts)
+    if 0 not in candidates and not (head_bytes and hosts[0].drafts_on_gpu(config)):
+        offloading = [rank for rank in offloading if rank]  # rank 0 alone would open no GPU
     whole = config.speculation.layout == "replicate"
     auto = config.cluster.grid == "auto"
     teams = None if auto else teams_asked(config, candidates, hosts)
     counts = _counts(config, model, candidates, hosts, free=teams is not None)
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
-    notes: list[str] = []
-    everyone, hosts = hosts, on_their_gpus(config, model, hosts, {})
-    if place.comm is not None and config.cluster.split == "planned" and len(free) > 1 and not whole:
-        if teams is None and not auto:  # a model that fits nowhere is refused before it is read
-            make_plan(config.cluster, load, members_of(candidates, counts, hosts, {}, head_bytes),
-                      candidates, hosts, lambda split: -split.slowest, timed=False)
-        figures, notes, answers = _ask(config, place, model, path, everyone, free)
-        hosts = on_their_gpus(config, model, everyone, answers)
-    members = dict(zip(candidates, members_of(candidates, counts, hosts, figures, head_bytes),
-                       strict=True))
-    load = with_head(load, figures.values())
+    everyone, hosts = hosts, devices.on_their_gpus(config, model, hosts, {})
+
+    def seated() -> list[Member]:
+        return members_of(candidates, counts, hosts, figures, head_bytes,
+                          drafts_on_gpu=hosts[0].drafts_on_gpu(config))
+
+    planned = config.cluster.split == "planned" and len(free) > 1 and not whole
+    if planned and teams is None and not auto:  # what fits nowhere is refused before it is read
+        make_plan(config.cluster, load, seated(), candidates, hosts,
+                  lambda split: -split.slowest, timed=False)
+    figures, notes, answers = _ask(
+        config, place, model, path, everyone, free if planned else (), offloading)
+    hosts = devices.on_their_gpus(config, model, everyone, answers)
+    members = dict(zip(candidates, seated(), strict=True))
+    load = with_head(devices.without_embedding(load, hosts[candidates[0]]), figures.values())
     judge = judge_of(hosts, expected(policy, config.speculation.parallel))
 
     def predict(split: Split) -> float:
@@ -118,15 +124,21 @@ def agree(
         # where ranks take turns, each has all cores that members would have together
         if figures and not auto and config.cluster.turns == "off":
             notes += grids.would_gain(place)
+    devices.check_devices(config, load, plan, hosts, head_bytes)
+    notes += devices.notes_on_sharing(plan, hosts)
     if place.comm is not None:
-        from pipeinfer.transport import mpi_startup
-
-        ranks = (0, *(holding.rank for holding in plan.held))
-        placed = Placed(ranks, meeting, tuple(rank.bell for rank in hosts))
-        for rank in range(1, place.size):
-            with contextlib.suppress(RankLost):  # detected again later, when it can be recovered
-                mpi_startup.say(place.comm, rank, placed)
+        _send_places(place, hosts, plan, meeting)
     return Survey(plan, load, members, figures, notes)
+
+
+def _send_places(place: Place, hosts: Hosts, plan: Plan, meeting: Meeting | None) -> None:
+    from pipeinfer.transport import mpi_startup
+
+    ranks = (0, *(holding.rank for holding in plan.held))
+    placed = Placed(ranks, meeting, tuple(rank.bell for rank in hosts))
+    for rank in range(1, place.size):
+        with contextlib.suppress(RankLost):  # detected again later, when it can be recovered
+            mpi_startup.say(place.comm, rank, placed)
 
 
 def _counts(config: JobConfig, model: Any, candidates: Sequence[int], hosts: Hosts, *, free: bool
@@ -168,7 +180,7 @@ def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts
     """
     seats = {one.rank: Seat(one.host, max(one.settings.threads, 0)
                             or (one.cores_host if turns else one.cores))
-             for one in hosts if not one.settings.on_gpu}
+             for one in hosts if not (one.settings.on_gpu or one.room)}
     cores = {one.host: float(max(one.cores_host, 1)) for one in hosts}
     first = hosts[0].host
     cores[first] = max(cores[first] - drafts * hosts[0].cores, 1.0)
@@ -186,60 +198,46 @@ def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | 
     return [*counts[:-config.spares], *[0] * config.spares]
 
 
-def on_their_gpus(config: JobConfig, model: Any, hosts: Hosts, answers: Mapping[int, Measured]
-                  ) -> list[RankInfo]:
-    """Return the ranks with the memory of their GPUs in the place of their hosts', without a bound
-    where it is not known; answers: by rank."""
-    found = []
-    for one in hosts:
-        layers = one.gpu_layers(config)
-        if layers and backend_for(one.asked_backend, model.path) == "llamacpp":
-            answer = answers.get(one.rank, Measured())
-            room = f"{one.host}, GPU {answer.gpu}" if answer.gpu else f"{one.host}, its GPUs"
-            memory = answer.gpu_free or math.inf
-            if layers < model.n_layers:  # the others stay in the host's
-                memory += one.memory
-            if one.settings.memory is not None:
-                memory = min(memory, one.settings.memory)
-            one = structs.replace(one, memory=memory, room=room)
-        found.append(one)
-    return found
-
-
 def members_of(
     candidates: Sequence[int], counts: Sequence[int | None], hosts: Hosts,
-    figures: Mapping[int, Figures], head_bytes: int = 0,
+    figures: Mapping[int, Figures], head_bytes: int = 0, *, drafts_on_gpu: bool = False,
 ) -> list[Member]:
     """Return the ranks as the planner sees them; a rank without measurements gets the median
-    speed."""
+    speed.
+
+    head_bytes: that rank 0's draft takes, of its host's memory or, with `drafts_on_gpu`, of its
+        GPU's.
+    """
     speeds = level({rank: found.per_byte for rank, found in figures.items()})
     middling = statistics.median(speeds.values()) if speeds else 1.0
     members = []
     for rank, count in zip(candidates, counts, strict=True):
-        host, memory = hosts[rank].host, hosts[rank].memory
-        if host == hosts[0].host:
+        one, memory = hosts[rank], hosts[rank].memory
+        if one.host == hosts[0].host and (one.device < memory or bool(one.room) == drafts_on_gpu):
             memory = max(0.0, memory - head_bytes)
         overhead = figures[rank].overhead if rank in figures else 0.0
-        members.append(Member(f"rank {rank} on {host}", speeds.get(rank, middling), overhead,
-                              memory=memory, layers=count, room=hosts[rank].room))
+        members.append(Member(f"rank {rank} on {one.room or one.host}", speeds.get(rank, middling),
+                              overhead, memory=memory, layers=count, room=one.room))
     return members
 
 
 @_said_if_slow("ranks measure how fast they are with this model, before each loads its layers")
 def _ask(
-    config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int]
+    config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int],
+    offloading: Sequence[int],
 ) -> tuple[dict[int, Figures], list[str], dict[int, Measured]]:
-    """Request measurements; return them by rank, with notes on failures, and the answers. Ranks of
-    one host and kind share one measurement; each with layers on a GPU reports its memory."""
-    from pipeinfer.transport import mpi_startup
-
+    """Request measurements of `ranks`; return them by rank, with notes on failures, and the
+    answers. Ranks of one host and kind share one measurement; each of `offloading`, with layers on
+    a GPU, reports its memory."""
+    if place.comm is not None:
+        from pipeinfer.transport import mpi_startup
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
         one = hosts[rank].settings
         kinds.setdefault((hosts[rank].host, hosts[rank].cores, one.threads, one.device,
                           one.gpu_layers, one.numa, one.backend), []).append(rank)
     measured = {group[0] for group in kinds.values()}
-    asked = [rank for rank in ranks if rank in measured or hosts[rank].gpu_layers(config)]
+    asked = sorted({*measured, *offloading})
     hollow = msgspec.to_builtins(Hollow.of(model)) if config.cluster.distribute else None
     for rank in asked:
         if rank != 0:
@@ -249,7 +247,8 @@ def _ask(
                     rank not in measured))
     answers: dict[int, Measured] = {}
     if 0 in asked:
-        answers[0] = measure_here(config, place, hosts[0].settings, path, model.fingerprint)
+        answers[0] = measure_here(config, place, hosts[0].settings, path, model.fingerprint,
+                                  memory_only=0 not in measured)
     for rank in asked:
         if rank != 0:
             try:
@@ -284,10 +283,12 @@ def measure_here(
 
     config = settle(config, place, settings)
     ensure_llama(config.model.numa)
-    free = sum(one.free for one in gpus()) if config.model.gpu_layers else 0
+    there = gpus() if config.model.gpu_layers else ()
     found = Measured() if memory_only else try_figures(
         config, path, fingerprint, threads_of(config.model.threads, place), hollow)
-    return structs.replace(found, gpu=visible_gpus(), gpu_free=float(free))
+    return structs.replace(
+        found, gpu=visible_gpus(), gpu_name=", ".join(one.description for one in there),
+        gpu_free=float(sum(one.free for one in there)))
 
 
 def await_place(config: JobConfig, place: Place) -> Placed:

@@ -125,12 +125,14 @@ class Measured(_Message, frozen=True, tag=True):
     """The result of a measurement: figures, or an error.
 
     gpu: which GPUs of its host the rank uses; "": all, or none
-    gpu_free: their free memory, in bytes; 0: unknown, or no layer would be on one
+    gpu_name: what they are; "": there is none, or no layer would be on one
+    gpu_free: their free memory, in bytes; 0: unknown
     """
 
     figures: dict[str, Any] | None = None
     error: str = ""
     gpu: str = ""
+    gpu_name: str = ""
     gpu_free: float = 0.0
 
 

@@ -143,14 +143,25 @@ def measure(load: Load, members: Sequence[Member], counts: Sequence[int]) -> Spl
 
 def check_fits(split: Split, members: Sequence[Member]) -> None:
     """Raise PlanError with the rank that lacks the most memory, if one does."""
+    if lack := _lack(split, members):
+        raise PlanError(f"{lack}: {remedy(members)}")
+
+
+def _lack(split: Split, members: Sequence[Member]) -> str:
+    """Describe the rank that lacks the most memory; "" if all have enough."""
     lacks = [size - member.memory for size, member in zip(split.sizes, members, strict=True)]
     worst = int(np.argmax(lacks))
-    if lacks[worst] > 0:
-        member = members[worst]
-        raise PlanError(
-            f"{member.name} needs {size_text(split.sizes[worst])} for {split.counts[worst]} layers "
-            f"(weights, cache, scratch), but has {size_text(member.memory)}: it lacks "
-            f"{size_text(lacks[worst])}")
+    member = members[worst]
+    return "" if lacks[worst] <= 0 else (
+        f"{member.name} needs {size_text(split.sizes[worst])} for {split.counts[worst]} layers "
+        f"(weights, cache, scratch), but has {size_text(member.memory)}: it lacks "
+        f"{size_text(lacks[worst])}")
+
+
+def remedy(members: Sequence[Member]) -> str:
+    """Return what to do where their memory is not enough."""
+    lower = "a lower -ngl, " if any(member.room for member in members) else ""
+    return f"use {lower}more hosts, a smaller quantisation or a smaller context (-c)"
 
 
 def size_text(size: float) -> str:
@@ -225,12 +236,8 @@ def _too_big(load: Load, members: Sequence[Member]) -> PlanError:
     need = load.stage_bytes(0, n)
     together = ("no contiguous split fits" if need <= room else
                 f"the model needs {size_text(need)} but all ranks together have {size_text(room)}")
-    advice = "use more hosts, a smaller quantisation or a smaller context (-c)"
-    try:
-        check_fits(split, members)
-    except PlanError as error:
-        return PlanError(f"{error}; {together}: {advice}")
-    return PlanError(f"{together}: {advice}")
+    lack = _lack(split, members)
+    return PlanError(f"{lack}{'; ' * bool(lack)}{together}: {remedy(members)}")
 
 
 def level(speeds: Mapping[int, float]) -> dict[int, float]:

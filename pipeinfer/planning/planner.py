@@ -33,6 +33,7 @@ from pipeinfer.planning.partition import (
     choose,
     measure,
     partition,
+    remedy,
     size_text,
 )
 from pipeinfer.planning.replan import Holding
@@ -396,8 +397,8 @@ def _within_hosts(
              if names[i] == name and chosen[0].counts[i]]
     raise PlanError(
         f"ranks {', '.join(ranks)} on {name} need {size_text(need)} together for weights, cache "
-        f"and scratch, but {name} has {size_text(room)}: it lacks {size_text(need - room)}; use "
-        "more hosts, a smaller quantisation or a smaller context (-c)")
+        f"and scratch, but {name} has {size_text(room)}: it lacks {size_text(need - room)}; "
+        f"{remedy(members)}")
 
 
 def _share_out(

@@ -26,6 +26,7 @@ from pipeinfer.planning.partition import (
     level,
     measure,
     partition,
+    remedy,
     size_text,
     stage_times,
 )
@@ -268,4 +269,4 @@ def _too_few(load: Load, members: Sequence[Member]) -> PlanError:
         "no contiguous split of its layers fits"
     return PlanError(
         f"the remaining ranks ({names}) cannot hold the model: it needs {size_text(need)}, but "
-        f"they have {size_text(room)} together; {lacks}")
+        f"they have {size_text(room)} together; {lacks}: start the job again and {remedy(members)}")

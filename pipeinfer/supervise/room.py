@@ -1,4 +1,4 @@
-"""The memory that the next job would need on each of its hosts, and the free memory there."""
+"""The memory that the next job would need on each of its hosts and their GPUs, and what is free."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from pathlib import Path
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cli import doctor_hosts
-from pipeinfer.cluster.policy_choice import choose_policy, draft_models, for_state
-from pipeinfer.cluster.sizing import rows_and_cells, states_for
+from pipeinfer.cluster.policy_choice import (
+    choose_policy,
+    draft_models,
+    for_chains,
+    for_state,
+    on_gpus,
+)
+from pipeinfer.cluster.sizing import ids_for, rows_and_cells, states_for, stream_cells
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.locate import context_size, model_paths, open_model
-from pipeinfer.nodes import ranks_of, read_nodes
+from pipeinfer.nodes import HostEntry, Nodes, RankInfo, ranks_of, read_nodes
 from pipeinfer.planning.planner import load_of
 from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.overlap import Room
 
-HERE = "this host"
+HERE = "localhost"
+GPUS = "the GPUs of {}"  #: names their memory; {}: the host
 RANK = 300 << 20  #: bytes of a rank without any layer: Python, libraries, buffers
 _UNEVEN = 1.5  #: times an equal share that a plan may give to one host of several
 _TORCH_BYTES = 4  #: of a weight there, at most
@@ -32,31 +39,41 @@ def rooms(config: JobConfig, ranks: int, roster: Roster | None) -> tuple[list[Ro
     """
     names: Sequence[str]
     if roster is None:
-        names, free = [HERE] * ranks, {HERE: host.free_memory()}
+        names, free, used = [HERE] * ranks, {HERE: host.free_memory()}, [HostEntry(HERE, ranks, 0)]
     else:
-        names = ranks_of(roster.used, ranks, roster.hostfile)
-        free = doctor_hosts.free_memory(roster.used)
+        names, used = ranks_of(roster.used, ranks, roster.hostfile), roster.used
+        free = doctor_hosts.free_memory(used)
     try:
-        if trouble := _unknown(config, names, roster.nodes if roster else config.cluster.nodes):
-            return [], trouble
-        found = needs(config, names)
+        hosts = _hosts(config, names, roster.nodes if roster else config.cluster.nodes)
+        if any(_torch_on_gpu(config, one) for one in hosts):
+            return [], "memory of GPUs is not asked for where torch computes"
+        found = needs(config, hosts)
     except PipeinferError as error:
         return [], str(error)
+    if there := [one for one in used if GPUS.format(one.host) in found]:
+        devices = {one.host: one.settings.device for one in hosts}
+        free |= {GPUS.format(name): count for name, count in doctor_hosts.free_gpu_memory(
+            there, devices).items()}
     return [Room(name, float(free.get(name, 0)), need) for name, need in found.items()], ""
 
 
-def needs(config: JobConfig, names: Sequence[str]) -> dict[str, float]:
-    """Return the most bytes by host for ranks on hosts of these names.
+def needs(config: JobConfig, hosts: Sequence[RankInfo]) -> dict[str, float]:
+    """Return the most bytes of these ranks by host, and by `GPUS` of a host.
 
     Raises PipeinferError if a model is not on this host.
     """
     target, draft = model_paths(config)
     model = open_model(target)
-    config = for_state(config, model)
+    config, chains = for_state(config, model), on_gpus(config, model, hosts)
+    config = for_chains(config) if chains else config
+    names = [one.host for one in hosts]
     alone = len(names) == 1
     stages = list(names) if config.cluster.head_stage or alone else list(names[1:])
     _, n_batch, cells = rows_and_cells(
         config, context_size(config.model, model), EXACT_LIMIT, len(stages))
+    if chains:
+        cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(
+            context_size(config.model, model)))
 
     def bytes_of(path: Path) -> tuple[float, float]:
         """Return the bytes of all layers, and the scratch bytes on each rank that has some."""
@@ -72,23 +89,32 @@ def needs(config: JobConfig, names: Sequence[str]) -> dict[str, float]:
     if len(set(stages)) > 1:
         share *= _UNEVEN
     need: dict[str, float] = {name: float(RANK * count) for name, count in Counter(names).items()}
+    layers_on_gpu = {one.host: one.gpu_layers(config) for one in hosts}
     for name, count in Counter(stages).items():
-        need[name] += min(count * share, max(whole, share)) + count * scratch
+        size = min(count * share, max(whole, share)) + count * scratch
+        on_gpu = min(layers_on_gpu[name] / model.n_layers, 1.0)
+        if on_gpu < 1:
+            need[name] += size
+        if on_gpu:  # a stage with few layers may have all of them there
+            _add(need, GPUS.format(name), min(size, on_gpu * whole + count * scratch))
     for path in draft_models(config, draft, choose_policy(config, draft)):
-        need[names[0]] += sum(bytes_of(path))
+        there = GPUS.format(names[0]) if hosts[0].drafts_on_gpu(config) else names[0]
+        _add(need, there, sum(bytes_of(path)))
     return need
 
 
-def _unknown(config: JobConfig, names: Sequence[str], nodes: str) -> str:
-    """Return why the needed memory is unknown, "" if it is known. nodes: path of a nodes file,
-    or ""."""
-    model = config.model
-    found = [(model.gpu_layers, model.device, model.backend)]
-    if nodes:
-        settings = read_nodes(nodes)
-        found += [(one.gpu_layers or 0, one.device or model.device, one.backend or model.backend)
-                  for one in map(settings.of, set(names))]
-    for layers, device, backend in found:
-        if layers or device.startswith("gpu") or (backend == "torch" and device != "cpu"):
-            return "memory of GPUs is not asked for"
-    return ""
+def _add(need: dict[str, float], name: str, size: float) -> None:
+    need[name] = need.get(name, 0.0) + size
+
+
+def _hosts(config: JobConfig, names: Sequence[str], nodes: str) -> list[RankInfo]:
+    """Return the ranks on hosts of these names. nodes: path of a nodes file, or ""."""
+    settings = read_nodes(nodes) if nodes else Nodes("")
+    return [RankInfo(rank, name, settings=settings.of(name), asked_backend=str(
+        settings.of(name).options(config.given).get("backend", config.model.backend)))
+        for rank, name in enumerate(names)]
+
+
+def _torch_on_gpu(config: JobConfig, one: RankInfo) -> bool:
+    device = one.settings.options(config.given).get("device", config.model.device)
+    return one.asked_backend == "torch" and device != "cpu"

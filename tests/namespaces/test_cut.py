@@ -162,7 +162,8 @@ def test_those_that_cannot_hold_the_model_say_what_is_missing_and_end(tmp_path):
                 one.communicate(timeout=10)
     assert process.returncode == 6, err
     why = (r"rank 2 is dead; the remaining ranks \(rank 1 on node2\) cannot hold the model: "
-           r"it needs \d+ MiB, but they have 50 MiB together; \d+ MiB are missing")
+           r"it needs \d+ MiB, but they have 50 MiB together; \d+ MiB are missing: "
+           r"start the job again and use more hosts, .*")
     assert re.search(why, err), err
     failed = json.loads(states.split("\n503 ")[-1].splitlines()[0])
     assert failed["status"] == "failed"

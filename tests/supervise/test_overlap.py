@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer import host
+from pipeinfer.cli import doctor_hosts
+from pipeinfer.cli.doctor_hosts import HostAnswer
 from pipeinfer.cli.options import parse
+from pipeinfer.nodes import HostEntry, RankInfo
 from pipeinfer.supervise import room
+from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.overlap import RESERVE, Room, choose, inherits
 
 GIB = 1 << 30
@@ -35,25 +39,58 @@ def test_who_follows_a_job_that_dies_while_the_next_one_loads(reachable, same, c
     assert inherits(reachable=reachable, same=same, open_requests=count, force=force) is takes
 
 
+def needs(config, names):
+    return room.needs(config, [RankInfo(rank, name) for rank, name in enumerate(names)])
+
+
 def job(*words):
     return parse([*words], "model", "cluster", "speculation").config.job
 
 
 def test_what_ranks_need_by_host():
     embedded = job("-c", "512")
-    alone = room.needs(embedded, ["a"])["a"]
+    alone = needs(embedded, ["a"])["a"]
     assert alone > room.RANK
-    two = room.needs(embedded, ["a", "b"])
+    two = needs(embedded, ["a", "b"])
     assert two["a"] < two["b"]  # the layers are at b
-    more = room.needs(job("-c", "2048"), ["a", "b"])
+    more = needs(job("-c", "2048"), ["a", "b"])
     assert more["b"] > two["b"]
-    four = room.needs(embedded, ["a", "a", "a", "a"])
-    assert four["a"] > room.needs(embedded, ["a", "a"])["a"] + 2 * room.RANK
+    four = needs(embedded, ["a", "a", "a", "a"])
+    assert four["a"] > needs(embedded, ["a", "a"])["a"] + 2 * room.RANK
+
+
+def test_layers_on_gpus_need_their_memory_and_not_the_hosts():
+    names, there = ["a", "b"], room.GPUS.format("b")
+    plain, found = needs(job(), names), needs(job("-ngl", "99"), names)
+    assert found["b"] == room.RANK
+    assert found[there] > plain["b"] - room.RANK > 0
+    partly = needs(job("-ngl", "6"), names)
+    assert (partly["b"] > room.RANK, 0 < partly[there] < found[there]) == (True, True)
+    assert found["a"] >= plain["a"]  # the draft
+    drafts = needs(job("-ngld", "99"), names)
+    assert drafts[room.GPUS.format("a")] == plain["a"] - room.RANK
+    assert drafts["a"] == room.RANK
+
+
+def test_the_memory_of_a_hosts_gpus_is_compared(monkeypatch):
+    entries = [HostEntry("a", 1, 1), HostEntry("b", 1, 2)]
+    roster = Roster("hosts", "openmpi", None, used=entries)
+    asked = []
+
+    def answers(entry, question=""):
+        asked.append((entry.host, question))
+        return HostAnswer(entry, {"free": 7 if question else 9})
+
+    monkeypatch.setattr(doctor_hosts, "ask", answers)
+    rooms, _ = room.rooms(job("-ngl", "99"), 2, roster)
+    assert [(one.host, one.free) for one in rooms] == [
+        ("a", 9), ("b", 9), (room.GPUS.format("b"), 7)]
+    assert [name for name, question in asked if question] == ["b"]
 
 
 def test_what_is_not_known(tmp_path):
-    rooms, why = room.rooms(job("-ngl", "4"), 2, None)
-    assert (rooms, why) == ([], "memory of GPUs is not asked for")
+    rooms, why = room.rooms(job("--backend", "torch"), 2, None)
+    assert (rooms, why) == ([], "memory of GPUs is not asked for where torch computes")
     rooms, why = room.rooms(job("-m", str(tmp_path / "none.gguf")), 2, None)
     assert rooms == []
     assert "none.gguf" in why

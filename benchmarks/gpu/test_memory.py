@@ -1,0 +1,76 @@
+"""Jobs on devices whose memory is too small: they are refused before they load, and survivors of a
+loss as well."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.gpu import jobs
+from benchmarks.gpu.steps import StepError, child, json_lines
+from benchmarks.gpu.test_padded import device_of
+from pipeinfer.supervise import room
+from tests.support.sample import full
+
+MIB = 1 << 20
+SMALL = 46 * MIB  #: for six layers of the model with their cache and scratch, not for all twelve
+WORDS = ("generate", "-m", str(jobs.TARGET), "-p", "def main(", "-n", "12", "--temp", "0", "-c",
+         "512", "-t", "1", "-md", "none", "--json")
+
+
+def outcome(tmp_path, ranks, memory, *more):
+    """Tokens of a job, on devices with so many bytes, or the error with which it ends."""
+    with device_of("rpc").open(ranks, memory) as env:
+        try:
+            printed = child(jobs.command(ranks, [sys.executable, "-m", "pipeinfer", *WORDS, *more]),
+                            120, tmp_path / "log", jobs.job_environment(
+                                env, MPIEXEC_TIMEOUT="115", PIPEINFER_CACHE=str(tmp_path)))
+        except StepError as error:
+            return str(error)
+    return json_lines(printed)[0]["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "more", "who"), [
+    (1, (), "rank 0 on"), (3, ("--split", "equal", "-c", "4096"), "rank 2 on"),
+    full(3, ("-c", "4096"), "rank 1 on"), full(3, ("--layers", "2,10"), "rank 2 on"),
+    full(2, ("--layout", "replicate", "--head-stage"), "rank 0 on")])
+def test_what_does_not_fit_a_device_is_refused_before_it_loads(tmp_path, ranks, more, who):
+    error = outcome(tmp_path, ranks, SMALL, "-ngl", "99", *more)
+    assert "exit status 4" in error
+    assert f"{who} " in error
+    assert "its GPUs (127.0.0.1:" in error
+    assert "but has 46 MiB: it lacks" in error
+    assert "use a lower -ngl" in error
+    assert list(tmp_path.glob("**/*.gguf")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, full(3)])
+def test_some_layers_fit(tmp_path, ranks):
+    assert isinstance(outcome(tmp_path, ranks, SMALL, "-ngl", "5"), list)
+    error = outcome(tmp_path, ranks, 33 * MIB, "-ngl", "5")
+    assert "its GPUs (127.0.0.1:" in error
+    assert "layers there need" in error
+    assert "but 33 MiB are free: use a lower -ngl" in error
+
+
+@pytest.mark.slow
+def test_the_survivors_of_a_loss_are_refused_what_their_device_cannot_hold(tmp_path):
+    error = outcome(tmp_path, 3, SMALL, "-ngl", "99", "--split", "equal", "--fault",
+                    "kill@2:decode=4")
+    assert "exit status 6" in error
+    assert "its GPUs (127.0.0.1:" in error
+    assert "cannot hold the model" in error
+    assert "they have 46 MiB together" in error
+    assert "use a lower -ngl" in error
+
+
+@pytest.mark.slow
+def test_what_is_free_on_the_gpus_of_this_host(monkeypatch):
+    with device_of("rpc").open(1, SMALL) as env:
+        for name in ("GGML_BACKEND_PATH", "PIPEINFER_RPC_PORT", "PIPEINFER_LLAMA_LIBRARY"):
+            monkeypatch.setenv(name, env[name])
+        entry = room.HostEntry(room.HERE, 1, 0)
+        assert room.doctor_hosts.free_gpu_memory([entry], {room.HERE: ""}) == {room.HERE: SMALL}
