@@ -77,7 +77,11 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A rank. seconds: time of (model, weights that a row uses, rows)."""
+    """A rank. seconds: time of (model, weights that a row uses, rows).
+
+    memory: bytes that it may fill. room: their name, if they are a GPU's and not its host's.
+    beside: bytes of its host that it does not fill then; 0: unknown
+    """
 
     rank: int
     host: str
@@ -85,6 +89,8 @@ class Machine:
     memory: float
     seconds: Callable[[View, float, int], float]
     settings: NodeSettings = field(default_factory=NodeSettings)
+    room: str = ""
+    beside: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +191,8 @@ def _read(profiles: Profiles, given: Mapping[str, Any]) -> tuple[nodes.Nodes, tu
 def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings, sharers: int
              ) -> Machine:
     """A rank on a machine shared by `sharers` ranks, with the nodes file's limits."""
+    own_gpu = settings.on_gpu and not settings.device.startswith("gpu")  # a turn of the host's
+    sharers = 1 if own_gpu else sharers
     part = 1 / sharers
     if settings.threads and not settings.device.startswith("gpu"):
         part = min(part, settings.threads / profile.cores)
@@ -199,7 +207,12 @@ def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings,
     def seconds(model: View, cost: float, rows: int) -> float:
         return node.seconds(cost, model.quantisation, rows, cost * model.moved(rows))
 
-    return Machine(rank, name, profile.name, memory, seconds, settings)
+    machine = Machine(rank, name, profile.name, memory, seconds, settings)
+    if settings.gpu_memory is None or not settings.on_gpu:
+        return machine
+    gpu = f"{name}, GPU of rank {rank}" if own_gpu else f"{name}, its GPU"
+    return dataclasses.replace(machine, memory=float(settings.gpu_memory), room=gpu,
+                               beside=float(settings.memory or 0))
 
 
 def view(model: str, profiles: Profiles, ctx: int, length: int = 0) -> View:
@@ -344,8 +357,8 @@ class _Scene:
         memory = machine.memory
         if machine.host == self.machines[0].host and self.draft is not None:
             memory -= self.draft.load.stage_bytes(0, self.draft.n_layers)
-        return Member(f"rank {machine.rank} on {machine.host}", per_cost, fixed, max(0.0, memory),
-                      count)
+        return Member(f"rank {machine.rank} on {machine.room or machine.host}", per_cost, fixed,
+                      max(0.0, memory), count, room=machine.room)
 
     def draft_seconds(self, rows: int) -> float:
         """A draft's decode at the head."""

@@ -275,6 +275,36 @@ def test_dry_run_on_unequal_nodes(plan):
     assert "with equal shares the slowest stage would take" in text
 
 
+@pytest.fixture
+def desk(tmp_path):
+    """A function for the words of a dry run on a desktop with a GPU and two servers."""
+    def words(gpu, **more):
+        (tmp_path / "lab").write_text("desk slots=2\nold1\nold2\n")
+        lines = [f'{key} = "{value}"' for key, value in more.items()]
+        (tmp_path / "lab.toml").write_text("\n".join([
+            'link = "gigabit"', '[node."old*"]', 'profile = "xeon-e5-2650x2"', "[node.desk]",
+            'profile = "titan-v"', f'gpu_memory = "{gpu}"', *lines]))
+        return ("--dry-run", "--hostfile", str(tmp_path / "lab"), "--head-stage")
+    return words
+
+
+def test_a_dry_run_fills_the_memory_of_gpus(plan, desk):
+    text = plan("dolphin-70b", *desk("11 GiB", device="gpu", memory="30 GiB"))
+    assert "/ 11.0 GiB of GPU, 30.0 GiB of host" in text
+    assert "of GPU" not in plan("dolphin-70b", *desk("11 GiB", device="cpu"))
+
+    def bytes_on_desk(**more):
+        found = json.loads(plan("dolphin-70b", *desk("8 GiB", **more), "--json"))
+        assert {one["memory"] for one in found["ranks"][:2]} == {8 * GIB}
+        return sum(one["bytes"] for one in found["stages"] if one["rank"] < 2)
+
+    assert bytes_on_desk(device="gpu") <= 8 * GIB  # both ranks have one GPU
+    assert 8 * GIB < bytes_on_desk(device="per-rank") <= 16 * GIB
+    error = plan("dolphin-70b", *desk("2 GiB", device="per-rank"), "--split", "equal", code=4)
+    assert "on desk, GPU of rank 0 needs" in error
+    assert "use a lower -ngl" in error
+
+
 def test_planned_beats_equal_on_unequal_nodes(plan):
     speeds = {split: json.loads(plan("dolphin-70b", *HETERO, "--split", split, "--json"))
               ["tokens_per_second"]["pipeinfer"] for split in ("planned", "equal")}

@@ -183,7 +183,11 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
             return per_byte * cost * (1 + row_cost * (rows - 1))
 
         kind = "measured" if figures is not None else "not measured"
-        machines.append(Machine(rank, facts.host, kind, facts.memory, seconds, facts.settings))
+        machine = Machine(rank, facts.host, kind, facts.memory, seconds, facts.settings)
+        if (member := found.members.get(rank)) is not None and member.room:
+            machine = dataclasses.replace(machine, memory=member.memory, room=member.room,
+                                          beside=facts.memory)
+        machines.append(machine)
     target = dataclasses.replace(
         file_view(job.target, given["ctx"]),
         load=with_text(found.load, job.model, given["length"]))
@@ -283,6 +287,8 @@ def _rows(report: Report) -> list[list[str]]:
         elif machine.rank in report.plan.left_out:
             layers = "left out"
         memory = f"{size_text(need)} / {size_text(machine.memory)}"
+        if machine.room:
+            memory += " of GPU" + bool(machine.beside) * f", {size_text(machine.beside)} of host"
         rows.append([str(machine.rank), machine.host, machine.kind, memory, layers, stage])
     return rows
 
@@ -314,7 +320,8 @@ def as_data(report: Report) -> dict[str, Any]:
         "model": report.target.title, "n_layers": report.target.n_layers,
         "weight_bytes": report.target.weight_bytes, "context": report.target.cells,
         "link": report.link, "acceptance": report.acceptance,
-        "ranks": [{"rank": m.rank, "host": m.host, "profile": m.kind, "memory": m.memory}
+        "ranks": [{"rank": m.rank, "host": m.host, "profile": m.kind, "memory": m.memory,
+                   **({"gpu": m.room, "host_memory": m.beside} if m.room else {})}
                   for m in report.machines],
         "stages": [{"rank": plan.candidates[i], "layers": [start, stop],
                     "seconds": split.seconds[i], "bytes": split.sizes[i]}
