@@ -22,6 +22,8 @@ ALONE = {
     "_device": "padding in tests/backends/test_padded.py, whole jobs on the RPC device beside it",
     "benchmarks/gpu/test_padded.py::test_requests_beside_each_other_on_a_vulkan_device":
         "lanes that are chains in tests/scheduler/test_lanes.py",
+    "benchmarks/gpu/test_padded.py::test_one_rank_with_a_device_among_ranks_without":
+        "ranks that all have a device beside it, hosts without in tests/cluster/test_gpu_memory.py",
     "tests/mpi/test_chaos.py::test_what_cannot_be_survived_is_called_lost":
         "the verdicts by hand in test_chaos.py, a job whose last stage dies in test_serve.py",
     "tests/mpi/test_wide_losses.py::test_a_member_that_wakes_up_again_disturbs_nobody":

@@ -3,6 +3,7 @@ same number of rows a decode writes on that device."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -123,6 +124,30 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan_device(tmp_p
     results = compare(device_of("vulkan"), tmp_path, DRAFT, ranks, PROMPTS, POLICIES,
                       [GREEDY, SAMPLED], COUNT)
     assert misses(results) >= 20
+
+
+#: for sh: leaves the device to rank 2
+_RANK_2 = '[ "$OMPI_COMM_WORLD_RANK" = 2 ] || unset GGML_BACKEND_PATH; exec "$@"'
+
+
+@FULL
+def test_one_rank_with_a_device_among_ranks_without(tmp_path):
+    """A desktop with a GPU and old servers: rank 0 drafts, ranks 1 and 3 compute on the processor,
+    though -ngl is given. Every policy writes what a plain loop on the processor writes."""
+    device = device_of("rpc")
+    config = {**config_of(jobs.TARGET), "draft_model": str(DRAFT), "proposer": ["draft"],
+              "cache_type_k": "q8_0", "cache_type_v": "q8_0", "flash_attn": "on", "layers": "4,4,4"}
+    cases = [{"prompt": PROMPTS[1], "params": params, "count": 60} for params in (GREEDY, SAMPLED)]
+    found = jobs.program(
+        device, 4, ["sh", "-c", _RANK_2, "sh", sys.executable, str(jobs.MATRIX)],
+        {"config": config, "cases": [{**case, "limits": limits} for case in cases
+                                     for limits in POLICIES]}, tmp_path, tmp_path / "log", 600)
+    wanted = jobs.plain(device, tmp_path, tmp_path / "log", 600, (0, 1, ROWS), cases,
+                        model=str(jobs.TARGET), cache="q8_0")["tokens"]
+    for i, result in enumerate(found["results"]):
+        assert result["tokens"] == wanted[i // len(POLICIES)], POLICIES[i % len(POLICIES)]
+    assert misses(found["results"]) >= 20
+    assert [one["host"] for one in found["reports"].values()] == 3 * [socket.gethostname()]
 
 
 def check_requests_beside_each_other(device, tmp_path, model, ranks):

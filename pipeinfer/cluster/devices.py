@@ -103,11 +103,17 @@ def users_of(plan: Plan, hosts: Sequence[RankInfo]) -> dict[str, list[int]]:
     return found
 
 
-def notes_on_sharing(plan: Plan, hosts: Sequence[RankInfo]) -> list[str]:
-    """Return a note for each GPU that several ranks use, whose speed together no rank measures."""
-    return [f"{_named(ranks)} share the GPU of {room}: how fast they are together is unknown, each "
-            "measured itself alone" for room, ranks in users_of(plan, hosts).items()
-            if len(ranks) > 1]
+def notes_on(plan: Plan, hosts: Sequence[RankInfo], answers: Mapping[int, Measured]) -> list[str]:
+    """Return notes for the user: on ranks that were to use a GPU and have none, and on each GPU
+    that several ranks use, whose speed together no rank measures."""
+    held = {one.rank for one in plan.held}
+    without = sorted(rank for rank, answer in answers.items()
+                     if rank in held and not (hosts[rank].room or answer.error))
+    found = [f"llama.cpp finds no GPU for {_named(without)}: all layers there are on the processor "
+             "(pipeinfer doctor)"] if without else []
+    return found + [
+        f"{_named(ranks)} share the GPU of {room}: how fast they are together is unknown, each "
+        "measured itself alone" for room, ranks in users_of(plan, hosts).items() if len(ranks) > 1]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -125,7 +125,7 @@ def agree(
         if figures and not auto and config.cluster.turns == "off":
             notes += grids.would_gain(place)
     devices.check_devices(config, load, plan, hosts, head_bytes)
-    notes += devices.notes_on_sharing(plan, hosts)
+    notes += devices.notes_on(plan, hosts, {rank: answers[rank] for rank in offloading})
     if place.comm is not None:
         _send_places(place, hosts, plan, meeting)
     return Survey(plan, load, members, figures, notes)

@@ -65,7 +65,7 @@ from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
 from pipeinfer.host import Place, threads_of
-from pipeinfer.llama.library import gpus, llama_identity
+from pipeinfer.llama.library import gpus, has_gpu, llama_identity
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.embedding import PIECE as EMBEDDING
 from pipeinfer.models.embedding import EmbeddingTable
@@ -413,7 +413,7 @@ class StageProcess:
             size = shard.total if isinstance(shard, ShardSource) else shard.stat().st_size
             report("loading", 0, size)
             whole, version = start == 0 and stop == setup.n_layers, llama_identity()
-            streams = setup.stream if config.model.gpu_layers else 0
+            streams = setup.stream if config.model.gpu_layers and has_gpu() else 0
             backend = (PaddedBackend if streams else LlamaCppBackend).load(
                 shard,
                 layers=layers,

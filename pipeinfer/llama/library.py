@@ -134,22 +134,28 @@ class Gpu(Struct, frozen=True):
     total: int
 
 
+def has_gpu() -> bool:
+    """Return whether there is a device besides the processor: a build for some may find none."""
+    return bool(_gpu_devices())
+
+
+def _gpu_devices() -> list[Any]:
+    try:
+        if not binding.llama_supports_gpu_offload():
+            return []
+        every = map(binding.ggml_backend_dev_get, range(binding.ggml_backend_dev_count()))
+        return [one for one in every if binding.ggml_backend_dev_type(one) in _GPUS]
+    except BackendError:
+        return []
+
+
 def gpus() -> tuple[Gpu, ...]:
     """Return the devices that this process can use; opens a context on each.
 
     Empty without a library, or with one for processors alone.
     """
-    try:
-        if not binding.llama_supports_gpu_offload():
-            return ()
-        count = binding.ggml_backend_dev_count()
-    except BackendError:
-        return ()
     found = []
-    for i in range(count):
-        device = binding.ggml_backend_dev_get(i)
-        if binding.ggml_backend_dev_type(device) not in _GPUS:
-            continue
+    for device in _gpu_devices():
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         binding.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
         found.append(Gpu(binding.ggml_backend_dev_name(device).decode(),

@@ -10,13 +10,14 @@ import pytest
 
 from pipeinfer.backends.chain import ChainBackend
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp import layer_probe
+from pipeinfer.backends.llamacpp import context, layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.llama import binding
+from pipeinfer.llama.library import has_gpu
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from tests.rig.toy import ToyBackend, ToySpec, draft_of
@@ -415,9 +416,12 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
                              n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1)
 
 
-def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
-    """-ngl on a build without GPU support must not lift the processor's bounds."""
-    monkeypatch.setattr(binding, "llama_supports_gpu_offload", lambda: False)
+@pytest.mark.parametrize("supports", [False, True])
+def test_layers_on_a_gpu_that_is_not_there_change_nothing(monkeypatch, supports):
+    """-ngl must not lift the processor's bounds on a build without GPU support, nor where one with
+    it finds no GPU, such as llama.cpp's with RPC."""
+    monkeypatch.setattr(binding, "llama_supports_gpu_offload", lambda: supports)
+    assert not has_gpu()
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
     assert options.type_k == "q8_0"
     plain = LlamaOptions(n_gpu_layers=9, type_k="f16", type_v="f16").resolved(64)
@@ -425,7 +429,7 @@ def test_layers_on_a_gpu_that_this_build_cannot_use_change_nothing(monkeypatch):
 
 
 def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
-    monkeypatch.setattr(binding, "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(context, "has_gpu", lambda: True)
     options = LlamaOptions()
     assert (options.resolved(64).type_k, options.resolved(64).type_v) == ("q8_0", "q8_0")
     assert options.resolved(64).exact_limit(4096, 2) > 16

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from pipeinfer.cluster.devices import (
     check_devices,
-    notes_on_sharing,
+    notes_on,
     offloading,
     on_their_gpus,
     without_embedding,
@@ -122,10 +122,18 @@ def test_the_layers_on_a_gpu_fit_it_though_the_host_has_memory_for_others():
 
 def test_ranks_that_share_a_gpu_are_named():
     found, hosts = devices_of(CONFIG, {1: gpu("0", 2), 2: gpu("1", 2)})
-    assert notes_on_sharing(found, hosts) == []
+    assert notes_on(found, hosts, {}) == []
     found, hosts = devices_of(CONFIG, dict.fromkeys((1, 2), gpu("0", 2)))
-    (note,) = notes_on_sharing(found, hosts)
+    (note,) = notes_on(found, hosts, {})
     assert note.startswith("ranks 1, 2 share the GPU of b, GPU 0 (Card): how fast")
+
+
+def test_ranks_whose_library_finds_no_gpu_are_named():
+    answers = {0: Measured(), 1: Measured(), 2: gpu("1", 2)}
+    (note,) = notes_on(*devices_of(CONFIG, answers), answers)
+    assert note.startswith("llama.cpp finds no GPU for rank 1: all layers")
+    answers[1] = Measured(error="no answer")
+    assert notes_on(*devices_of(CONFIG, answers), answers) == []
 
 
 def test_a_draft_takes_the_memory_of_the_processor_or_of_the_gpu():

@@ -20,7 +20,7 @@ from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import free_memory, physical_memory
 from pipeinfer.llama import binding, stream
-from pipeinfer.llama.library import clear_log, gpus, last_log, model_params
+from pipeinfer.llama.library import clear_log, gpus, has_gpu, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 from pipeinfer.models.shard import ShardSource
@@ -89,8 +89,8 @@ class LlamaOptions(Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the processor computes: no layers are offloaded, or this build cannot."""
-        return self.n_gpu_layers == 0 or not binding.llama_supports_gpu_offload()
+        """Whether the processor computes: no layers are offloaded, or there is no GPU."""
+        return self.n_gpu_layers == 0 or not has_gpu()
 
     def resolved(self, head_size: int, key_size: int = 0, *, one_type: bool = False
                  ) -> LlamaOptions:
