@@ -15,7 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from benchmarks.peers.programs import fetch
 HERE = Path(__file__).resolve().parent
 KINDS = ("cuda", "rpc", "vulkan")
 _START_SECONDS = 20.0
+_TRIES = 3  #: of ports for the servers
 _LAVAPIPE = "/usr/share/vulkan/icd.d/lvp_icd.x86_64.json"
 
 
@@ -100,11 +101,26 @@ class Device:
             yield env
             return
         with ExitStack() as stack:
-            first = _free_ports(ranks)
-            for rank in range(ranks):
-                stack.enter_context(self._server(first + rank, memory))
+            first = self._servers(stack, ranks, memory)
             yield env | {"GGML_BACKEND_PATH": str(self.libraries / "rpc-device.so"),
                          "PIPEINFER_RPC_PORT": str(first)}
+
+    def _servers(self, stack: ExitStack, ranks: int, memory: int) -> int:
+        """Start a server for each rank, on ports in a row; the first of them. Other ports, where
+        another program has taken one meanwhile. Raises StepError."""
+        for left in reversed(range(_TRIES)):
+            first = _free_ports(ranks)
+            with ExitStack() as started:
+                try:
+                    for rank in range(ranks):
+                        started.enter_context(self._server(first + rank, memory))
+                except StepError:
+                    if not left:
+                        raise
+                    continue
+                stack.push(started.pop_all())
+                return first
+        raise AssertionError
 
     @contextmanager
     def _server(self, port: int, memory: int) -> Iterator[None]:
@@ -162,14 +178,27 @@ def _free_ports(count: int) -> int:
 
 
 def _await_port(process: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the server listens, without connecting: it takes one client at a time."""
+    """Wait until the server listens, without connecting: it takes one client at a time. A rank
+    that connects to another program's listener there would die."""
     until = time.monotonic() + _START_SECONDS
     wanted = f":{port:04X}"
     while time.monotonic() < until:
         if process.poll() is not None:
             raise StepError(f"the RPC server ended with status {process.returncode}")
-        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-        if any(line.split()[1].endswith(wanted) and line.split()[3] == "0A" for line in lines):
+        lines = map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+        sockets = {f"socket:[{line[9]}]" for line in lines
+                   if line[1].endswith(wanted) and line[3] == "0A"}
+        if sockets & _files_of(process.pid):
             return
         time.sleep(0.02)
     raise StepError(f"the RPC server did not listen on port {port} within {_START_SECONDS:.0f} s")
+
+
+def _files_of(pid: int) -> set[str]:
+    """What the open files of a process are."""
+    found = set()
+    with suppress(OSError):  # it may end, and close some, at any moment
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.add(os.readlink(path))
+    return found

@@ -3,11 +3,12 @@ loss as well."""
 
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
 
-from benchmarks.gpu import jobs
+from benchmarks.gpu import devices, jobs
 from benchmarks.gpu.steps import StepError, child, json_lines
 from benchmarks.gpu.test_padded import device_of
 from pipeinfer.supervise import room
@@ -74,3 +75,23 @@ def test_what_is_free_on_the_gpus_of_this_host(monkeypatch):
             monkeypatch.setenv(name, env[name])
         entry = room.HostEntry(room.HERE, 1, 0)
         assert room.doctor_hosts.free_gpu_memory([entry], {room.HERE: ""}) == {room.HERE: SMALL}
+
+
+@pytest.mark.slow
+def test_a_server_whose_port_another_program_has_taken_gets_another_port(monkeypatch):
+    """The rank of that port would speak to that program, and die."""
+    device, choices = device_of("rpc"), []
+    choose = devices._free_ports
+    with socket.socket() as other:
+
+        def taken_at_first(count):
+            choices.append(choose(count))
+            if len(choices) == 1:
+                other.bind(("127.0.0.1", choices[0] + 1))
+                other.listen()
+            return choices[-1]
+
+        monkeypatch.setattr(devices, "_free_ports", taken_at_first)
+        with device.open(2) as env:
+            assert len(choices) == 2
+            assert env["PIPEINFER_RPC_PORT"] == str(choices[1])

@@ -65,8 +65,13 @@ def teams_asked(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> T
     if not (cluster.grid or cluster.slices):
         return None
     usable = usable_ranks(config, candidates, hosts)
-    return teams_of(cluster.grid, cluster.slices, usable,
-                    {rank: group_of(hosts[rank]) for rank in usable})
+    try:
+        return teams_of(cluster.grid, cluster.slices, usable,
+                        {rank: group_of(hosts[rank]) for rank in usable})
+    except UsageError as error:
+        if not (dead := [str(one.rank) for one in hosts if one.dead]):
+            raise
+        raise UsageError(f"{error}; rank {', '.join(dead)} died while the job started") from None
 
 
 def usable_ranks(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> list[int]:

@@ -173,3 +173,11 @@ def test_what_tokens_depend_on_is_which_layers_are_cut_how(cluster):
     assert cut_layers(split) == [(0, 12, cut)]  # how many stages there are changes no bit
     other = [structs.replace(one, cut=cut[::-1]) if one.start else one for one in split]
     assert cut_layers(other) == [(0, 5, cut), (5, 12, cut[::-1])]
+
+
+def test_ranks_that_died_are_named_where_a_grid_lacks_members():
+    ranks = [RankInfo(0, "a"), RankInfo(1, "b"), RankInfo(2, "a dead host", dead=True)]
+    with pytest.raises(UsageError, match=r"only 1 ranks .*; rank 2 died while the job started$"):
+        teams_asked(JobConfig.of(grid="1x2"), [1, 2], ranks)
+    with pytest.raises(UsageError, match=r"smaller grid$"):
+        teams_asked(JobConfig.of(grid="1x2"), [1], ranks[:2])
