@@ -17,7 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from pipeinfer import host
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
-from pipeinfer.cluster import grid_choice, launch, placement
+from pipeinfer.cluster import devices, grid_choice, launch, placement
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.notes import lines_of
@@ -36,6 +36,7 @@ from pipeinfer.cluster.policy_choice import for_state
 from pipeinfer.cluster.shutdown import part
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import JobConfig
+from pipeinfer.core.control import Measured
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
 from pipeinfer.llama import short_runs
@@ -61,6 +62,8 @@ _AS_HERE = "as on the processor"
 @click.option("-m", "--model", default="",
               help="Check that this model's layers fit the ranks' memory.")
 @click.option("-c", "--ctx-size", "ctx", default=0, help="Context in tokens for the memory check.")
+@click.option("-ngl", "--n-gpu-layers", "gpu_layers", default=0,
+              help="Layers of each stage on its GPU, for the memory check.")
 @click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
 @click.option("--grid", default="", help="Draw this grid of wide stages, such as 2x4.")
 @click.option("--slices", default="", help="With a grid: slices of each stage, such as 4 or 3:2:2.")
@@ -297,6 +300,9 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
                           settings=NodeSettings() if nodes is None else nodes.of(one["host"]))
                  for one in everyone]
+        ranks = devices.on_their_gpus(config, model, ranks, {
+            one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
+        load = devices.without_embedding(load, ranks[candidates[0]])
         counts: list[int | None] = [None] * len(candidates)
         members = placement.members_of(candidates, counts, ranks, {})
         choice = _grid_of(config, model, candidates, ranks)
@@ -312,6 +318,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
             candidates, placement.leave_spares(config.cluster, counts), ranks, {})
         plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
                                  lambda split: -split.slowest, timed=False)
+        devices.check_devices(config, load, plan, ranks)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]
     except UsageError as error:
@@ -321,6 +328,12 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
     cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
     found = [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
     return found
+
+
+def _gpus_of(rank: Mapping[str, Any]) -> Measured:
+    there = rank["probe"]["devices"]
+    return Measured(gpu_name=", ".join(one["description"] for one in there),
+                    gpu_free=float(sum(one["free"] for one in there)))
 
 
 def _grid_of(config: JobConfig, model: Any, candidates: Sequence[int], ranks: Sequence[RankInfo]

@@ -37,3 +37,23 @@ def test_a_grid_that_cannot_be_fails(options, what):
     (level, detail), = drawn("abc", **options)
     assert level == "fail"
     assert what in detail
+
+
+def test_layers_on_gpus_are_compared_with_their_memory(tmp_path):
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[node.b]\ndevice = "gpu"\n')
+
+    def found(free, **options):
+        config = JobConfig.of(model="embedded", ctx=512, **options)
+        there = ranks("a", "b", "c")
+        for one, count in zip(there, (0, 1, 0), strict=True):
+            one["probe"] = {"ok": True, "devices": count * [{"description": "Card", "free": free}]}
+        (finding,) = _check_plan(config, there)
+        return finding.level, finding.detail
+
+    for options in ({"gpu_layers": 99}, {"gpu_layers": 0, "nodes": str(nodes)}):
+        assert found(1 << 30, **options)[0] == "ok"
+        level, detail = found(30 << 20, **options, layers="6,6")
+        assert level == "fail"
+        assert "rank 1 on b, its GPUs (Card) needs" in detail
+    assert found(30 << 20)[0] == "ok"
