@@ -95,3 +95,13 @@ def test_a_server_whose_port_another_program_has_taken_gets_another_port(monkeyp
         with device.open(2) as env:
             assert len(choices) == 2
             assert env["PIPEINFER_RPC_PORT"] == str(choices[1])
+
+
+@pytest.mark.slow
+def test_what_is_measured_on_a_device_is_not_taken_for_another_ones(tmp_path):
+    """The name of an RPC device is its address."""
+    counts = []
+    for _ in range(2):
+        assert isinstance(outcome(tmp_path, 1, 0, "-ngl", "99", "--pad", "2"), list)
+        counts.append(len(list(tmp_path.glob("**/padding-*"))))
+    assert counts[1] > counts[0] > 0

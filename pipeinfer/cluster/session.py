@@ -184,10 +184,23 @@ class Session:
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
                  cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}),
-                 *sorted({ready.gpu for ready in assembly.ready.values()} - {""}),
+                 *self._devices(),
                  *(ready.padded for _, ready in sorted(assembly.ready.items())
                    if ready.padded))
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def _devices(self) -> list[Any]:
+        """Return the GPUs that compute; with the layers of each, where one kind is not for all."""
+        stages = []
+        for _, ready in sorted(self.assembly.ready.items()):
+            every = ready.layers[1] - ready.layers[0] + 1  # llama.cpp counts the output
+            own = self.hosts[ready.rank].gpu_layers(self.config) if ready.gpu else 0
+            stages.append((ready.gpu, ready.layers, own if own < every else "all"))
+        kinds = {(gpu, own) for gpu, _, own in stages}
+        if kinds <= {("", 0)}:
+            return []
+        alike = len(kinds) == 1 and all(own == "all" for _, own in kinds)
+        return [gpu for gpu, _ in kinds] if alike else stages
 
     def use(self, config: JobConfig) -> None:
         """Change policy, proposers and limits to those of another config, while nothing runs.

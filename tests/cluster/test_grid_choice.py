@@ -37,7 +37,7 @@ def cluster(tmp_path, monkeypatch):
     model = open_model(EMBEDDED / "target.gguf")
 
     def start(speeds, hosts="abc", memory=1e12, group="", model=model, kernels=("",) * 4,
-              load=None, **options):
+              load=None, advises=False, **options):
         load = load or load_of(model, 256, 64)
         infos = [RankInfo(rank, name, settings=NodeSettings(group=group and f"{group}{rank}"),
                           kernels=kernels[rank]) for rank, name in enumerate("h" + hosts)]
@@ -46,6 +46,8 @@ def cluster(tmp_path, monkeypatch):
         notes = []
         grids = GridPlanner(JobConfig.of(**{"grid": "auto"} | options), model, load, members, {},
                             infos, Policy.ITERATIVE)
+        if advises:
+            return grids.would_gain(Place(0, 4, object(), 1, 0, 1)), notes
         if options.get("grid"):
             teams = teams_asked(grids.config, list(members), infos)
             return grids.plan(GridChoice(teams)), notes
@@ -181,3 +183,10 @@ def test_ranks_that_died_are_named_where_a_grid_lacks_members():
         teams_asked(JobConfig.of(grid="1x2"), [1, 2], ranks)
     with pytest.raises(UsageError, match=r"smaller grid$"):
         teams_asked(JobConfig.of(grid="1x2"), [1], ranks[:2])
+
+
+def test_no_grid_is_recommended_to_layers_on_gpus(cluster):
+    """Their sums would travel over the processor, which nobody has measured."""
+    (advice,), _ = cluster([1.0, 1.0, 1.0], advises=True)
+    assert advice.startswith("--grid ")
+    assert cluster([1.0, 1.0, 1.0], advises=True, gpu_layers=9)[0] == []

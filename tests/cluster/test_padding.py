@@ -10,6 +10,7 @@ from msgspec import structs
 
 from pipeinfer.cluster.notes import doubts, doubts_about
 from pipeinfer.cluster.policy_choice import for_chains, on_gpus
+from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.sizing import ids_for, kept_for
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import PortName, Ready
@@ -88,3 +89,25 @@ def test_options_for_branches_without_effect_are_named():
 
     assert said(alternatives=2, branches=3).startswith("--alternatives and --branches without")
     assert said() == said(alternatives=0) == ""
+
+
+def test_answers_go_on_with_the_same_tokens_only_where_gpus_compute_the_same():
+    def bits(*ready, gpu_layers=99):
+        config = JobConfig.of(gpu_layers=gpu_layers)
+        session = SimpleNamespace(config=config, hosts=HOSTS, loaded=SimpleNamespace(
+            job=SimpleNamespace(model=MODEL), chunk=64), assembly=SimpleNamespace(
+                held=(), ready=dict(enumerate(ready, 1))))
+        session._devices = lambda: Session._devices(session)
+        return Session.bits.fget(session)
+
+    def stage(*layers, **more):
+        return structs.replace(READY, layers=layers, **more)
+
+    found = bits(stage(0, 2), stage(2, 4))
+    assert bits(stage(0, 3), stage(3, 4)) == found  # of one kind, with equal padding
+    for change in ({"gpu": "H100"}, {"gpu": ""}, {"padded": 8}):
+        assert bits(stage(0, 2), stage(2, 4, **change)) != found
+    assert bits(stage(0, 2), stage(2, 4), gpu_layers=2) != found
+    assert bits(stage(0, 3, gpu=""), stage(3, 4)) != bits(stage(0, 2, gpu=""), stage(2, 4))
+    plain = structs.replace(READY, gpu="", padded=0)
+    assert bits(structs.replace(plain, layers=(0, 3))) == bits(plain)
