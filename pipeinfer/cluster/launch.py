@@ -114,7 +114,8 @@ class JoinedRank(Struct, frozen=True):
         if survivable(place):
             write_status(f"up {os.getpid()}")
             atexit.register(skip_finalize)
-        session = begin(place, job, port, ranks, progress, started, grammars=grammars)
+        session = begin(place, job, port, job.survey.located(ranks), progress, started,
+                        grammars=grammars)
         self.pulse.settle()
         try:
             yield session

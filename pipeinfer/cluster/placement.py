@@ -66,6 +66,11 @@ class Survey(Struct, frozen=True):
     figures: Mapping[int, Figures]
     notes: list[str]
 
+    def located(self, hosts: Hosts) -> list[RankInfo]:
+        """Return the ranks with the name of the memory that each fills."""
+        return [structs.replace(one, room=self.members[one.rank].room)
+                if one.rank in self.members else one for one in hosts]
+
 
 def agree(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,

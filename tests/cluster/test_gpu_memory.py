@@ -14,7 +14,7 @@ from pipeinfer.cluster.devices import (
     on_their_gpus,
     without_embedding,
 )
-from pipeinfer.cluster.placement import judge_of, members_of
+from pipeinfer.cluster.placement import Survey, judge_of, members_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import Measured
 from pipeinfer.errors import PlanError
@@ -161,6 +161,9 @@ def test_ranks_on_gpus_keep_no_cores_busy():
     assert offloading(CONFIG, MODEL, HOSTS) == [0, 1, 2]
     hosts = on_their_gpus(CONFIG, MODEL, HOSTS, {1: gpu("0", 1), 2: Measured()})
     assert set(judge_of(hosts, ()).seats) == {2}
+    members = dict(zip((1, 2), members_of((1, 2), (None, None), hosts, {}), strict=True))
+    of_session = Survey(None, LOAD, members, {}, []).located(HOSTS)
+    assert set(judge_of(of_session, ()).seats) == {0, 2}  # rank 0 has no stage
 
 
 def test_the_gpus_that_a_rank_sees(monkeypatch):
