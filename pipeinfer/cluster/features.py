@@ -138,7 +138,7 @@ def exclusions() -> tuple[Exclusion, ...]:
         Exclusion("an adapter (--bita)", ("--grid", "--slices"),
                   "{feature} needs stages of whole layers: leave out {found}"),
         Exclusion(f"--policy {Policy.PUBLISHED}", inline,
-                  "{feature} issues one chain of a draft's speculative tokens, so it cannot be "
+                  "{feature} issues speculative tokens of a draft alone, so it cannot be "
                   "combined with {found}: leave one out"),
         *(Exclusion(f"--decomposer {one.name}", ("a grammar",), "{feature} cannot be combined with "
                     "a grammar: the grammar would have to describe the threads")

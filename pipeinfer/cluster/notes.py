@@ -73,9 +73,10 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
 def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
     """Return notes on options that change nothing in this job."""
     notes = []
-    if config.branches > 1 and policy is not Policy.SPECULATIVE and "async" not in config.ablate:
-        notes.append(f"--branches has no effect with policy {policy}: it is for synchronous trees "
-                     "(--policy speculative)")
+    if config.branches > 1 and policy not in (Policy.SPECULATIVE, Policy.PUBLISHED) \
+            and "async" not in config.ablate:
+        notes.append(f"--branches has no effect with policy {policy}: it is for trees of "
+                     "--policy speculative and --policy published")
     if config.p_decay > 0 and config.draft_p_min <= 0 and config.p_recovery <= 0 \
             and policy is Policy.PIPEINFER:
         notes.append("--p-decay has no effect here: it lowers a cutoff, which is 0 without "

@@ -106,7 +106,8 @@ def partitions_for(config: SpeculationConfig, credit: int) -> int:
     """Return the number of sequence ids besides the first of each lane."""
     if config.partitions >= 0:
         return config.partitions
-    return min(max(8, 2 * credit), _MOST_IDS) + row_sizes(config).paths
+    paths = config.branches if config.policy == Policy.PUBLISHED else 1
+    return min(max(8, 2 * credit) * paths, _MOST_IDS) + row_sizes(config).paths
 
 
 def cancel_path(config: JobConfig) -> CancelPath:
@@ -251,6 +252,8 @@ def limits_for(
         pinned["tree_max"] = config.tree_max
     if config.draft_p_min >= 0:
         pinned |= {"p_min": config.draft_p_min, "free_min": None}
+    if config.p_split >= 0:
+        pinned["p_split"] = config.p_split
     ablations = frozenset(Ablation(a) for a in config.ablate)
     synchronous = policy is Policy.SPECULATIVE or Ablation.ASYNC in ablations
     credit = config.credit or n_stages + 1
@@ -259,6 +262,7 @@ def limits_for(
         "join_tip": sizes.join and n_stages <= JOIN_UP_TO,
         "alternatives": alternatives_for(credit), "path_min": cutoff(credit),
         "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
+        "p_split": 0.2 if synchronous else 0.02,
     }
     if take_turns and exact > 1:
         values |= by_turns(curve, draft_share, exact, weighed=weighs(config),
@@ -271,7 +275,6 @@ def limits_for(
         n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,
         partitions=partitions_for(config, credit), branches=config.branches,
         take_turns=take_turns,
-        p_split=_given(config.p_split, 0.2 if synchronous else 0.02),
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
         alone=config.speculation == "on", guess_rows=spare // 2,
         share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, lanes_of(config)),
@@ -338,10 +341,6 @@ def trial_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bo
 def _at_load(curve: Curve, draft_share: float) -> Timing:
     """Return the times of one stage relative to a single row, as measured at load."""
     return Timing(1.0, 1.0, curve, 0.0, draft_share)
-
-
-def _given(value: float, otherwise: float) -> float:
-    return value if value >= 0 else otherwise
 
 
 class RunSizes(Struct, frozen=True):

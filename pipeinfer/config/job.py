@@ -274,7 +274,8 @@ class SpeculationConfig:
                    help="After a miss, issue the accepted token alone at once, or joined with the "
                         "first speculative tokens after it; auto: tuned while running.")
     branches: int = opt(1, "--branches", low=1, high=32, changes_tokens=False,
-                        help="Paths of a synchronous tree (1: a chain).")
+                        help="Paths of a tree of --policy speculative, or of a micro-batch of "
+                             "--policy published (1: a chain).")
     partitions: int = opt(-1, "--partitions", low=-1, high=200, changes_tokens=False,
                           help="Sequence ids for side branches; -1: twice the first credit, 8 to "
                                "60.")

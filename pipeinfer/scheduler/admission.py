@@ -116,7 +116,8 @@ class Admission:
         root = Node(accepted[-1], last + (jumps[-1][1] if jumps else 0), None, (seq_id,), NO_RUN,
                     speculative=False)
         kind = StateTree if self.limits.states else Tree
-        tree = BufferedTree(lane_id, self.pool, root, shares=self.limits.shares_early) \
+        tree = BufferedTree(lane_id, self.pool, root, branching=self.limits.branches > 1,
+                            shares=self.limits.shares_early) \
             if self.limits.buffered else kind(lane_id, self.pool, root)
         lane = Lane(lane_id, ticket, tree, accepted, self.prefixes.root,
                     next_row=base, thread=thread, own=own, base=base, jumps=jumps)

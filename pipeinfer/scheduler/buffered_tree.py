@@ -1,11 +1,11 @@
-"""The token tree of `--policy published`: one chain, with a sequence id for each speculative run.
+"""The token tree of `--policy published`: each speculative run has sequence ids of its own.
 
 This is PipeInfer's pipelined multibuffering of the cache (paper, section IV-C; docs/algorithms.md
 4.10). Accepted tokens have the lane's first id, the canonical sequence (the front buffer), which
-never changes. Each speculative run takes a further id, first in, first out (a back buffer), with
-copies of the cells that it attends to. Accepted cells are copied to the canonical sequence and from
-there to the lane's other ids; then the run's id is free again. The tree makes no decisions about
-runs.
+never changes. Each speculative run takes a further id for each of its paths, first in, first out (a
+back buffer), with copies of the cells that it attends to. Accepted cells are copied to the
+canonical sequence and from there to the lane's other ids; an id that no path needs is free again.
+The tree makes no decisions about runs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pipeinfer.scheduler.token_tree import Node, Tree, chain_of
 
 
 class BufferedTree(Tree):
-    """A chain of speculative tokens with an id per run; the frontier's first id is the canonical
-    one.
+    """Speculative tokens with ids per run; the frontier's first id is the canonical one.
 
+    branching: whether runs may be trees, and follow where others did; otherwise all are one chain.
     shares: whether runs attend to cells of earlier runs in flight. Without that (multibuffering
         switched off) a run repeats every row of its path that is not accepted.
     """
 
+    branching: bool = False
     shares: bool = True
     _own: dict[int, int] = field(default_factory=dict)  # ids with repeated rows: their first pos
 
@@ -36,24 +37,31 @@ class BufferedTree(Tree):
 
     @override
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:
-        """Issue the chain that begins with the first of `nodes`; nothing without a free id."""
-        chain = chain_of(nodes)
-        base = chain[0].parent if chain else None
-        if base is None or base.children or not self.pool.available:
-            return []
-        repeats = not self.shares and base.run_id != NO_RUN
+        """Issue a tree below one node, or its first chain; of that the paths with a free id."""
+        if not self.branching:
+            nodes = chain_of(nodes)
+            if nodes and nodes[0].parent is not None and nodes[0].parent.children:
+                return []
+        return super().issue(nodes, run_id)
+
+    @override
+    def _continues(self, base: Node) -> bool:
+        return False
+
+    @override
+    def _branch(self, tip: Node) -> int:
         here = self.frontier
+        repeats = not self.shares and tip.run_id != NO_RUN
         seq_id = self.pool.branch(self.lane, here.seq_ids[0], here.pos) if repeats \
-            else self._branch(base)
+            else super()._branch(tip)
         self._own.pop(seq_id, None)
         if repeats:
             self._own[seq_id] = here.pos
-        self._attach_chain(chain, seq_id, run_id)
-        return chain
+        return seq_id
 
     @override
     def repeated(self, nodes: Sequence[Node]) -> list[Node]:
-        base, ids = nodes[0].parent, nodes[0].seq_ids
+        base, ids = nodes[0].parent, tuple(dict.fromkeys(i for n in nodes for i in n.seq_ids))
         if base is None or ids[0] not in self._own:
             return []
         return [Node(node.token, node.pos, None, ids, NO_RUN, speculative=False, wanted=False)
@@ -86,17 +94,17 @@ class BufferedTree(Tree):
         """
         here = self.frontier
         survivor, dead = self._settle(token)
-        left = [i for n in dead for i in n.seq_ids]
+        left = dict.fromkeys((i for n in dead for i in n.seq_ids), here.pos + 1)
         end = here
         if survivor is not None:
             canonical, end = here.seq_ids[0], survivor
-            left += survivor.seq_ids
+            left |= dict.fromkeys(survivor.seq_ids, survivor.pos + 1)
             self.pool.share(survivor.seq_ids[0], canonical, survivor.pos, survivor.pos + 1)
             survivor.seq_ids = (canonical,)
         used = {end.seq_ids[0], *(i for n in end.subtree() if n is not end for i in n.seq_ids)}
-        for seq_id in dict.fromkeys(i for i in left if i not in used):
-            length = end.pos + 1
-            self.pool.release(seq_id, min(length, self._own.pop(seq_id, length)))
+        for seq_id, length in left.items():
+            if seq_id not in used:
+                self.pool.release(seq_id, min(length, self._own.pop(seq_id, length)))
         self.pool.propagate(self.lane, self.frontier.seq_ids[0], end.pos + self.shares)
         return survivor, dead
 

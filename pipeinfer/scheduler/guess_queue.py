@@ -76,12 +76,14 @@ class GuessQueue(Struct):
             heap[:] = [(-getattr(node, key), count, node) for _, count, node in heap]
             heapq.heapify(heap)
 
-    def take(self, count: int, ids: int, floor: float, *, chain: bool = False) -> list[Node]:
+    def take(self, count: int, ids: int, floor: float, *, chain: bool = False,
+             base: Node | None = None) -> list[Node]:
         """Remove and return up to `count` planned nodes for one run, parents first.
 
         ids: sequence ids left for branches
         floor: least priority
         chain: whether each is to follow the one before it
+        base: the only issued node that they may follow, where their paths continue no id
         The parents of a run's rows are in the run or all in one earlier run, so that skipping stays
         transitive.
         """
@@ -101,8 +103,9 @@ class GuessQueue(Struct):
             parent = node.parent
             assert parent is not None
             own = id(parent) in inside
-            continues = not parent.children and id(parent) not in busy
-            fits = own or (parent.run_id != PLANNED and origin in (None, parent.run_id))
+            continues = not parent.children and id(parent) not in busy and (own or base is None)
+            fits = own or (parent.run_id != PLANNED and origin in (None, parent.run_id)
+                           and base in (None, parent))
             if chain and taken and parent is not taken[-1]:
                 fits = False
             if not fits or not (continues or ids):

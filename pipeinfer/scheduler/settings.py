@@ -24,7 +24,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     draft_max: speculative tokens per micro-batch
     tree_max: drafted tokens of a synchronous tree, or of the single run of the `continuous`
         ablation
-    branches: paths of a synchronous tree
+    branches: paths of a synchronous tree, or of one micro-batch of `published`
     alternatives: how many of the draft's second, third, ... choices may be issued with its first
     p_min: cutoff: least confidence of a drafted token
     p_split: least confidence of an alternative
@@ -165,9 +165,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     @property
     def max_branches(self) -> int:
         """The maximum number of paths of a tree that is drafted at once."""
-        if self.policy is Policy.PUBLISHED or not self.synchronous:
-            return 1
-        return self.branches
+        return self.branches if self.synchronous or self.buffered else 1
 
     @property
     def wanted_alternatives(self) -> int:
@@ -187,10 +185,12 @@ class Limits(Tuning, frozen=True, kw_only=True):
         return Ablation.MULTIBUFFER not in self.ablations
 
 
-#: the settings of PipeInfer's published experiments: micro-batches of 3, cutoff 0.1, recovery and
-#: decay at the program's default of 0, and none of the features that pipeinfer added
+#: the settings of PipeInfer's published experiments: micro-batches of 3, cutoff 0.1 (for a further
+#: branch as well), recovery and decay at the program's default of 0, and none of the features that
+#: pipeinfer added
 PUBLISHED: dict[str, Any] = {
-    "draft_max": 3, "p_min": 0.1, "p_recovery": 0.0, "p_decay": 0.0, "path_min": 0.0,
+    "draft_max": 3, "p_min": 0.1, "p_split": 0.1, "p_recovery": 0.0, "p_decay": 0.0,
+    "path_min": 0.0,
     "tree_max": 4, "alternatives": 0, "eager": True, "join_tip": False,
 }
 

@@ -252,7 +252,8 @@ class Speculation:
             if above is not None:
                 count = min(most, lane.tree.rows_left(above, limits.exact_width))
             taken = lane.reserve.take(count, self.state.pool.available, self._floor(lane),
-                                      chain=limits.states or limits.chains)
+                                      chain=limits.states or limits.chains,
+                                      base=above if limits.buffered else None)
             asked = self.hints.plan_below(lane, taken, limits.exact_width - len(taken),
                                           self._last_pos) \
                 if taken and self.hints is not None and self.hints.proposer.chained else []

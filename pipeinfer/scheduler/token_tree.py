@@ -195,9 +195,9 @@ class Tree(Struct):
             return node.seq_ids
 
         for base in roots.values():
-            continued = bool(base.children)
+            free = self._continues(base)
             for k, node in enumerate(children[id(base)]):
-                primary = base.seq_ids[0] if k == 0 and not continued else self._branch(base)
+                primary = base.seq_ids[0] if k == 0 and free else self._branch(base)
                 assign(node, primary, base)
         for node in kept:
             assert node.parent is not None
@@ -314,6 +314,10 @@ class Tree(Struct):
             node.parent.children.append(node)
             node.seq_ids, node.run_id = (seq_id,), run_id
 
+    def _continues(self, base: Node) -> bool:
+        """Whether a child that another run brings continues the id of `base`."""
+        return not base.children
+
     def _branch(self, tip: Node) -> int:
         return self.pool.branch(self.lane, tip.seq_ids[0], tip.pos + 1)
 
@@ -332,7 +336,7 @@ class Tree(Struct):
             if key in inside and key not in kept_ids:
                 continue
             if key not in continued:
-                continued[key] = bool(parent.children)
+                continued[key] = key not in inside and not self._continues(parent)
                 seen.update((key, child.token, child.hint) for child in parent.children)
             if (key, node.token, node.hint) in seen:
                 continue

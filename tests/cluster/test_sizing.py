@@ -185,6 +185,7 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     ("published", {"ablate": ("multibuffer",)}, ""),
     ("published", {"p_decay": 0.1}, ""),
     ("pipeinfer", {"branches": 4}, "--branches has no effect"),
+    ("published", {"branches": 4}, ""),
     ("speculative", {"branches": 4, "ablate": ()}, ""),
     ("speculative", {"branches": 4}, ""),
     ("pipeinfer", {"p_decay": 0.1}, "--p-decay has no effect"),
@@ -214,6 +215,14 @@ def test_the_published_policy_starts_as_its_experiments_did():
     assert (limits.p_recovery, limits.p_decay) == (0.4, 0.01)
 
 
+def test_branches_of_the_published_policy_have_its_cutoff_and_more_ids():
+    limits, _ = published(branches=3)
+    assert (limits.max_branches, limits.p_split, limits.partitions) == (3, 0.1, 24)
+    limits, _ = published(branches=3, p_split=0.3, partitions=5)
+    assert (limits.p_split, limits.partitions) == (0.3, 5)
+    assert published()[0].max_branches == 1
+
+
 def test_the_published_policy_cancels_from_the_last_stage_backward():
     assert cancel_path(JobConfig.of(policy="published")) is CancelPath.BACKWARD
     assert cancel_path(JobConfig.of(policy="pipeinfer")) is CancelPath.DIRECT
@@ -230,8 +239,8 @@ def test_what_a_policy_does_not_have(options, says):
         choose_policy(JobConfig.of(**options), DRAFT)
 
 
-def test_the_published_policy_has_one_chain():
-    with pytest.raises(UsageError, match="one chain of a draft's speculative"):
+def test_the_published_policy_takes_tokens_of_a_draft_alone():
+    with pytest.raises(UsageError, match="issues speculative tokens of a draft alone"):
         features.check(JobConfig.of(policy="published", proposer=("lookahead",)))
 
 

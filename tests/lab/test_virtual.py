@@ -23,7 +23,7 @@ from pipeinfer.lab.emulation.virtual import (
     simulate,
 )
 from pipeinfer.scheduler.controller import Controller
-from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.sample import fewer, full, matrix
 
 PROFILES = load_profiles()
@@ -58,6 +58,8 @@ def test_every_policy_and_ablation_gives_the_plain_tokens(acceptance, seed):
     variants += [{"policy": Policy.PUBLISHED, "path_min": 0.0, "draft_max": 3, "p_min": 0.1,
                   "ablations": frozenset(off)}
                  for off in ((), *((one,) for one in COMPONENTS[Policy.PUBLISHED]))]
+    variants += [{"policy": Policy.PUBLISHED, **PUBLISHED, "branches": 3,
+                  "ablations": frozenset(off)} for off in ((), (Ablation.MULTIBUFFER,))]
     for values in variants:
         for direct in (False, True):
             spec = scenario(acceptance=acceptance, seed=seed, tokens=48, direct=direct, **values)

@@ -50,6 +50,7 @@ LIMITS = (
     {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
     {"policy": "pipeinfer", "ablations": ["alternatives"], "p_min": 0.1},
     {"policy": "published", **PUBLISHED},
+    {"policy": "published", **PUBLISHED, "branches": 3},
     {"policy": "published", **PUBLISHED, "ablations": ["multibuffer"]},
 )
 GREEDY = {"temperature": 0.0}

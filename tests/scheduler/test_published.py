@@ -10,7 +10,7 @@ from msgspec import structs
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
-from pipeinfer.core.types import Choice, Request, SeqCopy, SeqRemove
+from pipeinfer.core.types import END, Choice, Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler.buffered_tree import BufferedTree
 from pipeinfer.scheduler.events import CancelRuns, Drafted, Emit, Finish, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
@@ -36,15 +36,16 @@ def long_run(limits, accuracy=0.8, **options):
 
 @given(data=st.data(), width=st.sampled_from([1, 2, 4, 8]), credit=st.sampled_from([1, 2, 4, 9]),
        partitions=st.sampled_from([0, 1, 2, 5, 12]), kept=st.sampled_from([0, 2]),
+       branches=st.sampled_from([1, 2, 4]),
        ablations=st.frozensets(st.sampled_from(COMPONENTS[Policy.PUBLISHED]), max_size=2),
        factors=st.sampled_from([(0.0, 0.0), (0.4, 0.01), (0.05, 0.1)]),
        accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 2**32))
 @examples(150)
-def test_every_interleaving_gives_the_plain_tokens(data, width, credit, partitions, kept,
+def test_every_interleaving_gives_the_plain_tokens(data, width, credit, partitions, kept, branches,
                                                    ablations, factors, accuracy, seed):
     limits = structs.replace(START, exact_width=width, credit=credit, partitions=partitions,
-                             kept=kept, ablations=ablations, p_recovery=factors[0],
-                             p_decay=factors[1], parallel=2)
+                             kept=kept, branches=branches, ablations=ablations,
+                             p_recovery=factors[0], p_decay=factors[1], parallel=2)
     pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed)
     for k in range(3):
         pipeline.submit(Request(k, tuple(range(1 + 3 * k, 4 + 3 * k)), 40))
@@ -99,6 +100,59 @@ def test_buffers_by_hand():
     assert SeqRemove(2, 5) in right.ops  # what the dead run has put there
     assert SeqCopy(0, 3, 3, 5) in right.ops  # every other id hears of what was accepted
     assert sorted(scheduler.pool.free) == [1, 2, 3, 4, 5, 6]
+
+
+TREE = (Proposal(-1, 8, 0.6), Proposal(-1, 9, 0.3), Proposal(0, 10, 0.9))
+
+
+def test_buffers_of_a_tree_by_hand():
+    """An id for each path; the accepted one is swapped, the others are clean up to the token that
+    both paths follow."""
+    scheduler, tip, job = begin(structs.replace(START, branches=2))
+    assert (job.branches, job.p_split) == (2, 0.1)
+    out = scheduler.handle(Drafted(job.job_id, TREE))
+    first, job = (next(i for i in out if isinstance(i, kind)) for kind in (IssueRun, StartDraft))
+    assert first.rows.tokens.tolist() == [8, 10, 9]
+    assert first.rows.positions.tolist() == [3, 4, 3]
+    assert first.rows.seq_ids == ((1,), (1,), (2,))
+    assert first.ops == (SeqCopy(0, 1, 0, 3), SeqCopy(0, 2, 0, 3))
+    assert job.suffix == (8, 10)  # the next tree is built on this one
+    out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 11, 0.6), Proposal(-1, 12, 0.4))))
+    second = next(i for i in out if isinstance(i, IssueRun))
+    assert second.rows.seq_ids == ((3,), (4,))
+    assert second.ops == (SeqCopy(1, 3, 0, 5), SeqCopy(1, 4, 0, 5))
+    out = scheduler.handle(RunDone(tip.run_id, (Choice(9),)))
+    assert CancelRuns((second.run_id,)) in out
+    (again,) = [i for i in out if isinstance(i, IssueRun)]
+    assert again.ops[:5] == (
+        SeqCopy(2, 0, 3, 4),  # the swap
+        SeqRemove(1, 3, END), SeqRemove(4, 3, END), SeqRemove(3, 3, END), SeqRemove(2, 4, END))
+    assert {SeqCopy(0, k, 3, 4) for k in (1, 3, 4)} <= set(again.ops)  # propagation
+    assert sorted(scheduler.pool.free) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_tree_repeats_its_path_once_without_multibuffering():
+    limits = structs.replace(without(Ablation.MULTIBUFFER), branches=2)
+    scheduler, _, job = begin(limits)
+    run = next(i for i in scheduler.handle(Drafted(job.job_id, TREE)) if isinstance(i, IssueRun))
+    assert run.rows.tokens.tolist() == [7, 8, 10, 9]
+    assert run.rows.outputs.tolist() == [False, True, True, True]
+    assert run.rows.seq_ids == ((1, 2), (1,), (1,), (2,))
+    assert run.ops == (SeqCopy(0, 1, 0, 2), SeqCopy(0, 2, 0, 2))
+
+
+def test_side_branches_are_accepted():
+    """More tokens are in flight when they are accepted than with a chain of the same draft."""
+    trees = structs.replace(START, branches=4, partitions=24)
+    forks, found = 0, {START: 0, trees: 0}
+    for limits in found:
+        for seed in range(3):
+            pipeline, stats = long_run(limits, accuracy=0.3, seed=seed)
+            found[limits] += stats.accepted_speculative
+            forks += sum(len(set(i.rows.seq_ids)) > 1 for i in pipeline.log
+                         if isinstance(i, IssueRun) and i.speculative)
+    assert forks > 100
+    assert found[trees] > found[START]
 
 
 def test_ids_are_taken_in_turn():

@@ -279,7 +279,8 @@ def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experi
         p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
     )
     if policy is Policy.PUBLISHED:
-        base = structs.replace(base, **PUBLISHED)
+        paths = int(chosen.get("branches", 1))
+        base = structs.replace(base, **PUBLISHED, partitions=base.partitions * paths)
     unknown = [name for name in chosen if not hasattr(base, name)]
     if unknown:
         raise UsageError(f"there is no limit named {', '.join(unknown)}")
