@@ -278,7 +278,13 @@ class Session:
         if (remote := remote_of(self.draft)) is not None:
             remote.told = note
         if isinstance(self.draft, DraftTeam):
-            self.draft.slot = lambda: max(self.head.times.pace.seconds, default=0.0)
+            self.draft.slot = self._slot
+
+    def _slot(self) -> float:
+        """The seconds of the slowest stage; 0 where a tree waits for the guesses of all drafts."""
+        if self.limits.synchronous and self.limits.max_branches > 1:
+            return 0.0
+        return max(self.head.times.pace.seconds, default=0.0)
 
     def watch_pace(self) -> None:
         """Begin to compare the times of the stages with their best times."""

@@ -4,7 +4,7 @@ Proposals of the quick draft are issued at once; those of the better draft corre
 draft always takes the newest job when it becomes idle; jobs in between are answered by the quick
 draft alone. If the better draft is fast enough to keep the stages busy by itself, proposals of the
 quick draft would only displace better ones. They are then held back until the better draft returns
-nothing, unless their confidence is at least `SURE`.
+nothing, unless their confidence is at least `SURE`. Of a job for trees both answers are merged.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipeinfer.core.drafting import SURE, FeedDraft, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
+from pipeinfer.strategies.proposers.cascade import merged_trees
 
 _REMEMBERED = 64  #: jobs
 _KEEPS_UP = 2.0  #: slowest draft that is waited for, in times of the slowest stage
@@ -41,7 +42,7 @@ class DraftTeam:
         self._released: deque[Drafted] = deque()  # held until another job took the place of theirs
         self._quick, self._better = quick, better
         self._next: StartDraft | None = None
-        self._at = 0  #: id of the better draft's job
+        self._at: StartDraft | None = None  #: the better draft's job
         self._answered: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -98,6 +99,7 @@ class DraftTeam:
             self._note(found.job_id)
             return structs.replace(found, more=awaited)
         while (found := self._better.take()) is not None:
+            job = self._at
             self._learn(found)
             self._go_on()
             if found.job_id not in self._answered:
@@ -106,7 +108,7 @@ class DraftTeam:
                     continue  # the quick draft may still return some
                 self._note(found.job_id)
                 self._quick.stop(found.job_id)
-                return found if found.proposals or held is None else held
+                return _together(held, found, job)
             if found.proposals:
                 return structs.replace(found, further=True)
         self._go_on()
@@ -126,7 +128,7 @@ class DraftTeam:
     def _go_on(self) -> None:
         if self._next is not None and self._better.idle:
             job, self._next = self._next, None
-            self._at = job.job_id
+            self._at = job
             self._better.start(job)
 
     @property
@@ -143,13 +145,23 @@ class DraftTeam:
 
     def _awaited(self, job_id: int) -> bool:
         """Whether the better draft will answer this job as well."""
-        at = not self._better.idle and self._at == job_id
+        at = self._at is not None and not self._better.idle and self._at.job_id == job_id
         return at or (self._next is not None and self._next.job_id == job_id)
 
     def _note(self, job_id: int) -> None:
         self._answered[job_id] = None
         if len(self._answered) > _REMEMBERED:
             self._answered.popitem(last=False)
+
+
+def _together(held: Drafted | None, better: Drafted, job: StartDraft | None) -> Drafted:
+    """Return the answer of the two drafts to one job; held: that of the quick one, if it is
+    there."""
+    if held is None or not better.proposals:
+        return held or better
+    if job is None or job.branches == 1:
+        return better
+    return structs.replace(better, proposals=merged_trees((held.proposals, better.proposals), job))
 
 
 def _sure(found: Drafted) -> bool:

@@ -122,7 +122,8 @@ class Speculation:
         if rows and self.limits.draft_price:  # the rows of the path were evaluated in one pass
             self.worth.went(-min(rows, len(proposals) + 1) * self.limits.draft_price)
         planned = self._plan(lane, node, proposals)
-        if more and not self.limits.synchronous and not self.limits.buffered:
+        if more and not self.limits.synchronous and (not self.limits.buffered
+                                                     or self.limits.max_branches > 1):
             self._open_answers[job_id] = lane, node
             if len(self._open_answers) > _OPEN_ANSWERS:
                 self._open_answers.popitem(last=False)
@@ -140,10 +141,13 @@ class Speculation:
         """Add a better draft's proposals to a job that was answered already.
 
         Where they leave the path of the first answer, their tokens are added. The probability of
-        what is planned there falls to what they leave.
+        what is planned there falls to what they leave. Trees of `published` are merged.
         """
         lane, node = self._open_answers.pop(job_id, (None, None))
         if lane is None or node is None or lane.done:
+            return
+        if self.limits.buffered:
+            self._merge(lane, node, proposals)
             return
         node, rest = beyond(lane.reserve, node, proposals)
         if not rest:
@@ -410,6 +414,11 @@ class Speculation:
         if self._drafts and proposals and ENOUGH > self.calibration.estimate(
                 proposals[0].confidence, first=True):
             return False  # the draft may propose a better token
+        return self._merge(lane, tip, proposals)
+
+    def _merge(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> bool:
+        """Add those of a tree of proposals below `tip` that are new; return whether there are
+        any."""
         planned: list[Node] = []
         for proposal, parent in merged(lane.reserve, tip, proposals, planned):
             planned += self._plan(lane, parent, (proposal,))

@@ -8,6 +8,8 @@ import itertools
 import pytest
 
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.commands import bench
 from pipeinfer.lab.emulation import scenarios
 from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.emulation.scenarios import Experiment
@@ -64,6 +66,21 @@ def test_every_policy_and_ablation_gives_the_plain_tokens(acceptance, seed):
         for direct in (False, True):
             spec = scenario(acceptance=acceptance, seed=seed, tokens=48, direct=direct, **values)
             assert simulate(spec).tokens == plain(spec), values
+
+
+def test_two_drafts_are_right_where_either_is_and_take_the_time_of_both():
+    """Their merged trees, under both policies that have trees."""
+    for policy in ("published", "speculative"):
+        one = Experiment("c", "dolphin-tinyllama", policy, nodes=5, tokens=96, limits=(
+            ("branches", 2), ("tree_max", 4), ("p_min", 0.1), ("p_split", 0.1)))
+        both = dataclasses.replace(one, second="dolphin-orca2")
+        alone, merged = (bench.measure(PROFILES, case) for case in (one, both))
+        assert alone["tokens_equal"]
+        assert merged["tokens_equal"]
+        assert merged["accepted_speculative"] > alone["accepted_speculative"]
+        assert merged["draft_busy"] / merged["drafted"] > alone["draft_busy"] / alone["drafted"]
+    with pytest.raises(UsageError, match="drafts for falcon"):
+        bench.measure(PROFILES, dataclasses.replace(one, second="falcon-7b"))
 
 
 @pytest.mark.parametrize("claimed", [None, 0.9])

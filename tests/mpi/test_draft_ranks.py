@@ -33,6 +33,10 @@ def plain():
     full(3, ["--draft-ranks", "1", "--policy", "published"]),
     full(2, ["--draft-ranks", "1", "--head-stage"]),
     (3, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET]),
+    (4, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET, "--policy", "published",
+         "--branches", "3"]),
+    full(4, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET, "--policy", "speculative",
+             "--branches", "3"]),
 ])
 def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
     done = launch.run(np, [*GENERATE, *PACED, "-m", TARGET, "-md", DRAFT, *options])

@@ -259,6 +259,21 @@ def test_an_answer_that_waits_is_given_when_another_job_takes_its_place(proposal
     assert team.take() is None  # that of 2 goes on waiting
 
 
+@pytest.mark.parametrize(("branches", "tokens"), [(1, {2}), (2, {2, 7})])
+def test_a_job_for_trees_gets_the_tree_of_both_drafts(branches, tokens):
+    """As SpecInfer merges those of its small models, before anything is verified."""
+    quick, better = Quick(), Quick()
+    better.idle = True
+    team = DraftTeam(quick, better)
+    team.start(job([3, 1], number=1, branches=branches))
+    better.idle = False
+    quick.answers = [Drafted(1, (Proposal(-1, 7, 0.3),))]
+    assert team.take() is None
+    better.answers = [Drafted(1, (Proposal(-1, 2, 0.6), Proposal(0, 4, 0.9)))]
+    found = team.take()
+    assert {one.token for one in found.proposals if one.parent < 0} == tokens
+
+
 def test_a_better_draft_that_is_first_is_the_answer():
     with Ranks(1) as ranks:
         ranks.draft.await_ready(SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.policy import Policy
@@ -69,6 +70,15 @@ def test_it_puts_back_what_waits_where_it_disagrees():
     assert issued(further=True)[0] == 9
 
 
+@pytest.mark.parametrize(("branches", "issued"), [(1, []), (2, [9, 2])])
+def test_trees_of_two_drafts_are_merged_under_the_published_policy(branches, issued):
+    """A chain stays as the first draft named it."""
+    bench = Bench(structs.replace(LIMITS, policy=Policy.PUBLISHED, branches=branches, **PUBLISHED))
+    assert bench.answer(7, 8, more=True) == [7, 8]
+    tree = (Proposal(-1, 7, 0.9), Proposal(-1, 9, 0.3), Proposal(1, 2, 0.9))
+    assert bench.feed(Drafted(bench.job.job_id, tree, further=True)) == issued
+
+
 def test_a_late_or_unknown_answer_changes_nothing():
     bench = Bench()
     bench.answer(7, more=True)
@@ -84,6 +94,8 @@ def test_a_late_or_unknown_answer_changes_nothing():
 @pytest.mark.parametrize("limits", [
     LIMITS, Limits(n_ctx=90, policy=Policy.SPECULATIVE, partitions=4, exact_width=4, tree_max=3),
     Limits(n_ctx=90, policy=Policy.PUBLISHED, partitions=6, credit=4, exact_width=4, **PUBLISHED),
+    Limits(n_ctx=90, policy=Policy.PUBLISHED, partitions=9, credit=4, exact_width=4, branches=3,
+           **PUBLISHED),
 ])
 def test_tokens_are_those_of_plain_decoding(limits):
     some = 0

@@ -209,6 +209,24 @@ def test_the_likelier_word_goes_out_and_agreement_makes_it_likelier_still():
     assert found[0].confidence == 1 - 0.4 * 0.5
 
 
+def test_for_a_job_of_trees_the_trees_of_all_are_merged():
+    """Each path once, the likeliest within the job's bounds, parents first."""
+    first = Fixed(Proposal(-1, 3, 0.5), Proposal(-1, 4, 0.25), Proposal(0, 5, 0.5))
+    other = Fixed(Proposal(-1, 4, 0.5), Proposal(0, 6, 0.9), Proposal(-1, 7, 0.1))
+
+    def both(**bounds):
+        return Cascade([first, other]).propose(structs.replace(job([1]), **bounds), lambda: False)
+
+    def found(**bounds):
+        return [(one.parent, one.token) for one in both(**bounds)]
+
+    whole = [(-1, 4), (0, 6), (-1, 3), (2, 5), (-1, 7)]  # 4: named by both
+    assert found(branches=4, max_tokens=9) == whole
+    assert found(branches=4, max_tokens=3) == whole[:3]
+    assert found(branches=2, max_tokens=9) == whole[:4]
+    assert both(branches=2, max_tokens=1) == (Proposal(-1, 4, 1 - 0.75 * 0.5),)
+
+
 def test_in_steps_it_names_the_same_and_only_models_take_steps():
     class Model(Fixed):
         def steps(self, job):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import structs
@@ -66,6 +66,7 @@ class Experiment:
     tokens: tokens to generate
     direct_cancel: whether cancellations go to every stage at once (never with `published`)
     context: tokens that are cached before the prompt; with any, the time of attention counts
+    second: profile of another pair with the same target, whose draft proposes too; "" for none
     """
 
     cluster: str
@@ -86,6 +87,7 @@ class Experiment:
     tokens: int = 512
     direct_cancel: bool = True
     context: int = 0
+    second: str = ""
 
     def name(self) -> str:
         """A key that tells experiments apart."""
@@ -117,9 +119,20 @@ def build(profiles: Profiles, experiment: Experiment) -> Built:
     nodes = nodes[:count]
     pair = profiles.pair(experiment.pair)
     link = profiles.link(experiment.link or cluster.link)
-    return assemble(nodes, profiles.model(pair.target), profiles.model(pair.draft), link,
-                    pair.acceptance if experiment.acceptance is None else experiment.acceptance,
-                    experiment, pair.by_depth)
+    built = assemble(nodes, profiles.model(pair.target), profiles.model(pair.draft), link,
+                     pair.acceptance if experiment.acceptance is None else experiment.acceptance,
+                     experiment, pair.by_depth)
+    if not experiment.second:
+        return built
+    second = profiles.pair(experiment.second)
+    if second.target != pair.target:
+        raise UsageError(f"{experiment.second} drafts for {second.target}, not for {pair.target}")
+    draft = profiles.model(second.draft)
+    more = draft.total_bytes + cache_bytes(draft, experiment) * draft.n_layers
+    return replace(built, memory=(built.memory[0] + more, *built.memory[1:]),
+                   scenario=replace(built.scenario, second=(
+                       SyntheticPair(second.acceptance, seed=experiment.prompt_seed, draft=1),
+                       draft_time(draft, nodes[0]))))
 
 
 def assemble(

@@ -38,6 +38,7 @@ class SyntheticPair:
     claimed: mean of the confidences that the draft claims; None: they are true
     by_depth: the draft is a prediction head, whose first guesses are right in these shares of
         positions, by the distance from the target's last row (beyond the last: as there)
+    draft: number of the draft; different drafts are wrong independently
     """
 
     acceptance: float
@@ -46,6 +47,7 @@ class SyntheticPair:
     second: float | None = None
     claimed: float | None = None
     by_depth: tuple[float, ...] = ()
+    draft: int = 0
 
     @property
     def n_vocab(self) -> int:
@@ -68,7 +70,7 @@ class SyntheticPair:
         """
         acceptance = self.by_depth[min(depth, len(self.by_depth)) - 1] if depth else \
             self.acceptance
-        draw = mixed(self.seed, pos, path, 2)
+        draw = mixed(self.seed, pos, path, 2 + self.draft)
         rank = (draw & 0xFFFF) / 0x10000
         confidence = _quantile(acceptance, self.spread, rank)
         claim = confidence if self.claimed is None else _quantile(self.claimed, self.spread, rank)

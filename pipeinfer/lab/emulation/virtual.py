@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.base import apply
-from pipeinfer.core.drafting import FeedDraft, StartDraft
+from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import PipeinferError
 from pipeinfer.lab.emulation.synthetic import (
@@ -106,6 +106,7 @@ class Scenario:
     draft decode of so many rows. row_bytes: bytes of one row's activations. proposers: `draft`
     and `prompt-lookup` in the order in which they are asked; the latter takes no time of its own.
     context: tokens that are cached before the prompt. draft_attention: as a stage's, for the draft.
+    second: a further draft, asked after all others, with the seconds of its decode.
     """
 
     stages: tuple[VirtualStage, ...]
@@ -123,6 +124,7 @@ class Scenario:
     proposers: tuple[str, ...] = ("draft",)
     context: int = 0
     draft_attention: Callable[[int, int], float] = no_attention
+    second: tuple[Pair, Callable[[int], float]] | None = None
 
     def __post_init__(self) -> None:
         if len(self.links) != len(self.stages) + 1:
@@ -221,6 +223,25 @@ class _StageState:
     run_seconds: dict[int, float] = field(default_factory=dict)
 
 
+class _Second(DraftModel):
+    """A draft that calls `begin` before each of its evaluations, which take another time."""
+
+    def __init__(self, backend: SyntheticBackend, begin: Callable[[], None], paths: int) -> None:
+        super().__init__(backend, paths=paths)
+        self._begin = begin
+
+    def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
+        steps = super().steps(job)
+        while True:
+            try:
+                rows = next(steps)
+            except StopIteration as end:
+                found: tuple[Proposal, ...] = end.value
+                return found
+            self._begin()
+            yield rows
+
+
 class Simulation:
     """One request through a scenario; `emulation.load` has several."""
 
@@ -241,8 +262,10 @@ class Simulation:
             if isinstance(scenario.pair, SyntheticPair) and self.taps else DraftModel(
                 SyntheticBackend(scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx,
                                  n_seq_max=ids, draft=True), paths=paths)
-        self.draft = Cascade([PromptLookup() if name == "prompt-lookup" else draft
-                              for name in scenario.proposers])
+        self.evaluated = scenario.draft
+        self.draft = Cascade([*(PromptLookup() if name == "prompt-lookup" else draft
+                                for name in scenario.proposers),
+                              *self._further(n_ctx, ids, paths)])
         self.stages = [_StageState(spec) for spec in scenario.stages]
         self.link_free = [0.0] * len(scenario.links)
         self.head_free = 0.0
@@ -260,6 +283,14 @@ class Simulation:
         self.sent = 0
         self.died: dict[int, float] = {}
         self.spans: list[tuple[int, int, float, float, str]] = []
+
+    def _further(self, n_ctx: int, ids: int, paths: int) -> list[DraftModel]:
+        if self.spec.second is None:
+            return []
+        pair, seconds = self.spec.second
+        backend = SyntheticBackend(pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=ids,
+                                   draft=True)
+        return [_Second(backend, lambda: setattr(self, "evaluated", seconds), paths)]
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -544,7 +575,8 @@ class Simulation:
             self._draft_next()
             return
         longest = self.spec.context + self.spec.prompt + len(self.tokens)
-        seconds = self.spec.draft(rows) + self.spec.draft_attention(rows * longest, longest)
+        seconds = self.evaluated(rows) + self.spec.draft_attention(rows * longest, longest)
+        self.evaluated = self.spec.draft
         self.draft_busy += seconds
         self.draft_free = self.now + seconds
         self.at(self.draft_free,

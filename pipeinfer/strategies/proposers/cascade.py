@@ -3,11 +3,13 @@ confidence.
 
 The PipeInfer paper suggests more than one draft model, the smallest first. Here proposers are
 queried in order until one returns a token of high confidence. The more probable chain of proposals
-is returned, and the others' first tokens become alternatives. Independent of models.
+is returned, and the others' first tokens become alternatives; a job for trees gets the merged tree
+of all, as SpecInfer merges those of its small models. Independent of models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -99,13 +101,15 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], job: StartD
            ) -> tuple[Proposal, ...]:
     """Merge the proposals of two proposers.
 
-    The result is the chain whose first token is more probable (`newer` if both are equal), with
-    first tokens of the other among at most `job.alternatives` alternatives to its first token. If
-    both have the same first token, it is assumed to be wrong only if both proposers are,
-    independently.
+    For a job of several branches the result is a tree, see `merged_trees`. Else it is the chain
+    whose first token is more probable (`newer` if both are equal), with first tokens of the other
+    among at most `job.alternatives` alternatives to its first token. If both have the same first
+    token, it is assumed to be wrong only if both proposers are, independently.
     """
     if not older or not newer:
         return newer or older
+    if job.branches > 1:
+        return merged_trees((older, newer), job)
     best, others = (newer, older) if likely(newer[0], job) >= likely(older[0], job) else (
         older, newer)
     best = _shared(best, others)
@@ -125,6 +129,36 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], job: StartD
             )
             room -= 1
     return (*(p for p in best if not p.alternative), *alternatives)
+
+
+def merged_trees(trees: Sequence[tuple[Proposal, ...]], job: StartDraft) -> tuple[Proposal, ...]:
+    """Merge trees of proposals: each path once, and of them the likeliest that `job` has room for.
+
+    A token that several proposers named on the same path is assumed to be wrong only if all of them
+    are, independently.
+    """
+    found: dict[tuple[int, ...], Proposal] = {}
+    for tree in trees:
+        paths: list[tuple[int, ...]] = []
+        for one in tree:
+            paths.append((*(paths[one.parent] if one.parent >= 0 else ()), one.token))
+            if (known := found.get(paths[-1])) is not None:
+                doubt = (1.0 - known.confidence) * (1.0 - one.confidence)
+                one = structs.replace(one, confidence=1.0 - doubt, paid=known.paid and one.paid)
+            found[paths[-1]] = one
+    chances = {path: math.prod(likely(found[path[:n]], job) for n in range(1, len(path) + 1))
+               for path in found}
+    kept: dict[tuple[int, ...], int] = {(): -1}
+    continued: set[tuple[int, ...]] = set()
+    result: list[Proposal] = []
+    for path in sorted(found, key=lambda path: (-chances[path], len(path))):
+        before, leaves = path[:-1], len(kept) - len(continued)
+        full = before in continued and leaves >= job.branches
+        if before in kept and not full and len(result) < job.max_tokens:
+            continued.add(before)
+            kept[path] = len(result)
+            result.append(structs.replace(found[path], parent=kept[before]))
+    return tuple(result)
 
 
 def _shared(best: tuple[Proposal, ...], others: tuple[Proposal, ...]) -> tuple[Proposal, ...]:
