@@ -33,6 +33,7 @@ from benchmarks.paper.figures_paper import (
     speed,
     ttft,
 )
+from benchmarks.paper.figures_trees import tree_needs, trees
 from benchmarks.paper.figures_wide import on_grids, wide_needs
 from benchmarks.paper.plots import Figure
 
@@ -57,6 +58,9 @@ FIGURES = (
            "Without cancellation slower; without continuous speculation severely slower (Falcon "
            "moderately). Multibuffering and asynchronous speculation could not be measured: the "
            "output became incoherent.", ablation_needs, ablations),
+    Figure("trees", "Trees, and trees of two drafts",
+           "Its text speaks of trees of guesses and of several drafts; it reports trees of four "
+           "tokens and names no number of paths.", tree_needs, trees),
     Figure("gpu", "Four GPUs (Fig. 9)",
            "PipeInfer is faster than synchronous speculation in all cases but one (Dolphin 2.9).",
            gpu_needs, gpu),

@@ -149,6 +149,23 @@ def _raw(name: str) -> Any:
     return json.loads((RAW / name).read_text(encoding="utf-8"))
 
 
+def trees(paper: Paper) -> Rows:
+    """`published-trees`."""
+    def speed(case: str, policy: str) -> str:
+        return f"{paper.mean('trees', case, policy):.2f}"
+
+    rows = []
+    for pair in SMALL:
+        for policy, name in (("published", "published"), (BASELINE, "synchronous")):
+            small, large = (f"c 8 nodes {pair}, {size}" for size in (
+                "the paper's size", "twice the size"))
+            rows.append([PAIRS[pair] + ACCEPTED[pair].removesuffix(" accepted"), name,
+                         *(speed(f"{small}, {n} paths", policy) for n in (1, 2, 4)),
+                         *(speed(f"{small}, {n} paths, two drafts", policy) for n in (2, 4)),
+                         *(speed(f"{large}, {n} paths", policy) for n in (1, 2, 4))])
+    return rows
+
+
 def losing_choices() -> Rows:
     """`losing-choices`."""
     rows = []
@@ -161,7 +178,7 @@ def losing_choices() -> Rows:
 
 FROM_PAPER: Mapping[str, Callable[[Paper], Rows]] = {
     "published-gain": gain, "published-ttft": first_tokens, "policies-on-grids": grids,
-    "published-ablations": ablations}
+    "published-ablations": ablations, "published-trees": trees}
 
 
 def wrong_rows(kept: Sequence[Sequence[str]], made: Rows) -> list[str]:
