@@ -182,6 +182,11 @@ def excluding(feature: str, job: JobConfig) -> list[str]:
 
 def check(job: JobConfig, sampling: SamplingConfig | None = None) -> None:
     """Raise UsageError, with what to leave out, if options of a config exclude one another."""
+    if job.speculation.verify == "mss":
+        raise UsageError(
+            "--verify mss has the target's distribution, but the text would depend on what was "
+            "guessed, and so on timing: leave it out, or compare with it in an emulation "
+            "(pipeinfer bench --temp 0.8 --verify mss)")
     for one in exclusions():
         if used([one.feature], job, sampling) and (found := used(one.others, job, sampling)):
             raise UsageError(one.message.format(feature=one.feature, found=" and ".join(found)))

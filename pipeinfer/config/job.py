@@ -262,6 +262,9 @@ class SpeculationConfig:
     p_split: float = opt(-1.0, "--p-split", kind="float", low=-1, high=1, changes_tokens=False,
                          help="Least confidence of a further branch or alternative; -1: 0.2 for "
                               "synchronous trees, else 0.02.")
+    verify: str = opt("shared", "--verify", kind="str", choices=("shared", "mss"),
+                      help="How drafted tokens are verified: by noise that draft and target share. "
+                           "SpecInfer's multi-step sampling (mss) is in `pipeinfer bench` alone.")
     p_recovery: float = opt(0.0, "--p-recovery", kind="float", low=0, high=1, changes_tokens=False,
                             help="Raise the cutoff by this much for each run issued since the "
                                  "last acceptance.")

@@ -31,6 +31,7 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.emulation import scenarios, wide
 from pipeinfer.lab.emulation.profiles import Profiles, load_profiles, lookup
+from pipeinfer.lab.emulation.sampled import MSS, SHARED
 from pipeinfer.lab.emulation.scenarios import Built, Experiment
 from pipeinfer.lab.emulation.virtual import (
     HEADER_BYTES,
@@ -156,6 +157,11 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
               help="Fix a limit, such as draft_max=2; the controller does not tune it.")
 @click.option("--no-adapt", is_flag=True, help="Do not tune pipeinfer while it runs.")
+@click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0,
+              help="Temperature of a pair whose tokens are drawn [default: 0, greedy].")
+@click.option("--verify", type=click.Choice([SHARED, MSS]), default=SHARED,
+              help="With --temp: guesses are verified by noise that draft and target share, as in "
+                   "jobs, or by SpecInfer's multi-step sampling.")
 @click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0,
               help="Stretch emulated time by this factor (under mpirun) [default: 1].")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
@@ -247,7 +253,7 @@ def read_experiment(given: Mapping[str, Any]) -> Experiment:
         delay=given["delay"] * 1e-3, acceptance=given["acceptance"], slow=slow,
         split=given["split"], ablate=tuple(given["ablate"]), limits=limits,
         adapt=not given["no_adapt"], prompt=given["prompt"], tokens=given["tokens"],
-        context=given["context"], **grid)
+        context=given["context"], temperature=given["temperature"], verify=given["verify"], **grid)
 
 
 def read_limit(text: str) -> tuple[str, float | int | bool]:

@@ -24,6 +24,7 @@ from pipeinfer.lab.emulation.profiles import (
     NodeProfile,
     Profiles,
 )
+from pipeinfer.lab.emulation.sampled import MSS, SHARED, SampledPair
 from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import (
     Overheads,
@@ -67,6 +68,8 @@ class Experiment:
     direct_cancel: whether cancellations go to every stage at once (never with `published`)
     context: tokens that are cached before the prompt; with any, the time of attention counts
     second: profile of another pair with the same target, whose draft proposes too; "" for none
+    temperature: above 0 tokens are drawn, see `sampled.SampledPair`
+    verify: how guesses are verified then, SHARED or MSS
     """
 
     cluster: str
@@ -88,6 +91,8 @@ class Experiment:
     direct_cancel: bool = True
     context: int = 0
     second: str = ""
+    temperature: float = 0.0
+    verify: str = SHARED
 
     def name(self) -> str:
         """A key that tells experiments apart."""
@@ -163,8 +168,7 @@ def assemble(
     drafting = draft_time(draft, head, one_layer=bool(by_depth))
     scenario = Scenario(
         virtual, (wire,) * (len(virtual) + 1), drafting, limits,
-        SyntheticPair(acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed,
-                      by_depth=by_depth if policy is not Policy.ITERATIVE else ()),
+        synthetic_pair(acceptance, experiment, by_depth),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
         direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
@@ -180,6 +184,22 @@ def assemble(
                  row_cost, tuple(
                      (rows, max(stage.seconds(rows) for stage in virtual)
                       / max(stage.seconds(1) for stage in virtual)) for rows in CURVE_ROWS))
+
+
+def synthetic_pair(acceptance: float, experiment: Experiment, by_depth: tuple[float, ...]
+                   ) -> SyntheticPair:
+    """The two models of an experiment. Raises UsageError for what cannot be drawn or verified."""
+    if not experiment.temperature:
+        if experiment.verify == MSS:
+            raise UsageError("--verify mss needs --temp above 0: greedy tokens are not drawn")
+        return SyntheticPair(
+            acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed,
+            by_depth=by_depth if experiment.policy != Policy.ITERATIVE else ())
+    if by_depth or experiment.second or experiment.claimed is not None:
+        raise UsageError("--temp is for pairs of a target and one draft model whose confidences "
+                         "are its own: leave it out, or choose another --pair")
+    return SampledPair(acceptance, seed=experiment.prompt_seed,
+                       temperature=experiment.temperature, verify=experiment.verify)
 
 
 def run(profiles: Profiles, experiment: Experiment) -> tuple[Built, Result]:

@@ -32,9 +32,9 @@ from pipeinfer.lab.emulation.scenarios import (
     draft_time,
     limits_of,
     load_of,
+    synthetic_pair,
 )
 from pipeinfer.lab.emulation.sizes import pieces
-from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import (
     Overheads,
     Result,
@@ -217,8 +217,7 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
             curve, drafting(1) / slowest, limits.exact_width, weighed=True))
     scenario = Scenario(
         virtual, (ground.wire,) * (len(virtual) + 1), drafting, limits,
-        SyntheticPair(ground.acceptance, seed=experiment.prompt_seed, claimed=experiment.claimed,
-                      by_depth=ground.by_depth),
+        synthetic_pair(ground.acceptance, experiment, ground.by_depth),
         row_bytes=4 * target.n_embd, prompt=experiment.prompt, tokens=experiment.tokens,
         overheads=Overheads(), draft_paths=8,
         direct_cancel=experiment.direct_cancel and policy is not Policy.PUBLISHED,
