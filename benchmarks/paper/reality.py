@@ -4,6 +4,7 @@
     python -m benchmarks.paper.reality --pace 240            # slower: sums count less
     python -m benchmarks.paper.reality --local               # ranks of this host, sums in memory
     python -m benchmarks.paper.reality --quota big.gguf      # by quotas of processor time
+    python -m benchmarks.paper.reality --local --pipeline    # every policy, the papers' too
 
 Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
 layers, as four stages or as two wide ones. Everything is real, the links, the launch over ssh, MPI,
@@ -28,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,34 @@ ROWS = (1, 2, 4, 8)
 CODE = "parser = argparse.ArgumentParser(description='Count words in a file')\n"
 QUESTION = "Write a Python class for a stack with push, pop and peek."
 GRIDS = {"four stages": (1, 1, 1, 1), "two wide stages": (2, 2)}
-POLICIES = (Policy.ITERATIVE, Policy.SPECULATIVE, Policy.PIPEINFER)
 WIRE = Wire(60e-6, 1e9 / 8)
 PACE = 60.0  #: milliseconds of a stage for a row
 ROW = 0.2  #: of that, for each further one
 _DEPTH, _REPEATS, _CTX = 96, 12, 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A policy, and options of the job besides, by the names of the config."""
+
+    name: str
+    policy: Policy
+    options: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def flags(self) -> list[str]:
+        """The options as a command line has them."""
+        return [word for name, value in self.options.items()
+                for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+WAYS = (Way("iterative", Policy.ITERATIVE), Way("speculative", Policy.SPECULATIVE),
+        Way("pipeinfer", Policy.PIPEINFER))
+PAPERS = {"tree_max": 4, "draft_p_min": 0.1}  #: of a synchronous tree, in the paper
+ALL_WAYS = (*WAYS, Way("speculative, as published", Policy.SPECULATIVE, PAPERS),
+            Way("the same, 2 paths", Policy.SPECULATIVE, {**PAPERS, "branches": 2, "p_split": 0.1}),
+            Way("published", Policy.PUBLISHED),
+            Way("published, 2 paths", Policy.PUBLISHED, {"branches": 2}))
 
 
 def kernels(path: Path) -> dict[int, float]:
@@ -142,7 +166,7 @@ class Case:
         each, more = divmod(ModelFile(self.target).n_layers, stages)
         return [each + (k < more) for k in range(stages)]
 
-    def predicted(self, widths: tuple[int, ...], policy: Policy, exchange_seconds: float) -> float:
+    def predicted(self, widths: tuple[int, ...], way: Way, exchange_seconds: float) -> float:
         """Tokens per second in virtual time."""
         row_bytes = 4 * ModelFile(self.target).n_embd
         counts = self.layers(len(widths))
@@ -156,7 +180,8 @@ class Case:
 
         stages = tuple(stage(count, width, last=k == len(widths) - 1)
                        for k, (count, width) in enumerate(zip(counts, widths, strict=True)))
-        config = JobConfig.of(policy=policy.value).speculation
+        policy = way.policy
+        config = JobConfig.of(policy=policy.value, **way.options).speculation
         curve = tuple((rows, stages[0].seconds(rows) / stages[0].seconds(1)) for rows in ROWS[1:])
         spare = spare_cells(EXACT_LIMIT, len(widths) + 1)
         limits, pinned = limits_for(
@@ -168,28 +193,29 @@ class Case:
             stages, (WIRE,) * (len(widths) + 1),
             lambda rows: self.draft_seconds[1] * relative(draft, rows), limits, pair,
             row_bytes=row_bytes, prompt=len(self.text.prompt), tokens=len(self.text.answer),
-            overheads=Overheads(), direct_cancel=True)
+            overheads=Overheads(),
+            direct_cancel=policy is not Policy.PUBLISHED)
         controller = controller_for(config, limits, pinned, curve, spare)
         result = simulate(scenario, controller)
         assert result.tokens == pair.plain(prompt_of(scenario), len(self.text.answer))
         return result.tokens_per_second
 
-    def measured(self, cluster: Cluster | Local, widths: tuple[int, ...], policy: Policy
+    def measured(self, cluster: Cluster | Local, widths: tuple[int, ...], way: Way
                  ) -> tuple[float, float]:
         """Tokens per second of a job over the hosts, and what a sum took when it loaded; says so
         where tokens are not the pair's."""
         grid = ["--grid", f"{len(widths)}x{widths[0]}"] if widths[0] > 1 else []
-        guesses = ["--proposer", "draft"] if policy is not Policy.ITERATIVE else []
+        guesses = ["--proposer", "draft"] if way.policy is not Policy.ITERATIVE else []
         done = cluster.pipeinfer(
             ["generate", "-m", str(self.target), "-md", str(self.draft), "-c", str(_CTX), "-t", "1",
              *self.prompt, "-n", str(len(self.text.answer)), "--temp", "0", "--json", "--layers",
-             ",".join(map(str, self.layers(len(widths)))), "--policy", policy.value,
-             *grid, *guesses, *self.options], timeout=400, ranks=cluster.n_nodes)
+             ",".join(map(str, self.layers(len(widths)))), "--policy", way.policy.value,
+             *grid, *guesses, *way.flags, *self.options], timeout=400, ranks=cluster.n_nodes)
         if done.returncode:
-            sys.exit(f"{self.name} {widths} {policy}: {done.stderr[-3000:]}")
+            sys.exit(f"{self.name} {widths} {way.name}: {done.stderr[-3000:]}")
         found: dict[str, Any] = json.loads(done.stdout)
         if found["tokens"] != self.text.answer.tolist():
-            print(f"{self.name} {widths} {policy}: other tokens than the pair alone", flush=True)
+            print(f"{self.name} {widths} {way.name}: other tokens than the pair alone", flush=True)
         stats = found["stats"]
         return float(stats["tokens_per_second"]), statistics.median(
             stage["sum_seconds"] for stage in stats["stages"].values())
@@ -246,6 +272,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--pace", type=float, default=PACE, help="milliseconds of a stage")
     parser.add_argument("--local", action="store_true", help="ranks of this host, at a pace")
+    parser.add_argument("--pipeline", action="store_true",
+                        help="four stages alone, but the papers' policies too")
     parser.add_argument("--kernels", type=Path, help="measure one model here, print JSON")
     given = parser.parse_args()
     if given.kernels:
@@ -254,24 +282,24 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     print("| pair | hosts | policy | predicted | measured | error |\n" + "| --- " * 6 + "|")
     if given.local:
-        compare(Local(), at_a_pace(Local(), given.tokens, given.pace))
+        compare(Local(), at_a_pace(Local(), given.tokens, given.pace), pipeline=given.pipeline)
         return
     with Cluster(5, cpu=given.cores if given.quota else 0.0) as cluster:
         compare(cluster, [by_quota(cluster, path, given.tokens) for path in given.quota]
-                or at_a_pace(cluster, given.tokens, given.pace))
+                or at_a_pace(cluster, given.tokens, given.pace), pipeline=given.pipeline)
 
 
-def compare(cluster: Cluster | Local, cases: list[Case]) -> None:
+def compare(cluster: Cluster | Local, cases: list[Case], *, pipeline: bool) -> None:
     """A row for each pair, grid and policy."""
     for case in cases:
-        for name, widths in GRIDS.items():
-            exchange = case.measured(cluster, widths, Policy.ITERATIVE)[1]
+        for name, widths in list(GRIDS.items())[:1 if pipeline else None]:
+            exchange = 0.0 if pipeline else case.measured(cluster, widths, WAYS[0])[1]
             if exchange:
                 print(f"a sum takes {1e6 * exchange:.0f} us", flush=True)
-            for policy in POLICIES:
-                expected = case.predicted(widths, policy, exchange)
-                speed, _ = case.measured(cluster, widths, policy)
-                print(f"| {case.name} | {name} | {policy.value} | {expected:.2f} | {speed:.2f} "
+            for way in ALL_WAYS if pipeline else WAYS:
+                expected = case.predicted(widths, way, exchange)
+                speed, _ = case.measured(cluster, widths, way)
+                print(f"| {case.name} | {name} | {way.name} | {expected:.2f} | {speed:.2f} "
                       f"| {100 * (expected / speed - 1):+.0f} % |", flush=True)
 
 
