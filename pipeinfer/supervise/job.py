@@ -61,13 +61,9 @@ class SupervisedJob:
 
     def kill(self) -> None:
         """Send SIGKILL to all of its session: the launcher, and ssh to hosts that do not answer."""
-        if self._process is None:
-            return
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if os.getsid(int(entry.name)) == self._process.pid:
-                        os.kill(int(entry.name), signal.SIGKILL)
+        for number in [] if self._process is None else _session(self._process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(number, signal.SIGKILL)
 
     async def run(self) -> int:
         """Start the job and wait for its end; return its exit status.
@@ -116,6 +112,12 @@ class SupervisedJob:
         watcher = asyncio.create_task(self._watch(process, said))
         status = await asyncio.to_thread(process.wait)
         watcher.cancel()
+        # over poor links a daemon may not end, and its ssh holds the output that somebody reads
+        for _ in range(round(_GOODBYE / _LOOK)):
+            if not _session(process.pid):
+                break
+            await asyncio.sleep(_LOOK)
+        self.kill()
         if readers:  # an orphan may hold the other end
             await asyncio.wait(readers, timeout=_DRAINED)
             for reader in readers:
@@ -155,6 +157,17 @@ class SupervisedJob:
             return
         with contextlib.suppress(OSError):
             self._process.send_signal(number)
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+    return found
 
 
 def _alive(words: Sequence[str]) -> bool:
