@@ -74,7 +74,7 @@ LIMITS = {
     "single id": Limits(n_ctx=N_CTX, exact_width=4, credit=6, threads=4,
                         ablations=frozenset({Ablation.ALTERNATIVES})),
     "published": Limits(n_ctx=N_CTX, policy=Policy.PUBLISHED, exact_width=4, credit=6, threads=4,
-                        path_min=0.0),
+                        branches=3, path_min=0.0),
     "no buffers": Limits(n_ctx=N_CTX, policy=Policy.PUBLISHED, exact_width=8, credit=6, threads=4,
                          path_min=0.0, ablations=frozenset({Ablation.MULTIBUFFER})),
 }
