@@ -5,6 +5,7 @@
     python -m benchmarks.paper.reality --local               # ranks of this host, sums in memory
     python -m benchmarks.paper.reality --quota big.gguf      # by quotas of processor time
     python -m benchmarks.paper.reality --local --pipeline    # every policy, the papers' too
+    python -m benchmarks.paper.reality --local --heads       # models with heads of their own
 
 Five hosts in network namespaces with links of 1 Gbit/s: the head with the draft, and four for the
 layers, as four stages or as two wide ones. Everything is real, the links, the launch over ssh, MPI,
@@ -14,6 +15,8 @@ took when the members of the first job of a grid loaded, and what the runtime co
 (`Overheads`). The tokens are those of the pair itself, played back (`emulation.recorded`).
 
 With --local there are no hosts and no links to predict: what remains is the clock of wide stages.
+With --heads the models have a head that is always right if it is given the right rows; one of them
+keeps a state. The prediction knows how long the head takes for a token.
 With --quota stages compute for as long as their host's share of a processor makes them, which is
 predicted from runs of the whole model on one such host. The model must be inflated from the
 embedded target, so that its draft fits.
@@ -22,12 +25,14 @@ embedded target, so that its draft fits.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,8 +46,9 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for, spare_cells
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.types import END, make_rows
+from pipeinfer.core.types import END, SamplingParams, make_rows
 from pipeinfer.lab.emulation.recorded import RecordedPair, Text
+from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import (
     Overheads,
     Scenario,
@@ -56,6 +62,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.judge import relative
 from tests.rig import launch
+from tests.rig.clockwork import write_clockwork
 from tests.rig.namespaces import Cluster
 from tests.rig.plain_loop import PlainLoop
 
@@ -67,6 +74,7 @@ WIRE = Wire(60e-6, 1e9 / 8)
 PACE = 60.0  #: milliseconds of a stage for a row
 ROW = 0.2  #: of that, for each further one
 _DEPTH, _REPEATS, _CTX = 96, 12, 512
+_DEPTHS = 16  #: distances at which a head guesses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +158,8 @@ def curve_of(seconds: dict[int, float]) -> tuple[tuple[int, float], ...]:
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A pair and what it says. options: of the job. seconds: of a stage with this part of the
-    layers, the last or not, for so many rows."""
+    layers, the last or not, for so many rows. guesses: options for them. by_depth: how often a head
+    is right at each distance; none for a draft. stages: another number of them than the grids'."""
 
     name: str
     target: Path
@@ -160,6 +169,14 @@ class Case:
     draft_seconds: dict[int, float]
     seconds: Callable[[float, bool, int], float]
     options: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ("--proposer", "draft")
+    by_depth: tuple[float, ...] = ()
+    stages: int = 0
+
+    @property
+    def grids(self) -> dict[str, tuple[int, ...]]:
+        """Widths of the stages, by name."""
+        return {f"{self.stages} stages": (1,) * self.stages} if self.stages else GRIDS
 
     def layers(self, stages: int) -> list[int]:
         """How many of them each stage has."""
@@ -188,7 +205,8 @@ class Case:
             config, policy, sizes_for(curve[0][1] - 1.0), n_ctx=_CTX, chunk=64, exact=EXACT_LIMIT,
             n_stages=len(widths), curve=curve, spare=spare)
         draft = curve_of(self.draft_seconds)
-        pair = RecordedPair(self.text)
+        pair = SyntheticPair(1.0, by_depth=self.by_depth if policy is not Policy.ITERATIVE else ()
+                             ) if self.by_depth else RecordedPair(self.text)
         scenario = Scenario(
             stages, (WIRE,) * (len(widths) + 1),
             lambda rows: self.draft_seconds[1] * relative(draft, rows), limits, pair,
@@ -204,21 +222,28 @@ class Case:
                  ) -> tuple[float, float]:
         """Tokens per second of a job over the hosts, and what a sum took when it loaded; says so
         where tokens are not the pair's."""
-        grid = ["--grid", f"{len(widths)}x{widths[0]}"] if widths[0] > 1 else []
-        guesses = ["--proposer", "draft"] if way.policy is not Policy.ITERATIVE else []
-        done = cluster.pipeinfer(
-            ["generate", "-m", str(self.target), "-md", str(self.draft), "-c", str(_CTX), "-t", "1",
-             *self.prompt, "-n", str(len(self.text.answer)), "--temp", "0", "--json", "--layers",
-             ",".join(map(str, self.layers(len(widths)))), "--policy", way.policy.value,
-             *grid, *guesses, *way.flags, *self.options], timeout=400, ranks=cluster.n_nodes)
-        if done.returncode:
-            sys.exit(f"{self.name} {widths} {way.name}: {done.stderr[-3000:]}")
-        found: dict[str, Any] = json.loads(done.stdout)
+        found = self.job(cluster, widths, way)
         if found["tokens"] != self.text.answer.tolist():
             print(f"{self.name} {widths} {way.name}: other tokens than the pair alone", flush=True)
         stats = found["stats"]
         return float(stats["tokens_per_second"]), statistics.median(
             stage["sum_seconds"] for stage in stats["stages"].values())
+
+    def job(self, cluster: Cluster | Local, widths: tuple[int, ...], way: Way) -> dict[str, Any]:
+        """What a job over the hosts says."""
+        grid = ["--grid", f"{len(widths)}x{widths[0]}"] if widths[0] > 1 else []
+        guesses = self.guesses if way.policy is not Policy.ITERATIVE else ()
+        draft = ("none" if self.by_depth else str(self.draft))
+        done = cluster.pipeinfer(
+            ["generate", "-m", str(self.target), "-md", draft, "-c", str(_CTX), "-t", "1",
+             *self.prompt, "-n", str(len(self.text.answer)), "--temp", "0", "--json", "--layers",
+             ",".join(map(str, self.layers(len(widths)))), "--policy", way.policy.value,
+             *grid, *guesses, *way.flags, *self.options], timeout=400,
+            ranks=len(widths) + 1 if self.stages else cluster.n_nodes)
+        if done.returncode:
+            sys.exit(f"{self.name} {widths} {way.name}: {done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
 
 
 def answer_of(target: Path, draft: Path, prompt: str, tokens: int, *, chat: bool) -> Text:
@@ -244,6 +269,29 @@ def at_a_pace(cluster: Cluster | Local, tokens: int, pace: float) -> list[Case]:
             name, target, draft, answer_of(target, draft, prompt, tokens, chat=chat),
             ("-p", prompt, *(("--chat",) if chat else ())), measured_on(cluster, 1, draft),
             lambda share, last, rows: pace * (1 + ROW * (rows - 1)) / 1e3, options))  # noqa: ARG005
+    return cases
+
+
+def with_heads(cluster: Cluster | Local, tokens: int, pace: float, folder: Path) -> list[Case]:
+    """Models with heads of their own, at a set pace; the second keeps a state."""
+    options = ("--pace-ms", str(pace), "--pace-row-ms", str(ROW * pace), "--ignore-eos")
+    cases = []
+    for name, stages, layers in (("glm4moe", 4, 4), ("qwen35-mtp", 2, 8)):
+        target = write_clockwork(folder / f"{name}.gguf", name, n_layer=layers)
+        tokenizer, loop = open_tokenizer(target), PlainLoop(target)
+        prompt = tokenizer.encode("abc")
+        answer = np.array(loop.generate(list(prompt), tokens, SamplingParams()))
+        loop.close()
+        tokenizer.close()
+        case = Case(
+            name, target, target, Text("", np.array(prompt), answer, answer, np.ones(tokens)),
+            ("-p", "abc"), {rows: 0.0 for rows in ROWS},
+            lambda share, last, rows: pace * (1 + ROW * (rows - 1)) / 1e3,  # noqa: ARG005
+            options, ("--proposer", "mtp"), (1.0,) * _DEPTHS, stages)
+        took = case.job(cluster, (1,) * stages, WAYS[-1])["stats"]
+        one = took["draft_seconds"] / took["drafted"]
+        print(f"{name}: the head takes {1e3 * one:.1f} ms for a token", flush=True)
+        cases.append(dataclasses.replace(case, draft_seconds={rows: one for rows in ROWS}))
     return cases
 
 
@@ -274,6 +322,7 @@ def main() -> None:
     parser.add_argument("--local", action="store_true", help="ranks of this host, at a pace")
     parser.add_argument("--pipeline", action="store_true",
                         help="four stages alone, but the papers' policies too")
+    parser.add_argument("--heads", action="store_true", help="models with heads of their own")
     parser.add_argument("--kernels", type=Path, help="measure one model here, print JSON")
     given = parser.parse_args()
     if given.kernels:
@@ -281,6 +330,12 @@ def main() -> None:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     print("| pair | hosts | policy | predicted | measured | error |\n" + "| --- " * 6 + "|")
+    if given.heads:
+        with tempfile.TemporaryDirectory() as folder, (
+                contextlib.nullcontext(Local()) if given.local else Cluster(5)) as hosts:
+            compare(hosts, with_heads(hosts, given.tokens, given.pace, Path(folder)),
+                    pipeline=False)
+        return
     if given.local:
         compare(Local(), at_a_pace(Local(), given.tokens, given.pace), pipeline=given.pipeline)
         return
@@ -292,7 +347,7 @@ def main() -> None:
 def compare(cluster: Cluster | Local, cases: list[Case], *, pipeline: bool) -> None:
     """A row for each pair, grid and policy."""
     for case in cases:
-        for name, widths in list(GRIDS.items())[:1 if pipeline else None]:
+        for name, widths in list(case.grids.items())[:1 if pipeline else None]:
             exchange = 0.0 if pipeline else case.measured(cluster, widths, WAYS[0])[1]
             if exchange:
                 print(f"a sum takes {1e6 * exchange:.0f} us", flush=True)

@@ -31,9 +31,10 @@ def successors(seed: int = 0) -> list[int]:
     return [int(one) for one in found]
 
 
-def write_clockwork(path: Path, name: str) -> Path:
-    """Write a model of this recipe of `random_model`, which has a head."""
-    write_random_model(path, tiny(name, qtype="F32", n_ff=256, n_vocab=VOCAB, n_embd=_WIDTH))
+def write_clockwork(path: Path, name: str, **sizes: int) -> Path:
+    """Write a model of this recipe of `random_model`, which has a head. sizes: other ones."""
+    write_random_model(path, tiny(name, qtype="F32", n_ff=256, n_vocab=VOCAB, n_embd=_WIDTH,
+                                  **sizes))
     model, after = ModelFile(path), successors()
     rng = np.random.default_rng(1)
     width = model.n_embd
