@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mpi4py import MPI
 from msgspec import Struct
@@ -28,6 +31,7 @@ from pipeinfer.transport.mpi_job import (
     own_bell,
 )
 
+_GRACE = 5.0  #: seconds beyond the deadline of a send, in which MPI returns
 _LEAVE = pack(Leave())
 _REFUSAL = b'{"type":"Refused",'
 
@@ -75,9 +79,10 @@ def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
 def send_json(comm: MPI.Comm, dest: int, text: str, timeout: float = 60.0) -> None:
     """Send a text to `receive_json` at `dest`, before there is a port.
 
-    Raises TransportTimeout, RankLost.
+    Raises TransportTimeout, RankLost. Ends this process if MPI itself does not return.
     """
-    request = comm.Isend([text.encode(), MPI.BYTE], dest=dest, tag=ORDER_TAG)
+    with _bounded(timeout + _GRACE, comm.Get_rank(), dest):
+        request = comm.Isend([text.encode(), MPI.BYTE], dest=dest, tag=ORDER_TAG)
     _until(request.Test, comm, dest, time.monotonic() + timeout, timeout, "start-up")
 
 
@@ -212,6 +217,28 @@ def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *
         times.append(time.perf_counter() - start)
     pairs = sorted(a + b for a, b in zip(times[::2], times[1::2], strict=True))
     return pairs[len(pairs) // 2]
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float, rank: int, peer: int) -> Iterator[None]:
+    """End this process where the block takes longer.
+
+    Open MPI may block for ever in the first message to a rank that has just died, over a slow link.
+    """
+    def end() -> None:
+        sys.stderr.write(f"pipeinfer: error: rank {rank} could not send to rank {peer} in "
+                         f"{seconds:.0f} s while the job was starting: that rank has probably "
+                         "died; start the job again\n")
+        sys.stderr.flush()
+        os._exit(ClusterError.exit_code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _until(
