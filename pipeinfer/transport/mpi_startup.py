@@ -62,7 +62,8 @@ def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
     """
     deadline = time.monotonic() + timeout
     if comm.Get_rank() > 0:
-        request = comm.Isend([text.encode(), MPI.BYTE], dest=0, tag=ORDER_TAG)
+        with _bounded(timeout + _GRACE, comm.Get_rank(), 0):
+            request = comm.Isend([text.encode(), MPI.BYTE], dest=0, tag=ORDER_TAG)
         _until(request.Test, comm, 0, deadline, timeout, "gather")
         return None
     texts = [text]
@@ -164,7 +165,8 @@ def dismiss(comm: MPI.Comm, timeout: float = 60.0, *, heard: bool = False) -> bo
     requests = {}
     for rank in range(1, comm.Get_size()):
         try:
-            requests[rank] = send([_LEAVE, MPI.BYTE], dest=rank, tag=ORDER_TAG)
+            with _bounded(timeout + _GRACE, 0, rank):
+                requests[rank] = send([_LEAVE, MPI.BYTE], dest=rank, tag=ORDER_TAG)
         except MPI.Exception as error:
             if error.Get_error_class() not in DEATH:
                 raise
