@@ -39,7 +39,8 @@ def test_the_last_number_counts():
 
 
 @pytest.mark.parametrize(("text", "number"), [
-    ("1,234.5 in all", 1234.5), ("-3", -3.0), ("from 2 to 10.", 10.0), ("none", None)])
+    ("1,234.5 in all", 1234.5), ("-3", -3.0), ("it is \N{MINUS SIGN}3.5", -3.5),
+    ("from 2 to 10.", 10.0), ("none", None)])
 def test_numbers(text, number):
     assert scores.last_number(text) == number
 
@@ -60,6 +61,32 @@ def test_programs_are_run_with_their_tests():
         assert prompt.score(f"```python\n{entry['code']}\n```") == 1.0
         assert prompt.score(entry["code"].replace("return", "return not")) == 0.0
         assert entry["test_list"][0] in prompt.question
+
+
+def test_code_of_an_answer():
+    code = "def f():\n    return 1\n"
+    for answer in (f"```python3\n{code}```\nThat is all.", f"``` py title=x\n{code}```",
+                   f"```bash\npip install x\n```\n```python\n{code}```\n```\n1\n```",
+                   f"```\n{code}```\nIt returns:\n```\n1\n```", f"```Python\n{code}", code):
+        assert programs.code_of(answer) == code
+
+
+def test_a_function_is_known_by_its_whole_name(tmp_path):
+    """A helper whose name begins alike is no answer of its own."""
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"prompt": "def add(a, b):\n", "entry_point": "add",
+                                "test": "def check(f):\n    assert f(1, 2) == 3"}))
+    prompt, = file_prompts(path, run=True)
+    assert prompt.score("    def add_all(*given):\n        return sum(given)\n"
+                        "    return add_all(a, b)\n") == 1.0
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0c"])
+def test_texts_may_have_any_ends_of_lines(tmp_path, mark):
+    path = tmp_path / "set.jsonl"
+    text = json.dumps({"question": f"a{mark}b"}, ensure_ascii=False)
+    path.write_text(f"\N{ZERO WIDTH NO-BREAK SPACE}{text}\nc{mark}d\n", encoding="utf-8")
+    assert [prompt.question for prompt in file_prompts(path)] == [f"a{mark}b", f"c{mark}d"]
 
 
 def test_no_program_is_run_unasked(tmp_path):
@@ -129,7 +156,11 @@ def test_the_second_turn_follows_the_own_answer():
 @pytest.mark.parametrize("entry", [
     {"turns": "one text"}, {"turns": [1]}, {"question": "?", "answer": "#### none"},
     {"article": 1, "highlights": "a"}, {"input": "", "context": "c", "answers": []},
-    {"prompt": "def f():", "entry_point": "g", "test": 3}])
+    {"prompt": "def f():", "entry_point": "g", "test": 3},
+    {"prompt": "def f():", "entry_point": "g", "test": "def check(c): pass"},
+    {"code": "", "test_list": ["a"]}, {"code": "", "text": "?", "test_list": "assert f()"},
+    {"code": "", "text": "?", "test_list": []}, {"input": "?", "context": "c", "answers": "Oslo"},
+    {"turns": ["a"], "reference": {"a": "b"}}])
 def test_other_values_are_named(tmp_path, entry):
     path = tmp_path / "set.jsonl"
     path.write_text(json.dumps(entry))

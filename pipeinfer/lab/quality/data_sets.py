@@ -6,6 +6,7 @@ CNN/DailyMail (ROUGE), and MT-Bench with both of its turns. Knows no models and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ def prompts_of(entry: Entry, where: str, *, run: bool) -> list[Prompt] | None:
                                                         or "####" in str(entry["answer"])):
             try:
                 found = make(entry)
-            except (TypeError, ValueError, AttributeError, IndexError) as error:
+            except (TypeError, ValueError) as error:
                 raise UsageError(f"{where} has the fields {', '.join(fields)}, but not as the data "
                                  f"set with these fields has them: {error}") from error
             if make in (_humaneval, _mbpp) and not run:
@@ -42,23 +43,25 @@ def prompts_of(entry: Entry, where: str, *, run: bool) -> list[Prompt] | None:
 
 
 def _turns(entry: Entry) -> list[Prompt]:
-    if not isinstance(entry["turns"], list):
-        raise TypeError("turns is no list")
     kind = str(entry.get("kind") or entry.get("category") or "")
     references = entry.get("reference") or []
-    references = [references] if isinstance(references, str) else list(references)
-    return [Prompt(_text(turn), reference=_text(references[k]) if k < len(references) else "",
+    references = _texts([references] if isinstance(references, str) else references)
+    return [Prompt(turn, reference=references[k] if k < len(references) else "",
                    kind=f"{kind}, turn {k + 1}".strip(", ") if k else kind, follows=k > 0)
-            for k, turn in enumerate(entry["turns"])]
+            for k, turn in enumerate(_texts(entry["turns"]))]
 
 
 def _humaneval(entry: Entry) -> list[Prompt]:
     start, name, test = (_text(entry[key]) for key in ("prompt", "entry_point", "test"))
+    head = re.compile(rf"\bdef\s+{re.escape(name)}\s*\(")
+    *_, found = (None, *head.finditer(start))
+    if found is None:
+        raise ValueError(f"its prompt does not define {name!r}")
+    before = start[:found.start()]
 
     def passes(text: str) -> bool:
         code = programs.code_of(text)
-        before = start[:start.rindex(f"def {name}")]
-        whole = before + code if f"def {name}" in code else start + code
+        whole = (before if head.search(code) else start) + code
         return programs.passes(f"{whole}\n\n{test}\n\ncheck({name})\n")
 
     question = f"Complete this function. {_IN_A_BLOCK}\n\n```python\n{start.rstrip()}\n```"
@@ -66,14 +69,16 @@ def _humaneval(entry: Entry) -> list[Prompt]:
 
 
 def _mbpp(entry: Entry) -> list[Prompt]:
-    tests = [_text(test) for test in entry["test_list"]]
+    tests = _texts(entry["test_list"])
+    if not tests:
+        raise ValueError("it has no tests")
     setup = "\n".join([_text(entry.get("test_setup_code") or ""),
-                       *map(_text, entry.get("test_imports") or [])])
+                       *_texts(entry.get("test_imports") or [])])
 
     def passes(text: str) -> bool:
         return programs.passes("\n".join([setup, programs.code_of(text), *tests]) + "\n")
 
-    task = _text(entry.get("text") or entry["prompt"])
+    task = _text(entry.get("text") or entry.get("prompt"))
     question = "\n".join([f"{task} Your program should pass these tests:", "", *tests, "",
                           _IN_A_BLOCK])
     return [_program(question, _text(entry["code"]), passes)]
@@ -94,7 +99,7 @@ def _gsm8k(entry: Entry) -> list[Prompt]:
 
 
 def _longbench(entry: Entry) -> list[Prompt]:
-    answers = [_text(one) for one in entry["answers"]]
+    answers = _texts(entry["answers"])
     if not answers:
         raise ValueError("it has no answers")
     kind, asked = _text(entry.get("dataset", "")), _text(entry["input"])
@@ -120,6 +125,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is no text")
     return value
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.40} is no list")
+    return [_text(one) for one in value]
 
 
 #: more fields first, where one form's are among another's

@@ -25,13 +25,15 @@ for what, amount in ((resource.RLIMIT_AS, 1 << 30), (resource.RLIMIT_CORE, 0),
 exec(compile(sys.stdin.read(), "answer", "exec"), {{"__name__": "__main__"}})
 os._exit({_PASSED})
 """
-_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def code_of(text: str) -> str:
-    """Return the first code block of an answer, or all of it."""
-    found = _BLOCK.search(text)
-    return text if found is None else found[1]
+    """Return the first code block of an answer, of those marked as Python if any is; or all of it.
+    """
+    blocks = _BLOCK.findall(text)
+    marked = [code for mark, code in blocks if mark.strip().lower().startswith("py")]
+    return next(iter([*marked, *(code for _, code in blocks)]), text)
 
 
 def passes(program: str, seconds: float = SECONDS) -> bool:

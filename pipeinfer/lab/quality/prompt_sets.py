@@ -27,12 +27,13 @@ def file_prompts(path: Path, *, run: bool = False) -> list[Prompt]:
     "messages", or "prompt" and maybe "response".
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
             found = json.loads(text)
         else:
+            # not splitlines: JSON may have other ends of lines, such as U+2028, in its texts
             found = [json.loads(line) if line.lstrip().startswith("{") else {"question": line}
-                     for line in text.splitlines() if line.strip()]
+                     for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read prompts from {path}: {error}") from error
     prompts = [prompt for number, entry in enumerate(found, 1)

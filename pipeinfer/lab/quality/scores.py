@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -49,7 +49,7 @@ def last_number(text: str) -> float | None:
     """Return the last number of a text, which may have commas between its digits; None without
     one."""
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return float(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def _common(own: Sequence[str], wanted: Sequence[str]) -> int:
