@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.files import shard
 from pipeinfer.errors import UsageError
 from pipeinfer.lab import grids
-from pipeinfer.lab.commands import sample
+from pipeinfer.lab.commands import compare, sample
 from pipeinfer.lab.commands.bench import bench_command
 from pipeinfer.lab.commands.plan import plan_command
 from pipeinfer.lab.forecast import file_view
@@ -69,6 +69,21 @@ def test_sampling_refuses_before_anything_loads(tmp_path, monkeypatch, words, sa
 
     monkeypatch.setattr(sample, "join", load)
     done = CliRunner().invoke(sample.sample_command, ["--out", str(tmp_path / "s.jsonl"), *words])
+    assert isinstance(done.exception, UsageError), done.exception
+    assert says in str(done.exception)
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (("--prompts", __file__, "--tasks", "1"), "leave out --tasks and --kind"),
+    (("--prompts", __file__, "--kind", "mixed"), "leave out --tasks and --kind"),
+    (("--run-code",), "give one with --prompts"),
+    (("--pasta-oracle", "--method", "pdos"), "add --method pasta")])
+def test_comparing_refuses_options_without_effect_before_anything_loads(monkeypatch, words, says):
+    def load(config):
+        raise AssertionError(f"{config} is loaded")
+
+    monkeypatch.setattr(compare, "join", load)
+    done = CliRunner().invoke(compare.compare_command, list(words))
     assert isinstance(done.exception, UsageError), done.exception
     assert says in str(done.exception)
 

@@ -213,10 +213,9 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
                    "method that the model supports].")
 @click.option("--tasks", type=click.IntRange(1), help="How many tasks to answer (without "
               "--prompts) [default: 20, or as many as there are].")
-@click.option("--kind", default="retrieval", show_default=True,
-              help="Which kind of tasks: of those that the task model knows, or students, "
-                   "documents, planning, general, mixed.")
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--kind", help="Which kind of tasks (without --prompts): of those that the task "
+              "model knows, or students, documents, planning, general, mixed [default: retrieval].")
+@click.option("--prompts", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Your own prompts: one per line, JSON lines, or files in the forms of MT-Bench, "
                    "GSM8K, HumanEval and others (docs/decomposers.md).")
 @click.option("--run-code", is_flag=True, help="Run the programs of HumanEval's and MBPP's answers "
@@ -237,7 +236,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
 @click.option("--plots/--no-plots", default=True, show_default=True,
               help="Draw speedup.png and quality.png, too.")
 def compare_command(  # noqa: PLR0913  (an option each)
-    resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str,
+    resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str | None,
     prompts: Path | None, run_code: bool, oracle: bool, judge: str | None, judge_model: str,
     judge_by: str, baseline: Path | None, out: Path | None, plots: bool,
 ) -> None:
@@ -249,13 +248,21 @@ def compare_command(  # noqa: PLR0913  (an option each)
     pipeinfer compare -m smollm2 --kind mixed --method pdos --judge http://127.0.0.1:8080/v1
     """
     base, request = resolved.config.job, resolved.config.request
+    if prompts and (tasks or kind):
+        raise UsageError("--prompts takes the place of generated tasks: leave out --tasks and "
+                         "--kind")
+    if run_code and not prompts:
+        raise UsageError("--run-code is for files of HumanEval and MBPP: give one with --prompts")
     configs, whole = configs_for(base, methods)
-    asked = file_prompts(prompts, run=run_code) if prompts else list(task_prompts(tasks, kind, 1))
+    asked = file_prompts(prompts, run=run_code) if prompts else list(
+        task_prompts(tasks, kind or "retrieval", 1))
     params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
     questions = [prompt.question for prompt in asked]
     known = {} if baseline is None else {BASELINE: read_baseline(baseline, questions)}
     known_lengths = {name: f"{name}, {ORACLE}" for name, config in configs.items()
                      if oracle and config.speculation.decomposer == "pasta"}
+    if oracle and not known_lengths:
+        raise UsageError("--pasta-oracle answers again what pasta has answered: add --method pasta")
     answers: dict[str, list[Answer]] = {**known, **{
         row: [] for name in configs for row in (name, *filter(None, [known_lengths.get(name)]))}}
     if host.launched_rank() == 0:
