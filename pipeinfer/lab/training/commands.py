@@ -6,13 +6,29 @@ Does not know: any command.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from typing_extensions import override
 
 from pipeinfer.errors import UsageError
+
+
+class Positive(click.FloatRange):
+    """A finite number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
 
 
 def need_torch(extra: str = "train", *further: str) -> None:
@@ -36,8 +52,9 @@ def run_options(work: str, stored: str, threads: int) -> Callable[..., Any]:
         click.option("--work", type=click.Path(path_type=Path, file_okay=False),
                      default=Path(work), show_default=True,
                      help=f"{stored}; a later run resumes from here."),
-        click.option("--minutes", type=float, help="Budget for all training together."),
-        click.option("--steps", type=int, help="Budget in steps instead (exactly repeatable)."),
+        click.option("--minutes", type=Positive(), help="Budget for all training together."),
+        click.option("--steps", type=click.IntRange(1),
+                     help="Budget in steps instead (exactly repeatable)."),
         click.option("--seed", type=int, default=0, show_default=True),
         click.option("--threads", type=click.IntRange(1), default=threads, show_default=True))
 
@@ -45,7 +62,7 @@ def run_options(work: str, stored: str, threads: int) -> Callable[..., Any]:
 def answer_options() -> Callable[..., Any]:
     """The options of a run that learns from the target's answers."""
     return several(
-        click.option("--answer-minutes", type=float, default=30.0, show_default=True,
+        click.option("--answer-minutes", type=Positive(), default=30.0, show_default=True,
                      help="How long the target generates answers."),
         click.option("--texts", type=click.IntRange(1),
                      help="So many texts instead (exactly repeatable)."),

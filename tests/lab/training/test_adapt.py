@@ -362,6 +362,30 @@ def test_records_that_are_no_conversations(tmp_path, line, says):
         list(read_chats(tmp_path / "x.jsonl"))
 
 
+def test_records_in_other_encodings(tmp_path):
+    """A byte order mark is skipped; what is no UTF-8 is named with its line."""
+    path = tmp_path / "x.jsonl"
+    line = b'{"prompt": "x", "response": "\xc3\xa4"}\n'
+    path.write_bytes(b"\xef\xbb\xbf" + line + line)
+    assert [chat.answer for chat in read_chats(path)] == ["\xe4"] * 2
+    path.write_bytes(line + b'{"prompt": "\xe4"}\n')
+    with pytest.raises(UsageError, match="line 2: 'utf-8' codec"):
+        list(read_chats(path))
+
+
+@pytest.mark.parametrize("given", [
+    ("apar-sft", "--rate", "-1"), ("apar-sft", "--rate", "nan"), ("pasta-sft", "--rate", "inf"),
+    ("baseline-sft", "--epochs", "nan"), ("pasta-bonbon", "--rate", "0"),
+    ("pasta-bonbon", "--steps", "0"), ("pasta-bonbon", "--steps", "-1"),
+    ("pasta-bonbon", "--rounds", "0"), ("bita", "--steps", "0"), ("draft", "--minutes", "nan"),
+    ("eagle3", "--steps", "-1")])
+def test_budgets_and_rates_are_above_0(given):
+    command, option, value = given
+    done = CliRunner().invoke(main, [command, option, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.output
+
+
 def test_commands_that_cannot_do_what_they_are_told(tmp_path, data):
     def refused(*args):
         done = CliRunner().invoke(main, list(map(str, args)))
@@ -371,6 +395,9 @@ def test_commands_that_cannot_do_what_they_are_told(tmp_path, data):
     folder = save(reference("llama"), tmp_path / "folder")
     assert "--like" in refused("merge", "--model", folder, "--out", tmp_path / "a.gguf")
     assert "overwrite" in refused("merge", "--model", DRAFT, "--out", DRAFT)
+    assert "overwrite" in refused("merge", "--model", DRAFT, "--adapter", folder, "--out", folder)
+    assert "its folder is missing" in refused("merge", "--model", DRAFT, "--out",
+                                              tmp_path / "none" / "a.gguf")
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"prompt": "a", "response": "b"}\n')
     assert "train annotate" in refused("pasta-sft", "--data", bare, "--model", DRAFT, "--out",

@@ -80,7 +80,8 @@ def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
 
 
 @pytest.mark.parametrize("changed", [
-    {"speedup": float("nan")}, {"quality": float("inf")}, {"prompt": float("inf")}])
+    {"speedup": float("nan")}, {"quality": float("inf")}, {"prompt": float("inf")},
+    {"speedup": -1.0}])
 def test_files_with_figures_that_are_no_numbers(tmp_path, changed):
     one = pasta.record_of(pasta.Flat((1, 2, 3), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
     path = tmp_path / "s.jsonl"
@@ -107,9 +108,10 @@ def test_files_of_samples_that_teach_nothing(sampled, tmp_path):
     path.write_text(json.dumps(record))
     with pytest.raises(UsageError, match="no two answers"):
         pairs_of(path, 2.0, 2048, silent)
-    path.write_text(json.dumps({"samples": [{"tokens": [1]}]}))
-    with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
-        pairs_of(path, 2.0, 2048, silent)
+    for samples in ([{"tokens": [1]}], ["a"], "a", None):
+        path.write_text(json.dumps({"samples": samples}))
+        with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
+            pairs_of(path, 2.0, 2048, silent)
 
 
 @pytest.mark.parametrize("weight", [float("inf"), float("nan")])

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.commands import need_torch, say, several
+from pipeinfer.files import check_writable
+from pipeinfer.lab.training.commands import Positive, need_torch, say, several
 
 _PATH = click.Path(path_type=Path, exists=True)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -41,12 +42,12 @@ def tuning_options() -> Callable[..., Any]:
                      show_default=True, help="LoRA beside frozen weights, or all weights."),
         click.option("--rank", type=click.IntRange(1), default=16, show_default=True,
                      help="Rank of LoRA's matrices; they are scaled by 2."),
-        click.option("--epochs", type=click.FloatRange(0, min_open=True), default=4.0,
+        click.option("--epochs", type=Positive(), default=4.0,
                      show_default=True, help="How often every answer is learnt."),
         click.option("--steps", type=click.IntRange(1), help="Budget in steps instead."),
         click.option("--batch", type=click.IntRange(1), default=8, show_default=True,
                      help="Answers per step."),
-        click.option("--rate", type=float,
+        click.option("--rate", type=Positive(),
                      help="Highest learning rate [default: 5e-4 for LoRA, 1e-5 for all weights]."),
         click.option("--context", type=click.IntRange(0), default=2048, show_default=True,
                      help="Longest answer with its prompt, in tokens; 0: what the model knows."),
@@ -134,8 +135,10 @@ def merge(model: Path, adapter: Path | None, out: Path, like: Path | None, dtype
                              "of this model before training, or write a folder")
     elif like is not None:
         raise UsageError("--like is for an --out that ends in .gguf")
-    if out.resolve() in (model.resolve(), like and like.resolve()):
+    if out.resolve() in [path.resolve() for path in (model, adapter, like) if path is not None]:
         raise UsageError(f"--out {out} would overwrite what is read: give another name")
+    if like is not None:
+        check_writable(out)
     merged = Merged(model, None if adapter is None else load_adapter(adapter))
     if like is not None:
         write_gguf(out, merged, like, dtype or "float16")

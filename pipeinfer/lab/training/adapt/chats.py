@@ -30,13 +30,13 @@ class Chat:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, str]]:
     """Records of a JSONL file; UsageError names the line that is not one."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except ValueError as error:
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{path}, line {number}: {error}") from error
             if not isinstance(record, dict):
                 raise UsageError(f"{path}, line {number}: is not a JSON object")

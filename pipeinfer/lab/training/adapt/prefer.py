@@ -49,7 +49,9 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
                                      pasta.parallelism(flat)))
                 if not math.isfinite(scored[-1].speedup + scored[-1].quality):
                     raise ValueError("a score is no finite number")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+                if scored[-1].speedup < 0:
+                    raise ValueError("a speed-up below 0")
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UsageError(f"{path}, record {number}: is not of pipeinfer sample ({error})"
                              ) from error
         fit = [one for one in scored if flats[one.tokens].context <= context]

@@ -11,7 +11,7 @@ import click
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.adapt_commands import arithmetic_options, need_transformers
 from pipeinfer.lab.training.adapt.chats import Chat, made_up, read_chats
-from pipeinfer.lab.training.commands import say
+from pipeinfer.lab.training.commands import Positive, say
 
 
 @click.command()
@@ -28,7 +28,7 @@ from pipeinfer.lab.training.commands import say
               help="JSONL of conversations that the model answers by itself [default: made-up "
                    "questions, for a model with a chat template; else the sources of Python's "
                    "standard library are continued].")
-@click.option("--steps", default=1000, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True)
 @click.option("--samples", default=1024, show_default=True,
               help="How many texts to generate and learn from.")
 @click.option("--tokens", default=192, show_default=True,
@@ -44,7 +44,8 @@ from pipeinfer.lab.training.commands import say
 @click.option("--prompting", type=click.Choice(["deep", "shallow", "none"]), default="deep",
               show_default=True, help="Learned prompts before every layer, before the first layer, "
                                       "or none.")
-@click.option("--rate", default=1e-2, show_default=True, help="Highest learning rate.")
+@click.option("--rate", type=Positive(), default=1e-2, show_default=True,
+              help="Highest learning rate.")
 @click.option("--seed", default=0, show_default=True)
 @arithmetic_options(threads=1)
 def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], data: Path | None,

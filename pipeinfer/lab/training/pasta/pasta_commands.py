@@ -17,7 +17,7 @@ from pipeinfer.lab.training.adapt.adapt_commands import (
     sft,
     tuning_options,
 )
-from pipeinfer.lab.training.commands import need_torch, say
+from pipeinfer.lab.training.commands import Positive, need_torch, say
 
 if TYPE_CHECKING:
     from pipeinfer.lab.training.pair.model import Llama
@@ -29,12 +29,14 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 @click.command()
 @click.option("--data", type=_FILE, help="JSONL of messages, or prompt and response.")
-@click.option("--tasks", "count", type=int, help="Annotate this many generated tasks instead.")
+@click.option("--tasks", "count", type=click.IntRange(1),
+              help="Annotate this many generated tasks instead.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL to append to.")
 @click.option("--rules", is_flag=True, help="Annotate lines by rules, without a model.")
 @click.option("--endpoint", help="OpenAI-compatible address, ending in /v1.")
 @click.option("--model", default="default", show_default=True, help="Model to use at the endpoint.")
-@click.option("--tries", default=3, show_default=True, help="Answers to request per response.")
+@click.option("--tries", type=click.IntRange(1), default=3, show_default=True,
+              help="Answers to request per response.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated tasks.")
 def annotate(
     data: Path | None,
@@ -126,7 +128,8 @@ def _own_kind(model: Path) -> bool:
               help="Adapter; or each round's model of the task model's kind.")
 @click.option("--data", type=_FILE, help="What pipeinfer sample has written. For the task model's "
               "kind: JSONL with prompts [default: generated tasks].")
-@click.option("--prompts", default=64, show_default=True, help="Prompts per round.")
+@click.option("--prompts", type=click.IntRange(1), default=64, show_default=True,
+              help="Prompts per round.")
 @click.option("--samples", default=8, show_default=True, help="Responses per prompt.")
 @click.option(
     "--weight", default=2.0, show_default=True,
@@ -136,9 +139,11 @@ def _own_kind(model: Path) -> bool:
 @click.option("--term", type=click.Choice(["speedup", "harmonic", "arithmetic", "parallelism"]),
               default="speedup", show_default=True, help="What counts as speed: the speed-up over "
               "sequential answers, the answer's own tokens per step, or a mean of both.")
-@click.option("--rounds", default=1, show_default=True)
-@click.option("--steps", default=60, show_default=True, help="Steps per round.")
-@click.option("--rate", default=1e-4, show_default=True, help="Peak learning rate.")
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=60, show_default=True,
+              help="Steps per round.")
+@click.option("--rate", type=Positive(), default=1e-4, show_default=True,
+              help="Peak learning rate.")
 @click.option("--endpoint", help="Address of a judge model; not needed for generated tasks.")
 @click.option("--judge", default="default", show_default=True, help="Model to use at the endpoint.")
 @click.option("--seed", default=0, show_default=True)
