@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,16 @@ class Machine:
     settings: NodeSettings = field(default_factory=NodeSettings)
     room: str = ""
     beside: float = 0.0
+
+    @property
+    def for_draft(self) -> float:
+        """Bytes that a draft on this rank may fill: of the GPU if it computes there."""
+        return self.memory if self.shares_memory else self.beside or math.inf
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a draft on this rank and layers of stages fill the same memory."""
+        return not self.room or bool(self.settings.gpu_layers_draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +366,8 @@ class _Scene:
         size = self.target.cost
         per_cost = (machine.seconds(self.target, size, 1) - fixed) / size
         memory = machine.memory
-        if machine.host == self.machines[0].host and self.draft is not None:
+        if machine.host == self.machines[0].host and self.draft is not None \
+                and (not machine.room or self.machines[0].shares_memory):
             memory -= self.draft.load.stage_bytes(0, self.draft.n_layers)
         return Member(f"rank {machine.rank} on {machine.room or machine.host}", per_cost, fixed,
                       max(0.0, memory), count, room=machine.room)
@@ -407,7 +419,7 @@ class _Scene:
         return {"draft": self.draft.profile or self.draft.title, "title": self.draft.title,
                 "acceptance": self.acceptance, "seconds": self.draft_seconds(1),
                 "slowest_stage": plan.split.slowest, "tokens_per_second": speed,
-                "fits": self.draft.weight_bytes <= self.machines[0].memory}
+                "fits": self.draft.weight_bytes <= self.machines[0].for_draft}
 
 
 def _make_plan(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | None) -> Plan:

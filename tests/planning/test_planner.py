@@ -305,6 +305,20 @@ def test_a_dry_run_fills_the_memory_of_gpus(plan, desk):
     assert "use a lower -ngl" in error
 
 
+def test_a_dry_run_leaves_the_memory_of_a_gpu_to_layers_where_the_draft_is_on_the_processor(
+        plan, desk):
+    def found(**more):
+        data = json.loads(plan("dolphin-70b", *desk("2 GiB", device="per-rank", **more),
+                               "-md", "orca-2-7b", "--json"))
+        return [one["bytes"] for one in data["stages"] if one["rank"] == 0], data["drafts"][0]
+
+    (layers,), draft = found()
+    assert 1 * GIB < layers <= 2 * GIB
+    assert draft["fits"]
+    _, draft = found(memory="1 GiB")
+    assert not draft["fits"]
+
+
 def test_planned_beats_equal_on_unequal_nodes(plan):
     speeds = {split: json.loads(plan("dolphin-70b", *HETERO, "--split", split, "--json"))
               ["tokens_per_second"]["pipeinfer"] for split in ("planned", "equal")}

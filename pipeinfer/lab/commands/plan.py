@@ -275,7 +275,7 @@ def _rows(report: Report) -> list[list[str]]:
         need, layers, stage = 0.0, "", ""
         if machine.rank == 0:
             layers = "head" if report.draft is None else "head and draft"
-            if report.draft is not None:
+            if report.draft is not None and machine.shares_memory:
                 need = report.draft.load.stage_bytes(0, report.draft.n_layers)
         if machine.rank in ranges:
             start, stop = ranges[machine.rank]
