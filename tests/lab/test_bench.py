@@ -43,6 +43,15 @@ def test_the_table_has_every_policy_and_the_gains():
     assert "3 stages, slowest" in done.stdout
 
 
+def test_a_context_is_named_and_counts_in_the_times_of_stages():
+    words = ("--policy", "iterative", "--context", "8192")
+    assert "32 tokens after 16 and 8192 cached ones" in invoke(*words).stdout
+    run, = data(*words)["policies"][0]["runs"]
+    short, = data(*words[:2])["policies"][0]["runs"]
+    assert sum(run["stage_seconds"]) == pytest.approx(run["itl_mean"], rel=0.02)
+    assert run["draft_seconds"] > 1.1 * short["draft_seconds"]
+
+
 def test_json_carries_every_run():
     found = data("--seeds", "2")
     assert found["seeds"] == 2
@@ -191,6 +200,8 @@ def test_a_job_of_the_wrong_size_is_told_the_right_one(monkeypatch):
     for args in (("--policy", "all"), ("--seeds", "2")):
         with pytest.raises(UsageError, match="one policy and one seed"):
             bench.bench_command.main([*FAST, *args], standalone_mode=False)
+    with pytest.raises(UsageError, match="--context counts attention in virtual time alone"):
+        bench.bench_command.main([*FAST, "--context", "9"], standalone_mode=False)
 
 
 def test_pacing_is_read_from_what_stages_noted():

@@ -88,6 +88,7 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
     stats = structs.asdict(result.stats)
     scenario = built.scenario
     plain = scenario.pair.plain(prompt_of(scenario), scenario.tokens)
+    cells = scenario.context + scenario.prompt + 1
     return {
         "tokens_per_second": result.tokens_per_second, "ttft": result.ttft,
         "itl_mean": result.itl_mean, "itl_sd": statistics.pstdev(itl) if itl else 0.0,
@@ -96,8 +97,10 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
         "seconds": result.seconds, "prompt_seconds": result.prompt_seconds,
         "tokens": len(result.tokens), "tokens_equal": result.tokens == plain,
         "memory": list(built.memory), "layers": list(built.split.counts),
-        "stage_seconds": [stage.seconds(1) for stage in scenario.stages],
-        "row_cost": built.row_cost, "draft_seconds": scenario.draft(1),
+        "stage_seconds": [stage.seconds(1) + stage.attention(cells, cells)
+                          for stage in scenario.stages],
+        "row_cost": built.row_cost,
+        "draft_seconds": scenario.draft(1) + scenario.draft_attention(cells, cells),
         "busy": result.busy, "wasted": result.wasted, "head_busy": result.head_busy,
         "draft_busy": result.draft_busy, "sent_bytes": result.sent_bytes,
         "bytes_per_token": result.bytes_per_token, **stats,
@@ -319,9 +322,10 @@ def as_text(data: Mapping[str, Any]) -> str:
             LABELS[row["policy"]], f"{row['tokens_per_second']:.2f}{spread}", *ratios,
             f"{1e3 * row['ttft']:.0f} ms", f"{1e3 * row['itl_mean']:.0f} ms",
             size_text(row["memory_mean"]), "equal" if row["tokens_equal"] else "DIFFER"])
+    context = f" and {experiment['context']} cached ones" if experiment["context"] else ""
     lines = [
         f"cluster {experiment['cluster']}, {experiment['pair']}, {data['seeds']} x "
-        f"{experiment['tokens']} tokens after {experiment['prompt']}, virtual time", "",
+        f"{experiment['tokens']} tokens after {experiment['prompt']}{context}, virtual time", "",
         *aligned(table)]
     for row in data["policies"]:
         first = row["runs"][0]
