@@ -302,6 +302,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
                  for one in everyone]
         ranks = devices.on_their_gpus(config, model, ranks, {
             one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
+        missing = _missing_gpus(config, [ranks[rank] for rank in candidates])
         load = devices.without_embedding(load, ranks[candidates[0]])
         counts: list[int | None] = [None] * len(candidates)
         members = placement.members_of(candidates, counts, ranks, {})
@@ -311,7 +312,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         if choice is not None:
             by_rank = dict(zip(candidates, members, strict=True))
             grids = GridPlanner(config, model, load, by_rank, {}, ranks, Policy.ITERATIVE)
-            return _draw_grid(config, model, path, grids.plan(choice), everyone)
+            return missing + _draw_grid(config, model, path, grids.plan(choice), everyone)
         counts = planner.asked_counts(config.cluster, model, candidates, ranks,
                                       None if nodes is None else nodes.layers)
         members = placement.members_of(
@@ -326,8 +327,15 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
     except PipeinferError as error:
         return [Finding("fail", "model", str(error))]
     cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
-    found = [Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
-    return found
+    return [*missing,
+            Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
+
+
+def _missing_gpus(config: JobConfig, ranks: Sequence[RankInfo]) -> list[Finding]:
+    return [Finding("warn", f"GPU of rank {one.rank}",
+                    "llama.cpp finds none: all layers there are on the processor",
+                    "take a llama.cpp that was built for this GPU (docs/install.md), or leave out "
+                    "-ngl") for one in ranks if one.gpu_layers(config) and not one.room]
 
 
 def _gpus_of(rank: Mapping[str, Any]) -> Measured:

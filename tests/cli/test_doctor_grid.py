@@ -48,7 +48,10 @@ def test_layers_on_gpus_are_compared_with_their_memory(tmp_path):
         there = ranks("a", "b", "c")
         for one, count in zip(there, (0, 1, 0), strict=True):
             one["probe"] = {"ok": True, "devices": count * [{"description": "Card", "free": free}]}
-        (finding,) = _check_plan(config, there)
+        *missing, finding = _check_plan(config, there)
+        if finding.level == "ok":  # of ranks that are to use a GPU, c has none
+            assert [(one.level, one.what) for one in missing] == (
+                [("warn", "GPU of rank 2")] if options.get("gpu_layers") else [])
         return finding.level, finding.detail
 
     for options in ({"gpu_layers": 99}, {"gpu_layers": 0, "nodes": str(nodes)}):
