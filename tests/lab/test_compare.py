@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.lab.commands import comparison
+from pipeinfer.lab.commands import compare, comparison
 from pipeinfer.lab.commands.compare import (
     compare_command,
     configs_for,
@@ -210,6 +210,27 @@ def test_results_are_written_with_pictures(tmp_path):
         "table.md", "results.json", "speedup.png", "quality.png"}
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["answers"]["pdos"][0]["steps"] == 2
+
+
+def test_prompts_beyond_the_context_are_named_before_any_is_answered(tmp_path, monkeypatch):
+    def answered(*given):
+        raise AssertionError(f"{given} is answered")
+
+    monkeypatch.setattr(compare, "ask", answered)
+    path = tmp_path / "prompts.txt"
+    path.write_text(f"short\n{'long ' * 600}\n{'long ' * 900}\n")
+    done = CliRunner().invoke(compare_command, [
+        "-m", "task", "-c", "512", "-n", "40", "--method", "plain", "--prompts", str(path)])
+    assert isinstance(done.exception, UsageError), done.exception
+    said = str(done.exception)
+    assert "2 of 3 prompts are longer than the context of 512 tokens" in said
+    assert "the first is prompt 2" in said
+    needed = int(said.rpartition("-c ")[2])
+    assert needed > 900 + 40
+    with pytest.raises(AssertionError, match="is answered"):
+        CliRunner().invoke(compare_command, [
+            "-m", "task", "-c", str(needed), "-n", "40", "--method", "plain", "--prompts",
+            str(path)], catch_exceptions=False)
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_asked(tmp_path, monkeypatch):

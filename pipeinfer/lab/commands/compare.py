@@ -160,6 +160,27 @@ def behind(prompt: Prompt, asked: Sequence[Prompt], answers: Sequence[Answer]) -
     return dataclasses.replace(prompt, before=[*asked[-1].messages, answer])
 
 
+def check_lengths(session: Session, method: str, asked: Sequence[Prompt], n_predict: int) -> None:
+    """Raise UsageError for prompts that the context cannot hold, before any is answered.
+
+    The session is set to the method. Of second turns the conversation before them is not counted.
+    """
+    longest, beyond = 0, []
+    for number, prompt in enumerate(asked, 1):
+        try:
+            tokens = len(open_response(session, prompt.messages).prompt)
+        except RequestError as error:
+            raise UsageError(f"{method}, prompt {number}: {error}") from error
+        longest = max(longest, tokens)
+        if tokens >= session.limits.n_ctx:
+            beyond.append(number)
+    if beyond:
+        raise UsageError(f"{method}: {len(beyond)} of {len(asked)} prompts are longer than the "
+                         f"context of {session.limits.n_ctx} tokens (the first is prompt "
+                         f"{beyond[0]}): leave them out, or raise the context with -c "
+                         f"{longest + n_predict}")
+
+
 def task_prompts(count: int | None, kind: str, seed: int) -> Iterator[Prompt]:
     """Questions of a kind with their scorers: held-out tasks of those that the task model was
     trained on, or of those for instruction models. count: None for the usual 20, or all there are.
@@ -274,7 +295,9 @@ def compare_command(  # noqa: PLR0913  (an option each)
         joined.serve()
         return
     with joined.lead(progress_hook(request)) as session:
-        session.use(configs[PLAIN])
+        for name in reversed(configs):  # plain is the first
+            session.use(configs[name])
+            check_lengths(session, name, asked, request.n_predict)
         ask(
             session, configs[PLAIN], asked[0], PLAIN, params, request.n_predict
         )  # what is slow only once
