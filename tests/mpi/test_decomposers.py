@@ -35,8 +35,8 @@ SAMPLED = ("--temp", "0.8", "--seed", "5")
 def words(folder, backend, methods, *extra):
     """What follows `compare`. Pictures, which tests/lab/test_compare.py looks at, take longer than
     the answers."""
-    out = ["-m", "task", "--backend", backend, "--tasks", "1", "-n", "400", "-o", str(folder),
-           "--no-plots", "-t", "1", *extra]
+    out = ["-m", "task", "--backend", backend, "-n", "400", "-o", str(folder), "--no-plots", "-t",
+           "1", *extra, *(() if "--prompts" in extra else ("--tasks", "1"))]
     for method in methods:
         out += ["--method", method]
     return out
