@@ -14,6 +14,8 @@ from tests.support.sample import FULL, matrix, mostly_full
 
 #: tests of which the sample has no case at all, and what shows the same there
 ALONE = {
+    "tests/namespaces/test_namespaces.py::test_long_and_lossy_links_change_no_token":
+        "good links beside it, slow ones in tests/lab/test_faults.py",
     "tests/mpi/test_proposers.py::test_a_wide_window_is_one_exact_run_on_torch":
         "widths up to 48 in tests/backends/test_torch_backend.py, windows in runs beside it",
     "tests/mpi/test_chaos.py::test_requests_of_every_kind_outlive_a_stage_and_rank_0":

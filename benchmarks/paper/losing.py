@@ -13,6 +13,7 @@ compared with the right acceptance.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -136,9 +137,12 @@ def main(out: Path, count: int, first: int, seed: int, table: bool) -> None:
 
 
 def written(path: Path) -> list[dict[str, Any]]:
-    """The records of a file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    """The records of a file, which may be compressed (.gz)."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def plain_speed(record: dict[str, Any]) -> float:

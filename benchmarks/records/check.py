@@ -35,12 +35,12 @@ BASELINE = "speculative-published"
 RAW = write.HERE / "raw"
 GPUS = write.HERE.parent / "gpu" / "results"
 LOST = {**PAIRS, "yi-9b": "Yi 34B + Yi 9B"}
-LOSING = (("losing-before.jsonl", "fastest", "the fastest by the judge, ledger as it was"),
-          ("losing.jsonl", "fastest", "the fastest by the judge"),
-          ("losing.jsonl", "steady", "the least loss within 15 points"),
-          ("losing.jsonl", "safe", "the least loss, never below plain decoding (now printed)"),
-          ("losing-others.jsonl", "fastest", "the fastest, 15 other clusters"),
-          ("losing-others.jsonl", "safe", "never below plain decoding, 15 other clusters"))
+LOSING = (("losing-before.jsonl.gz", "fastest", "the fastest by the judge, ledger as it was"),
+          ("losing.jsonl.gz", "fastest", "the fastest by the judge"),
+          ("losing.jsonl.gz", "steady", "the least loss within 15 points"),
+          ("losing.jsonl.gz", "safe", "the least loss, never below plain decoding (now printed)"),
+          ("losing-others.jsonl.gz", "fastest", "the fastest, 15 other clusters"),
+          ("losing-others.jsonl.gz", "safe", "never below plain decoding, 15 other clusters"))
 Rows = list[list[str]]
 
 

@@ -113,7 +113,7 @@ class SupervisedJob:
         status = await asyncio.to_thread(process.wait)
         watcher.cancel()
         # over poor links a daemon may not end, and its ssh holds the output that somebody reads
-        for _ in range(round(_GOODBYE / _LOOK)):
+        for _ in range(0 if status else round(_GOODBYE / _LOOK)):
             if not _session(process.pid):
                 break
             await asyncio.sleep(_LOOK)
@@ -165,7 +165,8 @@ def _session(leader: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                if os.getsid(int(entry.name)) == leader:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(state[3]) == leader and state[0] != "Z":
                     found.append(int(entry.name))
     return found
 

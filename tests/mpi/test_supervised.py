@@ -111,7 +111,9 @@ def test_nothing_of_the_try_before_lives_on(fake):
     waiter = f'{sys.executable} -c "import time; time.sleep(600)"'
     code, err = outcome(start(fake, f"""
 if [ $1 = 1 ]; then
-    setsid {waiter} 2>/dev/null & echo $! >"$FAKE/pid"; kill -STOP $!; exit 6
+    setsid {waiter} 2>/dev/null & echo $! >"$FAKE/pid"
+    until [ "$(cut -d' ' -f6 /proc/$!/stat)" = $! ]; do sleep 0.02; done  # out of the session
+    kill -STOP $!; exit 6
 fi
 state=$(grep ^State: "/proc/$(cat "$FAKE/pid")/status" 2>/dev/null)
 case "$state" in ""|*zombie*) exit 0 ;; esac
