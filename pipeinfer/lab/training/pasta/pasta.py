@@ -139,7 +139,11 @@ def trained_spacing(text: str) -> Spacing:
     The oracles are none: they are pred-1x and pred-10x with other positions at decoding. Raises
     UsageError.
     """
-    spacing = spacing_of(text)
+    try:
+        spacing = spacing_of(text)
+    except UsageError:
+        raise UsageError(f"--pasta-positions {text}: choose pred-10x, pred-1x, fixed or fixed:N"
+                         ) from None
     if spacing.lengths:
         raise UsageError(f"--pasta-positions {text}: what is learnt has its true lengths anyway: "
                          "train by pred-1x or pred-10x, and decode by an oracle")
