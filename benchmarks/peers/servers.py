@@ -1,34 +1,28 @@
-"""Servers and their speculation, beside each other: python -m benchmarks.peers.servers -m MODEL
+"""Servers and their speculation, compared: python -m benchmarks.peers.servers -m MODEL
 
 llama-server without guesses and with each of its kinds, and `pipeinfer serve` without and with its
 own, over one or more ranks. Every server is asked the same prompts, one after the other, greedy;
 servers take turns, so that a machine that changes its speed hits all alike. Says for each its
 tokens per second, of whole answers and behind the first token, and how many texts equal those of
-the same
-server without guesses.
+the same server without guesses.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
 import statistics
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.programs import SERVER, find
 from benchmarks.peers.texts import texts
 from benchmarks.serving.campaigns import server
-from benchmarks.serving.client import get
-from pipeinfer.lab.chaos.whole import free_port
-from pipeinfer.transport import http_client
-from pipeinfer.transport.http_client import HttpFailure
+from benchmarks.serving.peers import ask, llama_server
 
 KINDS: dict[str, tuple[str, ...]] = {
     "none": ("--spec-type", "none"),
@@ -40,51 +34,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "draft-simple": ("--spec-type", "draft-simple"),
     "draft-eagle3": ("--spec-type", "draft-eagle3"),
 }
-_SECONDS = 300.0
-
-
-async def ask(port: int, prompt: str, tokens: int) -> tuple[str, int, float, float]:
-    """One streamed greedy completion: its text, its tokens, seconds in all and to the first."""
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
-            "stream_options": {"include_usage": True}, "cache_prompt": False, "ignore_eos": True}
-    text, count, first, begin = [], 0, 0.0, time.perf_counter()
-    async with http_client.stream_async(
-            "POST", f"http://127.0.0.1:{port}/v1/completions", body, timeout=_SECONDS) as response:
-        if not http_client.is_stream(response):
-            await response.aread()
-            raise HttpFailure(f"{response.status_code}: {response.text[:300]}")
-        async with contextlib.aclosing(http_client.events_async(response)) as events:
-            async for chunk in events:
-                for choice in chunk.get("choices", []):
-                    if piece := choice.get("text"):
-                        first = first or time.perf_counter() - begin
-                        text.append(piece)
-                count = (chunk.get("usage") or {}).get("completion_tokens", count)
-    return "".join(text), count, time.perf_counter() - begin, first
-
-
-@contextlib.asynccontextmanager
-async def llama(program: Path, options: tuple[str, ...]) -> AsyncIterator[int]:
-    """Start llama-server and wait until it is ready; yields its port."""
-    port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        str(program), "--port", str(port), "-np", "1", "--no-webui", *options,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + _SECONDS
-        while True:
-            assert process.returncode is None, f"{program.name} {' '.join(options)} ended"
-            assert time.monotonic() < deadline, f"{program.name} was not ready in time"
-            with contextlib.suppress(HttpFailure):
-                if (await get(port, "/health"))[0] == 200:
-                    break
-            await asyncio.sleep(0.1)
-        yield port
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def contest(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -92,13 +41,14 @@ async def contest(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     program = find(given.programs, given.work, (SERVER,)) / SERVER
     heads = {"draft-simple": given.draft, "draft-eagle3": given.eagle}
     own: dict[str, tuple[int, tuple[str, ...]]] = {}
-    guesses = ("-md", str(given.draft)) if given.draft else ()
+    draft = ("-md", str(given.draft)) if given.draft else ()
     for ranks in given.ranks:
         where = f"pipeinfer, {ranks} rank{'s' * (ranks > 1)}"
         own[f"{where}, none"] = ranks, ("--speculation", "off")
-        own[f"{where}, default"] = ranks, guesses
+        own[f"{where}, default"] = ranks, draft
         if given.eagle:
             own[f"{where}, head"] = ranks, ("--eagle", str(given.eagle))
+    kinds = ("none", *given.kinds) if given.kinds else tuple(KINDS)
     found: dict[str, list[dict[str, Any]]] = {}
     every = texts()
     asked = every[::max(1, len(every) // given.prompts)][:given.prompts]
@@ -106,19 +56,20 @@ async def contest(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     async def measure(name: str, port: int) -> None:
         await ask(port, asked[0], 16)
         for prompt in asked:
-            text, count, seconds, first = await ask(port, prompt, given.tokens)
+            answer = await ask(port, prompt, given.tokens)
             found.setdefault(name, []).append(
-                {"text": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
-                 "tokens": count, "seconds": round(seconds, 4), "first": round(first, 4)})
+                {"text": hashlib.blake2b(answer.text.encode(), digest_size=8).hexdigest(),
+                 "tokens": answer.tokens, "seconds": round(answer.seconds, 4),
+                 "first": round(answer.times[0], 4)})
 
     for turn in range(given.rounds):
         for kind, options in KINDS.items():
             head = heads.get(kind)
-            if (kind in heads and head is None) or (given.kinds and kind not in given.kinds):
+            if kind not in kinds or (kind in heads and head is None):
                 continue
-            more = ("-m", str(given.model), "-c", "2048", "-t", str(given.threads),
-                    *(("-md", str(head)) if head else ()))
-            async with llama(program, (*options, *more)) as port:
+            guesses = ("-md", str(head)) if head else ()
+            async with llama_server(program, given.model, 1, 2048, given.threads,
+                                    (*options, *guesses)) as port:
                 await measure(f"llama-server, {kind}", port)
             print(turn, kind, flush=True)
         for name, (ranks, options) in own.items():
@@ -155,7 +106,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".work"),
                         help="where llama.cpp's programs are built if no folder is given")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1])
-    parser.add_argument("--kinds", nargs="*", choices=KINDS)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS,
+                        help="measured besides none [default: all]")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)

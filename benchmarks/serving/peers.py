@@ -18,7 +18,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,14 @@ _START_SECONDS = 120.0
 class Answered:
     """One answer: seconds from sending to each piece of text, and what the server counted."""
 
+    text: str = ""
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
     seconds: float = 0.0
 
 
-async def ask(port: int, prompt: list[int], tokens: int) -> Answered:
+async def ask(port: int, prompt: list[int] | str, tokens: int) -> Answered:
     """One streamed greedy completion of `tokens` tokens. Raises HttpFailure."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
@@ -58,8 +59,10 @@ async def ask(port: int, prompt: list[int], tokens: int) -> Answered:
             raise HttpFailure(f"{response.status_code}: {response.text[:300]}")
         async with contextlib.aclosing(http_client.events_async(response)) as events:
             async for chunk in events:
-                if any(choice.get("text") for choice in chunk.get("choices", [])):
+                pieces = [choice.get("text") or "" for choice in chunk.get("choices", [])]
+                if piece := "".join(pieces):
                     answer.times.append(time.perf_counter() - begin)
+                    answer.text += piece
                 usage = chunk.get("usage") or {}
                 answer.tokens = usage.get("completion_tokens", answer.tokens)
                 answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
@@ -97,12 +100,12 @@ def percentile(values: list[float], part: float) -> float:
 
 
 @contextlib.asynccontextmanager
-async def llama_server(program: Path, model: Path, parallel: int, ctx: int, threads: int
-                       ) -> AsyncIterator[int]:
+async def llama_server(program: Path, model: Path, parallel: int, ctx: int, threads: int,
+                       options: Sequence[str] = ()) -> AsyncIterator[int]:
     """Start llama-server and wait until it is ready; yields its port."""
     port = free_port()
     command = [str(program), "-m", str(model), "--port", str(port), "-np", str(parallel),
-               "-c", str(ctx * parallel), "-t", str(threads), "--no-webui"]
+               "-c", str(ctx * parallel), "-t", str(threads), "--no-webui", *options]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         stdin=asyncio.subprocess.DEVNULL,
