@@ -26,6 +26,7 @@ from pipeinfer.models.shard_cache import cache_directory, recall, remember, turn
 
 Indices = npt.NDArray[np.signedinteger]
 
+_EACH = 17  #: width up to which every width is tried
 _CONTEXT = 40  #: tokens before the rows that are compared
 #: further contexts that the width must hold in: quantised activations hide a rounding error of a
 #: kernel more often than not, so rows of one context can agree where others do not
@@ -201,7 +202,7 @@ def exact_width(
                        ).run(limit)
     finally:
         backend.seq_rm(ALL_SEQS, 0, END)
-    few = contexts if width <= 17 else contexts[:2]  # wide tries take long
+    few = contexts if width <= _EACH else contexts[:2]  # wide tries take long
     return still_exact(backend, width, few, seed=seed + 1, progress=progress)
 
 
@@ -227,10 +228,10 @@ def still_exact(
 
 
 def _widths_up_to(limit: int) -> Iterator[int]:
-    """Widths that are tried: all up to 17, then every eighth, since kernels change by eights."""
-    yield from range(2, min(limit, 17) + 1)
-    yield from range(25, limit, 8)
-    if limit > 17:
+    """Widths that are tried: all up to `_EACH`, then every eighth, for kernels change by eights."""
+    yield from range(2, min(limit, _EACH) + 1)
+    yield from range(_EACH + 8, limit, 8)
+    if limit > _EACH:
         yield limit
 
 

@@ -17,6 +17,9 @@ END = 2**31 - 1  #: upper bound of a position range that reaches to the end of a
 ALL_SEQS = -1  #: `SeqRemove.seq_id` meaning every sequence id
 ANY = -1  #: in `SamplingParams.bans`: every token, every position
 NO_TOKEN = -1  #: `Choice.token` where the sampling rule allows no token
+#: most rows of a run that replays output: backends take longer runs without outputs for prompts,
+#: which some compute in other arithmetic
+REPLAYED_ROWS = 16
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]

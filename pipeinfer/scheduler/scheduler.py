@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.messages import NO_RUN
-from pipeinfer.core.types import NO_TOKEN, Choice, Request, make_rows
+from pipeinfer.core.types import NO_TOKEN, REPLAYED_ROWS, Choice, Request, make_rows
 from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
 from pipeinfer.scheduler.admission import Admission
 from pipeinfer.scheduler.events import (
@@ -53,8 +53,6 @@ from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.scheduler.validation import validate
 from pipeinfer.strategies.decomposers.base import MAIN, Decomposer
 from pipeinfer.strategies.proposers.base import InlineProposer
-
-_REPLAYED = 16  #: most rows of a run of replayed output: backends take longer ones for prompts
 
 
 class Scheduler:
@@ -495,7 +493,7 @@ class Scheduler:
 
     def _issue_piece(self, lane: Lane) -> None:
         limits, tokens, root = self.limits, lane.accepted, lane.tree.frontier
-        start, stop = lane.next_piece(limits.chunk, min(limits.exact_width, _REPLAYED))
+        start, stop = lane.next_piece(limits.chunk, min(limits.exact_width, REPLAYED_ROWS))
         last = stop == len(tokens)
         seq = root.seq_ids[:1]
         rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)

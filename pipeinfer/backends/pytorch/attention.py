@@ -103,11 +103,8 @@ class Reading(Struct):
                           for start in range(0, len(group.rows), self.block)]
                 continue
             for some in _batched(groups, max(1, _GATHERED // length)):
-                n_rows = sum(len(group.rows) for group in some)
-                if len(some) > 1 and n_rows * length <= _GATHERED:
-                    calls.append(self._gathered(some, n_rows, length))
-                else:
-                    calls += [self._shared(group, length) for group in some]
+                calls.append(self._gathered(some, length) if len(some) > 1
+                             else self._shared(some[0], length))
         return calls
 
     def _shared(self, group: Group, length: int) -> AttentionCall:
@@ -126,8 +123,8 @@ class Reading(Struct):
             self._tensor(np.array(rows)), self._place(group.cells, length), self._mask(seen),
             False, self._tensor(np.array(rows + rows[-1:] * more)))
 
-    def _gathered(self, groups: list[Group], n_rows: int, length: int) -> AttentionCall:
-        cells = np.empty((n_rows, length), np.int64)
+    def _gathered(self, groups: list[Group], length: int) -> AttentionCall:
+        cells = np.empty((sum(len(group.rows) for group in groups), length), np.int64)
         lengths: list[int] = []
         rows: list[int] = []
         for group in groups:
@@ -256,11 +253,13 @@ def _attention(query: Any, k: Any, v: Any, mask: Any, scaling: float,
 def _batched(groups: Sequence[Group], rows: int) -> Iterator[list[Group]]:
     """The groups in order, as many at a time as have this many rows together, at least one."""
     some: list[Group] = []
+    n_rows = 0
     for group in groups:
-        if some and sum(len(one.rows) for one in (*some, group)) > rows:
+        if some and n_rows + len(group.rows) > rows:
             yield some
-            some = []
+            some, n_rows = [], 0
         some.append(group)
+        n_rows += len(group.rows)
     yield some
 
 

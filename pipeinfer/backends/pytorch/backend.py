@@ -25,14 +25,11 @@ from pipeinfer.backends.pytorch.cells import CellTable, check_rows
 from pipeinfer.backends.pytorch.linear import DecodeAborted, Summing, Tiling, sum_up, tile
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.backends.pytorch.weights import Shard, load_shard
-from pipeinfer.core.types import FloatArray, Rows
+from pipeinfer.core.types import REPLAYED_ROWS, FloatArray, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.slice_parts import Slice
 
 __all__ = ["TorchBackend", "TorchOptions"]
-
-
-_PIECE = 16  #: rows up to which a decode without outputs is computed row by row
 
 
 class TorchBackend:
@@ -135,7 +132,7 @@ class TorchBackend:
         try:
             # pieces of prompts are always cut alike; other decodes of so many rows have outputs
             wide = bool(n > self.options.rows
-                        or (n > _PIECE and np.count_nonzero(rows.outputs) < 2))
+                        or (n > REPLAYED_ROWS and np.count_nonzero(rows.outputs) < 2))
             self._tiling.active = self._tiling.rows > 0 and not wide
             self._summing.rows = n
             with torch.inference_mode():

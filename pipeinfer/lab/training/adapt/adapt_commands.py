@@ -57,6 +57,17 @@ def tuning_options() -> Callable[..., Any]:
         arithmetic_options(threads=2))
 
 
+def _conversation_options() -> Callable[..., Any]:
+    """What a model is fine-tuned on, what it starts from, and where it goes."""
+    return several(
+        click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+                     required=True, help="JSONL of conversations; PASTA's marks are left out."),
+        click.option("--model", type=_PATH, required=True,
+                     help="Model to start from: a Hugging Face folder, or a GGUF file."),
+        click.option("--out", type=_FOLDER, required=True,
+                     help="Adapter (or model) and checkpoint."))
+
+
 def sft(model: Path, data: Path, out: Path, *, method: str, tags: str = "text",
         positions: str = "pred-10x", **given: Any) -> None:
     """Fine-tune a folder or a GGUF file; given: what `tuning_options` gives."""
@@ -74,11 +85,7 @@ def sft(model: Path, data: Path, out: Path, *, method: str, tags: str = "text",
 
 
 @click.command("baseline-sft")
-@click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              required=True, help="JSONL of conversations; PASTA's marks are left out.")
-@click.option("--model", type=_PATH, required=True,
-              help="Model to start from: a Hugging Face folder, or a GGUF file.")
-@click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
+@_conversation_options()
 @tuning_options()
 def baseline_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
     """Fine-tune on the same answers without marks: what PASTA is compared with."""
@@ -86,11 +93,7 @@ def baseline_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
 
 
 @click.command("apar-sft")
-@click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              required=True, help="JSONL of conversations; PASTA's marks are left out.")
-@click.option("--model", type=_PATH, required=True,
-              help="Model to start from: a Hugging Face folder, or a GGUF file.")
-@click.option("--out", type=_FOLDER, required=True, help="Adapter (or model) and checkpoint.")
+@_conversation_options()
 @tuning_options()
 def apar_sft(model: Path, data: Path, out: Path, **given: Any) -> None:
     """Fine-tune for APAR: details of list items and paragraphs are written by children.
