@@ -185,7 +185,7 @@ def test_conversations_are_listed_renamed_exported_imported_and_deleted(page):
     names = ".chat-list .title"
     page.wait(lambda: tab.locator(names).count() == 2, "two conversations")
     assert tab.locator(names).all_inner_texts() == ["The second one", "The first one"]
-    assert tab.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+    page.until("document.activeElement.getAttribute('aria-current') === 'true'")
     tab.click("[aria-label='Rename: The first one']")
     tab.fill("[aria-label=Name]", "Eins")
     tab.keyboard.press("Enter")
@@ -255,7 +255,7 @@ def test_on_a_wide_screen_the_list_stands_beside_the_conversation(page):
     assert "lagoon FREEZES over." in tab.inner_text(".chat-list li:visible .place")
     tab.click(f"{names}:visible")
     page.wait(lambda: "lagoon" in turns(page)[0], "it is open")
-    assert tab.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+    page.until("document.activeElement.getAttribute('aria-current') === 'true'")
     tab.set_viewport_size({"width": 900, "height": 800})
     page.wait(lambda: not tab.is_visible("#find-chat"), "the list is away")
     tab.click("#open-chats")
@@ -307,7 +307,7 @@ def test_without_a_draft_nothing_speaks_of_guesses(page):
     page.until("document.body.classList.contains('plain')")
     page.set(temperature="0", max_tokens="400")
     empty = tab.inner_text("#empty")
-    page.ask()
+    page.ask(f"{PROMPT} " * 60)  # long enough for the stages to be busy more than 0 % anywhere
     page.until("document.querySelector('#load').textContent !== '0 %'")
     page.answer()
     page.until("/tokens \\d+/.test(document.querySelector('#legend').textContent)")

@@ -29,12 +29,14 @@ export class Library {
   }
 
   // Draws the list beside the conversation again if it has changed and nothing is renamed in it.
+  // From these checks to the restored focus nothing is awaited: a reader may act in between.
   async refresh() {
+    const [heads, lasting] = await this.read();
     if (!this.beside() || this.list.querySelector(".rename")) return;
-    if (this.keyOf(await this.store.list()) === this.shown) return;
+    if (this.keyOf(heads) === this.shown) return;
     const held = this.list.contains(document.activeElement)
       ? document.activeElement.closest("li").dataset.id : "";
-    await this.show();
+    this.draw(heads, lasting);
     if (held) this.list.querySelector(`[data-id="${held}"] .open`)?.focus();
   }
 
@@ -43,9 +45,16 @@ export class Library {
   }
 
   async show() {
-    const heads = await this.store.list();
+    this.draw(...await this.read());
+  }
+
+  read() {
+    return Promise.all([this.store.list(), this.store.lasting()]);
+  }
+
+  draw(heads, lasting) {
     this.shown = this.keyOf(heads);
-    this.note.textContent = !await this.store.lasting()
+    this.note.textContent = !lasting
       ? "This browser keeps nothing here: conversations are gone when the tab is closed."
       : heads.length ? "Kept in this browser only." : "No conversation yet.";
     this.list.replaceChildren(...heads.map((head) => this.item(head)));
