@@ -3,6 +3,8 @@
     hostfiles/xeon         xeon1 slots=1           Open MPI's format
     hostfiles/xeon.toml    [node."xeon*"]          settings by host name or pattern
                            threads = 16
+                           [rank.3]                settings of one rank
+                           proposer = "prompt-lookup"
 
 This module only reads the files: it contacts no host and uses no MPI. Names of profiles and links
 are checked where they are used.
@@ -59,6 +61,8 @@ class NodeSettings(Struct, frozen=True):
     numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the
         host's first rank on node 0, its second on node 1)
     role: one of ROLES
+    proposer: of --proposer's names, which its ranks run instead of holding layers
+    draft: model that they run as a draft
     memory: bytes that the job may fill on this host
     gpu_memory: bytes that the job may fill on the GPUs of one of its ranks
     layers: how many layers its stage holds
@@ -75,6 +79,8 @@ class NodeSettings(Struct, frozen=True):
     threads_draft: int = 0
     numa: str = ""
     role: str = "auto"
+    proposer: str = ""
+    draft: str = ""
     memory: int | None = None
     gpu_memory: int | None = None
     layers: int | None = None
@@ -82,6 +88,16 @@ class NodeSettings(Struct, frozen=True):
     gpu_layers_draft: int | None = None
     backend: str = ""
     group: str = ""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its ranks propose tokens instead of holding layers."""
+        return self.role == "draft" or bool(self.proposer or self.draft)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its ranks hold no layers when the job starts."""
+        return self.role == "spare" or self.drafts
 
     @property
     def bound(self) -> bool:
@@ -157,19 +173,27 @@ class RankInfo(Struct, frozen=True):
 
 
 class Nodes(Struct, frozen=True):
-    """A nodes file. layers: the whole job's split, by stage. link: a link profile's name."""
+    """A nodes file.
+
+    layers: the whole job's split, by stage
+    link: a link profile's name
+    tables: settings by host name or pattern
+    ranks: settings by rank
+    """
 
     path: str
     layers: tuple[int, ...] | None = None
     link: str = ""
     defaults: NodeSettings = NodeSettings()
     tables: tuple[tuple[str, dict[str, Any]], ...] = ()
+    ranks: dict[int, dict[str, Any]] = {}
 
-    def of(self, host: str) -> NodeSettings:
+    def of(self, host: str, rank: int | None = None) -> NodeSettings:
         """Return the settings of `host`: defaults, then patterns in the file's order, then its
-        own name.
+        own name, then those of `rank` there.
 
         A table for `xeon1` also fits the host `xeon1.lab.example`.
+        Raises UsageError where ranks shall propose tokens and have another role.
         """
         names = (host, host.partition(".")[0])
         fitting = [(name in names, table) for name, table in self.tables
@@ -177,7 +201,15 @@ class Nodes(Struct, frozen=True):
         merged: dict[str, Any] = {}
         for _, table in sorted(fitting, key=lambda pair: pair[0]):
             merged |= table
-        return structs.replace(self.defaults, **merged)
+        if rank is not None:
+            merged |= self.ranks.get(rank, {})
+        found = structs.replace(self.defaults, **merged)
+        if found.drafts and found.role not in ("auto", "draft"):
+            key = "proposer" if found.proposer else "draft"
+            where = host if rank is None else f"rank {rank} on {host}"
+            raise UsageError(f"nodes file {self.path}: {where} has role = \"{found.role}\" and "
+                             f"{key}, which makes it propose tokens instead: remove one of them")
+        return found
 
 
 # --- hostfiles --------------------------------------------------------------------------------
@@ -270,7 +302,7 @@ def read_nodes(path: str | Path) -> Nodes:
     """Return the nodes file `path`. Raises UsageError with the file, the table and the key."""
     data = read_toml(path, "nodes file")
     where = f"nodes file {path}"
-    known = ("layers", "link", "defaults", "node")
+    known = ("layers", "link", "defaults", "node", "rank")
     for key in data:
         if key not in known:
             raise UsageError(f"{where} has an unknown key {key!r}{_near(key, known)} (known: "
@@ -282,10 +314,10 @@ def read_nodes(path: str | Path) -> Nodes:
                          "12]")
     if not isinstance(link, str):
         raise UsageError(f"{where}: link must be the name of a link profile, such as \"gigabit\"")
-    tables = data.get("node", {})
-    if not isinstance(tables, dict) or not isinstance(data.get("defaults", {}), dict):
-        raise UsageError(f"{where}: defaults and node must be tables: write "
-                         "[defaults] and [node.\"NAME\"]")
+    tables, by_rank = data.get("node", {}), data.get("rank", {})
+    if not all(isinstance(one, dict) for one in (tables, by_rank, data.get("defaults", {}))):
+        raise UsageError(f"{where}: defaults, node and rank must be tables: write "
+                         "[defaults], [node.\"NAME\"] and [rank.NUMBER]")
     defaults = _settings(data.get("defaults", {}), f"{where}, [defaults]")
     parsed = []
     for name, table in tables.items():
@@ -295,8 +327,15 @@ def read_nodes(path: str | Path) -> Nodes:
         if not name.isprintable():
             raise UsageError(f"{where}: {name!r} is not a valid host name")
         parsed.append((name, _settings(table, f"{where}, [node.\"{name}\"]")))
+    ranks = {}
+    for name, table in by_rank.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= len(str(_MAX_SLOTS))
+                and isinstance(table, dict)):
+            raise UsageError(f"{where}: rank.{name if name.isprintable() else repr(name)} is no "
+                             "table of a rank: write [rank.NUMBER], such as [rank.3]")
+        ranks[int(name)] = _settings(table, f"{where}, [rank.{name}]")
     return Nodes(str(path), None if layers is None else tuple(layers), link,
-                 NodeSettings(**defaults), tuple(parsed))
+                 NodeSettings(**defaults), tuple(parsed), ranks)
 
 
 def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
@@ -332,9 +371,10 @@ def _setting(name: str, value: Any, where: str) -> Any:
                                  f"{', '.join(filter(None, BACKENDS))}")
         case "memory" | "gpu_memory":
             value = parse_bytes(value, where)
-        case "profile":
-            if not isinstance(value, str):
-                raise UsageError(f"{where} must be the name of a profile, not {value!r}")
+        case "profile" | "proposer" | "draft":
+            if not isinstance(value, str) or not value.isprintable():
+                what = "path of a model" if name == "draft" else f"name of a {name}"
+                raise UsageError(f"{where} must be the {what}, not {repr(value)[:80]}")
         case "group":
             if not isinstance(value, str) or not value.isprintable() or len(value) > _NAME:
                 raise UsageError(f"{where} must be a name, such as \"rack1\", or \"{OWN_HOST}\" "
@@ -359,7 +399,7 @@ def apply(resolved: Resolved, host: str) -> Resolved:
     nodes = load(resolved.config.job.cluster)
     if nodes is None:
         return resolved
-    values = nodes.of(host).options(resolved.config.job.given)
+    values = nodes.of(host, 0).options(resolved.config.job.given)
     origin = dict.fromkeys(values, f"nodes file {nodes.path}")
     return Resolved(resolved.config.replace(**values), {**resolved.origin, **origin},
                     resolved.own)
@@ -375,7 +415,7 @@ def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
     """Raise UsageError if the nodes file puts the head on another host. hosts: one name per
     rank."""
     for rank, name in enumerate(hosts):
-        if nodes.of(name).role == "head" and name != hosts[0]:
+        if nodes.of(name, rank).role == "head" and name != hosts[0]:
             raise UsageError(
                 f"{nodes.path} makes {name} the head, but rank 0 runs on {hosts[0]} (rank {rank} "
                 f"on {name}): put {name} on the hostfile's first line, or change its role")

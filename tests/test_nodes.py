@@ -109,6 +109,11 @@ role = "head"
 threads-draft = 6
 numa = "distribute"
 gpu_layers = 20
+[rank.2]
+proposer = "prompt-lookup"
+threads = 1
+[rank.5]
+draft = "small.gguf"
 """
 
 
@@ -127,6 +132,19 @@ def test_a_nodes_file(tmp_path):
     assert nodes.of("old3").options() == {"threads": 2, "gpu_layers": 100_000, "device": "cuda"}
     assert nodes.of("big").options(given={"threads", "numa"}) == {
         "threads_draft": 6, "gpu_layers": 20}
+    second = nodes.of("old1", 2)  # a rank's own settings come after its host's
+    assert (second.proposer, second.threads, second.profile) == ("prompt-lookup", 1, "i5-2400")
+    assert second.drafts
+    assert second.waits
+    assert nodes.of("other", 5).drafts
+    assert not nodes.of("old1", 1).drafts
+
+
+@pytest.mark.parametrize(("host", "rank", "key"), [("big", 2, "proposer"), ("big", 5, "draft")])
+def test_a_rank_does_not_propose_tokens_in_another_role(tmp_path, host, rank, key):
+    nodes = read_nodes(write(tmp_path, NODES, "hosts.toml"))
+    with pytest.raises(UsageError, match=rf'rank {rank} on {host} has role = "head" and {key}'):
+        nodes.of(host, rank)
 
 
 @pytest.mark.parametrize(("text", "says"), [
@@ -142,6 +160,11 @@ def test_a_nodes_file(tmp_path):
     ("[node.a]\nprofile = 3\n", r"profile must be the name"),
     ("[node.a]\ngroup = 3\n", r"group must be a name, such as \"rack1\", or \"host\""),
     ("[node]\na = 3\n", r"node.a is not a table"),
+    ("[rank.a]\nthreads = 2\n", r"rank.a is no table of a rank: write \[rank.NUMBER\]"),
+    ("[rank]\n3 = 2\n", r"rank.3 is no table of a rank"),
+    ("rank = 3\n", r"\[rank.NUMBER\]"),
+    ("[rank.3]\nproposer = 3\n", r"\[rank.3\]: proposer must be the name of a proposer"),
+    ("[rank.3]\ndraft = 3\n", r"draft must be the path of a model"),
     ("node = 3\n", r"write \[defaults\]"),
     ("defaults = 3\n", r"write \[defaults\]"),
     ("layers = []\n", r"layers must be a list of numbers"),

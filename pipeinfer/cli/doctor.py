@@ -43,7 +43,7 @@ from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
 from pipeinfer.models.shard import check_splittable, shard_bytes
 from pipeinfer.models.slice_parts import Slice
-from pipeinfer.nodes import NodeSettings, RankInfo
+from pipeinfer.nodes import Nodes, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning import planner
 from pipeinfer.planning.grids import shape
@@ -298,7 +298,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
             model, locate.context_size(config.model, model), config.speculation.chunk,
             n_ids=states_for(for_state(config, model).speculation, len(candidates)))
         ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
-                          settings=NodeSettings() if nodes is None else nodes.of(one["host"]))
+                          settings=(nodes or Nodes("")).of(one["host"], one["rank"]))
                  for one in everyone]
         ranks = devices.on_their_gpus(config, model, ranks, {
             one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})

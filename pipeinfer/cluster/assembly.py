@@ -158,7 +158,7 @@ class Assembly:
         """Living ranks that may hold a stage and hold none."""
         used = {0} | {holding.rank for holding in self.held}  # a stage of rank 0 needs its thread
         return tuple(rank for rank in self._members
-                     if rank not in used | self.lost and self._role(rank) != "draft")
+                     if rank not in used | self.lost and not self._hosts[rank].settings.drafts)
 
     @property
     def terms(self) -> Terms:
@@ -304,9 +304,6 @@ class Assembly:
             return str(self._by_ranks(loss))
         return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
 
-    def _role(self, rank: int) -> str:
-        return self._hosts[rank].settings.role
-
     def _plan_without(self, loss: Loss) -> tuple[Holding, ...]:
         words = self._words(loss)
         alive = [holding for holding in self.held if holding.rank not in self.lost]
@@ -394,7 +391,7 @@ class Assembly:
         while self._survives:
             batch = {self._hosts[rank].host: rank for rank in reversed(self.spares)
                      if rank not in done
-                     and (rank in last or self._role(rank) == "spare")}
+                     and (rank in last or self._hosts[rank].settings.role == "spare")}
             if not batch:
                 return
             if self._supply(tuple(sorted(batch.values()))):

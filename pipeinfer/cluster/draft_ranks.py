@@ -1,6 +1,7 @@
-"""Draft ranks: which ranks they are, and which layers of a draft model each of them loads.
+"""Draft ranks: which ranks they are, which proposer each of them runs, and which layers of a draft
+model it loads.
 
-Uses options, models and backends. How proposals travel is in `runtime.draft_rank` and
+Uses options, strategies, models and backends. How proposals travel is in `runtime.draft_rank` and
 `runtime.remote_draft`.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
@@ -23,11 +24,15 @@ from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.architectures import keeps_state
-from pipeinfer.models.locate import open_model
+from pipeinfer.models.local_stores import label
+from pipeinfer.models.locate import find, open_model
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.spec import HEADS, Need, ProposerSpec
 
+DRAFT = "draft"  #: the proposer that evaluates a draft model
 DRAFT_PATHS = 8  #: paths in a draft's KV cache
 _STATE_PATHS = 2  #: the same of a draft whose layers keep a state, which each path needs several of
 BATCH = 256  #: most rows of one run of a draft
@@ -49,10 +54,74 @@ def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]
             if last - count <= one.rank < last else one for one in hosts]
 
 
-def draft_ranks_of(hosts: list[RankInfo]) -> tuple[int, ...]:
-    """Return the ranks that hold the draft; none: rank 0 holds it."""
-    return tuple(one.rank for one in hosts
-                 if one.rank and one.settings.role == "draft" and not one.dead)
+class OwnProposer(Struct, frozen=True):
+    """A proposer that the nodes file gives to ranks of its own.
+
+    ranks: in the order of the draft's layers
+    draft: the model that it evaluates; None: none, or the target's head
+    """
+
+    spec: ProposerSpec
+    ranks: tuple[int, ...]
+    draft: Path | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it evaluates the prediction head of the job."""
+        return bool(self.spec.needs & HEADS)
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return self.spec.name if self.draft is None else label(self.draft)
+
+
+def draft_ranks_of(hosts: Sequence[RankInfo]) -> tuple[int, ...]:
+    """Return the ranks that hold the job's draft; none: rank 0 holds it."""
+    return _places(hosts).get(("", ""), ())
+
+
+def _places(hosts: Sequence[RankInfo]) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Return the ranks that draft, by proposer and draft model; empty names: the job's own."""
+    found: dict[tuple[str, str], tuple[int, ...]] = {}
+    for one in hosts:
+        own = one.settings
+        if one.rank and own.drafts and not one.dead:
+            job = own.proposer in ("", DRAFT) and not own.draft
+            key = ("", "") if job else (own.proposer or DRAFT, own.draft)
+            found[key] = (*found.get(key, ()), one.rank)
+    return found
+
+
+def own_proposers(config: JobConfig, hosts: Sequence[RankInfo], draft: Path | None
+                  ) -> tuple[OwnProposer, ...]:
+    """Return the proposers that the nodes file gives to ranks of their own.
+
+    draft: of the job; a proposer that needs a draft and has none of its own evaluates this one.
+    Raises UsageError for a proposer that is unknown, or cannot run there, and what `find` raises.
+    """
+    found, known = [], registry.proposers()
+    for (name, path), ranks in _places(hosts).items():
+        if not name:
+            continue
+        which = f"the proposer {name} of rank {', '.join(map(str, ranks))} (nodes file)"
+        if (spec := known.get(name)) is None:
+            raise UsageError(f"{which} does not exist: choose from {', '.join(known)}")
+        if spec.worker is None:
+            raise UsageError(f"{which} adds rows to the target's own runs, so the stages compute "
+                             f"it: give --proposer {name} instead")
+        if config.speculation.layout == "replicate":
+            raise UsageError(f"{which} cannot be combined with --layout replicate, which verifies "
+                             "candidates of lookahead alone: remove it")
+        model = find(path, offline=config.model.offline).path if path else draft
+        if path and Need.DRAFT not in spec.needs:
+            raise UsageError(f"{which} evaluates no draft: remove draft = \"{path}\"")
+        if Need.DRAFT in spec.needs and model is None:
+            raise UsageError(f"{which} needs a draft: add draft = \"PATH\" there, or give -md")
+        if Need.DRAFT not in spec.needs and len(ranks) > 1:
+            raise UsageError(f"{which} takes one rank: give that setting to one of them")
+        found.append(OwnProposer(spec, ranks, model if Need.DRAFT in spec.needs else None))
+    return tuple(found)
 
 
 def cache_sizes(config: JobConfig, cells: int, model: Any) -> dict[str, Any]:
@@ -68,15 +137,23 @@ def paths_of(config: JobConfig, models: Sequence[Any]) -> int:
     return (_STATE_PATHS if states else DRAFT_PATHS) + config.speculation.parallel - 1
 
 
-def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, n_vocab: int,
-              vocabulary: Vocabulary | None) -> list[DraftSetup]:
-    """Return what each draft rank loads, in the order of the layers.
+def setups_of(config: JobConfig, own: OwnProposer, hosts: Sequence[RankInfo], cells: int,
+              n_vocab: int, vocabulary: Vocabulary | None) -> list[DraftSetup]:
+    """Return what each rank of a proposer loads, in the order of the layers.
 
-    path: of the draft. cells: of each stage's cache. n_vocab: of the target.
+    own: without a head. cells: of each stage's cache. n_vocab: of the target.
     vocabulary: for grammars; only the last draft rank gets it.
     Raises UsageError for more ranks than layers, and for a model folder on several ranks.
     """
-    ranks, model = draft_ranks_of(hosts), open_model(path)
+    path, ranks = own.draft, own.ranks
+    words = None if vocabulary is None else vocabulary.to_json()
+    options = registry.values_of(own.spec, config.speculation)
+    if path is None:
+        return [DraftSetup(
+            ranks, own.spec.name, "", "", 0, 0, 0, n_ctx=0, n_seq_max=0, n_batch=0, paths=0,
+            n_vocab=n_vocab, settings=structs.asdict(hosts[ranks[0]].settings), vocabulary=words,
+            options=options)]
+    model = open_model(path)
     if len(ranks) > model.n_layers:
         raise UsageError(f"the draft {path.name} has {model.n_layers} layers, too few for "
                          f"{len(ranks)} ranks: lower --draft-ranks")
@@ -88,10 +165,10 @@ def setups_of(config: JobConfig, path: Path, hosts: list[RankInfo], cells: int, 
                          "--draft-ranks 1, or a GGUF file")
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
-        ranks, str(path), model.fingerprint, model.n_layers, start, stop,
+        ranks, own.spec.name, str(path), model.fingerprint, model.n_layers, start, stop,
         **cache_sizes(config, cells, model), paths=paths_of(config, [model]), n_vocab=n_vocab,
         settings=structs.asdict(hosts[rank].settings),
-        vocabulary=vocabulary.to_json() if vocabulary and stop == model.n_layers else None)
+        vocabulary=words if stop == model.n_layers else None, options=options)
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
 
 

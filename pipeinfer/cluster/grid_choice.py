@@ -78,7 +78,7 @@ def usable_ranks(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> 
     """Return the ranks that may be members; spares may not. Raises UsageError if none is left."""
     spares = config.cluster.spares
     usable = [rank for rank in candidates if not hosts[rank].dead
-              and hosts[rank].settings.role not in ("spare", "draft")]
+              and not hosts[rank].settings.waits]
     if spares >= len(usable):
         raise UsageError(f"--spares {spares} leaves no rank for a stage: only {len(usable)} ranks "
                          "can hold layers; start more, or lower --spares")

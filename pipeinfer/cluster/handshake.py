@@ -189,7 +189,7 @@ def _with_settings(config: JobConfig, ranks: list[RankInfo]) -> list[RankInfo]:
     check_head(nodes, [rank.host for rank in ranks])
     found = []
     for rank in ranks:
-        settings = nodes.of(rank.host)
+        settings = nodes.of(rank.host, rank.rank)
         memory = rank.memory if settings.memory is None else min(rank.memory, settings.memory)
         backend = settings.options(config.given).get("backend", rank.asked_backend)
         found.append(structs.replace(

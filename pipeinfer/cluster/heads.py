@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import llama_options
 from pipeinfer.cluster import features
-from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS, draft_ranks_of
+from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.core.policy import Policy
@@ -33,7 +33,9 @@ from pipeinfer.strategies.spec import HEADS, Need
 if TYPE_CHECKING:
     from pipeinfer.backends.llamacpp.head import LlamaHead
 
-MTP, EAGLE3 = "mtp", "eagle3"  #: the proposers
+HeadKind: TypeAlias = Literal["mtp", "eagle3"]
+MTP: Final = "mtp"  #: the proposers
+EAGLE3: Final = "eagle3"
 
 
 class HeadPlan(Struct, frozen=True):
@@ -46,7 +48,7 @@ class HeadPlan(Struct, frozen=True):
     small: its vocabulary; None: the target's
     """
 
-    kind: Literal["mtp", "eagle3"]
+    kind: HeadKind
     file: ModelFile
     target: ModelFile
     taps: tuple[int, ...] = ()
@@ -181,21 +183,20 @@ def proposers_of(config: JobConfig) -> list[str]:
             if one.needs & HEADS]
 
 
-def setup_of(config: JobConfig, plan: HeadPlan, hosts: list[RankInfo], cells: int, n_vocab: int,
-             vocabulary: Vocabulary | None) -> DraftSetup:
-    """Return what a draft rank loads that computes a head; arguments as for `setups_of`.
+def setup_of(config: JobConfig, plan: HeadPlan, ranks: tuple[int, ...], hosts: Sequence[RankInfo],
+             cells: int, n_vocab: int, vocabulary: Vocabulary | None) -> DraftSetup:
+    """Return what the draft rank loads that computes a head.
 
-    Raises UsageError for several draft ranks.
+    ranks: its number. Other arguments as for `setups_of`. Raises UsageError for several ranks.
     """
-    ranks = draft_ranks_of(hosts)
     if len(ranks) > 1:
         raise UsageError(f"{plan.name} is one layer, which one rank holds: use --draft-ranks 1")
     return DraftSetup(
-        ranks, str(plan.file.path), plan.file.fingerprint, 1, 0, 1, **head_sizes(config, cells),
-        paths=head_paths(config), n_vocab=n_vocab,
+        ranks, plan.kind, str(plan.file.path), plan.file.fingerprint, 1, 0, 1,
+        **head_sizes(config, cells), paths=head_paths(config), n_vocab=n_vocab,
         settings=structs.asdict(hosts[ranks[0]].settings),
         vocabulary=vocabulary.to_json() if vocabulary else None,
-        head=plan.kind, target=str(plan.target.path), target_fingerprint=plan.target.fingerprint)
+        target=str(plan.target.path), target_fingerprint=plan.target.fingerprint)
 
 
 def load_head(config: JobConfig, place: Place, plan: HeadPlan, sizes: Mapping[str, int]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
+from pipeinfer.cluster.draft_ranks import OwnProposer
 from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.policy_choice import draft_models
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Job(Struct, frozen=True):
-    """What is decided before any stage loads. chains: see `on_gpus`."""
+    """What is decided before any stage loads. chains: see `on_gpus`; own: see `own_proposers`."""
 
     config: JobConfig
     target: Path
@@ -59,6 +60,7 @@ class Job(Struct, frozen=True):
     gaps: bool
     head: HeadPlan | None = None
     chains: bool = False
+    own: tuple[OwnProposer, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -145,12 +147,12 @@ class LoadedCluster(Struct, frozen=True):
         if policy is Policy.ITERATIVE:
             return None
         drafts = draft_models(config, self.job.draft, policy)
-        for path in drafts:
+        for path in [*drafts, *(one.draft for one in self.job.own if one.draft)]:
             draft_tokenizer = open_tokenizer(path)
             check_draft_vocab(self.tokenizer, draft_tokenizer)
             draft_tokenizer.close()
         return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
-                              self.port, self.hosts, self.vocabulary, self.job.head)
+                              self.port, self.hosts, self.vocabulary, self.job.head, self.job.own)
 
 
 class RunningJob(Protocol):

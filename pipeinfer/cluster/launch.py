@@ -32,7 +32,7 @@ from pipeinfer.cluster import features, placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.comparable import check_ablation
-from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
+from pipeinfer.cluster.draft_ranks import draft_ranks_of, own_proposers, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heads import HeadPlan, head_for, with_head
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
@@ -332,7 +332,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     config = with_head(config, looks_up, model, draft_path, backends)
     chains = on_gpus(config, model, hosts)
     config = for_chains(config) if chains else config
-    policy = choose_policy(config, draft_path)
+    own = own_proposers(config, hosts, draft_path)
+    policy = choose_policy(config, draft_path, own=bool(own))
     check_ablation(config, policy, place.size, turns=would)
     check_proposers(config.speculation, model, backends)
     ensure_llama(config.model.numa)
@@ -349,18 +350,23 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     if chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     head = head_for(config, model, backends)
+    for one in own:
+        if one.has_head and (head is None or head.kind != one.spec.name):
+            raise UsageError(f"the proposer {one.spec.name} of rank {one.ranks[0]} (nodes file) "
+                             f"needs a head of the target: add --proposer {one.spec.name}")
     if head is not None and gaps:
         raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
                          "can do so give no rows to a prediction head: leave out --proposer "
                          f"{head.kind}")
     found = placement.agree(
         config, place, model, target_path, hosts, policy, cells, n_batch,
-        _draft_bytes(draft_models(config, draft_path, policy), head, hosts), meeting)
+        _draft_bytes(draft_models(config, draft_path, policy),
+                     None if any(one.has_head for one in own) else head, hosts), meeting)
     if turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps,
-               head, chains)
+               head, chains, own)
 
 
 def _draft_bytes(drafts: Sequence[Path], head: HeadPlan | None, hosts: list[RankInfo]) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.draft_ranks import draft_ranks_of
 from pipeinfer.config import ModelConfig, SpeculationConfig
 from pipeinfer.core.control import Ready
 from pipeinfer.core.policy import Ablation, Policy
@@ -31,6 +30,7 @@ def why(config: SpeculationConfig, job: Job, drafts: Sequence[Path]) -> str:
     elif job.draft is not None:
         models = " with ".join(path.name for path in reversed(drafts)) or job.draft.name
         guessers = [models if name == "draft" else name for name in guessers or ["draft"]]
+    guessers += [one.name for one in job.own if one.name not in guessers]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
     if config.speculation == "off":
@@ -84,19 +84,23 @@ def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
     return notes
 
 
-def drafting(remote: RemoteDraft | None, hosts: list[RankInfo], name: str) -> list[str]:
-    """Return notes on the ranks that hold the draft, if rank 0 does not hold it."""
-    if remote is None:
-        idle = draft_ranks_of(hosts)
-        return [f"rank {', '.join(map(str, idle))} is there to draft and has nothing to do: there "
-                "is no draft model"] if idle else []
-    parts = [remote.ready[rank] for rank in remote.ranks]
-    words = "; ".join(
-        f"rank {one.rank} on {one.host}" + ("" if len(parts) == 1 else
-                                            f" layers {one.layers[0]} to {one.layers[1] - 1}")
-        + f", {one.weight_bytes / 1e6:.0f} MB, {one.threads} thread{'s' * (one.threads > 1)}"
-        for one in parts)
-    return [f"{name} drafts on {words}"]
+def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo]) -> list[str]:
+    """Return notes on the ranks that propose tokens, other than rank 0."""
+    busy = {rank for remote in remotes for rank in remote.ranks}
+    idle = [str(one.rank) for one in hosts
+            if one.rank and one.settings.drafts and not one.dead and one.rank not in busy]
+    notes = [f"rank {', '.join(idle)} is there to draft and has nothing to do: there is no draft "
+             "model"] if idle else []
+    for remote in remotes:
+        parts = [remote.ready[rank] for rank in remote.ranks]
+        words = "; ".join(
+            f"rank {one.rank} on {one.host}" + ("" if len(parts) == 1 else
+                                                f" layers {one.layers[0]} to {one.layers[1] - 1}")
+            + ("" if remote.free else f", {one.weight_bytes / 1e6:.0f} MB, {one.threads} "
+               f"thread{'s' * (one.threads > 1)}")
+            for one in parts)
+        notes.append(f"{remote.name} drafts on {words}")
+    return notes
 
 
 def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]:

@@ -95,9 +95,10 @@ def most_stages(config: JobConfig, ranks: int) -> int:
     return max(1, ranks if config.cluster.head_stage else ranks - 1)
 
 
-def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
+def choose_policy(config: JobConfig, draft: Path | None, *, own: bool = False) -> Policy:
     """Return the policy of a config that `features.check` accepts.
 
+    own: whether ranks have proposers of their own (`own_proposers`).
     Raises UsageError if a proposer or a policy lacks what it needs.
     """
     if config.speculation.layout == "replicate":
@@ -111,7 +112,7 @@ def choose_policy(config: JobConfig, draft: Path | None) -> Policy:
         if spec.adapter and not registry.adapter_of(spec, config.speculation):
             raise UsageError(f"--proposer {spec.name} needs an adapter: give one with "
                              f"--{spec.adapter.replace('_', '-')}")
-    guesses = draft is not None or bool(named)
+    guesses = draft is not None or own or bool(named)
     _check_components(config.speculation)
     inline = registry.inline(config.speculation)
     synchronous = inline is not None and inline.synchronous

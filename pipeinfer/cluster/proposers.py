@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import cast
 
 from msgspec import structs
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.cluster.draft_ranks import (
+    DRAFT,
+    OwnProposer,
     cache_sizes,
     draft_ranks_of,
     load_draft,
@@ -17,7 +18,9 @@ from pipeinfer.cluster.draft_ranks import (
     setups_of,
 )
 from pipeinfer.cluster.heads import (
+    EAGLE3,
     MTP,
+    HeadKind,
     HeadPlan,
     head_paths,
     head_sizes,
@@ -30,6 +33,7 @@ from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import own_model
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
+from pipeinfer.errors import UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.gguf import ModelFile
@@ -38,12 +42,10 @@ from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, RankInfo, settle
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts, DraftWorker
-from pipeinfer.runtime.remote_draft import RemoteDraft
+from pipeinfer.runtime.remote_draft import DraftPosts, RemoteDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.cascade import Cascade
-from pipeinfer.strategies.proposers.draft_model import DraftModel
-from pipeinfer.strategies.proposers.target_head import Head, TargetHead
 from pipeinfer.strategies.spec import HEADS, Need, ProposerSetup
 from pipeinfer.transport.base import Port
 
@@ -51,35 +53,57 @@ from pipeinfer.transport.base import Port
 def load_proposers(
     config: JobConfig, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int, port: Port,
     hosts: list[RankInfo], vocabulary: Vocabulary | None = None, head: HeadPlan | None = None,
+    own: Sequence[OwnProposer] = (),
 ) -> Drafts | None:
-    """Load the proposers that `--proposer` names; None if none of them needs a worker.
+    """Load the proposers that `--proposer` and the nodes file name; None if none of them needs a
+    worker.
 
     drafts: paths of the draft models. If there are draft ranks, the last one is loaded there, or
         the head if there are none; it is not ready when this returns.
     cells: of each stage's KV cache. n_vocab: of the target. vocabulary: for grammars. head: of the
-    target, if a proposer needs one.
+    target, if a proposer needs one. own: see `own_proposers`.
     """
-    remote = None
-    if drafts and draft_ranks_of(hosts):
-        remote = RemoteDraft(port, setups_of(config, drafts[-1], hosts, cells, n_vocab, vocabulary))
+    posts, shared, known = DraftPosts(port), draft_ranks_of(hosts), registry.proposers()
+    away = list(own)
+    if drafts and shared:
+        away.append(OwnProposer(known[DRAFT], shared, drafts[-1]))
         drafts = drafts[:-1]
-    elif head is not None and draft_ranks_of(hosts) and proposers_of(config):
-        remote = RemoteDraft(port, [setup_of(config, head, hosts, cells, n_vocab, vocabulary)])
+    elif head is not None and shared and proposers_of(config):
+        away.append(OwnProposer(known[head.kind], shared))
+    remotes: list[Drafts] = []
+    for one in sorted(away, key=_quality):
+        if one.has_head and head is not None:
+            name = head.name
+            setups = [setup_of(config, head, one.ranks, hosts, cells, n_vocab, vocabulary)]
+        else:
+            name, setups = one.name, setups_of(config, one, hosts, cells, n_vocab, vocabulary)
+        remotes.append(RemoteDraft(posts, setups, name, free=not one.spec.needs))
+    if any(one.has_head for one in away):
         head = None
-    local = _local(config, place, drafts, cells, n_vocab, port.wake, vocabulary, head)
-    if remote is None or local is None:
-        return remote or local
-    return DraftTeam(local, remote)
+    local = _local(config, place, drafts, cells, n_vocab, port.wake, vocabulary, head,
+                   {one.spec.name for one in own if not one.spec.needs})
+    free = sum(one.free for one in remotes)
+    found = [*remotes[:free], *([] if local is None else [local]), *remotes[free:]]
+    return DraftTeam(found) if len(found) > 1 else found[0] if found else None
+
+
+def _quality(one: OwnProposer) -> tuple[bool, float]:
+    """Return by what proposers are ordered, the best last: heads, then drafts by their sizes."""
+    return one.has_head, sum(open_model(one.draft).layer_bytes) if one.draft else 0.0
 
 
 def _local(
     config: JobConfig, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int,
     notify: Callable[[], None], vocabulary: Vocabulary | None, head: HeadPlan | None,
+    elsewhere: Collection[str],
 ) -> DraftWorker | None:
-    """Return the thread of rank 0 that computes proposals, None if there is nothing for it."""
+    """Return the thread of rank 0 that computes proposals, None if there is nothing for it.
+
+    elsewhere: names of proposers that other ranks run instead.
+    """
     found: list[Proposer] = []
-    for spec in registry.named(config.speculation) or (registry.proposers()["draft"],):
-        if spec.worker is not None:
+    for spec in registry.named(config.speculation) or (registry.proposers()[DRAFT],):
+        if spec.worker is not None and spec.name not in elsewhere:
             models = [open_model(path) for path in drafts if Need.DRAFT in spec.needs]
             loaded: list[Backend] = [
                 load_draft(config, place, model.path, (0, model.n_layers),
@@ -92,15 +116,18 @@ def _local(
                 continue
             found += spec.worker(ProposerSetup(
                 registry.values_of(spec, config.speculation), n_vocab, loaded, paths, vocabulary))
-    if not found:
-        return None
-    return DraftWorker(found[0] if len(found) == 1 else Cascade(found), notify)
+    return DraftWorker(_one(found), notify) if found else None
 
 
-def remote_of(drafts: Drafts | None) -> RemoteDraft | None:
-    """Return the draft that has ranks of its own, or None."""
-    found = drafts.better if isinstance(drafts, DraftTeam) else drafts
-    return found if isinstance(found, RemoteDraft) else None
+def _one(found: Sequence[Proposer]) -> Proposer:
+    return found[0] if len(found) == 1 else Cascade(found)
+
+
+def remotes_of(drafts: Drafts | None) -> tuple[RemoteDraft, ...]:
+    """Return the proposers that have ranks of their own."""
+    if isinstance(drafts, DraftTeam):
+        return drafts.remotes
+    return (drafts,) if isinstance(drafts, RemoteDraft) else ()
 
 
 class DraftLoader:
@@ -114,11 +141,12 @@ class DraftLoader:
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         sizes = {"n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch}
         backend: Backend
-        if setup.head:
+        if setup.target:
             model = ModelFile(own_model(structs.replace(
                 setup, model=setup.target, fingerprint=setup.target_fingerprint)))
-            plan = HeadPlan(setup.head, ModelFile(own_model(setup)), model,
-                            small=small_of(config, model) if setup.head == MTP else None)
+            kind: HeadKind = MTP if setup.proposer == MTP else EAGLE3
+            plan = HeadPlan(kind, ModelFile(own_model(setup)), model,
+                            small=small_of(config, model) if kind == MTP else None)
             backend = load_head(config, self._place, plan, sizes)
             threads = threads_of(config.model.threads_draft, self._place)
         else:
@@ -126,13 +154,16 @@ class DraftLoader:
                                           (setup.start, setup.stop), sizes)
         return self._hooks.draft(backend), threads
 
-    def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
-        """See `Loader.proposer`."""
+    def proposer(self, setup: DraftSetup, backend: Backend | None) -> Proposer:
+        """See `Loader.proposer`. Raises UsageError for a plug-in that this host lacks."""
+        spec = registry.proposers().get(setup.proposer)
+        if spec is None or spec.worker is None:
+            raise UsageError(f"the proposer {setup.proposer} is not installed there: install its "
+                             "package on that host as well")
         vocabulary = Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None
-        if setup.head:
-            return TargetHead(cast("Head", backend), setup.n_vocab, paths=setup.paths,
-                              vocabulary=vocabulary)
-        return DraftModel(backend, setup.n_vocab, paths=setup.paths, vocabulary=vocabulary)
+        return _one(spec.worker(ProposerSetup(
+            setup.options, setup.n_vocab, () if backend is None else (backend,), setup.paths,
+            vocabulary)))
 
 
 def _own_file(setup: DraftSetup) -> Path:

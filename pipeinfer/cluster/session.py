@@ -34,7 +34,7 @@ from pipeinfer.cluster.policy_choice import (
     for_chains,
     with_lookup,
 )
-from pipeinfer.cluster.proposers import remote_of
+from pipeinfer.cluster.proposers import remotes_of
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
@@ -150,8 +150,7 @@ class Session:
     @property
     def draft_ranks(self) -> list[DraftReady]:
         """The reports of the draft ranks when they were ready; empty if rank 0 holds the draft."""
-        remote = remote_of(self.draft)
-        return [] if remote is None else list(remote.ready.values())
+        return [ready for one in remotes_of(self.draft) for ready in one.ready.values()]
 
     @property
     def n_stages(self) -> int:
@@ -221,10 +220,10 @@ class Session:
         if head is not None and not head.is_that(job.head):
             raise UsageError("the stages give no rows for that head: start a job with this "
                              "--proposer")
-        policy = choose_policy(config, self.loaded.job.draft)
+        policy = choose_policy(config, job.draft, own=bool(job.own))
         worker = self.loaded.proposers(config, policy)
-        if (remote := remote_of(worker)) is not None:
-            remote.await_ready(config.cluster.timeout)
+        for one in remotes_of(worker):
+            one.await_ready(config.cluster.timeout)
         setup = self._settings(config, policy)
         self.head.replace(
             Scheduler(setup.limits, setup.rows, drafts=worker is not None,
@@ -275,8 +274,8 @@ class Session:
             self.notes.append(f"{why}: tokens come without its guesses")
             self.on_change()
 
-        if (remote := remote_of(self.draft)) is not None:
-            remote.told = note
+        for one in remotes_of(self.draft):
+            one.told = note
         if isinstance(self.draft, DraftTeam):
             self.draft.slot = self._slot
 
@@ -308,16 +307,17 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     assembly = loaded.assembly(config, progress)
     worker = loaded.proposers(config, job.policy)
     assembly.start()
-    remote = remote_of(worker)
-    if remote is not None:
-        remote.await_ready(config.cluster.timeout)
+    remotes = remotes_of(worker)
+    for one in remotes:
+        one.await_ready(config.cluster.timeout)
     drafts = draft_models(config, job.draft, job.policy)
     name = label(drafts[-1]) if drafts else "" if job.head is None else job.head.name
+    name = name or (remotes[-1].name if remotes else "")
     sharing = _sharing(job, assembly, hosts, drafts, worker)
     notes = [why(config.speculation, job, drafts), *notes_on(hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
-             *drafting(remote, hosts, name),
+             *drafting(remotes, hosts),
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms
@@ -388,12 +388,12 @@ def scheduler_setup(
 def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
              drafts: Sequence[Path], worker: Drafts | None) -> Sharing:
     config = job.config.model
-    stages, remote = assembly.ready.values(), remote_of(worker)
-    where = {hosts[rank].host for rank in (() if remote is None else remote.ranks)}
+    stages, remotes = assembly.ready.values(), remotes_of(worker)
+    where = {hosts[rank].host for one in remotes if not one.free for rank in one.ranks}
     if worker is not None and worker.local:
         where.add(hosts[0].host)
     contended = any(one.host in where for one in stages)
-    alone = job.turns or (remote is None and assembly.grid.n_stages == 1 and any(
+    alone = job.turns or (not remotes and assembly.grid.n_stages == 1 and any(
         holding.rank == 0 for holding in assembly.held))
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from pipeinfer.cluster import features
-from pipeinfer.cluster.draft_ranks import draft_ranks_of
 from pipeinfer.config import JobConfig
 from pipeinfer.nodes import RankInfo
 
@@ -28,7 +27,8 @@ def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collecti
     ranks = [one for one in hosts if not one.dead]
     if config.cluster.turns == "off" or len(ranks) < 2 or len({one.host for one in ranks}) > 1 \
             or numa_nodes > 1 or set(backends) != {"llamacpp"} \
-            or draft_ranks_of(list(hosts)) or features.excluding(features.TIME_SHARING, config):
+            or any(one.settings.drafts for one in ranks[1:]) \
+            or features.excluding(features.TIME_SHARING, config):
         return False
     if any(one.settings.bound or one.settings.on_gpu for one in ranks):
         return False

@@ -18,7 +18,7 @@ several ranks may hold a stage, and member 0 leads. Independent of models, trans
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -391,21 +391,23 @@ class ShardOffer(_Message, frozen=True, tag=True):
 
 
 class DraftSetup(_Message, frozen=True, tag=True):
-    """An order to load these layers of the draft.
+    """An order to load a proposer, or these layers of its draft.
 
     ranks: that hold the draft together, in the order of its layers; the last one receives the jobs
-    model, fingerprint, n_layers: of the draft
+    proposer, options: its name and the values of its own options
+    model, fingerprint, n_layers: of the draft; empty and 0: the proposer evaluates none
     start, stop: the layers of this rank
     n_ctx, n_seq_max, n_batch: of its cache
     paths: how many paths stay in the cache; sequence ids beyond are for branches
     n_vocab: of the target
     settings: of the host (`NodeSettings`)
     vocabulary: for grammars
-    head: the kind of prediction head in the file `model`; empty: it is a draft model
-    target, target_fingerprint: the model whose head it is
+    target, target_fingerprint: the model whose prediction head is in the file `model`; empty: it is
+        a draft model
     """
 
     ranks: tuple[int, ...]
+    proposer: str
     model: str
     fingerprint: str
     n_layers: int
@@ -418,7 +420,7 @@ class DraftSetup(_Message, frozen=True, tag=True):
     n_vocab: int
     settings: dict[str, Any]
     vocabulary: dict[str, Any] | None = None
-    head: Literal["", "mtp", "eagle3"] = ""
+    options: dict[str, Any] = {}
     target: str = ""
     target_fingerprint: str = ""
 

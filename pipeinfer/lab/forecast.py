@@ -154,8 +154,9 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
                  for rank, name in enumerate(launch.nodes)]
         return found, given["link"] or launch.link, None
     settings, hosts = _read(profiles, given)
-    machines = [_machine(rank, name, profiles.node(settings.of(name).profile), settings.of(name),
-                         hosts.count(name)) for rank, name in enumerate(hosts)]
+    machines = [_machine(rank, name, profiles.node(settings.of(name).profile),
+                         settings.of(name, rank), hosts.count(name))
+                for rank, name in enumerate(hosts)]
     return machines, given["link"] or settings.link, settings.layers
 
 
@@ -173,7 +174,7 @@ def cluster_of_file(profiles: Profiles, given: Mapping[str, Any]
         parts[names[-1]] = own if count == 1 else dataclasses.replace(
             part_of(own, 1 / count), name=names[-1], memory=own.memory // count)
     cluster = ClusterProfile(path, path, tuple(names), settings.link or "gigabit")
-    groups = tuple(nodes.group_of(RankInfo(rank, name, settings=settings.of(name)))
+    groups = tuple(nodes.group_of(RankInfo(rank, name, settings=settings.of(name, rank)))
                    for rank, name in enumerate(hosts))
     return dataclasses.replace(
         profiles, nodes={**profiles.nodes, **parts},

@@ -248,7 +248,7 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
     counts: list[int | None] = []
     for rank in candidates:
         settings = hosts[rank].settings
-        counts.append(0 if settings.role in ("spare", "draft") else settings.layers)
+        counts.append(0 if settings.waits else settings.layers)
     origin = "--layers" if config.layers else "layers in the nodes file"
     if config.layers:
         words = [word.strip() for word in config.layers.split(",")]
@@ -352,7 +352,7 @@ def _plan_of(
     split, left_out = _within_hosts(
         config, load, members, candidates, names, (split, left_out), predict)
     return Plan(tuple(candidates), split, plain,
-                {rank: "it drafts" if hosts[rank].settings.role == "draft" else left_out[i]
+                {rank: "it drafts" if hosts[rank].settings.drafts else left_out[i]
                  for i, rank in enumerate(candidates) if i in left_out}, timed)
 
 

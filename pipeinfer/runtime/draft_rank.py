@@ -1,5 +1,5 @@
-"""A draft rank: it holds the draft model, some of its layers, or a head of the target, and computes
-proposals.
+"""A draft rank: it runs a proposer; if that evaluates a draft model or a head of the target, the
+rank holds it, or some of its layers.
 
     rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, FeedDraft, StartDraft, DraftStop
     last draft rank -> rank 0: DraftReady, DraftDone
@@ -55,14 +55,17 @@ class Loader(Protocol):
     """Loads a rank's part of the draft and makes the proposer."""
 
     def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
-        """Load this rank's layers of the draft.
+        """Load this rank's layers of the draft; called only if there is one.
 
         Returns them as a backend, and the number of threads that compute them.
         Raises PipeinferError.
         """
 
-    def proposer(self, setup: DraftSetup, backend: Backend) -> Proposer:
-        """Return the proposer that uses all of the draft, which is `backend`."""
+    def proposer(self, setup: DraftSetup, backend: Backend | None) -> Proposer:
+        """Return the proposer, which uses all of the draft, `backend`; None: it needs none.
+
+        Raises PipeinferError.
+        """
 
 
 class DraftRank:
@@ -79,7 +82,7 @@ class DraftRank:
         self._port, self._rank, self._loader, self._timeout = port, rank, loader, timeout
         self._pulse = pulse or Pulse()
         self._setup: DraftSetup | None = None
-        self._layers: Backend | None = None
+        self._layers: Backend | None = None  # None without a draft
         self._proposer: Proposer | None = None
         self._todo: deque[DraftSetup | LaneOpen | LaneClose | FeedDraft | StartDraft | Decode
                           ] = deque()
@@ -134,6 +137,7 @@ class DraftRank:
         elif self._layers is not None:
             self._layers.close()
         self._proposer = self._layers = self._setup = None
+        self._threads = 0
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -164,17 +168,19 @@ class DraftRank:
         if setup != self._setup:
             self.close()
             self._pulse.beat("loads the draft")
-            backend, self._threads = self._loader.layers(setup)
-            self._layers, self._setup = backend, setup
+            if setup.model:
+                self._layers, self._threads = self._loader.layers(setup)
+            self._setup, whole = setup, self._layers
+            if self._layers is not None and setup.start > 0:
+                whole = PartedBackend(
+                    self._layers, setup.ranks[:-1], self._port, self._next_hidden)
             if setup.stop == setup.n_layers:
-                whole: Backend = backend if setup.start == 0 else PartedBackend(
-                    backend, setup.ranks[:-1], self._port, self._next_hidden)
                 self._proposer = self._loader.proposer(setup, whole)
-        assert self._layers is not None
         self._pulse.settle()
         self._port.post(0, DraftReady(
             self._rank, socket.gethostname(), (setup.start, setup.stop),
-            self._layers.info.weight_bytes, self._threads, host.memory_parts()["rss"]))
+            self._layers.info.weight_bytes if self._layers else 0, self._threads,
+            host.memory_parts()["rss"]))
 
     def _draft(self, job: StartDraft) -> None:
         if self._proposer is None:

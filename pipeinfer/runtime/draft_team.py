@@ -1,18 +1,20 @@
-"""Two drafts that work concurrently: a quick one on rank 0 and a better one on draft ranks.
+"""Several sources of proposals that work concurrently, such as a draft on rank 0 and drafts on
+other ranks.
 
-Proposals of the quick draft are issued at once; those of the better draft correct them. The better
-draft always takes the newest job when it becomes idle; jobs in between are answered by the quick
-draft alone. If the better draft is fast enough to keep the stages busy by itself, proposals of the
-quick draft would only displace better ones. They are then held back until the better draft returns
-nothing, unless their confidence is at least `SURE`. Of a job for trees both answers are merged.
+They are ordered by how good their proposals are expected to be. The first answer to a job is issued
+at once; answers of better members correct it. A member that has ranks of its own and evaluates a
+model takes the newest job whenever it becomes idle; the others answer the jobs in between. If a
+better member is fast enough to keep the stages busy by itself, proposals of the others would only
+displace better ones. They are then held back until its answer, unless their confidence is at least
+`SURE`. Of a job for trees the answers that have come are merged.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from pipeinfer.core.drafting import SURE, FeedDraft, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
@@ -20,150 +22,212 @@ from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.cascade import merged_trees
 
-_REMEMBERED = 64  #: jobs
+_REMEMBERED = 256  #: jobs
 _KEEPS_UP = 2.0  #: slowest draft that is waited for, in times of the slowest stage
 _FEW_ROWS = 8  #: jobs with more rows do not count in the measured time of a proposal
 _EVERY = 8  #: jobs after which the time of the stages is read again
 
 
-class DraftTeam:
-    """Combines two drafts behind the interface `Drafts`; see the module docstring.
+class _Member(Struct):
+    """A source of proposals. One that is not `remote` gets every job at once.
 
+    remote: it has ranks of its own, and evaluates a model
+    next: the job that `remote` takes when it is idle
+    due: jobs that it will answer
+    seconds: measured, of one proposal
+    """
+
+    draft: Drafts
+    remote: RemoteDraft | None = None
+    next: StartDraft | None = None
+    due: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+
+    def go_on(self) -> None:
+        """Start the next job if the last one is done."""
+        if self.next is not None and self.remote is not None and self.remote.idle:
+            job, self.next = self.next, None
+            self.draft.start(job)
+
+    def take(self) -> Drafted | None:
+        """Return a result, or None; learn from it how fast the member is."""
+        found = self.draft.take()
+        if found is not None:
+            self.due.discard(found.job_id)
+            if 0 < found.rows <= _FEW_ROWS:  # rows: proposals, and accepted tokens to evaluate
+                seconds = found.seconds / found.rows
+                before = self.seconds or seconds
+                self.seconds = before + (seconds - before) / _EVERY
+        return found
+
+    def stop(self, job_id: int) -> None:
+        """Withdraw a job."""
+        self.due.discard(job_id)
+        if self.next is not None and self.next.job_id == job_id:
+            self.next = None
+        else:
+            self.draft.stop(job_id)
+
+
+class _Asked(Struct):
+    """A job and the answers to it so far.
+
+    held: not returned yet
+    by: the best member that has answered; -1: none
+    """
+
+    job: StartDraft
+    held: Drafted | None = None
+    by: int = -1
+    answered: bool = False
+
+
+class DraftTeam:
+    """Combines sources of proposals behind the interface `Drafts`; see the module docstring.
+
+    drafts: the best one last.
     slot: returns the seconds that the slowest stage takes for a run, 0 if unknown.
     """
 
-    local = True
     free = False
 
-    def __init__(self, quick: Drafts, better: RemoteDraft) -> None:
+    def __init__(self, drafts: Sequence[Drafts]) -> None:
         self.slot: Callable[[], float] = lambda: 0.0
-        self._slot, self._asked, self._guess_seconds = 0.0, 0, 0.0
-        self._held: dict[int, Drafted] = {}
-        self._released: deque[Drafted] = deque()  # held until another job took the place of theirs
-        self._quick, self._better = quick, better
-        self._next: StartDraft | None = None
-        self._at: StartDraft | None = None  #: the better draft's job
-        self._answered: OrderedDict[int, None] = OrderedDict()
+        self._slot, self._count = 0.0, 0
+        self._members = [
+            _Member(one, one if isinstance(one, RemoteDraft) and not one.free else None)
+            for one in drafts]
+        self._asked: OrderedDict[int, _Asked] = OrderedDict()
+        self._released: deque[Drafted] = deque()  # held until members were given another job
+
+    @property
+    def local(self) -> bool:
+        """Whether some of it computes on rank 0."""
+        return any(one.draft.local for one in self._members)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of computation on rank 0. The better draft computes on other ranks."""
-        return self._quick.busy_seconds
+        """Seconds of computation on rank 0."""
+        return sum(one.draft.busy_seconds for one in self._members if one.draft.local)
 
     @property
-    def better(self) -> RemoteDraft:
-        """The draft that has ranks of its own."""
-        return self._better
+    def remotes(self) -> tuple[RemoteDraft, ...]:
+        """The members with ranks of their own."""
+        return tuple(one.draft for one in self._members if isinstance(one.draft, RemoteDraft))
 
     def start(self, job: StartDraft) -> None:
-        """Give the job to both drafts."""
-        if self._asked % _EVERY == 0:
+        """Give the job to all members."""
+        if self._count % _EVERY == 0:
             self._slot = self.slot()
-        self._asked += 1
-        self._quick.start(job)
-        if self._next is not None and (held := self._held.pop(self._next.job_id, None)):
-            self._released.append(held)  # the better draft will not answer it
-        self._next = job
-        self._go_on()
+        self._count += 1
+        self._asked[job.job_id] = _Asked(job)
+        if len(self._asked) > _REMEMBERED:
+            self._asked.popitem(last=False)
+        for one in self._members:
+            one.due.add(job.job_id)
+            if one.remote is None:
+                one.draft.start(job)
+                continue
+            before, one.next = one.next, job
+            if before is not None:
+                one.due.discard(before.job_id)
+                self._release(before.job_id)
+            one.go_on()
 
     def stop(self, job_id: int) -> None:
-        """Withdraw a job from both drafts."""
-        self._quick.stop(job_id)
-        self._held.pop(job_id, None)
+        """Withdraw a job from all members."""
+        for one in self._members:
+            one.stop(job_id)
+        self._asked.pop(job_id, None)
         self._released = deque(one for one in self._released if one.job_id != job_id)
-        if self._next is not None and self._next.job_id == job_id:
-            self._next = None
-        self._better.stop(job_id)
 
     def feed(self, rows: FeedDraft) -> None:
-        """Give the rows to both drafts; those without a head ignore them."""
-        self._quick.feed(rows)
-        self._better.feed(rows)
+        """Give the rows to all members; those that read none ignore them."""
+        for one in self._members:
+            one.draft.feed(rows)
 
     def take(self) -> Drafted | None:
         """Return the next result, or None.
 
-        `more` is set in a first result that a second will follow, `further` in that second one.
+        `more` is set in a result that another may follow, `further` in those that follow a first.
         """
         if self._released:
-            late = self._released.popleft()
-            self._note(late.job_id)
-            return late
-        while (found := self._quick.take()) is not None:
-            if found.job_id in self._answered:
-                continue
-            awaited = self._awaited(found.job_id)
-            if awaited and not _sure(found) and (self._waits or not found.proposals):
-                self._held[found.job_id] = found
-                continue
-            self._note(found.job_id)
-            return structs.replace(found, more=awaited)
-        while (found := self._better.take()) is not None:
-            job = self._at
-            self._learn(found)
-            self._go_on()
-            if found.job_id not in self._answered:
-                held = self._held.pop(found.job_id, None)
-                if held is None and not found.proposals:
-                    continue  # the quick draft may still return some
-                self._note(found.job_id)
-                self._quick.stop(found.job_id)
-                return _together(held, found, job)
-            if found.proposals:
-                return structs.replace(found, further=True)
-        self._go_on()
+            return self._released.popleft()
+        for k, one in enumerate(self._members):
+            while (found := one.take()) is not None:
+                one.go_on()
+                if (answer := self._answer(k, found)) is not None:
+                    return answer
+            one.go_on()
         return None
 
     @property
     def has_news(self) -> bool:
         """Whether `take` has something to do."""
-        return bool(self._released) or self._quick.has_news or self._better.has_news or (
-            self._next is not None and self._better.idle)
+        return bool(self._released) or any(
+            one.draft.has_news or (one.next is not None and one.remote is not None
+                                   and one.remote.idle) for one in self._members)
 
     def close(self, timeout: float) -> None:
-        """Close both drafts, each within `timeout` seconds."""
-        self._quick.close(timeout)
-        self._better.close(timeout)
+        """Close all members, each within `timeout` seconds."""
+        for one in self._members:
+            one.draft.close(timeout)
 
-    def _go_on(self) -> None:
-        if self._next is not None and self._better.idle:
-            job, self._next = self._next, None
-            self._at = job
-            self._better.start(job)
+    def _answer(self, k: int, found: Drafted) -> Drafted | None:
+        """Return what the result of member `k` makes the answer; None: nothing, or not yet."""
+        asked = self._asked.get(found.job_id)
+        if asked is None:
+            return None  # withdrawn
+        if asked.answered:
+            if k < asked.by or not found.proposals:
+                return None
+            asked.by = k
+            return structs.replace(found, further=True, more=bool(self._due(found.job_id, k)))
+        asked.held = found if asked.held is None else _together(
+            *((asked.held, found) if k > asked.by else (found, asked.held)), asked.job)
+        asked.by = max(asked.by, k)
+        return self._settle(asked)
 
-    @property
-    def _waits(self) -> bool:
-        """Whether the better draft is fast enough that quick proposals would displace better
-        ones."""
-        return not self._slot or self._guess_seconds < _KEEPS_UP * self._slot
+    def _settle(self, asked: _Asked) -> Drafted | None:
+        """Return the answer that is held, unless it is worth while to wait for another."""
+        found, job_id = asked.held, asked.job.job_id
+        if found is None:
+            return None
+        better = self._due(job_id, asked.by)
+        if not found.proposals:
+            if self._due(job_id):
+                return None
+        elif not _sure(found) and any(self._keeps_up(k) for k in better):
+            return None
+        asked.held, asked.answered = None, True
+        for one in self._members[:asked.by]:
+            one.stop(job_id)
+        return structs.replace(found, more=bool(better))
 
-    def _learn(self, found: Drafted) -> None:
-        if 0 < found.rows <= _FEW_ROWS:  # rows: proposals, and accepted tokens not yet evaluated
-            seconds = found.seconds / found.rows
-            before = self._guess_seconds or seconds
-            self._guess_seconds = before + (seconds - before) / _EVERY
+    def _release(self, job_id: int) -> None:
+        """Return what is held of a job, if the members that were waited for will not answer it."""
+        asked = self._asked.get(job_id)
+        if asked is not None and (found := self._settle(asked)) is not None:
+            self._released.append(found)
 
-    def _awaited(self, job_id: int) -> bool:
-        """Whether the better draft will answer this job as well."""
-        at = self._at is not None and not self._better.idle and self._at.job_id == job_id
-        return at or (self._next is not None and self._next.job_id == job_id)
+    def _due(self, job_id: int, above: int = -1) -> list[int]:
+        """Return the members better than `above` that will answer a job."""
+        return [k for k, one in enumerate(self._members) if k > above and job_id in one.due]
 
-    def _note(self, job_id: int) -> None:
-        self._answered[job_id] = None
-        if len(self._answered) > _REMEMBERED:
-            self._answered.popitem(last=False)
+    def _keeps_up(self, k: int) -> bool:
+        """Whether member `k` is fast enough that others' proposals would displace better ones."""
+        return not self._slot or self._members[k].seconds < _KEEPS_UP * self._slot
 
 
-def _together(held: Drafted | None, better: Drafted, job: StartDraft | None) -> Drafted:
-    """Return the answer of the two drafts to one job; held: that of the quick one, if it is
-    there."""
-    if held is None or not better.proposals:
-        return held or better
-    if job is None or job.branches == 1:
+def _together(worse: Drafted, better: Drafted, job: StartDraft) -> Drafted:
+    """Return the answer of two members to one job."""
+    if not worse.proposals or not better.proposals:
+        return better if better.proposals else worse
+    if job.branches == 1:
         return better
-    return structs.replace(better, proposals=merged_trees((held.proposals, better.proposals), job))
+    return structs.replace(better, proposals=merged_trees((worse.proposals, better.proposals), job))
 
 
 def _sure(found: Drafted) -> bool:
     """Whether the first proposal is so confident that a better draft would hardly differ."""
-    return bool(found.proposals) and found.proposals[0].confidence >= SURE
+    return found.proposals[0].confidence >= SURE

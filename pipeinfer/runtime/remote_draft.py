@@ -15,7 +15,7 @@ from msgspec import structs
 
 from pipeinfer.core.control import DraftDone, DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
-from pipeinfer.core.messages import LaneClose, LaneOpen
+from pipeinfer.core.messages import LaneClose, LaneOpen, Message
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RankLost, TransportTimeout
 from pipeinfer.scheduler.events import Drafted
@@ -24,28 +24,46 @@ from pipeinfer.transport.base import Port
 _LANES = 256  #: whose tokens the draft rank stores
 
 
+class DraftPosts:
+    """Sorts what draft ranks send to the head by its sender."""
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+        self._of: dict[int, deque[Message]] = {}
+
+    def take(self, ranks: Sequence[int]) -> Message | None:
+        """Return the oldest message of one of these ranks, or None."""
+        while (post := self.port.take_post()) is not None:
+            self._of.setdefault(post[0], deque()).append(post[1])
+        return next((found.popleft() for rank in ranks if (found := self._of.get(rank))), None)
+
+
 class RemoteDraft:
     """Implements `Drafts` over a port. Only the head's thread may use it.
 
-    setups: for each draft rank the layers that it loads, in the order of the layers. They are sent
-        when the object is made.
+    posts: of the port; shared by all drafts of a job.
+    setups: what each of its ranks loads, in the order of the draft's layers. They are sent when
+        the object is made.
+    name: of the draft or the proposer, for messages.
+    free: whether it evaluates no model.
     """
 
-    free = False
     local = False
 
-    def __init__(self, port: Port, setups: Sequence[DraftSetup]) -> None:
+    def __init__(self, posts: DraftPosts, setups: Sequence[DraftSetup], name: str = "", *,
+                 free: bool = False) -> None:
+        self.free, self.name = free, name
         self.busy_seconds = 0.0
         self.lost = ""  #: why there are no more proposals; empty while the draft works
         self.told: Callable[[str], None] = lambda _: None  #: called with `lost` when it is set
         self.ready: dict[int, DraftReady] = {}
-        self._port = port
-        self._ranks, self._reads_rows = setups[-1].ranks, bool(setups[-1].head)
+        self._posts, self._port = posts, posts.port
+        self._ranks, self._reads_rows = setups[-1].ranks, bool(setups[-1].target)
         self._waiting: set[int] = set()
         self._results: deque[Drafted] = deque()
         self._lanes: OrderedDict[int, tuple[SamplingParams, int]] = OrderedDict()
         for rank, setup in zip(self._ranks, setups, strict=True):
-            port.post(rank, setup)
+            self._port.post(rank, setup)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -84,7 +102,7 @@ class RemoteDraft:
     def start(self, job: StartDraft) -> None:
         """Send a job to the draft. A job that allows only free proposals gets an empty result at
         once, as does every job after a loss."""
-        if self.lost or job.free_only:
+        if self.lost or (job.free_only and not self.free):
             self._results.append(Drafted(job.job_id, ()))
             return
         known = self._known(job)
@@ -134,8 +152,8 @@ class RemoteDraft:
         return known
 
     def _hear(self) -> None:
-        while (post := self._port.take_post()) is not None:
-            match post[1]:
+        while (message := self._posts.take(self._ranks)) is not None:
+            match message:
                 case DraftDone(job_id, proposals, rows, seconds):
                     self.busy_seconds += seconds
                     wanted = job_id in self._waiting

@@ -144,7 +144,7 @@ class Scheduler:
                 self._run_done(run_id, choices, taps)
             case Drafted(job_id, proposals, rows, more=more, further=further):
                 if further:
-                    self.speculation.corrected(job_id, proposals)
+                    self.speculation.corrected(job_id, proposals, more=more)
                 else:
                     self.speculation.drafted(job_id, proposals, rows=rows, more=more)
             case Abort(request_id, reason):

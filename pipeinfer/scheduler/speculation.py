@@ -137,13 +137,17 @@ class Speculation:
         if not proposals:
             self._empty(lane, node)
 
-    def corrected(self, job_id: int, proposals: tuple[Proposal, ...]) -> None:
+    def corrected(self, job_id: int, proposals: tuple[Proposal, ...], *, more: bool = False
+                  ) -> None:
         """Add a better draft's proposals to a job that was answered already.
 
+        more: whether another draft may still answer it.
         Where they leave the path of the first answer, their tokens are added. The probability of
         what is planned there falls to what they leave. Trees of `published` are merged.
         """
-        lane, node = self._open_answers.pop(job_id, (None, None))
+        lane, node = self._open_answers.get(job_id, (None, None))
+        if not more:
+            self._open_answers.pop(job_id, None)
         if lane is None or node is None or lane.done:
             return
         if self.limits.buffered:

@@ -110,8 +110,9 @@ def _add(need: dict[str, float], name: str, size: float) -> None:
 def _hosts(config: JobConfig, names: Sequence[str], nodes: str) -> list[RankInfo]:
     """Return the ranks on hosts of these names. nodes: path of a nodes file, or ""."""
     settings = read_nodes(nodes) if nodes else Nodes("")
-    return [RankInfo(rank, name, settings=settings.of(name), asked_backend=str(
-        settings.of(name).options(config.given).get("backend", config.model.backend)))
+    own = [settings.of(name, rank) for rank, name in enumerate(names)]
+    return [RankInfo(rank, name, settings=own[rank], asked_backend=str(
+        own[rank].options(config.given).get("backend", config.model.backend)))
         for rank, name in enumerate(names)]
 
 

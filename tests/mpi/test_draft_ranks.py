@@ -88,3 +88,67 @@ def test_what_does_not_fit_is_refused(np, options, words):
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- proposers of the nodes file --------------------------------------------------------------
+
+
+def own(tmp_path, **tables):
+    """The option for a nodes file with settings of ranks: rank3={"proposer": "mtp"}."""
+    lines = [line for name, table in tables.items() for line in (
+        f"[rank.{name.removeprefix('rank')}]", *(f"{k} = {json.dumps(v)}"
+                                                 for k, v in table.items()))]
+    path = tmp_path / "nodes.toml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return ["--nodes", str(path)]
+
+
+LOOKUP, MODEL = {"proposer": "prompt-lookup"}, {"draft": DRAFT}
+
+
+@pytest.mark.parametrize(("tables", "options", "words"), [
+    ({"rank3": LOOKUP, "rank4": MODEL}, [], ["prompt-lookup drafts on rank 3", "draft.gguf drafts "
+                                             "on rank 4 "]),
+    ({"rank2": {"draft": TARGET}, "rank3": MODEL, "rank4": {"role": "draft"}},
+     ["-md", DRAFT, "--policy", "published", "--branches", "3"],
+     ["target.gguf drafts on rank 2 ", "draft.gguf drafts on rank 3 ",
+      "draft.gguf drafts on rank 4 "]),
+    full({"rank3": MODEL, "rank4": MODEL}, ["-md", DRAFT], ["rank 3 on", "layers 1 to 1"]),
+    full({"rank4": LOOKUP}, ["--grid", "1x2", "-md", DRAFT], ["prompt-lookup drafts on rank 4"]),
+    full({"rank3": {"draft": TARGET}}, ["--policy", "speculative"], ["target.gguf drafts"]),
+])
+def test_ranks_have_proposers_of_their_own(tables, options, words, plain, tmp_path):
+    done = launch.run(5, [*GENERATE, *PACED, "-m", TARGET, *own(tmp_path, **tables), *options])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == plain(2 if "--grid" in options else 1)
+    assert answer["stats"]["accepted_speculative"] > 0
+    notes = "\n".join(answer["stats"]["notes"])
+    assert all(word in notes for word in words), notes
+
+
+def test_one_of_them_dies_and_the_other_goes_on(plain, tmp_path):
+    done = launch.run(4, [*GENERATE, *PACED, "-m", TARGET, *own(tmp_path, rank2=LOOKUP, rank3={
+        "draft": DRAFT}), "--fault", "kill@3:decode=6"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["tokens"] == plain(1)
+    assert sum("tokens come without its guesses" in note
+               for note in answer["stats"]["notes"]) == 1
+    assert answer["stats"]["accepted_speculative"] > 0
+
+
+@pytest.mark.parametrize(("tables", "words"), [
+    ({"rank2": {"proposer": "lookahaed"}}, "does not exist: choose from draft"),
+    full({"rank2": {"proposer": "lookahead"}}, "give --proposer lookahead instead"),
+    full({"rank2": {"proposer": "prompt-lookup", "draft": DRAFT}}, "evaluates no draft"),
+    full({"rank2": {"proposer": "mtp"}}, "needs a head of the target: add --proposer mtp"),
+    full({"rank2": {"draft": "none.gguf"}}, "none.gguf"),
+    full({"rank1": LOOKUP, "rank2": LOOKUP}, "takes one rank"),
+    full({"rank2": {"role": "stage", **LOOKUP}}, "which makes it propose tokens instead"),
+])
+def test_settings_that_cannot_be_are_refused(tables, words, tmp_path):
+    done = launch.run(3, [*GENERATE, *own(tmp_path, **tables)])
+    assert done.returncode in (2, 3), done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

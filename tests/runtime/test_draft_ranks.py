@@ -15,7 +15,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, ModelError, TransportTimeout
 from pipeinfer.runtime.draft_rank import DraftRank
 from pipeinfer.runtime.draft_team import DraftTeam
-from pipeinfer.runtime.remote_draft import RemoteDraft
+from pipeinfer.runtime.remote_draft import DraftPosts, RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
@@ -23,6 +23,7 @@ from tests.rig.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
 SECONDS = 20.0
+SETUP = DraftSetup((1,), "draft", "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {})
 
 
 class ToyLoader:
@@ -49,9 +50,9 @@ class Ranks:
         names = tuple(range(1, count + 1))
         ends = [SPEC.n_layers * k // count for k in range(count + 1)]
         self.setups = [
-            DraftSetup(names, model, "", SPEC.n_layers, start, stop, 512, 64, 64, paths,
+            DraftSetup(names, "draft", model, "", SPEC.n_layers, start, stop, 512, 64, 64, paths,
                        SPEC.n_vocab, {}) for start, stop in itertools.pairwise(ends)]
-        self.draft = RemoteDraft(self.head, self.setups)
+        self.draft = RemoteDraft(DraftPosts(self.head), self.setups)
         self.threads = [threading.Thread(target=self.work, args=(rank, n_ctx), daemon=True)
                         for rank in names]
         for thread in self.threads:
@@ -124,7 +125,7 @@ def test_a_stopped_job_is_not_answered_and_the_next_one_is():
 
 def test_a_lane_that_begins_anew_leaves_jobs_asked_before_as_they_were():
     head, port = local_ports(2)
-    draft = RemoteDraft(head, [DraftSetup((1,), "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {})])
+    draft = RemoteDraft(DraftPosts(head), [SETUP])
     rank = DraftRank(port, 1, ToyLoader(512), SECONDS)
     assert rank.turn()
     draft.await_ready(SECONDS)
@@ -150,7 +151,7 @@ def test_numbers_of_jobs_may_come_again():
             for number in (1, 2, 3):
                 before.start(job([3, 1], number=number))
             ranks.head.wait(0.005)
-            ranks.draft = RemoteDraft(ranks.head, ranks.setups)
+            ranks.draft = RemoteDraft(DraftPosts(ranks.head), ranks.setups)
             ranks.draft.await_ready(SECONDS)
             before.close(SECONDS)
             ranks.draft.start(job([3, 1, 4], number=2))
@@ -171,7 +172,7 @@ def test_a_draft_that_cannot_be_loaded_is_said_with_its_rank_and_exit_code():
 
 def test_waiting_for_a_rank_that_says_nothing_has_an_end():
     head, *_ = local_ports(2)
-    draft = RemoteDraft(head, [DraftSetup((1,), "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {})])
+    draft = RemoteDraft(DraftPosts(head), [SETUP])
     with pytest.raises(TransportTimeout, match="DraftReady"):
         draft.await_ready(0.05)
 
@@ -205,7 +206,7 @@ def test_of_two_drafts_the_quick_one_answers_and_the_better_one_corrects():
     with Ranks(1) as ranks:
         ranks.draft.await_ready(SECONDS)
         quick = Quick()
-        team = DraftTeam(quick, ranks.draft)
+        team = DraftTeam((quick, ranks.draft))
         team.slot = lambda: 1e-9  # stages are quicker than any draft
         team.start(job([3, 1], number=0))
         ranks.answer(team)  # from here on the better one's speed is known
@@ -227,7 +228,7 @@ def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
     with Ranks(1) as ranks:
         ranks.draft.await_ready(SECONDS)
         quick = Quick()
-        team = DraftTeam(quick, ranks.draft)
+        team = DraftTeam((quick, ranks.draft))
         team.slot = lambda: 1e3
         team.start(job([3, 1], number=1))
         assert ranks.answer(team).proposals
@@ -241,12 +242,18 @@ def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
         assert quick.stopped == [1, 2, 3]
 
 
+class Better(Quick, RemoteDraft):
+    """The same, but elsewhere: it takes a job when it is idle."""
+
+    local, idle = False, True
+
+
 @pytest.mark.parametrize("proposals", [(), (Proposal(-1, 7, 0.5),)])
 def test_an_answer_that_waits_is_given_when_another_job_takes_its_place(proposals):
     """Of several requests at once: the better draft takes the newest job alone."""
-    quick, better = Quick(), Quick()
+    quick, better = Quick(), Better()
     better.idle = False
-    team = DraftTeam(quick, better)
+    team = DraftTeam((quick, better))
     team.slot = lambda: 1e3  # the better draft keeps up, so it is waited for
     for number in (1, 2):
         team.start(job([3, 1], number=number, lane=number))
@@ -262,9 +269,9 @@ def test_an_answer_that_waits_is_given_when_another_job_takes_its_place(proposal
 @pytest.mark.parametrize(("branches", "tokens"), [(1, {2}), (2, {2, 7})])
 def test_a_job_for_trees_gets_the_tree_of_both_drafts(branches, tokens):
     """As SpecInfer merges those of its small models, before anything is verified."""
-    quick, better = Quick(), Quick()
+    quick, better = Quick(), Better()
     better.idle = True
-    team = DraftTeam(quick, better)
+    team = DraftTeam((quick, better))
     team.start(job([3, 1], number=1, branches=branches))
     better.idle = False
     quick.answers = [Drafted(1, (Proposal(-1, 7, 0.3),))]
@@ -278,9 +285,102 @@ def test_a_better_draft_that_is_first_is_the_answer():
     with Ranks(1) as ranks:
         ranks.draft.await_ready(SECONDS)
         quick = Quick()
-        team = DraftTeam(quick, ranks.draft)
+        team = DraftTeam((quick, ranks.draft))
         team.start(job([3, 1], number=1))
         assert not ranks.answer(team).further
         assert quick.stopped == [1]
         quick.answers = [Drafted(1, (Proposal(-1, 7),))]
         assert team.take() is None
+
+
+# --- three of them ----------------------------------------------------------------------------
+
+
+def three(**seconds):
+    """A quick local member, and two elsewhere; the last one is the best."""
+    members = Quick(), Better(), Better()
+    return DraftTeam(members), *members
+
+
+def guess(number, token, confidence=0.5):
+    return Drafted(number, (Proposal(-1, token, confidence),), rows=1, seconds=1.0)
+
+
+def test_each_better_answer_of_three_corrects_the_one_before():
+    team, quick, middle, best = three()
+    team.slot = lambda: 1e-9  # stages are quicker than any draft
+    for one in team._members:
+        one.seconds = 1.0
+    team.start(job([3, 1], number=1))
+    middle.idle = best.idle = False
+    quick.answers = [guess(1, 7)]
+    first = team.take()
+    assert (first.proposals[0].token, first.more, first.further) == (7, True, False)
+    best.answers = [guess(1, 9)]
+    last = team.take()
+    assert (last.proposals[0].token, last.more, last.further) == (9, False, True)
+    middle.answers = [guess(1, 8)]
+    assert team.take() is None  # a better one has answered
+
+    middle.idle = best.idle = True
+    team.start(job([3, 1], number=2))
+    middle.idle = best.idle = False
+    for member, token, more in ((quick, 7, True), (middle, 8, True), (best, 9, False)):
+        member.answers = [guess(2, token)]
+        found = team.take()
+        assert (found.proposals[0].token, found.more, found.further) == (
+            token, more, member is not quick)
+
+
+def test_of_three_the_free_one_elsewhere_gets_every_job():
+    team, _, middle, best = three()
+    middle.free = True
+    team = DraftTeam((middle, best))
+    for number in (1, 2, 3):
+        team.start(job([3, 1], number=number, free_only=number == 2))
+        best.idle = False
+    assert middle.asked == [1, 2, 3]
+    assert best.asked == [1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_job_of_three_gets_one_first_answer_and_better_ones_after_it(seed):
+    """Whatever the order of answers, withdrawals and jobs that take others' places."""
+    rng = random.Random(seed)
+    team, *members = three()
+    team.slot = lambda: rng.choice([0.0, 1e-9, 1e3])
+    first, by, withdrawn = set(), {}, set()
+
+    def hear():
+        while (found := team.take()) is not None:
+            number = found.job_id
+            assert number not in withdrawn
+            assert found.further == (number in first)
+            if found.proposals:
+                assert found.proposals[0].token > by.get(number, -1)
+                by[number] = found.proposals[0].token
+            first.add(number)
+
+    def answer(k):
+        one = members[k]
+        if one.asked:
+            number = one.asked.pop(0)
+            one.idle = True
+            if number not in one.stopped:
+                one.answers.append(Drafted(number, rng.choice([(), (Proposal(
+                    -1, k, rng.choice([0.5, 0.99])),)]), 1, 1.0))
+
+    for number in range(1, 40):
+        team.start(job([3, 1], number=number, lane=rng.randrange(3)))
+        for one in members[1:]:
+            one.idle = not one.asked
+        for _ in range(rng.randrange(4)):
+            answer(rng.randrange(3))
+            rng.random() < 0.5 and hear()
+        if rng.random() < 0.2:
+            withdrawn.add(gone := rng.randint(1, number))
+            team.stop(gone)
+    while any(one.asked for one in members) or team.has_news:
+        answer(rng.randrange(3))
+        hear()
+    assert first >= set(range(1, 40)) - withdrawn
