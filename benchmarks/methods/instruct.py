@@ -62,6 +62,7 @@ from pipeinfer.scheduler.controller import linear
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.factory import Decomposition
 from pipeinfer.strategies.decomposers.prompts import opening, texts_of
+from pipeinfer.strategies.proposers import draft_model
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.registry import job_config
@@ -135,7 +136,7 @@ class Models:
         place = host.Place(0, 1, None, 1, 0, 1)
         small = open_model(self.draft_path)
         self.draft = load_draft(base, place, self.draft_path, (0, small.n_layers),
-                                cache_sizes(whole, self.cells, small))[0]
+                                cache_sizes(whole, self.cells, small, draft_model.SPEC))[0]
         self.tokenizer = open_tokenizer(self.path)
         self.row_bytes = 4 * self.target.info.n_embd
         share = self.draft.info.weight_bytes / self.target.info.weight_bytes

@@ -124,10 +124,18 @@ def own_proposers(config: JobConfig, hosts: Sequence[RankInfo], draft: Path | No
     return tuple(found)
 
 
-def cache_sizes(config: JobConfig, cells: int, model: Any) -> dict[str, Any]:
-    """Return the sizes of a draft's KV cache. cells: of each stage's cache. model: the draft."""
-    paths = paths_of(config, [model])
-    return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + config.speculation.branches,
+def cache_sizes(config: JobConfig, cells: int, model: Any, spec: ProposerSpec) -> dict[str, Any]:
+    """Return the sizes of a draft's KV cache.
+
+    cells: of each stage's cache. model: the draft. spec: of what evaluates it.
+    Raises UsageError where a proposer needs paths that the draft cannot have.
+    """
+    paths, own = paths_of(config, [model]), config.speculation
+    branches = spec.branches(registry.values_of(spec, own))
+    if branches and keeps_state(model):
+        raise UsageError(f"--proposer {spec.name} evaluates several paths at once, and layers of "
+                         f"the draft {model.path.name} keep a state: use --proposer {DRAFT}")
+    return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + max(own.branches, branches),
             "n_batch": BATCH}
 
 
@@ -166,8 +174,8 @@ def setups_of(config: JobConfig, own: OwnProposer, hosts: Sequence[RankInfo], ce
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
         ranks, own.spec.name, str(path), model.fingerprint, model.n_layers, start, stop,
-        **cache_sizes(config, cells, model), paths=paths_of(config, [model]), n_vocab=n_vocab,
-        settings=structs.asdict(hosts[rank].settings),
+        **cache_sizes(config, cells, model, own.spec), paths=paths_of(config, [model]),
+        n_vocab=n_vocab, settings=structs.asdict(hosts[rank].settings),
         vocabulary=words if stop == model.n_layers else None, options=options)
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
 

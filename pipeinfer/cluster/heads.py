@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import llama_options
 from pipeinfer.cluster import features
-from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS
+from pipeinfer.cluster.draft_ranks import BATCH, DRAFT_PATHS, OwnProposer
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.core.policy import Policy
@@ -167,6 +167,14 @@ def head_for(config: JobConfig, model: Any, backends: Sequence[str]) -> HeadPlan
                 raise UsageError(f"--proposer {spec.name}: {why}")
             return HeadPlan("eagle3", file, model, taps)
     return None
+
+
+def check_heads(own: Sequence[OwnProposer], head: HeadPlan | None) -> None:
+    """Raise UsageError where the nodes file gives a rank another head than the job has."""
+    for one in own:
+        if one.has_head and (head is None or head.kind != one.spec.name):
+            raise UsageError(f"the proposer {one.spec.name} of rank {one.ranks[0]} (nodes file) "
+                             f"needs a head of the target: add --proposer {one.spec.name}")
 
 
 def small_of(config: JobConfig, target: ModelFile) -> SmallVocabulary | None:

@@ -34,7 +34,7 @@ from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.cluster.comparable import check_ablation
 from pipeinfer.cluster.draft_ranks import draft_ranks_of, own_proposers, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
-from pipeinfer.cluster.heads import HeadPlan, head_for, with_head
+from pipeinfer.cluster.heads import HeadPlan, check_heads, head_for, with_head
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.job import Job
@@ -350,10 +350,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     if chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     head = head_for(config, model, backends)
-    for one in own:
-        if one.has_head and (head is None or head.kind != one.spec.name):
-            raise UsageError(f"the proposer {one.spec.name} of rank {one.ranks[0]} (nodes file) "
-                             f"needs a head of the target: add --proposer {one.spec.name}")
+    check_heads(own, head)
     if head is not None and gaps:
         raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
                          "can do so give no rows to a prediction head: leave out --proposer "

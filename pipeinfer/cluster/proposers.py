@@ -107,7 +107,7 @@ def _local(
             models = [open_model(path) for path in drafts if Need.DRAFT in spec.needs]
             loaded: list[Backend] = [
                 load_draft(config, place, model.path, (0, model.n_layers),
-                           cache_sizes(config, cells, model))[0] for model in models]
+                           cache_sizes(config, cells, model, spec))[0] for model in models]
             paths = paths_of(config, models)
             if spec.needs & HEADS and head is not None:
                 paths = head_paths(config)

@@ -25,6 +25,7 @@ BUILT_IN = (
     "pipeinfer.strategies.proposers.eagle3",
     "pipeinfer.strategies.proposers.prompt_lookup",
     "pipeinfer.strategies.proposers.lookahead",
+    "pipeinfer.strategies.proposers.draft_lookahead",
     "pipeinfer.strategies.proposers.bita",
     "pipeinfer.strategies.decomposers.pasta",
     "pipeinfer.strategies.decomposers.pdos",
@@ -83,10 +84,12 @@ def decomposer(name: str) -> DecomposerSpec:
 
 
 def own_options() -> Mapping[str, OwnOption]:
-    """Return the strategies' own options by name. Raises UsageError for two of the same name."""
+    """Return the strategies' own options by name; strategies may share one. Raises UsageError for
+    two of the same name."""
     found: dict[str, OwnOption] = {}
     for spec in specs().values():
-        if twice := set(found) & set(spec.options):
+        if twice := {name for name, own in spec.options.items()
+                     if found.get(name, own) is not own}:
             raise UsageError(f"two strategies have an option {', '.join(sorted(twice))}")
         found |= spec.options
     return found

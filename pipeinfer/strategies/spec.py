@@ -26,6 +26,11 @@ def _anything(_: object) -> None:
     """Accept any value."""
 
 
+def _none(_: object) -> int:
+    """Return 0."""
+    return 0
+
+
 class Need(enum.Enum):
     """A requirement of a proposer."""
 
@@ -82,6 +87,8 @@ class ProposerSpec(Struct, frozen=True):
     synchronous: whether steps follow one another unless the user requests another policy, because
         it can propose little before the last token is accepted
     replicable: whether its rows can be distributed over ranks that each hold the whole model
+    branches: by its own options, how many paths of an evaluation it has in its draft's cache; a
+        draft whose layers keep a state has none
     Raises ValueError if `worker` and `inline`, or `needs` and `adapter`, contradict each other.
     """
 
@@ -96,6 +103,7 @@ class ProposerSpec(Struct, frozen=True):
     why: str = ""
     synchronous: bool = False
     replicable: bool = False
+    branches: Callable[[Mapping[str, Any]], int] = _none
 
     def __post_init__(self) -> None:
         if (self.worker is None) == (self.inline is None):

@@ -116,6 +116,9 @@ LOOKUP, MODEL = {"proposer": "prompt-lookup"}, {"draft": DRAFT}
     full({"rank3": MODEL, "rank4": MODEL}, ["-md", DRAFT], ["rank 3 on", "layers 1 to 1"]),
     full({"rank4": LOOKUP}, ["--grid", "1x2", "-md", DRAFT], ["prompt-lookup drafts on rank 4"]),
     full({"rank3": {"draft": TARGET}}, ["--policy", "speculative"], ["target.gguf drafts"]),
+    full({"rank3": {"proposer": "draft-lookahead", **MODEL}}, [], ["draft.gguf drafts on rank 3"]),
+    full({"rank3": {"proposer": "draft-lookahead"}, "rank4": {"proposer": "draft-lookahead"}},
+         ["-md", DRAFT], ["layers 1 to 1"]),
 ])
 def test_ranks_have_proposers_of_their_own(tables, options, words, plain, tmp_path):
     done = launch.run(5, [*GENERATE, *PACED, "-m", TARGET, *own(tmp_path, **tables), *options])

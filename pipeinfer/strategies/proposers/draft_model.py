@@ -59,7 +59,7 @@ class _Path(Struct):
     used: int = 0
 
 
-class _Branch(Struct):
+class Branch(Struct):
     """One open path below the job's tip: its draft sequence id, leaf and candidates."""
 
     seq_id: int
@@ -118,7 +118,7 @@ class DraftModel:
         ranking = yield from self._catch_up(job)
         proposals: list[Proposal] = []
         alternatives: list[Proposal] = []
-        open_branches = [_Branch(self._here.seq_id, -1, [], ranking)]
+        open_branches = [Branch(self._here.seq_id, -1, [], ranking)]
         used_ids = 1
         depth = 0
         try:
@@ -259,14 +259,14 @@ class DraftModel:
     # --- the tree -----------------------------------------------------------------------------
 
     def _grow(
-        self, job: StartDraft, branches: list[_Branch], proposals: list[Proposal],
+        self, job: StartDraft, branches: list[Branch], proposals: list[Proposal],
         alternatives: list[Proposal], used_ids: int,
-    ) -> tuple[list[_Branch], int]:
+    ) -> tuple[list[Branch], int]:
         """Add a token to each open branch, and new branches where the split cutoff allows.
 
         Candidates that no branch follows become alternatives.
         """
-        grown: list[_Branch] = []
+        grown: list[Branch] = []
         for branch in branches:
             for rank, (token, confidence) in enumerate(
                 zip(branch.ranking.ids, branch.ranking.confidences, strict=True)
@@ -288,11 +288,11 @@ class DraftModel:
                     length = job.base + len(job.suffix) + len(branch.tokens)
                     self.backend.seq_cp(branch.seq_id, seq_id, 0, length)
                 proposals.append(Proposal(branch.leaf, token, confidence, paid=True))
-                grown.append(_Branch(seq_id, len(proposals) - 1, [*branch.tokens, token],
+                grown.append(Branch(seq_id, len(proposals) - 1, [*branch.tokens, token],
                                      branch.ranking, pending=token))
         return grown, used_ids
 
-    def _evaluate(self, job: StartDraft, branches: list[_Branch]) -> Generator[int, None, None]:
+    def _evaluate(self, job: StartDraft, branches: list[Branch]) -> Generator[int, None, None]:
         """Decode every branch's newest token and rank what follows it."""
         position = job.base + len(job.suffix) + len(branches[0].tokens) - 1
         main, here = branches[0], self._here
