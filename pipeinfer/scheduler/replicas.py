@@ -8,9 +8,10 @@ all replicas have returned; its tokens, the window and the pool are the same as 
 a replica is lost, the others restart: they compute the prompt and the accepted tokens again.
 
 `ReplicaScheduler` replaces `Scheduler` behind the head: the same events in, but each instruction is
-for one node. Several requests share the replicas. Each has one step in flight at a time, which goes
-to the end of every replica's queue, so no request waits for more than one step of each other one.
-Prompts go chunk by chunk for the same reason. Pure, like the scheduler.
+for one node. Several requests share the replicas. Each has one step in flight at a time, so no
+request waits for more than one step of each other one. Prompts go chunk by chunk for the same
+reason. A part of a step that leaves room for another one in a run of exact width waits while its
+replica computes; then all that wait there are issued together. Pure, like the scheduler.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import NO_TOKEN, Choice, Request, make_rows
 from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
-from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import (
     Abort,
     CloseLane,
@@ -68,6 +69,23 @@ class _Replica(Struct):
     tops: list[Node] = field(default_factory=list)
 
 
+class _Part(Struct):
+    """A request's rows on one replica."""
+
+    task: _Task
+    replica: _Replica
+    nodes: list[Node]
+    rows: list[tuple[int, int, tuple[int, ...], bool]]
+
+
+class _Sent(Struct):
+    """A run that is out: its replica, its lanes, and whether it is a chunk of a prompt."""
+
+    node: int
+    lanes: tuple[int, ...]
+    chunk: bool
+
+
 class _Queued(Struct):
     """A waiting request, its output so far, which is not emitted again, and its counters."""
 
@@ -84,6 +102,7 @@ class _Task(Struct):
     reading: runs of chunks in flight
     opened: whether the lookahead proposer has its lane
     waiting: runs that the step waits for
+    held: how many parts of the step wait for their replicas
     """
 
     lane: int
@@ -95,6 +114,7 @@ class _Task(Struct):
     reading: set[int] = field(default_factory=set)
     opened: bool = False
     waiting: set[int] = field(default_factory=set)
+    held: int = 0
 
     @property
     def most_cells(self) -> int:
@@ -124,7 +144,8 @@ class ReplicaScheduler:
         self.next_run = self._next_lane = 0
         self._pools = self._new_pools()
         self._tasks: dict[int, _Task] = {}  # by lane, in order of their opening
-        self._task_of: dict[int, int] = {}  # lane of each run that is out
+        self._sent: dict[int, _Sent] = {}
+        self._held: list[deque[_Part]] = [deque() for _ in range(nodes)]
         self._out: list[Instruction | ToNode] = []
 
     def _new_pools(self) -> list[SequencePool]:
@@ -205,6 +226,7 @@ class ReplicaScheduler:
                 raise ProtocolError(f"unknown event {event!r}")
         while self.waiting and self._has_room(self.waiting[0].request):
             self._open(self.waiting.popleft())
+        self._issue_held()
         out, self._out = self._out, []
         return out
 
@@ -238,7 +260,8 @@ class ReplicaScheduler:
         """
         tasks, self._tasks = list(self._tasks.values()), {}
         self.runs.clear()
-        self._task_of.clear()
+        self._sent.clear()
+        self._held = [deque() for _ in range(self.nodes)]
         self.limits = limits
         self._pools = self._new_pools()
         for task in reversed(tasks):
@@ -288,7 +311,8 @@ class ReplicaScheduler:
             wanted = stop == len(prompt) == len(task.accepted) and replica.node == 1
             rows = [(prompt[i], i, replica.tip.seq_ids, wanted and i == stop - 1)
                     for i in range(start, stop)]
-            run_id = self._send(task, replica, [replica.tip] if wanted else [], rows, chunk=True)
+            run_id = self._send([_Part(task, replica, [replica.tip] if wanted else [], rows)],
+                                chunk=True)
             task.reading.add(run_id)
             if wanted:
                 task.waiting.add(run_id)
@@ -317,6 +341,8 @@ class ReplicaScheduler:
 
     def _close(self, task: _Task) -> None:
         del self._tasks[task.lane]
+        self._held = [deque(part for part in parts if part.task is not task)
+                      for parts in self._held]
         self._reserve()
         for replica in task.replicas:
             replica.tree.kill()
@@ -335,16 +361,16 @@ class ReplicaScheduler:
         run.useful = run.in_flight = False
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice
-        task = self._tasks.get(self._task_of.pop(run_id))
-        if task is None:
-            return
-        task.reading.discard(run_id)
-        if task.pieces and len(task.reading) <= (_AHEAD - 1) * len(task.replicas):
-            self._issue_piece(task)
-        elif run_id in task.waiting:
-            task.waiting.remove(run_id)
-            if not task.waiting:
-                self._end_step(task)
+        for lane in self._sent.pop(run_id).lanes:
+            if (task := self._tasks.get(lane)) is None:
+                continue
+            task.reading.discard(run_id)
+            if task.pieces and len(task.reading) <= (_AHEAD - 1) * len(task.replicas):
+                self._issue_piece(task)
+            elif run_id in task.waiting:
+                task.waiting.remove(run_id)
+                if not task.waiting and not task.held:
+                    self._end_step(task)
 
     def _end_step(self, task: _Task) -> None:
         """Accept the longest match once all replicas have returned, and advance the window."""
@@ -436,6 +462,7 @@ class ReplicaScheduler:
             if tree.step(token)[0] is None:
                 chain.append(tree.add(token, NO_RUN))
         replica.length = len(task.accepted)
+        alone = len(chain) <= width
         while len(chain) > width:  # more than one run of exact rows
             self._verify(task, replica, chain[:width], [])
             chain = chain[width:]
@@ -454,8 +481,10 @@ class ReplicaScheduler:
                                   speculative=False, hint=True, wanted=row.wanted))
         replica.tops = [nodes[top] for top in tops]
         hints = nodes[1 + len(guesses):]
-        if len(chain) + len(guesses) + len(hints) <= width:
-            self._verify(task, replica, chain, [*guesses, *hints])
+        count = len(chain) + len(guesses) + len(hints)
+        if count <= width:
+            self._verify(task, replica, chain, [*guesses, *hints],
+                         waits=alone and 2 * count <= width)
             return
         self._verify(task, replica, chain, guesses)
         ready: list[Node] = []
@@ -464,33 +493,62 @@ class ReplicaScheduler:
             if node.parent.run_id != PLANNED or node.parent in ready:
                 ready.append(node)
         issued = tree.issue(ready, self.next_run)
-        task.waiting.add(self._send(task, replica, issued, [
-            (node.token, node.pos, node.seq_ids, node.wanted) for node in issued]))
+        task.waiting.add(self._send([_Part(task, replica, issued, [
+            (node.token, node.pos, node.seq_ids, node.wanted) for node in issued])]))
 
-    def _verify(self, task: _Task, replica: _Replica, chain: list[Node], below: list[Node]
-                ) -> None:
-        """Issue rows of accepted tokens, and the nodes below the last of them, in one run."""
+    def _verify(self, task: _Task, replica: _Replica, chain: list[Node], below: list[Node], *,
+                waits: bool = False) -> None:
+        """Issue rows of accepted tokens, and the nodes below the last of them, in one run.
+
+        waits: whether they may wait until the replica has computed what it has.
+        """
         nodes = replica.tree.issue(below, self.next_run)
         replica.tree.widen(chain[-1], nodes)
         for node in chain[:-1]:
             node.seq_ids = chain[-1].seq_ids
         rows = [*chain, *nodes]
         task.stats.issued_speculative += sum(node.speculative for node in nodes)
-        task.waiting.add(self._send(task, replica, rows, [
-            (n.token, n.pos, n.seq_ids, n.wanted and n not in chain[:-1]) for n in rows]))
+        part = _Part(task, replica, rows, [
+            (n.token, n.pos, n.seq_ids, n.wanted and n not in chain[:-1]) for n in rows])
+        if waits:
+            task.held += 1
+            self._held[replica.node - 1].append(part)
+        else:
+            task.waiting.add(self._send([part]))
 
-    def _send(self, task: _Task, replica: _Replica, nodes: list[Node],
-              rows: list[tuple[int, int, tuple[int, ...], bool]], *, chunk: bool = False) -> int:
+    def _issue_held(self) -> None:
+        """Issue what waits for replicas that have computed their steps, as many parts in a run as
+        its width allows."""
+        busy = {sent.node for sent in self._sent.values() if not sent.chunk}
+        for node, held in enumerate(self._held, 1):
+            while held and node not in busy:
+                parts = [held.popleft()]
+                room = self.limits.exact_width - len(parts[0].rows)
+                while held and len(held[0].rows) <= room:
+                    room -= len(held[0].rows)
+                    parts.append(held.popleft())
+                run_id = self._send(parts)
+                for part in parts:
+                    part.task.held -= 1
+                    part.task.waiting.add(run_id)
+
+    def _send(self, parts: list[_Part], *, chunk: bool = False) -> int:
+        """Issue parts of one replica in a run, and return its id."""
         run_id, self.next_run = self.next_run, self.next_run + 1
-        self._task_of[run_id] = task.lane
-        outputs = nodes if chunk else [n for n, row in zip(nodes, rows, strict=True) if row[3]]
-        for node in nodes:
-            node.run_id = run_id
-        if not chunk:
-            task.stats.rows += len(rows)
-            task.stats.attended += sum(row[1] + 1 for row in rows)
+        replica = parts[0].replica
+        self._sent[run_id] = _Sent(replica.node, tuple(part.task.lane for part in parts), chunk)
+        outputs: list[Node] = []
+        for part in parts:
+            outputs += part.nodes if chunk else [
+                node for node, row in zip(part.nodes, part.rows, strict=True) if row[3]]
+            for node in part.nodes:
+                node.run_id = run_id
+            if not chunk:
+                part.task.stats.rows += len(part.rows)
+                part.task.stats.attended += sum(row[1] + 1 for row in part.rows)
+        rows = [row for part in parts for row in part.rows]
         self.runs[run_id] = Run(run_id, [], outputs, len(rows), speculative=False, chunk=chunk)
         self._out.append(ToNode(replica.node, IssueRun(
-            run_id, NO_RUN, (task.lane,) * len(rows), make_rows(rows),
-            replica.pool.take_ops(), False)))
+            run_id, NO_RUN, tuple(part.task.lane for part in parts for _ in part.rows),
+            make_rows(rows), replica.pool.take_ops(), False)))
         return run_id

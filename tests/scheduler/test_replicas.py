@@ -280,6 +280,45 @@ def test_several_requests_take_turns():
     assert not any(replica.kv.cells for replica in job.replicas)
 
 
+@pytest.mark.parametrize(("width", "joined"), [(40, 4), (16, 4), (3, 3), (1, 1)])
+def test_steps_of_several_requests_share_runs_of_exact_width(width, joined):
+    """Four requests, of up to seven rows a step each, on one replica."""
+    limits = structs.replace(LIMITS, parallel=4, exact_width=width, cells=1200)
+    job = Replicas(limits, Lookahead(0, 4, 2), 1, n_vocab=11, seed=3)
+    todo = [Request(k, (1, 2, 3, k), 60, ignore_eos=True) for k in range(4)]
+    for request in todo:
+        job.submit(request)
+    lanes, out = [], set()
+    while job.step(0):
+        for run_id, sent in job.scheduler._sent.items():
+            if run_id not in out and not sent.chunk:
+                out.add(run_id)
+                lanes.append(len(set(sent.lanes)))
+                assert job.scheduler.runs[run_id].n_rows <= width
+    assert max(lanes) == joined
+    for request in todo:
+        assert job.output[request.request_id] == plain(request.prompt, 60, 11)
+
+
+def test_a_request_that_ends_while_its_step_is_held_leaves_nothing():
+    limits = structs.replace(LIMITS, parallel=3)
+    job = Replicas(limits, Lookahead(0, 3, 2), 2, n_vocab=11)
+    todo = [Request(k, (1, 2, k), 30, ignore_eos=True) for k in range(3)]
+    for request in todo:
+        job.submit(request)
+    while not any(job.scheduler._held):
+        assert job.step(0)
+    held = next(part.task for parts in job.scheduler._held for part in parts)
+    job.abort(held.request.request_id)
+    assert not any(part.task is held for parts in job.scheduler._held for part in parts)
+    job.drain()
+    for request in todo:
+        wanted = plain(request.prompt, 30, 11)
+        got = job.output[request.request_id]
+        assert got == (wanted[: len(got)] if request is held.request else wanted)
+    assert not any(replica.kv.cells for replica in job.replicas)
+
+
 def test_requests_that_do_not_fit_together_wait():
     limits = structs.replace(LIMITS, parallel=4, cells=150)
     job = Replicas(limits, Lookahead(2, 3, 2), 2, n_vocab=11)
