@@ -4,7 +4,7 @@
 
 Variants take turns text by text, each in a job of its own; tokens must be those of plain decoding.
 `--large` may be a copy of the target, as if that were much larger: `--pace-ms` says how slow stages
-are. The ranks of a draft come in addition to the stages.
+are. The ranks of a draft come in addition to the stages. `--raw` keeps the figures of each answer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tests.rig import launch
 
@@ -22,19 +25,37 @@ TEXTS = ("Explain how a suspension bridge carries its load.",
 STAGES = 3
 
 
-def variants(small: str, large: str) -> dict[str, tuple[int, list[str]]]:
-    """Ranks and options of each."""
-    return {
-        "plain": (STAGES + 1, ["--policy", "iterative"]),
-        "small, rank 0": (STAGES + 1, ["-md", small]),
-        "small, a rank": (STAGES + 2, ["-md", small, "--draft-ranks", "1"]),
-        "small, two ranks": (STAGES + 3, ["-md", small, "--draft-ranks", "2"]),
-        "large, rank 0": (STAGES + 1, ["-md", large]),
-        "large, a rank": (STAGES + 2, ["-md", large, "--draft-ranks", "1"]),
-        "large, two ranks": (STAGES + 3, ["-md", large, "--draft-ranks", "2"]),
-        "both, rank 0": (STAGES + 1, ["-mds", small, "-md", large]),
-        "both at once": (STAGES + 2, ["-mds", small, "-md", large, "--draft-ranks", "1"]),
-    }
+LOOKUP, SMALL, LARGE = 'proposer = "prompt-lookup"', 'draft = "{small}"', 'draft = "{large}"'
+AHEAD = 'proposer = "draft-lookahead"\ndraft = "{large}"'
+#: by name: options, and settings of the ranks behind the stages
+VARIANTS: dict[str, tuple[list[str], list[str]]] = {
+    "none": (["--policy", "iterative"], []),
+    "small, on rank 0": (["-md", "{small}"], []),
+    "small, a rank": (["-md", "{small}"], ['role = "draft"']),
+    "small, two ranks": (["-md", "{small}"], ['role = "draft"'] * 2),
+    "large, on rank 0": (["-md", "{large}"], []),
+    "large, a rank": (["-md", "{large}"], ['role = "draft"']),
+    "large, two ranks": (["-md", "{large}"], ['role = "draft"'] * 2),
+    "small and large in turn, on rank 0": (["-mds", "{small}", "-md", "{large}"], []),
+    "small on rank 0, large on a rank": (["-mds", "{small}", "-md", "{large}"], ['role = "draft"']),
+    "small and large, a rank each": ([], [SMALL, LARGE]),
+    "lookup, small and large, a rank each": ([], [LOOKUP, SMALL, LARGE]),
+    "lookup and small, a rank each": ([], [LOOKUP, SMALL]),
+    "large by lookahead, a rank": ([], [AHEAD]),
+    "large by its text's n-grams, a rank": (["--lookahead-window", "0"], [AHEAD]),
+}
+
+
+def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[str]]:
+    """A row for each variant: tokens per second, and the part of guesses that were right."""
+    rows = []
+    for name, answers in found.items():
+        speeds = [one["tokens_per_second"] for one in answers]
+        right = statistics.fmean(one["acceptance"] for one in answers)
+        rows.append([name, f"{statistics.fmean(speeds):.2f}", f"{min(speeds):.2f} to "
+                     f"{max(speeds):.2f}", "" if name == "none" else f"{right:.0%}".replace(
+                         "%", " %")])
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,28 +67,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pace-ms", default="60")
     parser.add_argument("--pace-row-ms", default="2")
     parser.add_argument("-n", "--tokens", type=int, default=96)
+    parser.add_argument("--raw", type=Path)
     args = parser.parse_args(argv)
     base = [sys.executable, "-m", "pipeinfer", "generate", "-m", args.model, "--chat", "--json",
             "--temp", "0", "-n", str(args.tokens), "--pace-ms", args.pace_ms, "--pace-row-ms",
             args.pace_row_ms]
     wanted: dict[str, list[int]] = {}
-    speeds: dict[str, list[float]] = {}
-    right: dict[str, list[float]] = {}
-    differ = 0
-    for text in TEXTS:
-        for name, (ranks, options) in variants(args.small, args.large).items():
-            done = launch.run(ranks, [*base, "-p", text, *options])
-            if done.returncode:
-                raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-            answer = json.loads(done.stdout)
-            differ += answer["tokens"] != wanted.setdefault(text, answer["tokens"])
-            speeds.setdefault(name, []).append(answer["stats"]["tokens_per_second"])
-            right.setdefault(name, []).append(answer["stats"]["acceptance"])
-            print(f"{name}: {speeds[name][-1]:.2f} tokens/s", file=sys.stderr, flush=True)
-    for name, found in speeds.items():
-        print(f"{name:18} {statistics.fmean(found):6.2f} tokens/s ({min(found):.2f} to "
-              f"{max(found):.2f})  {statistics.fmean(right[name]):4.0%} of guesses right")
-    print(f"{differ} of {sum(map(len, speeds.values()))} answers differ from plain decoding's")
+    found: dict[str, list[dict[str, float]]] = {}
+    differ, paths = 0, {"small": args.small, "large": args.large}
+    with tempfile.TemporaryDirectory() as folder:
+        for text in TEXTS:
+            for name, (options, ranks) in VARIANTS.items():
+                nodes = Path(folder) / "nodes.toml"
+                nodes.write_text("".join(
+                    f"[rank.{STAGES + 1 + k}]\n{one.format(**paths)}\n"
+                    for k, one in enumerate(ranks)), encoding="utf-8")
+                done = launch.run(STAGES + 1 + len(ranks), [
+                    *base, "-p", text, "--nodes", str(nodes),
+                    *(one.format(**paths) for one in options)])
+                if done.returncode:
+                    raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+                answer = json.loads(done.stdout)
+                differ += answer["tokens"] != wanted.setdefault(text, answer["tokens"])
+                found.setdefault(name, []).append({
+                    key: answer["stats"][key] for key in ("tokens_per_second", "acceptance")})
+                print(f"{name}: {found[name][-1]['tokens_per_second']:.2f} tokens/s",
+                      file=sys.stderr, flush=True)
+                if args.raw:
+                    args.raw.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for row in rows_of(found):
+        print(" | ".join(row))
+    print(f"{differ} of {sum(map(len, found.values()))} answers differ from plain decoding's")
     return int(differ > 0)
 
 

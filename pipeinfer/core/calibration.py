@@ -64,16 +64,18 @@ class Calibration(Struct):
         self._second[0] = self._second[0] * _MEMORY + 1.0
         self._second[1] = self._second[1] * _MEMORY + hit
 
-    def estimate(self, claimed: float, *, first: bool, depth: int = 0) -> float:
+    def estimate(self, claimed: float, *, first: bool, depth: int = 0, trust: float = 1.0
+                 ) -> float:
         """Return the probability that the target chooses a token of this confidence.
 
         first, depth: as for `learn`
+        trust: by how much the claim is reduced as long as there are no trials
         """
         kind, slot = int(not first), _slot(claimed)
         trials, hits = self._trials[kind], self._hits[kind]
         if first and depth:
             trials, hits = self._by_depth.get(min(depth, _DEEPEST), (trials, hits))
-        return (claimed * _PRIOR + hits[slot]) / (_PRIOR + trials[slot])
+        return (claimed * trust * _PRIOR + hits[slot]) / (_PRIOR + trials[slot])
 
     @property
     def fade(self) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ at once; answers of better members correct it. A member that has ranks of its ow
 model takes the newest job whenever it becomes idle; the others answer the jobs in between. If a
 better member is fast enough to keep the stages busy by itself, proposals of the others would only
 displace better ones. They are then held back until its answer, unless their confidence is at least
-`SURE`. Of a job for trees the answers that have come are merged.
+`SURE`. Answers that have come by then are merged as those of a cascade.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from pipeinfer.core.drafting import SURE, FeedDraft, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
-from pipeinfer.strategies.proposers.cascade import merged_trees
+from pipeinfer.strategies.proposers.cascade import merged
+from pipeinfer.strategies.proposers.track_record import TrackRecord
 
 _REMEMBERED = 256  #: jobs
 _KEEPS_UP = 2.0  #: slowest draft that is waited for, in times of the slowest stage
 _FEW_ROWS = 8  #: jobs with more rows do not count in the measured time of a proposal
+_UNTRIED = 0.5  #: part of its claims that a model is taken to be worth before it has shown more
 _EVERY = 8  #: jobs after which the time of the stages is read again
 
 
@@ -73,11 +75,13 @@ class _Asked(Struct):
     """A job and the answers to it so far.
 
     held: not returned yet
+    chance: that its first proposal is right
     by: the best member that has answered; -1: none
     """
 
     job: StartDraft
     held: Drafted | None = None
+    chance: float = 0.0
     by: int = -1
     answered: bool = False
 
@@ -98,6 +102,8 @@ class DraftTeam:
             _Member(one, one if isinstance(one, RemoteDraft) and not one.free else None)
             for one in drafts]
         self._asked: OrderedDict[int, _Asked] = OrderedDict()
+        self._record = TrackRecord([
+            1.0 if one.free or one is drafts[-1] else _UNTRIED for one in drafts])
         self._released: deque[Drafted] = deque()  # held until members were given another job
 
     @property
@@ -120,6 +126,7 @@ class DraftTeam:
         if self._count % _EVERY == 0:
             self._slot = self.slot()
         self._count += 1
+        self._record.settle(job)
         self._asked[job.job_id] = _Asked(job)
         if len(self._asked) > _REMEMBERED:
             self._asked.popitem(last=False)
@@ -178,14 +185,21 @@ class DraftTeam:
         asked = self._asked.get(found.job_id)
         if asked is None:
             return None  # withdrawn
+        self._record.add(k, asked.job, found.proposals)
         if asked.answered:
             if k < asked.by or not found.proposals:
                 return None
             asked.by = k
             return structs.replace(found, further=True, more=bool(self._due(found.job_id, k)))
-        asked.held = found if asked.held is None else _together(
-            *((asked.held, found) if k > asked.by else (found, asked.held)), asked.job)
-        asked.by = max(asked.by, k)
+        ours, better = self._record.judged(k, asked.job, found.proposals), found
+        if (held := asked.held) is None:
+            proposals, asked.chance = ours
+        elif k > asked.by:
+            proposals, asked.chance = merged((held.proposals, asked.chance), ours, asked.job)
+        else:
+            proposals, asked.chance = merged(ours, (held.proposals, asked.chance), asked.job)
+            better = held
+        asked.held, asked.by = structs.replace(better, proposals=proposals), max(asked.by, k)
         return self._settle(asked)
 
     def _settle(self, asked: _Asked) -> Drafted | None:
@@ -217,15 +231,6 @@ class DraftTeam:
     def _keeps_up(self, k: int) -> bool:
         """Whether member `k` is fast enough that others' proposals would displace better ones."""
         return not self._slot or self._members[k].seconds < _KEEPS_UP * self._slot
-
-
-def _together(worse: Drafted, better: Drafted, job: StartDraft) -> Drafted:
-    """Return the answer of two members to one job."""
-    if not worse.proposals or not better.proposals:
-        return better if better.proposals else worse
-    if job.branches == 1:
-        return better
-    return structs.replace(better, proposals=merged_trees((worse.proposals, better.proposals), job))
 
 
 def _sure(found: Drafted) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from pipeinfer.scheduler.calibration import Calibration
+from pipeinfer.core.calibration import Calibration
 from pipeinfer.scheduler.events import Event, Instruction, LaneStats, ToNode
 from pipeinfer.scheduler.lanes import Run
 from pipeinfer.scheduler.settings import Limits, Tuning

@@ -14,10 +14,10 @@ from collections import OrderedDict
 
 from msgspec import structs
 
+from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.policy import Ablation, Policy
-from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows

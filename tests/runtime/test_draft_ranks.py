@@ -234,7 +234,7 @@ def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
         assert ranks.answer(team).proposals
         for number in (2, 3):
             team.start(job([3, 1], [2], number=number, max_tokens=(0, 4)[number - 2]))
-            quick.answers = [Drafted(number, (Proposal(-1, 7, 0.5),))]
+            quick.answers = [Drafted(number, (Proposal(-1, 7, 0.05),))]
             found = ranks.answer(team)
             assert (found.job_id, found.more, found.further) == (number, False, False)
             guesses = {one.token for one in found.proposals}

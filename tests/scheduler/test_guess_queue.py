@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.drafting import Proposal
 from pipeinfer.core.types import Choice
-from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.guess_queue import GuessQueue, probability
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.token_tree import PLANNED, Node, Tree

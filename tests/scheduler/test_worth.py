@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, Submit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
+from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import FloatArray, Rows, SamplingParams
-from pipeinfer.scheduler.calibration import Calibration
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.target_head import TargetHead
 

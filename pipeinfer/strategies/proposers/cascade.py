@@ -3,8 +3,9 @@ confidence.
 
 The PipeInfer paper suggests more than one draft model, the smallest first. Here proposers are
 queried in order until one returns a token of high confidence. The more probable chain of proposals
-is returned, and the others' first tokens become alternatives; a job for trees gets the merged tree
-of all, as SpecInfer merges those of its small models. Independent of models.
+is returned, by what each proposer's claims were worth so far (`track_record`), and the others'
+first tokens become alternatives; a job for trees gets the merged tree of all, as SpecInfer merges
+those of its small models. Independent of models.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msgspec import structs
 
 from pipeinfer.core.drafting import SURE, FeedDraft, Proposal, StartDraft
 from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
+from pipeinfer.strategies.proposers.track_record import Judged, TrackRecord, likely
 
 
 @runtime_checkable
@@ -40,6 +42,7 @@ class Cascade:
         if not proposers:
             raise ValueError("a cascade needs at least one proposer")
         self._proposers, self._sure = tuple(proposers), sure
+        self._record = TrackRecord([1.0] * len(proposers))
         self.free = all(proposer.free for proposer in proposers)
 
     @property
@@ -56,28 +59,36 @@ class Cascade:
     def propose(self, job: StartDraft, stopped: Callable[[], bool]
                 ) -> tuple[Proposal, ...] | None:
         """See `Proposer.propose`."""
-        found: tuple[Proposal, ...] = ()
+        best: Judged = (), 0.0
+        self._record.settle(job)
         for proposer in self._asked(job):
             newer = proposer.propose(job, stopped)
             if newer is None:
                 return None
-            found = merged(found, newer, job)
-            if found and likely(found[0], job) >= self._sure:
+            best = self._merge(proposer, job, best, newer)
+            if best[0] and likely(best[0][0], job) >= self._sure:
                 break
-        return found
+        return best[0]
 
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
         """Execute a job, yielding before each evaluation of a model: see `DraftModel.steps`."""
-        found: tuple[Proposal, ...] = ()
+        best: Judged = (), 0.0
+        self._record.settle(job)
         for proposer in self._asked(job):
             if isinstance(proposer, Stepped):
                 newer = yield from proposer.steps(job)
             else:
                 newer = proposer.propose(job, lambda: False) or ()
-            found = merged(found, newer, job)
-            if found and likely(found[0], job) >= self._sure:
+            best = self._merge(proposer, job, best, newer)
+            if best[0] and likely(best[0][0], job) >= self._sure:
                 break
-        return found
+        return best[0]
+
+    def _merge(self, proposer: Proposer, job: StartDraft, older: Judged,
+               newer: tuple[Proposal, ...]) -> Judged:
+        source = self._proposers.index(proposer)
+        self._record.add(source, job, newer)
+        return merged(older, self._record.judged(source, job, newer), job)
 
     def _asked(self, job: StartDraft) -> Sequence[Proposer]:
         if not job.max_tokens and job.base < len(job.accepted):  # rows of a chunk have come
@@ -90,28 +101,21 @@ class Cascade:
             proposer.close()
 
 
-def likely(proposal: Proposal, job: StartDraft) -> float:
-    """Return how probable a proposal is; its confidence, less what a prediction head's fade by."""
-    if not proposal.depth or not job.fade:
-        return proposal.confidence
-    return proposal.confidence * job.fade[min(proposal.depth, len(job.fade)) - 1]
-
-
-def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], job: StartDraft
-           ) -> tuple[Proposal, ...]:
-    """Merge the proposals of two proposers.
+def merged(first: Judged, second: Judged, job: StartDraft) -> Judged:
+    """Merge the proposals of two proposers, each with the chance of its first one.
 
     For a job of several branches the result is a tree, see `merged_trees`. Else it is the chain
-    whose first token is more probable (`newer` if both are equal), with first tokens of the other
-    among at most `job.alternatives` alternatives to its first token. If both have the same first
-    token, it is assumed to be wrong only if both proposers are, independently.
+    whose first token is more probable (the second if both are equal), with first tokens of the
+    other among at most `job.alternatives` alternatives to its first token. If both have the same
+    first token, it is assumed to be wrong only if both proposers are, independently.
     """
+    (older, one), (newer, other) = first, second
     if not older or not newer:
-        return newer or older
+        return second if newer else first
+    chance = max(one, other)
     if job.branches > 1:
-        return merged_trees((older, newer), job)
-    best, others = (newer, older) if likely(newer[0], job) >= likely(older[0], job) else (
-        older, newer)
+        return merged_trees((older, newer), job), chance
+    best, others = (newer, older) if other >= one else (older, newer)
     best = _shared(best, others)
     if best[0].token == others[0].token:
         doubt = (1.0 - best[0].confidence) * (1.0 - others[0].confidence)
@@ -128,7 +132,7 @@ def merged(older: tuple[Proposal, ...], newer: tuple[Proposal, ...], job: StartD
                          paid=proposal.paid)
             )
             room -= 1
-    return (*(p for p in best if not p.alternative), *alternatives)
+    return (*(p for p in best if not p.alternative), *alternatives), chance
 
 
 def merged_trees(trees: Sequence[tuple[Proposal, ...]], job: StartDraft) -> tuple[Proposal, ...]:
