@@ -226,7 +226,7 @@ class ReplicaScheduler:
                 raise ProtocolError(f"unknown event {event!r}")
         while self.waiting and self._has_room(self.waiting[0].request):
             self._open(self.waiting.popleft())
-        self._issue_held()
+        self._issue_all_held()
         out, self._out = self._out, []
         return out
 
@@ -514,23 +514,29 @@ class ReplicaScheduler:
             task.held += 1
             self._held[replica.node - 1].append(part)
         else:
+            self._issue_held(replica.node)  # they came first
             task.waiting.add(self._send([part]))
 
-    def _issue_held(self) -> None:
-        """Issue what waits for replicas that have computed their steps, as many parts in a run as
-        its width allows."""
+    def _issue_all_held(self) -> None:
+        """Issue what waits for replicas that have computed their steps."""
         busy = {sent.node for sent in self._sent.values() if not sent.chunk}
-        for node, held in enumerate(self._held, 1):
-            while held and node not in busy:
-                parts = [held.popleft()]
-                room = self.limits.exact_width - len(parts[0].rows)
-                while held and len(held[0].rows) <= room:
-                    room -= len(held[0].rows)
-                    parts.append(held.popleft())
-                run_id = self._send(parts)
-                for part in parts:
-                    part.task.held -= 1
-                    part.task.waiting.add(run_id)
+        for node in range(1, self.nodes + 1):
+            if node not in busy:
+                self._issue_held(node)
+
+    def _issue_held(self, node: int) -> None:
+        """Issue what waits for a replica, as many parts in a run as its width allows."""
+        held = self._held[node - 1]
+        while held:
+            parts = [held.popleft()]
+            room = self.limits.exact_width - len(parts[0].rows)
+            while held and len(held[0].rows) <= room:
+                room -= len(held[0].rows)
+                parts.append(held.popleft())
+            run_id = self._send(parts)
+            for part in parts:
+                part.task.held -= 1
+                part.task.waiting.add(run_id)
 
     def _send(self, parts: list[_Part], *, chunk: bool = False) -> int:
         """Issue parts of one replica in a run, and return its id."""

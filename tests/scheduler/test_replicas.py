@@ -300,6 +300,20 @@ def test_steps_of_several_requests_share_runs_of_exact_width(width, joined):
         assert job.output[request.request_id] == plain(request.prompt, 60, 11)
 
 
+def test_small_steps_do_not_wait_until_a_request_with_large_ones_has_ended(monkeypatch):
+    rows = Lookahead(0, 3, 6)
+    monkeypatch.setattr(rows, "tails", lambda lane, token, depth, stop_ids: [
+        (k, k)[:depth] for k in range(6) if lane == 0])
+    job = Replicas(structs.replace(LIMITS, parallel=2, cells=600), rows, 1, n_vocab=11)
+    job.submit(Request(0, tuple(range(10)), 100, ignore_eos=True))
+    job.submit(Request(1, (1, 2, 3), 12, ignore_eos=True))
+    while not job.finished:
+        assert job.step(0)
+    assert 1 in job.finished
+    job.drain()
+    assert job.output[0] == plain(tuple(range(10)), 100, 11)
+
+
 def test_a_request_that_ends_while_its_step_is_held_leaves_nothing():
     limits = structs.replace(LIMITS, parallel=3)
     job = Replicas(limits, Lookahead(0, 3, 2), 2, n_vocab=11)
