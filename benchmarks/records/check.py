@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import record as record_of_gpus
+from benchmarks.methods import draft_lookahead, draft_ranks
 from benchmarks.paper import losing
 from benchmarks.peers import servers
 from benchmarks.records import write
@@ -197,7 +198,9 @@ def main() -> int:
     made |= {record["id"]: record["rows"] for record in record_of_gpus.records_of(
         [json.loads(path.read_text(encoding="utf-8")) for path in sorted(GPUS.glob("*.json"))])}
     made |= {"losing-choices": losing_choices(), "peers-workers-three": workers(),
-             "peers-servers": servers.rows_of(_raw("peers-servers.json"))}
+             "peers-servers": servers.rows_of(_raw("peers-servers.json")),
+             "draft-ranks": draft_ranks.rows_of(_raw("draft-ranks.json")),
+             "draft-lookahead": draft_lookahead.rows_of(_raw("draft-lookahead.json"))}
     wrong = 0
     for name, rows in made.items():
         for line in wrong_rows(records[name]["rows"], rows):
