@@ -5,8 +5,8 @@ They are ordered by how good their proposals are expected to be. The first answe
 at once; answers of better members correct it. A member that has ranks of its own and evaluates a
 model takes the newest job whenever it becomes idle; the others answer the jobs in between. If a
 better member is fast enough to keep the stages busy by itself, proposals of the others would only
-displace better ones. They are then held back until its answer, unless their confidence is at least
-`SURE`. Answers that have come by then are merged as those of a cascade.
+displace better ones. They are then held back until its answer, unless one is as good as certain.
+Answers that have come by then are merged as those of a cascade.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field, structs
 
-from pipeinfer.core.drafting import SURE, FeedDraft, StartDraft
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.remote_draft import RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.cascade import merged
-from pipeinfer.strategies.proposers.track_record import TrackRecord
+from pipeinfer.strategies.proposers.track_record import TrackRecord, certain
 
 _REMEMBERED = 256  #: jobs
 _KEEPS_UP = 2.0  #: slowest draft that is waited for, in times of the slowest stage
@@ -211,7 +211,8 @@ class DraftTeam:
         if not found.proposals:
             if self._due(job_id):
                 return None
-        elif not _sure(found) and any(self._keeps_up(k) for k in better):
+        elif not certain((found.proposals, asked.chance), asked.job) and any(
+                self._keeps_up(k) for k in better):
             return None
         asked.held, asked.answered = None, True
         for one in self._members[:asked.by]:
@@ -232,7 +233,3 @@ class DraftTeam:
         """Whether member `k` is fast enough that others' proposals would displace better ones."""
         return not self._slot or self._members[k].seconds < _KEEPS_UP * self._slot
 
-
-def _sure(found: Drafted) -> bool:
-    """Whether the first proposal is so confident that a better draft would hardly differ."""
-    return found.proposals[0].confidence >= SURE

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from pipeinfer.core.drafting import SURE, FeedDraft, Proposal, StartDraft
 from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
-from pipeinfer.strategies.proposers.track_record import Judged, TrackRecord, likely
+from pipeinfer.strategies.proposers.track_record import Judged, TrackRecord, certain, likely
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class Cascade:
             if newer is None:
                 return None
             best = self._merge(proposer, job, best, newer)
-            if best[0] and likely(best[0][0], job) >= self._sure:
+            if certain(best, job, self._sure):
                 break
         return best[0]
 
@@ -80,7 +80,7 @@ class Cascade:
             else:
                 newer = proposer.propose(job, lambda: False) or ()
             best = self._merge(proposer, job, best, newer)
-            if best[0] and likely(best[0][0], job) >= self._sure:
+            if certain(best, job, self._sure):
                 break
         return best[0]
 

@@ -14,12 +14,13 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from pipeinfer.core.calibration import Calibration
-from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.drafting import SURE, Proposal, StartDraft
 
 Judged: TypeAlias = tuple[tuple[Proposal, ...], float]  #: proposals, chance of the first one
 
 _LANES = 64  #: whose proposals are remembered
 _PLACES = 64  #: of each of them
+_SHORT = 0.1  #: by which a claim of near certainty may miss what it is worth
 
 
 class _Trial(Struct, frozen=True):
@@ -66,6 +67,13 @@ class TrackRecord:
             return proposals, 0.0
         return proposals, self._known[source].estimate(
             likely(proposals[0], job), first=True, trust=self._trust[source])
+
+
+def certain(found: Judged, job: StartDraft, sure: float = SURE) -> bool:
+    """Return whether the first proposal is as good as certain: it claims so, and such claims have
+    been kept, but for `_SHORT`."""
+    proposals, chance = found
+    return bool(proposals) and likely(proposals[0], job) >= sure and chance >= sure - _SHORT
 
 
 def likely(proposal: Proposal, job: StartDraft) -> float:
