@@ -93,7 +93,7 @@ def test_keys_send_break_lines_and_stop(page, server):
 
 
 def test_an_answer_goes_on_while_the_status_is_looked_at(page):
-    tab = page.answers_of(300).tab
+    tab = page.answers_of(1000).tab
     page.ask()
     tab.wait_for_selector(".answer[aria-busy] p")
     tab.focus("#prompt")
