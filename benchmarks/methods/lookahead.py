@@ -1,6 +1,6 @@
 """Tokens per step of lookahead decoding against W, N and G, on held-out text.
 
-    python -m benchmarks.methods.lookahead run      # results/lookahead.json, some ten minutes
+    python -m benchmarks.methods.lookahead run      # records/raw/lookahead.json; half an hour
     python -m benchmarks.methods.lookahead draw     # docs/lookahead.png, tables on standard output
 
 The synchronous policy, greedy, `--exact off` (one run per step, however wide; tokens may differ
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from pipeinfer.strategies.registry import job_config
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-RESULTS = Path(__file__).parents[1] / "results" / "lookahead.json"
+RESULTS = Path(__file__).parents[1] / "records" / "raw" / "lookahead.json"
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "lookahead.png"
 #: (label, W, N, G, n-grams of prompt and output); the paper's Table 3, then Figure 4's sweep
 TABLE = (("(5,15,15)", 15, 5, 15, False), ("(5,15,15), text's n-grams too", 15, 5, 15, True),
@@ -118,7 +117,7 @@ def run(texts: int, prompt: int, tokens: int) -> None:
                 continue
             found.append(measure(session, setting, held_out, tokens, params))
             click.echo(json.dumps(found[-1]))
-            RESULTS.write_text(json.dumps(found, indent=1))
+            RESULTS.write_text("[" + ",\n ".join(map(json.dumps, found)) + "]\n")
 
 
 def curves(found: list[dict[str, Any]]) -> dict[tuple[float, int], list[dict[str, Any]]]:
@@ -129,24 +128,22 @@ def curves(found: list[dict[str, Any]]) -> dict[tuple[float, int], list[dict[str
     return dict(sorted(lines.items()))
 
 
-def tables(found: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown lines."""
-    yield "| setting (N,W,G) | rows | tokens | steps | S |"
-    yield "|---|---|---|---|---|"
-    for point in (p for p in found if p["label"]):
-        heat = f", T={point['temperature']}" if point["temperature"] else ""
-        yield (f"| {point['label']}{heat} | {point['rows']} | {point['tokens']} | "
-               f"{point['steps']} | {point['S']:.2f} |")
-    yield ""
-    lines = curves(found)
-    widths = sorted({p["W"] for points in lines.values() for p in points})
-    yield "| N, T | " + " | ".join(f"W=G={w}" for w in widths) + " | alpha, f of 3.9 (rms) |"
-    yield "|---" * (len(widths) + 2) + "|"
-    for (heat, size), points in lines.items():
+def table_rows(found: list[dict[str, Any]]) -> list[list[str]]:
+    """The record `lookahead-s`: S of each named setting, greedy and at T=0.8."""
+    speeds = {(p["label"], p["temperature"]): f"{p['S']:.2f}" for p in found}
+    return [[p["label"], str(p["rows"]), f"{p['S']:.2f}", speeds.get((p["label"], 0.8), "")]
+            for p in found if p["label"] and not p["temperature"]]
+
+
+def sweep_rows(found: list[dict[str, Any]]) -> list[list[str]]:
+    """The record `lookahead-figure-4`: S by W = G, and the formula's fit."""
+    rows = []
+    for (heat, size), points in curves(found).items():
         alpha, rare, wrong = fit(points)
         by_width = {p["W"]: f"{p['S']:.2f}" for p in points}
-        yield (f"| {size}, {heat:g} | " + " | ".join(by_width.get(w, "") for w in widths)
-               + f" | {alpha:.2f}, {rare:.2f} ({wrong:.2f}) |")
+        rows.append([f"{size}, {heat or 'greedy'}", *(by_width.get(2**k, "") for k in range(6)),
+                     f"{alpha:.2f}, {rare:.2f} ({wrong:.2f})"])
+    return rows
 
 
 @main.command()
@@ -172,7 +169,8 @@ def draw() -> None:
     axis.legend(title="dotted: formula of 3.9, fitted", frameon=False)
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=150)
-    click.echo("\n".join(tables(found)))
+    for row in (*table_rows(found), *sweep_rows(found)):
+        click.echo(" | ".join(row))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import record as record_of_gpus
-from benchmarks.methods import draft_lookahead, draft_ranks
+from benchmarks.methods import draft_lookahead, draft_ranks, lookahead
 from benchmarks.paper import losing
 from benchmarks.peers import servers
 from benchmarks.records import write
@@ -200,6 +200,8 @@ def main() -> int:
     made |= {"losing-choices": losing_choices(), "peers-workers-three": workers(),
              "peers-servers": servers.rows_of(_raw("peers-servers.json")),
              "draft-ranks": draft_ranks.rows_of(_raw("draft-ranks.json")),
+             "lookahead-s": lookahead.table_rows(_raw("lookahead.json")),
+             "lookahead-figure-4": lookahead.sweep_rows(_raw("lookahead.json")),
              "draft-lookahead": draft_lookahead.rows_of(_raw("draft-lookahead.json"))}
     wrong = 0
     for name, rows in made.items():
