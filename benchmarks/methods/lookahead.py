@@ -166,7 +166,7 @@ def draw() -> None:
     axis.set_xlabel("rows beside the current token, (W + G)(N - 1) with W = G")
     axis.set_ylabel("tokens per step (S)")
     axis.grid(alpha=0.3)
-    axis.legend(title="dotted: formula of 3.9, fitted", frameon=False)
+    axis.legend(title="dotted: formula of section 6.7, fitted", frameon=False)
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=150)
     for row in (*table_rows(found), *sweep_rows(found)):
