@@ -66,7 +66,8 @@ def load_proposers(
     posts, shared, known = DraftPosts(port), draft_ranks_of(hosts), registry.proposers()
     away = list(own)
     if drafts and shared:
-        away.append(OwnProposer(known[DRAFT], shared, drafts[-1]))
+        asked = (one for one in registry.named(config.speculation) if Need.DRAFT in one.needs)
+        away.append(OwnProposer(next(asked, known[DRAFT]), shared, drafts[-1]))
         drafts = drafts[:-1]
     elif head is not None and shared and proposers_of(config):
         away.append(OwnProposer(known[head.kind], shared))
