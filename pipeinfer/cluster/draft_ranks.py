@@ -19,6 +19,7 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.rewinding import RewindingBackend, ids_for
 from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.cluster.sizing import ALL_IDS
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import UsageError
@@ -135,8 +136,12 @@ def cache_sizes(config: JobConfig, cells: int, model: Any, spec: ProposerSpec) -
     if branches and keeps_state(model):
         raise UsageError(f"--proposer {spec.name} evaluates several paths at once, and layers of "
                          f"the draft {model.path.name} keep a state: use --proposer {DRAFT}")
-    return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + max(own.branches, branches),
-            "n_batch": BATCH}
+    count = paths + max(own.branches, branches)
+    if branches and count > ALL_IDS and not model.path.is_dir():
+        raise UsageError(f"--proposer {spec.name} evaluates {branches} paths at once beside "
+                         f"{paths} kept ones, and llama.cpp has {ALL_IDS}: lower its sizes "
+                         f"({', '.join(spec.options)}) or --parallel")
+    return {"n_ctx": cells + 64 * paths, "n_seq_max": count, "n_batch": BATCH}
 
 
 def paths_of(config: JobConfig, models: Sequence[Any]) -> int:

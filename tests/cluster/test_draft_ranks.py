@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from pipeinfer.cluster.draft_ranks import cache_sizes
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.core.control import DraftSetup
+from pipeinfer.errors import UsageError
 from pipeinfer.host import Place
 from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.strategies import registry
 from pipeinfer.transport.inproc import local_ports
@@ -32,3 +35,11 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     assert isinstance(setup, DraftSetup)
     assert setup.proposer == name
     assert not found.local
+
+
+def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_lower():
+    spec, model = registry.proposers()["draft-lookahead"], open_model(DRAFT)
+    assert cache_sizes(registry.job_config(lookahead_window=100), 512, model, spec)
+    with pytest.raises(UsageError, match=r"lower its sizes .*lookahead_window.* or --parallel"):
+        cache_sizes(registry.job_config(lookahead_window=128, lookahead_candidates=128), 512,
+                    model, spec)
