@@ -315,8 +315,8 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
             return missing + _draw_grid(config, model, path, grids.plan(choice), everyone)
         counts = planner.asked_counts(config.cluster, model, candidates, ranks,
                                       None if nodes is None else nodes.layers)
-        members = placement.members_of(
-            candidates, placement.leave_spares(config.cluster, counts), ranks, {})
+        counts = placement.leave_spares(config.cluster, counts, candidates, ranks)
+        members = placement.members_of(candidates, counts, ranks, {})
         plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
                                  lambda split: -split.slowest, timed=False)
         devices.check_devices(config, load, plan, ranks)

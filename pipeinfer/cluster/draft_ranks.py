@@ -42,17 +42,22 @@ BATCH = 256  #: most rows of one run of a draft
 def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]:
     """Return the ranks, with the role "draft" for those of --draft-ranks.
 
+    A rank with a proposer or a draft of its own (nodes file) is none of them, and no spare.
     Raises UsageError if too few ranks are left for the stages.
     """
-    count, last = config.cluster.draft_ranks, len(hosts) - config.cluster.spares
+    count, spares = config.cluster.draft_ranks, config.cluster.spares
     if not count:
         return hosts
-    least = 1 if config.cluster.head_stage else 2
+    free = [one.rank for one in hosts
+            if not one.rank or not (one.settings.proposer or one.settings.draft)]
+    last, least = len(free) - spares, 1 if config.cluster.head_stage else 2
     if last - count < least:
-        raise UsageError(f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks "
-                         f"were started; start at least {count + config.cluster.spares + least}")
+        raise UsageError(
+            f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks were started; "
+            f"start at least {count + spares + least + len(hosts) - len(free)}")
+    chosen = free[last - count : last]
     return [structs.replace(one, settings=structs.replace(one.settings, role="draft"))
-            if last - count <= one.rank < last else one for one in hosts]
+            if one.rank in chosen else one for one in hosts]
 
 
 class OwnProposer(Struct, frozen=True):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.cluster.draft_ranks import cache_sizes
+from pipeinfer.cluster.draft_ranks import cache_sizes, with_draft_ranks
+from pipeinfer.cluster.placement import leave_spares
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.host import Place
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
+from pipeinfer.planning.planner import asked_counts
 from pipeinfer.strategies import registry
 from pipeinfer.transport.inproc import local_ports
 
@@ -35,6 +37,41 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     assert isinstance(setup, DraftSetup)
     assert setup.proposer == name
     assert not found.local
+
+
+@pytest.mark.parametrize(("config", "own", "drafting", "spares"), [
+    ({"draft_ranks": 1}, {}, [5], []),
+    ({"draft_ranks": 1, "spares": 1}, {}, [4], [5]),
+    ({"draft_ranks": 1}, {"rank5": OWN}, [4], []),
+    ({"draft_ranks": 1, "spares": 1}, {"rank5": OWN}, [3], [4]),
+    ({"draft_ranks": 2}, {"rank0": OWN, "rank4": OWN}, [3, 5], []),
+    ({"spares": 1}, {"rank5": OWN}, [], [4]),
+])
+def test_ranks_with_a_proposer_of_their_own_are_no_draft_ranks_and_no_spares(
+        config, own, drafting, spares):
+    found = with_draft_ranks(job := registry.job_config(**config), ranks(6, **own))
+    assert [one.rank for one in found if one.settings.role == "draft"] == drafting
+    counts = leave_spares(job.cluster, [None] * 5, range(1, 6), found)
+    assert [rank for rank, count in enumerate(counts, 1) if count == 0] == spares
+
+
+def test_too_few_ranks_for_draft_ranks_beside_proposers_of_their_own():
+    with pytest.raises(UsageError, match="start at least 4"):
+        with_draft_ranks(registry.job_config(draft_ranks=1), ranks(3, rank2=OWN))
+    with pytest.raises(UsageError, match="only 1 ranks can hold layers"):
+        leave_spares(registry.job_config(spares=1).cluster, [None, 0], [1, 2],
+                     ranks(3, rank2=OWN))
+
+
+def test_a_draft_rank_gets_no_layers():
+    hosts, model = ranks(4, rank3=OWN), open_model(TARGET)
+    for layers in ("6,6", "6,6,0"):
+        assert asked_counts(registry.job_config(layers=layers).cluster, model, [1, 2, 3], hosts,
+                            None) == [6, 6, 0]
+    with pytest.raises(PlanError, match="gives 2 layers to rank 3, which drafts"):
+        asked_counts(registry.job_config(layers="6,4,2").cluster, model, [1, 2, 3], hosts, None)
+    with pytest.raises(PlanError, match="no rank is left for layers"):
+        asked_counts(registry.job_config().cluster, model, [3], hosts, None)
 
 
 def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_lower():
