@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
-from pipeinfer.cluster.handshake import notes_on
+from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.heads import head_for, with_head
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
@@ -314,10 +314,11 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     name = label(drafts[-1]) if drafts else "" if job.head is None else job.head.name
     name = name or (remotes[-1].name if remotes else "")
     sharing = _sharing(job, assembly, hosts, drafts, worker)
-    notes = [why(config.speculation, job, drafts), *notes_on(hosts), *job.survey.notes,
+    notes = [why(config.speculation, job, drafts), *notes_on(hosts),
+             *unmet(config, hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
-             *drafting(remotes, hosts),
+             *drafting(remotes, hosts, job),
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms

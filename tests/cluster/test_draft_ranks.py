@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.cluster.draft_ranks import cache_sizes, with_draft_ranks
+from pipeinfer.cluster.handshake import unmet
 from pipeinfer.cluster.placement import leave_spares
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.core.control import DraftSetup
@@ -72,6 +73,17 @@ def test_a_draft_rank_gets_no_layers():
         asked_counts(registry.job_config(layers="6,4,2").cluster, model, [1, 2, 3], hosts, None)
     with pytest.raises(PlanError, match="no rank is left for layers"):
         asked_counts(registry.job_config().cluster, model, [3], hosts, None)
+
+
+def test_settings_of_ranks_that_cannot_follow_them_are_said(tmp_path):
+    path = tmp_path / "nodes.toml"
+    path.write_text("[rank.1]\nthreads = 2\n[rank.7]\nproposer = \"prompt-lookup\"\n")
+    config = registry.job_config(nodes=str(path))
+    (note,) = unmet(config, ranks(4))
+    assert "settings of rank 7, but the last rank of this job is 3" in note
+    assert unmet(config, ranks(8)) == unmet(registry.job_config(), ranks(8)) == []
+    (note,) = unmet(registry.job_config(), ranks(4, rank0=OWN))
+    assert "rank 0 leads the job" in note
 
 
 def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_lower():
