@@ -118,7 +118,8 @@ def agree(
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
                         expected(policy, config.speculation.parallel)[0])
     if whole:
-        plan = replicate(load, list(members.values()), candidates)
+        able = [rank for rank in candidates if not hosts[rank].settings.drafts]
+        plan = replicate(load, [members[rank] for rank in able], able)
     elif auto and (chosen := grids.auto(place, notes)):
         plan = chosen
     elif teams is not None:
