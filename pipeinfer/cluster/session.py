@@ -160,7 +160,8 @@ class Session:
     @property
     def looks_up(self) -> bool:
         """Whether prompt lookup proposes tokens."""
-        return self.draft is not None and LOOKUP in self.config.speculation.proposer
+        return self.draft is not None and LOOKUP in (
+            *self.config.speculation.proposer, *(one.spec.name for one in self.loaded.job.own))
 
     @property
     def no_embeddings(self) -> str:

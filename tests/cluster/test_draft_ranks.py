@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from pipeinfer.cluster.draft_ranks import cache_sizes, with_draft_ranks
+from pipeinfer.cluster.draft_ranks import OwnProposer, cache_sizes, with_draft_ranks
 from pipeinfer.cluster.handshake import unmet
 from pipeinfer.cluster.placement import leave_spares
 from pipeinfer.cluster.proposers import load_proposers
+from pipeinfer.cluster.session import Session
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.host import Place
@@ -84,6 +87,15 @@ def test_settings_of_ranks_that_cannot_follow_them_are_said(tmp_path):
     assert unmet(config, ranks(8)) == unmet(registry.job_config(), ranks(8)) == []
     (note,) = unmet(registry.job_config(), ranks(4, rank0=OWN))
     assert "rank 0 leads the job" in note
+
+
+@pytest.mark.parametrize(("own", "found"), [("prompt-lookup", True), ("draft-lookahead", False)])
+def test_texts_are_looked_up_where_a_rank_of_its_own_does_so(own, found):
+    """Else serve says that --remember-answers brings nothing."""
+    job = SimpleNamespace(own=[OwnProposer(registry.proposers()[own], (3,))])
+    session = SimpleNamespace(draft="some", config=registry.job_config(proposer=("draft",)),
+                              loaded=SimpleNamespace(job=job))
+    assert Session.looks_up.fget(session) is found
 
 
 def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_lower():
