@@ -100,7 +100,7 @@ class Session:
     first: the terms of the stages at the start.
     fatal: why a rank's death ends the job; "" if it does not.
     reports: the stages' final reports, by node.
-    on_change: called when other stages have taken over, or ranks were lost.
+    on_change: called with what happened when other stages have taken over, or ranks were lost.
     """
 
     config: JobConfig
@@ -117,7 +117,7 @@ class Session:
     sharing: Sharing
     fatal: str
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    on_change: Callable[[], None] = lambda: None
+    on_change: Callable[[str], None] = lambda _: None
     balance: Balance = field(init=False)
     _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
 
@@ -257,7 +257,7 @@ class Session:
             # A request that made several stages fail would make the next one fail, too.
             self.resume("poison" if len(self._failures) >= _POISON else "")
         else:
-            self.on_change()
+            self.on_change(str(self.assembly.changes[-1]))
 
     def resume(self, reason: str = "") -> None:
         """Replay open requests over the present stages; or, with a reason, end them with it."""
@@ -265,18 +265,17 @@ class Session:
         self.limits = setup.limits
         self.head.restart(self.assembly.grid, setup.limits, setup.controller, reason)
         self.watch_pace()
-        self.notes.append(str(self.assembly.changes[-1]))
-        self.on_change()
+        self._tell(str(self.assembly.changes[-1]))
+
+    def _tell(self, what: str) -> None:
+        self.notes.append(what)
+        self.on_change(what)
 
     def watch_draft(self) -> None:
         """Add a note when a draft rank is lost, and give a `DraftTeam` access to the stages'
         times."""
-        def note(why: str) -> None:
-            self.notes.append(f"{why}: tokens come without its guesses")
-            self.on_change()
-
         for one in remotes_of(self.draft):
-            one.told = note
+            one.told = lambda why: self._tell(f"{why}: tokens come without its guesses")
         if isinstance(self.draft, DraftTeam):
             self.draft.slot = self._slot
 
