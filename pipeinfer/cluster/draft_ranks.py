@@ -174,13 +174,13 @@ def setups_of(config: JobConfig, own: OwnProposer, hosts: Sequence[RankInfo], ce
     model = open_model(path)
     if len(ranks) > model.n_layers:
         raise UsageError(f"the draft {path.name} has {model.n_layers} layers, too few for "
-                         f"{len(ranks)} ranks: lower --draft-ranks")
+                         f"{len(ranks)} ranks: let fewer draft")
     if len(ranks) > 1 and keeps_state(model):
         raise UsageError(f"layers of the draft {path.name} keep a state, which one rank holds "
-                         "whole: use --draft-ranks 1")
+                         "whole: let one rank draft")
     if len(ranks) > 1 and path.is_dir():
-        raise UsageError(f"the draft {path.name} is a folder, which one rank holds whole: use "
-                         "--draft-ranks 1, or a GGUF file")
+        raise UsageError(f"the draft {path.name} is a folder, which one rank holds whole: let "
+                         "one rank draft, or use a GGUF file")
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
         ranks, own.spec.name, str(path), model.fingerprint, model.n_layers, start, stop,

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeinfer.cluster.draft_ranks import OwnProposer, cache_sizes, with_draft_ranks
+from pipeinfer.cluster.draft_ranks import (
+    OwnProposer,
+    cache_sizes,
+    setups_of,
+    with_draft_ranks,
+)
 from pipeinfer.cluster.handshake import unmet
 from pipeinfer.cluster.placement import leave_spares
 from pipeinfer.cluster.proposers import load_proposers
@@ -65,6 +70,13 @@ def test_too_few_ranks_for_draft_ranks_beside_proposers_of_their_own():
     with pytest.raises(UsageError, match="only 1 ranks can hold layers"):
         leave_spares(registry.job_config(spares=1).cluster, [None, 0], [1, 2],
                      ranks(3, rank2=OWN))
+
+
+def test_a_draft_of_few_layers_is_refused_whatever_made_the_ranks_draft():
+    """By the nodes file, too, so no option is named."""
+    own = OwnProposer(registry.proposers()["draft"], (1, 2, 3), DRAFT)
+    with pytest.raises(UsageError, match="2 layers, too few for 3 ranks: let fewer draft"):
+        setups_of(registry.job_config(), own, ranks(4), 512, 4096, None)
 
 
 def test_a_draft_rank_gets_no_layers():
