@@ -29,6 +29,7 @@ from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import devices, grid_choice, launch, placement
+from pipeinfer.cluster.draft_ranks import own_proposers
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.notes import lines_of
@@ -300,6 +301,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
                           settings=(nodes or Nodes("")).of(one["host"], one["rank"]))
                  for one in everyone]
+        own_proposers(config, ranks, path)  # the job may have a draft, so one is assumed
         ranks = devices.on_their_gpus(config, model, ranks, {
             one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
         missing = _missing_gpus(config, [ranks[rank] for rank in candidates])
