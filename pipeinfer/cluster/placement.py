@@ -118,8 +118,7 @@ def agree(
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
                         expected(policy, config.speculation.parallel)[0])
     if whole:
-        able = [rank for rank in candidates if not hosts[rank].settings.drafts]
-        plan = replicate(load, [members[rank] for rank in able], able)
+        plan = replicate(load, {k: v for k, v in members.items() if not hosts[k].settings.drafts})
     elif auto and (chosen := grids.auto(place, notes)):
         plan = chosen
     elif teams is not None:

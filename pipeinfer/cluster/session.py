@@ -333,16 +333,9 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     else:
         scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None,
                               validate=config.cluster.debug)
-        head = Head(
-            port,
-            assembly.grid,
-            scheduler,
-            worker,
-            cancel_path=cancel_path(config),
-            trace=bool(config.cluster.trace),
-            timeout=config.cluster.timeout,
-            controller=setup.controller,
-        )
+        head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
+                    trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
+                    controller=setup.controller)
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
         name, notes, time.monotonic() - started, first,

@@ -362,13 +362,13 @@ def _plan_of(
                  for i, rank in enumerate(candidates) if i in left_out}, timed)
 
 
-def replicate(load: Load, members: Sequence[Member], candidates: Sequence[int]) -> Plan:
-    """Return the plan with the whole model on every candidate. Raises PlanError if it does not
-    fit."""
+def replicate(load: Load, members: Mapping[int, Member]) -> Plan:
+    """Return the plan with the whole model on every one of these ranks. Raises PlanError if it
+    does not fit."""
     n = len(load.costs)
-    for member in members:
+    for member in members.values():
         check_fits(split := measure(load, [member], [n]), [member])
-    return Plan(tuple(candidates), split, split, {}, timed=False, whole=n)
+    return Plan(tuple(members), split, split, {}, timed=False, whole=n)
 
 
 def _unused(split: Split) -> set[int]:
