@@ -48,6 +48,13 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     assert not found.local
 
 
+def test_draft_ranks_run_one_proposer_of_the_draft():
+    with pytest.raises(UsageError, match="draft and draft-lookahead: draft ranks run one of them"):
+        load_proposers(registry.job_config(proposer=("draft", "draft-lookahead")),
+                       Place(0, 2, None, 1, 0, 2), [DRAFT], 512, 4096, local_ports(2)[0],
+                       ranks(2, rank1=NodeSettings(role="draft")))
+
+
 @pytest.mark.parametrize(("config", "own", "drafting", "spares"), [
     ({"draft_ranks": 1}, {}, [5], []),
     ({"draft_ranks": 1, "spares": 1}, {}, [4], [5]),
