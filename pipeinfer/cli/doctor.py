@@ -29,6 +29,7 @@ from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import devices, grid_choice, launch, placement
+from pipeinfer.cluster.draft_ranks import own_proposers
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.notes import lines_of
@@ -300,6 +301,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
                           settings=(nodes or Nodes("")).of(one["host"], one["rank"]))
                  for one in everyone]
+        own_proposers(config, ranks, path)  # the job may have a draft, so one is assumed
         ranks = devices.on_their_gpus(config, model, ranks, {
             one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
         missing = _missing_gpus(config, [ranks[rank] for rank in candidates])
@@ -315,8 +317,8 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
             return missing + _draw_grid(config, model, path, grids.plan(choice), everyone)
         counts = planner.asked_counts(config.cluster, model, candidates, ranks,
                                       None if nodes is None else nodes.layers)
-        members = placement.members_of(
-            candidates, placement.leave_spares(config.cluster, counts), ranks, {})
+        counts = placement.leave_spares(config.cluster, counts, candidates, ranks)
+        members = placement.members_of(candidates, counts, ranks, {})
         plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
                                  lambda split: -split.slowest, timed=False)
         devices.check_devices(config, load, plan, ranks)

@@ -382,11 +382,8 @@ class Assembly:
     def _supply_spares(self) -> None:
         """Send the requested spares the shards of all stages, before there are requests. Spares
         of one host may share a cache and are supplied one after the other."""
-        last = (
-            list(self._members)[-self._config.cluster.spares :]
-            if self._config.cluster.spares
-            else []
-        )
+        able = [rank for rank in self._members if not self._hosts[rank].settings.drafts]
+        last = able[len(able) - self._config.cluster.spares :]
         done: set[int] = set()
         while self._survives:
             batch = {self._hosts[rank].host: rank for rank in reversed(self.spares)

@@ -19,6 +19,7 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.rewinding import RewindingBackend, ids_for
 from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.cluster.sizing import ALL_IDS
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import UsageError
@@ -41,17 +42,22 @@ BATCH = 256  #: most rows of one run of a draft
 def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]:
     """Return the ranks, with the role "draft" for those of --draft-ranks.
 
+    A rank with a proposer or a draft of its own (nodes file) is none of them, and no spare.
     Raises UsageError if too few ranks are left for the stages.
     """
-    count, last = config.cluster.draft_ranks, len(hosts) - config.cluster.spares
+    count, spares = config.cluster.draft_ranks, config.cluster.spares
     if not count:
         return hosts
-    least = 1 if config.cluster.head_stage else 2
+    free = [one.rank for one in hosts
+            if not one.rank or not (one.settings.proposer or one.settings.draft)]
+    last, least = len(free) - spares, 1 if config.cluster.head_stage else 2
     if last - count < least:
-        raise UsageError(f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks "
-                         f"were started; start at least {count + config.cluster.spares + least}")
+        raise UsageError(
+            f"--draft-ranks {count} leaves no rank for a stage: {len(hosts)} ranks were started; "
+            f"start at least {count + spares + least + len(hosts) - len(free)}")
+    chosen = free[last - count : last]
     return [structs.replace(one, settings=structs.replace(one.settings, role="draft"))
-            if last - count <= one.rank < last else one for one in hosts]
+            if one.rank in chosen else one for one in hosts]
 
 
 class OwnProposer(Struct, frozen=True):
@@ -135,8 +141,12 @@ def cache_sizes(config: JobConfig, cells: int, model: Any, spec: ProposerSpec) -
     if branches and keeps_state(model):
         raise UsageError(f"--proposer {spec.name} evaluates several paths at once, and layers of "
                          f"the draft {model.path.name} keep a state: use --proposer {DRAFT}")
-    return {"n_ctx": cells + 64 * paths, "n_seq_max": paths + max(own.branches, branches),
-            "n_batch": BATCH}
+    count = paths + max(own.branches, branches)
+    if branches and count > ALL_IDS and not model.path.is_dir():
+        raise UsageError(f"--proposer {spec.name} evaluates {branches} paths at once beside "
+                         f"{paths} kept ones, and llama.cpp has {ALL_IDS}: lower its sizes "
+                         f"({', '.join(spec.options)}) or --parallel")
+    return {"n_ctx": cells + 64 * paths, "n_seq_max": count, "n_batch": BATCH}
 
 
 def paths_of(config: JobConfig, models: Sequence[Any]) -> int:
@@ -164,13 +174,13 @@ def setups_of(config: JobConfig, own: OwnProposer, hosts: Sequence[RankInfo], ce
     model = open_model(path)
     if len(ranks) > model.n_layers:
         raise UsageError(f"the draft {path.name} has {model.n_layers} layers, too few for "
-                         f"{len(ranks)} ranks: lower --draft-ranks")
+                         f"{len(ranks)} ranks: let fewer draft")
     if len(ranks) > 1 and keeps_state(model):
         raise UsageError(f"layers of the draft {path.name} keep a state, which one rank holds "
-                         "whole: use --draft-ranks 1")
+                         "whole: let one rank draft")
     if len(ranks) > 1 and path.is_dir():
-        raise UsageError(f"the draft {path.name} is a folder, which one rank holds whole: use "
-                         "--draft-ranks 1, or a GGUF file")
+        raise UsageError(f"the draft {path.name} is a folder, which one rank holds whole: let "
+                         "one rank draft, or use a GGUF file")
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
         ranks, own.spec.name, str(path), model.fingerprint, model.n_layers, start, stop,

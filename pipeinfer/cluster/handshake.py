@@ -172,6 +172,15 @@ def notes_on(hosts: list[RankInfo]) -> list[str]:
             "refuses this)"] if len(kinds) > 1 else []
 
 
+def unmet(config: JobConfig, hosts: list[RankInfo]) -> list[str]:
+    """Return notes for the user on what the nodes file asks of ranks that cannot do it."""
+    nodes, last, own = load_nodes(config.cluster), len(hosts) - 1, hosts[0].settings
+    notes = [f"the nodes file has settings of rank {rank}, but the last rank of this job is {last}"
+             for rank in (nodes.ranks if nodes else ()) if rank > last]
+    return notes + ["rank 0 leads the job and does not draft by the nodes file: --proposer and -md "
+                    "say what it proposes"] * bool(own.proposer or own.draft)
+
+
 def _info(hello: Hello) -> RankInfo:
     facts = hello.facts
     return RankInfo(

@@ -84,13 +84,15 @@ def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
     return notes
 
 
-def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo]) -> list[str]:
+def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo], job: Job) -> list[str]:
     """Return notes on the ranks that propose tokens, other than rank 0."""
     busy = {rank for remote in remotes for rank in remote.ranks}
     idle = [str(one.rank) for one in hosts
             if one.rank and one.settings.drafts and not one.dead and one.rank not in busy]
-    notes = [f"rank {', '.join(idle)} is there to draft and has nothing to do: there is no draft "
-             "model"] if idle else []
+    reason = (f"policy {job.policy} takes no guesses" if job.policy is Policy.ITERATIVE else
+              "there is no draft model" if job.draft is None else "no --proposer asks the draft")
+    notes = [f"rank {', '.join(idle)} is there to draft and has nothing to do: {reason}"
+             ] if idle else []
     for remote in remotes:
         parts = [remote.ready[rank] for rank in remote.ranks]
         words = "; ".join(

@@ -118,7 +118,7 @@ def agree(
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
                         expected(policy, config.speculation.parallel)[0])
     if whole:
-        plan = replicate(load, list(members.values()), candidates)
+        plan = replicate(load, {k: v for k, v in members.items() if not hosts[k].settings.drafts})
     elif auto and (chosen := grids.auto(place, notes)):
         plan = chosen
     elif teams is not None:
@@ -155,8 +155,9 @@ def _counts(config: JobConfig, model: Any, candidates: Sequence[int], hosts: Hos
     nodes = load_nodes(config.cluster)
     counts: list[int | None] = [None] * len(candidates)
     if not free:
+        whole = nodes.layers if nodes else None
         counts = leave_spares(config.cluster, asked_counts(
-            config.cluster, model, candidates, hosts, nodes.layers if nodes else None))
+            config.cluster, model, candidates, hosts, whole), candidates, hosts)
     return [0 if hosts[rank].dead else count
             for rank, count in zip(candidates, counts, strict=True)]
 
@@ -192,15 +193,18 @@ def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts
     return Judge(seats, cores, mixes, curve, grows=grows)
 
 
-def leave_spares(config: ClusterConfig, counts: list[int | None]) -> list[int | None]:
-    """Return the counts with 0 for the last `--spares` candidates. Raises UsageError if none is
-    left."""
-    if not config.spares:
-        return counts
-    if config.spares >= len(counts):
-        raise UsageError(f"--spares {config.spares} leaves no rank for a stage: only {len(counts)} "
+def leave_spares(config: ClusterConfig, counts: Sequence[int | None], candidates: Sequence[int],
+                 hosts: Hosts) -> list[int | None]:
+    """Return the counts with 0 for the last `--spares` candidates, of those that do not draft.
+
+    Raises UsageError if none is left.
+    """
+    able = [k for k, rank in enumerate(candidates) if not hosts[rank].settings.drafts]
+    if config.spares and config.spares >= len(able):
+        raise UsageError(f"--spares {config.spares} leaves no rank for a stage: only {len(able)} "
                          "ranks can hold layers; start more ranks, or lower --spares")
-    return [*counts[:-config.spares], *[0] * config.spares]
+    spares = able[len(able) - config.spares:]
+    return [0 if k in spares else count for k, count in enumerate(counts)]
 
 
 def members_of(

@@ -159,12 +159,8 @@ def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[
     """Return the draft models to load, the smallest first. Raises UsageError."""
     named = registry.named(config.speculation)
     wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
-    if (
-        policy is Policy.ITERATIVE
-        or draft is None
-        or not wanted
-        or config.speculation.layout == "replicate"
-    ):
+    if policy is Policy.ITERATIVE or draft is None or not wanted \
+            or config.speculation.layout == "replicate":
         return []
     found = [draft]
     if config.model.draft_small:

@@ -66,7 +66,11 @@ def load_proposers(
     posts, shared, known = DraftPosts(port), draft_ranks_of(hosts), registry.proposers()
     away = list(own)
     if drafts and shared:
-        away.append(OwnProposer(known[DRAFT], shared, drafts[-1]))
+        asked = [one for one in registry.named(config.speculation) if Need.DRAFT in one.needs]
+        if len(asked) > 1:
+            raise UsageError(f"--proposer {' and '.join(one.name for one in asked)}: draft ranks "
+                             "run one of them: leave one out")
+        away.append(OwnProposer((*asked, known[DRAFT])[0], shared, drafts[-1]))
         drafts = drafts[:-1]
     elif head is not None and shared and proposers_of(config):
         away.append(OwnProposer(known[head.kind], shared))

@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
-from pipeinfer.cluster.handshake import notes_on
+from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.heads import head_for, with_head
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
@@ -100,7 +100,7 @@ class Session:
     first: the terms of the stages at the start.
     fatal: why a rank's death ends the job; "" if it does not.
     reports: the stages' final reports, by node.
-    on_change: called when other stages have taken over, or ranks were lost.
+    on_change: called with what happened when other stages have taken over, or ranks were lost.
     """
 
     config: JobConfig
@@ -117,7 +117,7 @@ class Session:
     sharing: Sharing
     fatal: str
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    on_change: Callable[[], None] = lambda: None
+    on_change: Callable[[str], None] = lambda _: None
     balance: Balance = field(init=False)
     _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
 
@@ -160,7 +160,8 @@ class Session:
     @property
     def looks_up(self) -> bool:
         """Whether prompt lookup proposes tokens."""
-        return self.draft is not None and LOOKUP in self.config.speculation.proposer
+        return self.draft is not None and LOOKUP in (
+            *self.config.speculation.proposer, *(one.spec.name for one in self.loaded.job.own))
 
     @property
     def no_embeddings(self) -> str:
@@ -256,7 +257,7 @@ class Session:
             # A request that made several stages fail would make the next one fail, too.
             self.resume("poison" if len(self._failures) >= _POISON else "")
         else:
-            self.on_change()
+            self.on_change(str(self.assembly.changes[-1]))
 
     def resume(self, reason: str = "") -> None:
         """Replay open requests over the present stages; or, with a reason, end them with it."""
@@ -264,18 +265,17 @@ class Session:
         self.limits = setup.limits
         self.head.restart(self.assembly.grid, setup.limits, setup.controller, reason)
         self.watch_pace()
-        self.notes.append(str(self.assembly.changes[-1]))
-        self.on_change()
+        self._tell(str(self.assembly.changes[-1]))
+
+    def _tell(self, what: str) -> None:
+        self.notes.append(what)
+        self.on_change(what)
 
     def watch_draft(self) -> None:
         """Add a note when a draft rank is lost, and give a `DraftTeam` access to the stages'
         times."""
-        def note(why: str) -> None:
-            self.notes.append(f"{why}: tokens come without its guesses")
-            self.on_change()
-
         for one in remotes_of(self.draft):
-            one.told = note
+            one.told = lambda why: self._tell(f"{why}: tokens come without its guesses")
         if isinstance(self.draft, DraftTeam):
             self.draft.slot = self._slot
 
@@ -314,10 +314,11 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     name = label(drafts[-1]) if drafts else "" if job.head is None else job.head.name
     name = name or (remotes[-1].name if remotes else "")
     sharing = _sharing(job, assembly, hosts, drafts, worker)
-    notes = [why(config.speculation, job, drafts), *notes_on(hosts), *job.survey.notes,
+    notes = [why(config.speculation, job, drafts), *notes_on(hosts),
+             *unmet(config, hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
-             *drafting(remotes, hosts),
+             *drafting(remotes, hosts, job),
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms
@@ -332,16 +333,9 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     else:
         scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None,
                               validate=config.cluster.debug)
-        head = Head(
-            port,
-            assembly.grid,
-            scheduler,
-            worker,
-            cancel_path=cancel_path(config),
-            trace=bool(config.cluster.trace),
-            timeout=config.cluster.timeout,
-            controller=setup.controller,
-        )
+        head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
+                    trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
+                    controller=setup.controller)
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
         name, notes, time.monotonic() - started, first,

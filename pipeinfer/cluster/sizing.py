@@ -48,7 +48,7 @@ _CHEAP = 0.05  #: of a token's time: a draft up to this cost is tried even if it
 _HOPED, _DOUBTED = 96, 192  #: tokens with and without speculation before the contrary is tried,
 #: where it is expected to pay or not
 _FURTHER_IDS = 3  #: ids that a backend adds for its own use, at most
-_ALL_IDS = 255  #: llama.cpp has 256, one of which is the grave (llamacpp.cell_order)
+ALL_IDS = 255  #: llama.cpp has 256, one of which is the grave (llamacpp.cell_order)
 
 
 def chunk_of(config: JobConfig) -> int:
@@ -143,11 +143,11 @@ def ids_for(config: SpeculationConfig, credit: int, *, chains: bool = False) -> 
     if chains:
         return lanes_of(config) + kept_for(config, chains=True)
     count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
-    if count > _ALL_IDS:
+    if count > ALL_IDS:
         raise UsageError(
             f"--parallel {config.parallel} (with --decompose-threads {config.decompose_threads}, "
             f"where --decomposer is given) and --partitions {partitions_for(config, credit)} need "
-            f"{count} sequence ids, but a cache has only {_ALL_IDS}: lower one of them")
+            f"{count} sequence ids, but a cache has only {ALL_IDS}: lower one of them")
     return count
 
 

@@ -249,6 +249,9 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
     for rank in candidates:
         settings = hosts[rank].settings
         counts.append(0 if settings.waits else settings.layers)
+    if all(hosts[rank].settings.waits for rank in candidates):
+        raise PlanError("no rank is left for layers: all others draft or are spares by the nodes "
+                        "file; start more ranks, or change role, proposer or draft there")
     origin = "--layers" if config.layers else "layers in the nodes file"
     if config.layers:
         words = [word.strip() for word in config.layers.split(",")]
@@ -266,6 +269,9 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
         raise PlanError(f"{origin} adds up to {sum(whole)}; the model has {model.n_layers} layers")
     result: list[int | None] = [0] * len(counts)
     for slot, count in zip(slots, whole, strict=True):
+        if count and hosts[candidates[slot]].settings.drafts:
+            raise PlanError(f"{origin} gives {count} layers to rank {candidates[slot]}, which "
+                            "drafts: give it 0, or leave its count out")
         result[slot] = count
     return result
 
@@ -356,13 +362,13 @@ def _plan_of(
                  for i, rank in enumerate(candidates) if i in left_out}, timed)
 
 
-def replicate(load: Load, members: Sequence[Member], candidates: Sequence[int]) -> Plan:
-    """Return the plan with the whole model on every candidate. Raises PlanError if it does not
-    fit."""
+def replicate(load: Load, members: Mapping[int, Member]) -> Plan:
+    """Return the plan with the whole model on every one of these ranks. Raises PlanError if it
+    does not fit."""
     n = len(load.costs)
-    for member in members:
+    for member in members.values():
         check_fits(split := measure(load, [member], [n]), [member])
-    return Plan(tuple(candidates), split, split, {}, timed=False, whole=n)
+    return Plan(tuple(members), split, split, {}, timed=False, whole=n)
 
 
 def _unused(split: Split) -> set[int]:

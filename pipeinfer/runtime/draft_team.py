@@ -34,22 +34,22 @@ class _Member(Struct):
     """A source of proposals. One that is not `remote` gets every job at once.
 
     remote: it has ranks of its own, and evaluates a model
-    next: the job that `remote` takes when it is idle
+    next: the jobs that `remote` takes when it is idle: the newest, and before it those that nobody
+        else answers
     due: jobs that it will answer
     seconds: measured, of one proposal
     """
 
     draft: Drafts
     remote: RemoteDraft | None = None
-    next: StartDraft | None = None
+    next: deque[StartDraft] = field(default_factory=deque)
     due: set[int] = field(default_factory=set)
     seconds: float = 0.0
 
     def go_on(self) -> None:
         """Start the next job if the last one is done."""
-        if self.next is not None and self.remote is not None and self.remote.idle:
-            job, self.next = self.next, None
-            self.draft.start(job)
+        if self.next and self.remote is not None and self.remote.idle:
+            self.draft.start(self.next.popleft())
 
     def take(self) -> Drafted | None:
         """Return a result, or None; learn from it how fast the member is."""
@@ -65,8 +65,9 @@ class _Member(Struct):
     def stop(self, job_id: int) -> None:
         """Withdraw a job."""
         self.due.discard(job_id)
-        if self.next is not None and self.next.job_id == job_id:
-            self.next = None
+        kept = deque(job for job in self.next if job.job_id != job_id)
+        if len(kept) < len(self.next):
+            self.next = kept
         else:
             self.draft.stop(job_id)
 
@@ -135,10 +136,11 @@ class DraftTeam:
             if one.remote is None:
                 one.draft.start(job)
                 continue
-            before, one.next = one.next, job
-            if before is not None:
-                one.due.discard(before.job_id)
-                self._release(before.job_id)
+            if one.next and self._without(one, one.next[-1].job_id):
+                before = one.next.pop().job_id
+                one.due.discard(before)
+                self._release(before)
+            one.next.append(job)
             one.go_on()
 
     def stop(self, job_id: int) -> None:
@@ -172,7 +174,7 @@ class DraftTeam:
     def has_news(self) -> bool:
         """Whether `take` has something to do."""
         return bool(self._released) or any(
-            one.draft.has_news or (one.next is not None and one.remote is not None
+            one.draft.has_news or (bool(one.next) and one.remote is not None
                                    and one.remote.idle) for one in self._members)
 
     def close(self, timeout: float) -> None:
@@ -224,6 +226,12 @@ class DraftTeam:
         asked = self._asked.get(job_id)
         if asked is not None and (found := self._settle(asked)) is not None:
             self._released.append(found)
+
+    def _without(self, one: _Member, job_id: int) -> bool:
+        """Whether a job has an answer, or gets one, without this member."""
+        asked = self._asked.get(job_id)
+        return asked is None or asked.answered or asked.held is not None or any(
+            job_id in other.due for other in self._members if other is not one)
 
     def _due(self, job_id: int, above: int = -1) -> list[int]:
         """Return the members better than `above` that will answer a job."""

@@ -181,9 +181,8 @@ class Engine:
                 kind = "context" if isinstance(error, ContextOverflow) else "request"
                 return Refused(request_id, kind, str(error))
 
-    def _tell_change(self) -> None:
-        """Report that other stages have taken over, or that layers have moved."""
-        message = str(self._session.assembly.changes[-1])
+    def _tell_change(self, message: str) -> None:
+        """Report that other stages have taken over, layers have moved, or a draft was lost."""
         click.echo(f"pipeinfer: {message}", err=True)
         self._link.send(Changed(self._facts(), message))
 

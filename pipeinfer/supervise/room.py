@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cli import doctor_hosts
+from pipeinfer.cluster.draft_ranks import draft_ranks_of, own_proposers, with_draft_ranks
 from pipeinfer.cluster.policy_choice import (
     choose_policy,
     draft_models,
@@ -66,9 +67,12 @@ def needs(config: JobConfig, hosts: Sequence[RankInfo]) -> dict[str, float]:
     model = open_model(target)
     config, chains = for_state(config, model), on_gpus(config, model, hosts)
     config = for_chains(config) if chains else config
+    hosts = with_draft_ranks(config, list(hosts))
+    own, shared = own_proposers(config, hosts, draft), draft_ranks_of(hosts)
     names = [one.host for one in hosts]
     alone = len(names) == 1
-    stages = list(names) if config.cluster.head_stage or alone else list(names[1:])
+    stages = [one.host for one in hosts if alone or (
+        (one.rank or config.cluster.head_stage) and not one.settings.drafts)]
     _, n_batch, cells = rows_and_cells(
         config, context_size(config.model, model), EXACT_LIMIT, len(stages))
     if chains:
@@ -97,9 +101,12 @@ def needs(config: JobConfig, hosts: Sequence[RankInfo]) -> dict[str, float]:
             need[name] += size
         if on_gpu:  # a stage with few layers may have all of them there
             _add(need, GPUS.format(name), min(size, on_gpu * whole + count * scratch))
-    for path in draft_models(config, draft, choose_policy(config, draft)):
-        there = GPUS.format(names[0]) if hosts[0].drafts_on_gpu(config) else names[0]
-        _add(need, there, sum(bytes_of(path)))
+    drafts = draft_models(config, draft, choose_policy(config, draft, own=bool(own)))
+    places = [(path, shared if shared and path is drafts[-1] else (0,)) for path in drafts]
+    for path, ranks in (*places, *((one.draft, one.ranks) for one in own if one.draft)):
+        for one in (hosts[rank] for rank in ranks):
+            there = GPUS.format(one.host) if one.drafts_on_gpu(config) else one.host
+            _add(need, there, sum(bytes_of(path)) / len(ranks))
     return need
 
 

@@ -39,6 +39,19 @@ def test_a_grid_that_cannot_be_fails(options, what):
     assert what in detail
 
 
+@pytest.mark.parametrize(("line", "level", "what"), [
+    ('proposer = "lookahaed"', "fail", "does not exist: choose from draft"),
+    ('proposer = "lookahead"', "fail", "give --proposer lookahead instead"),
+    ('proposer = "draft-lookahead"', "ok", "12 layers as 6, 6; fits"),  # of a draft given later
+])
+def test_a_proposer_of_the_nodes_file_that_cannot_be_fails(tmp_path, line, level, what):
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text(f"[rank.3]\n{line}\n")
+    (found, detail), = drawn("abcd", nodes=str(nodes))
+    assert found == level
+    assert what in detail
+
+
 def test_layers_on_gpus_are_compared_with_their_memory(tmp_path):
     nodes = tmp_path / "nodes.toml"
     nodes.write_text('[node.b]\ndevice = "gpu"\n')

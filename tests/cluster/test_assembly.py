@@ -258,6 +258,14 @@ def test_a_rank_that_was_left_out_is_sent_nothing(asked, role, sent):
     assert found.spares == (4, 5)
 
 
+def test_a_rank_that_drafts_is_not_counted_as_a_spare():
+    port = Port()
+    found = assembly(port, spares=2, distribute=True, asked=1)
+    found._hosts[5] = RankInfo(5, "host5", settings=NodeSettings(proposer="prompt-lookup"))
+    found.start()
+    assert port.rehearsed == {4}
+
+
 def test_what_each_spare_rehearses_is_what_the_stages_hold():
     port, told = Port(), {}
     found = assembly(port, spares=1, distribute=True, asked=1)

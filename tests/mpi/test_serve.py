@@ -401,6 +401,21 @@ def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
         assert server.end(timeout=10) != 0
 
 
+def test_a_server_goes_on_without_a_draft_rank_that_died():
+    """Before any stage has changed: what is told is this loss."""
+    with serve(3, "--draft-ranks", "1", "--pace-ms", "8", "--fault", "kill@2:decode=4") as served:
+        served.wait_until_ready()
+        with connect(served) as client:
+            for _ in range(2):
+                answer = client.completions.create(
+                    model="embedded", prompt=PROMPT, max_tokens=40, temperature=0,
+                    extra_body={"ignore_eos": True})
+                assert answer.usage.completion_tokens == 40
+        served.process.send_signal(signal.SIGUSR1)
+        assert served.end() == 0, "".join(served.log)
+    assert "which drafted, is dead: tokens come without its guesses" in "".join(served.log)
+
+
 def test_without_its_http_process_the_job_ends():
     with serve(1, "-c", "512") as server:
         server.wait_until_ready()

@@ -8,7 +8,8 @@ from pipeinfer import host
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.doctor_hosts import HostAnswer
 from pipeinfer.cli.options import parse
-from pipeinfer.nodes import HostEntry, RankInfo
+from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.nodes import HostEntry, NodeSettings, RankInfo
 from pipeinfer.supervise import room
 from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.overlap import RESERVE, Room, choose, inherits
@@ -57,6 +58,16 @@ def test_what_ranks_need_by_host():
     assert more["b"] > two["b"]
     four = needs(embedded, ["a", "a", "a", "a"])
     assert four["a"] > needs(embedded, ["a", "a"])["a"] + 2 * room.RANK
+
+
+def test_drafts_need_memory_where_they_are_and_hold_no_layers():
+    embedded = job("-c", "512")
+    two, own = needs(embedded, ["a", "b"]), NodeSettings(draft=str(EMBEDDED / "draft.gguf"))
+    found = room.needs(embedded, [RankInfo(0, "a"), RankInfo(1, "b"), RankInfo(
+        2, "c", settings=own)])
+    assert room.RANK < found["c"] < found["b"] == two["b"]
+    moved = needs(job("-c", "512", "--draft-ranks", "1"), ["a", "b", "c"])
+    assert (moved["a"], moved["b"], moved["c"]) == (room.RANK, two["b"], two["a"])
 
 
 def test_layers_on_gpus_need_their_memory_and_not_the_hosts():
