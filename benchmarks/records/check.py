@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import record as record_of_gpus
-from benchmarks.methods import mixed_cluster
+from benchmarks.methods import bita_chain, mixed_cluster
 from benchmarks.paper import (
     contexts,
+    factors,
     heads,
     losing,
+    one_process,
     states,
     texts,
+    today,
 )
 from benchmarks.peers import servers
 from benchmarks.records import paper_tables, raw_files, write
@@ -197,9 +200,13 @@ FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
     "emulated-heads": ("heads.json", heads.rows_of),
     "emulated-layers-turns": ("texts.json", texts.rows_of),
     "emulated-draft-worth": ("texts.json", texts.worth_rows),
+    "bita-chain": ("bita-chain.json", bita_chain.rows_of),
+    "published-factors": ("factors.json", factors.rows_of),
+    "emulated-today": ("today.json", today.rows_of),
+    "one-process": ("one-process.json", one_process.rows_of),
 }
 #: columns that no program makes: what others say, or what an earlier version did
-BY_HAND: Mapping[str, tuple[int, ...]] = {"emulated-figures": (1,),
+BY_HAND: Mapping[str, tuple[int, ...]] = {"emulated-figures": (1,), "one-process": (0, 9),
                                               "emulated-draft-worth": (6, 11)}
 
 
