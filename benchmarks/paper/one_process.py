@@ -133,7 +133,7 @@ def _means(speeds: Mapping[str, Any], lever: str) -> list[float]:
 
 
 def rows_of(raw: Mapping[str, Any]) -> list[list[str]]:
-    """`one-process`, without its first and last columns."""
+    """`one-process`, without its first and last column."""
     rows = []
     for speeds in raw["speeds"].values():
         for lever in LEVERS:

@@ -30,6 +30,7 @@ from benchmarks.paper import (
 )
 from benchmarks.peers import servers
 from benchmarks.records import paper_tables, raw_files, write
+from benchmarks.wide import grids as wide_grids
 
 PAPER = write.HERE.parents[1] / "docs" / "paper"
 PAIRS = {
@@ -235,6 +236,7 @@ def main() -> int:
     made |= {"losing-choices": losing_choices(), "peers-workers-three": workers(),
              "peers-servers": servers.rows_of(_raw("peers-servers.json"))}
     made |= {name: make(_raw(path)) for name, (path, make) in FROM_RAW.items()}
+    made |= wide_grids.rows_of(_raw("grids.json.gz"))
     wrong = 0
     for name, rows in made.items():
         for line in wrong_rows(kept_rows(records[name]), rows):
