@@ -27,6 +27,7 @@ from benchmarks.paper import (
     states,
     texts,
     today,
+    turns,
 )
 from benchmarks.peers import servers
 from benchmarks.records import paper_tables, raw_files, write
@@ -205,6 +206,7 @@ FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
     "published-factors": ("factors.json", factors.rows_of),
     "emulated-today": ("today.json", today.rows_of),
     "one-process": ("one-process.json", one_process.rows_of),
+    "shared-stage": ("shared-stage.json", turns.rows_of),
 }
 #: columns that no program makes: what others say, or what an earlier version did
 BY_HAND: Mapping[str, tuple[int, ...]] = {"emulated-figures": (1,), "one-process": (0, 9),
