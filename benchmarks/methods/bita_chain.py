@@ -10,11 +10,14 @@ over real ranks is measured by `benchmarks.methods.bita stages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 from msgspec import structs
 
+from benchmarks.records import raw_files
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.lab.emulation.synthetic import (
@@ -46,6 +49,11 @@ WAYS = {
     "chained, likelier than 0.02": {"path_min": 0.02, "draft_max": 4},
     "chained, likelier than 0.005": {"path_min": 0.005, "draft_max": 4},
 }
+
+TITLES = {name: "27, 18, 18 %; 57, 44, 42 (the embedded adapter's)" if name.startswith("as") else
+          name for name in ADAPTERS}
+WAYS_SHOWN = ("one pass after the other", "chained, likelier than 0.02",
+              "chained, likelier than 0.005")
 
 
 class Masked(Simulation):
@@ -113,11 +121,24 @@ def answers(stages: int, rates: tuple[tuple[float, float], ...], way: str, token
                sum(one._wasted()) / busy)
 
 
+def rows_of(raw: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """`bita-chain`, by the ways that it shows."""
+    rows = []
+    for rates, title in TITLES.items():
+        for way in WAYS_SHOWN:
+            cells = [f"{one['busy']:.0%}, {one['over']:.2f}".replace("%", " %")
+                     for one in raw if (one["rates"], one["way"]) == (rates, way)]
+            rows.append([title if way == WAYS_SHOWN[0] else "", way, *cells])
+    return rows
+
+
 @click.command()
 @click.option("--stages", "counts", type=int, multiple=True, default=(2, 4, 8), show_default=True)
 @click.option("--tokens", default=256, show_default=True)
-def main(counts: tuple[int, ...], tokens: int) -> None:
+@click.option("--raw", type=click.Path(path_type=Path), help="keep every number as JSON")
+def main(counts: tuple[int, ...], tokens: int, raw: Path | None) -> None:
     """See the module docstring."""
+    kept = []
     click.echo("| masks are right | | " + " | ".join(
         f"{count} stages: busy | wasted | over plain" for count in counts) + " |\n"
         + "|---" * (2 + 3 * len(counts)) + "|")
@@ -134,9 +155,13 @@ def main(counts: tuple[int, ...], tokens: int) -> None:
                 speed, busy, wasted = (sum(one[k] for one in found) / len(found)
                                        for k in (1, 2, 3))
                 plain = plain or speed
+                kept.append({"rates": name, "way": way, "stages": count, "busy": busy,
+                             "wasted": wasted, "speed": speed, "over": speed / plain})
                 lines[way].append(f"{busy:.0%} | {wasted:.0%} | {speed / plain:.2f}")
         for way, cells in lines.items():
             click.echo(f"| {name} | {way} | " + " | ".join(cells) + " |")
+    if raw is not None:
+        raw_files.write(raw, kept)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ others, so every figure is emulated.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import raw_files
 from pipeinfer.lab.emulation import scenarios, wide
 from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
 
 _TODAY = Path(__file__).with_name("today.toml")
+SMALL = {"desktops": "old desktops", "minis": "mini computers"}
 PAIRS = ("glm-air-mtp-code", "glm-air-mtp-prose", "qwen36-27b-mtp-code", "qwen36-27b-mtp-prose")
 
 
@@ -43,6 +46,26 @@ def alone(profiles: Profiles, nodes: int, **given: Any) -> tuple[float, str]:
     return max(found, default=(0.0, "-"))
 
 
+def cells(found: Mapping[str, Any]) -> list[str]:
+    """Speeds and ratios of a model."""
+    plain, (alone_speed, width), (best, name) = found["plain"], found["alone"], found["best"]
+    return [f"{plain:.1f}", f"{alone_speed:.1f} ({width})", f"{found['synchronous']:.1f}",
+            f"{found['own']:.1f}", f"{best:.1f} ({name})",
+            f"{best / plain:.1f}, {best / alone_speed:.1f}"]
+
+
+def rows_of(raw: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """`emulated-heads`."""
+    rows = []
+    for found in raw:
+        cluster, nodes = found["cluster"], found["nodes"]
+        where = f"{nodes} {SMALL[cluster]}" if cluster in SMALL else \
+            f"{cluster.upper()}, {nodes} nodes" + (", 1 Gbit/s" if found["link"] else "")
+        model, text = found["title"].partition(" + ")[0], found["pair"].rpartition("-")[2]
+        rows.append([where, f"{model}, {text}", *cells(found)])
+    return rows
+
+
 def main() -> None:
     """Print a row of a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -50,6 +73,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--link", default="")
     parser.add_argument("--pair", nargs="+", default=PAIRS)
+    parser.add_argument("--raw", type=Path, help="add every number to this file, as JSON")
     given = parser.parse_args()
     profiles = load_profiles(_TODAY)
     for pair in given.pair:
@@ -64,9 +88,13 @@ def main() -> None:
             given.nodes,), **where) if width == f"1x{given.nodes}" else (0.0, "")
         if turns > best:
             best, name = turns, f"{turns_name}, by turns"
-        print(f"| {given.cluster} | {profiles.pair(pair).title} | {plain:.1f} | "
-              f"{wide_alone:.1f} ({width}) | {others:.1f} | {own:.1f} | {best:.1f} ({name}) | "
-              f"{best / plain:.1f}, {best / wide_alone:.1f} |", flush=True)
+        found = {"cluster": given.cluster, "nodes": given.nodes, "link": given.link,
+                 "pair": pair, "title": profiles.pair(pair).title, "plain": plain,
+                 "alone": [wide_alone, width], "synchronous": others, "own": own,
+                 "best": [best, name]}
+        print(f"| {given.cluster} | {found['title']} | {' | '.join(cells(found))} |", flush=True)
+        if given.raw:
+            raw_files.add(given.raw, found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What guesses bring on one process, where draft and target take turns on the same cores.
 
-    python -m benchmarks.paper.one_process [SEEDS]
+    python -m benchmarks.paper.one_process [SEEDS] [--raw FILE]
 
 In virtual time, with what rows of a run cost on some processors and files, and with durations that
 vary as a shared machine's do. Texts are a real pair's (`record_texts`); every answer is compared
@@ -10,13 +10,16 @@ decoding with the same disturbances.
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from benchmarks.paper.texts import DRAFT, LOOKUP, PAPER, TEXTS, by_kind, checked_speed
+from benchmarks.records import raw_files
 from pipeinfer.cluster.sizing import NO_MODEL, controller_for, limits_for, sizes_for
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
@@ -96,19 +99,50 @@ def speed(machine: Machine, text: Text, proposers: tuple[str, ...], seed: int) -
 
 def main() -> None:
     """See the module docstring."""
-    seeds = range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    parser = argparse.ArgumentParser(description="guesses on one process, in virtual time")
+    parser.add_argument("seeds", type=int, nargs="?", default=3)
+    parser.add_argument("--raw", type=Path, help="keep every speed as JSON")
+    given = parser.parse_args()
+    seeds = range(given.seeds)
     texts = [*load(TEXTS), *load(PAPER)]
     kinds = list(dict.fromkeys(text.kind for text in texts))
     print(f"| machine | guesses | {' | '.join(kinds)} | all | slowest |")
     print("| --- " * (4 + len(kinds)) + "|")
+    found: dict[str, dict[str, list[list[float]]]] = {}
     for name, machine in MACHINES.items():
         plain = [[speed(machine, text, (), seed) for text in texts] for seed in seeds]
+        found[name] = {"plain": plain}
         for lever, proposers in LEVERS.items():
-            times = [[speed(machine, text, proposers, seed) / own
-                      for text, own in zip(texts, plain[seed], strict=True)] for seed in seeds]
-            means = [statistics.geometric_mean(one) for one in zip(*times, strict=True)]
-            shown = " | ".join(f"{cell:.2f}" for cell in [*by_kind(means, texts), min(means)])
-            print(f"| {name} | {lever} | {shown} |", flush=True)
+            found[name][lever] = [[speed(machine, text, proposers, seed) for text in texts]
+                                  for seed in seeds]
+            means = _means(found[name], lever)
+            shown = [*by_kind(means, [text.kind for text in texts]), min(means)]
+            print(f"| {name} | {lever} | {' | '.join(f'{cell:.2f}' for cell in shown)} |",
+                  flush=True)
+    if given.raw:
+        raw_files.write(given.raw, {"kinds": [text.kind for text in texts], "speeds": {
+            name: {lever: [[round(one, 4) for one in row] for row in rows]
+                   for lever, rows in levers.items()} for name, levers in found.items()}})
+
+
+def _means(speeds: Mapping[str, Any], lever: str) -> list[float]:
+    """Times of plain decoding, a number for each text: geometric means over seeds."""
+    return [statistics.geometric_mean(one / own for one, own in zip(some, plain, strict=True))
+            for some, plain in zip(zip(*speeds[lever], strict=True),
+                                   zip(*speeds["plain"], strict=True), strict=True)]
+
+
+def rows_of(raw: Mapping[str, Any]) -> list[list[str]]:
+    """`one-process`, without its first and last column."""
+    rows = []
+    for speeds in raw["speeds"].values():
+        for lever in LEVERS:
+            means = _means(speeds, lever)
+            *some, one, two, three, every = (
+                f"{cell:.2f}" for cell in by_kind(means, raw["kinds"]))
+            rows.append([lever + " (the default)" * (lever == "lookup and draft"), *some,
+                         f"{one}, {two}, {three}", every, f"{min(means):.2f}"])
+    return rows
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ import argparse
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from benchmarks.paper.results import profiles
+from benchmarks.records import raw_files
 from pipeinfer.core.policy import Policy
 from pipeinfer.lab import grids
 from pipeinfer.lab.emulation import wide
@@ -45,6 +47,8 @@ from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import IssueRun
 
 PAIRS = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")
+TITLES = {"dolphin-tinyllama": "Dolphin + TinyLlama", "goliath-xwin7b": "Goliath + XWin 7B",
+          "falcon-7b": "Falcon + Falcon 7B"}
 #: cluster, nodes with the added one, and by how much one of the others is slower
 CASES = (("c", 5, 1.0), ("c", 9, 1.0), ("c", 33, 1.0), ("a", 9, 1.0), ("b", 14, 1.0),
          ("c", 9, 2.0), ("c", 9, 4.0))
@@ -182,8 +186,8 @@ def best(measure: Any, experiment: Experiment, texts: int) -> float:
 
 
 def compare(cluster: str, count: int, factor: float, pair: str, texts: int, tokens: int
-            ) -> list[str]:
-    """A row of the table."""
+            ) -> dict[str, Any]:
+    """Tokens per second by arrangement: a row of the table."""
     slow = (min(4, count - 2), factor) if factor > 1 else None
     base = Experiment(cluster, pair, Policy.PIPEINFER.value, slow=slow, tokens=tokens)
     whole, fewer = (machines(cluster, count, added=added) for added in (True, False))
@@ -200,12 +204,24 @@ def compare(cluster: str, count: int, factor: float, pair: str, texts: int, toke
     choices = {0, stages // 2, stages - 1, *((slow[0] - 1,) if slow else ())}
     turns = max(best(lambda one, k=shared, s=speed: by_turns(one, fewer, k, s), base, texts)
                 for shared in choices for speed in (1.0, 2.0))
+    return {"cluster": cluster, "nodes": count, "slow": slow, "pair": pair, "speeds": found,
+            "turns": turns}
+
+
+def cells(one: Mapping[str, Any]) -> list[str]:
+    """A row as text."""
+    found, turns, slow = one["speeds"], one["turns"], one["slow"]
     name = max(found, key=lambda name: found[name])
-    what = f"{cluster.upper()}, {count - 1} nodes and one" + (
-        f", node {slow[0]} {factor:g} times slower" if slow else "")
-    return [what, pair, f"{found['without the added one']:.2f}",
+    what = f"{one['cluster'].upper()}, {one['nodes'] - 1} nodes and one" + (
+        f", node {slow[0]} {slow[1]:g} times slower" if slow else "")
+    return [what, one["pair"], f"{found['without the added one']:.2f}",
             f"{found['all in a pipeline']:.2f}", f"{found[name]:.2f} ({name})", f"{turns:.2f}",
             f"{turns / found['all in a pipeline']:.2f}", f"{turns / found[name]:.2f}"]
+
+
+def rows_of(raw: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """`shared-stage`."""
+    return [[what, TITLES[pair], *rest] for what, pair, *rest in map(cells, raw)]
 
 
 def main() -> None:
@@ -213,11 +229,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of the first ones")
     parser.add_argument("--quick", action="store_true", help="one text of 96 tokens, two cases")
-    given = parser.parse_args()
+    parser.add_argument("--raw", type=Path, help="keep every speed as JSON")
+    given, found = parser.parse_args(), []
     texts, tokens = (1, 96) if given.quick else (_TEXTS, 256)
     for cluster, count, factor in CASES[::5] if given.quick else CASES[given.skip:]:
         for pair in PAIRS[:1] if given.quick else PAIRS:
-            print(compare(cluster, count, factor, pair, texts, tokens), flush=True)
+            found.append(compare(cluster, count, factor, pair, texts, tokens))
+            print(cells(found[-1]), flush=True)
+            if given.raw:
+                raw_files.write(given.raw, found)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.records import check, write
+from benchmarks.records import check, raw_files, write
 
 GOOD = """
 order = 1
@@ -75,3 +75,28 @@ def test_emulated_figures_say_so():
     for record in emulated.records:
         if record["processor"] == emulated.processor:
             assert {"emulated", "paced", "virtual time"} & set(record["labels"]), record["id"]
+
+
+@pytest.mark.parametrize("name", ["found.json", "found.json.gz"])
+def test_raw_results_are_read_as_they_were_written(tmp_path, name):
+    path = tmp_path / name
+    raw_files.add(path, {"speed": 1.5})
+    raw_files.add(path, {"speed": 2.5})
+    assert raw_files.read(path) == [{"speed": 1.5}, {"speed": 2.5}]
+    before = path.read_bytes()
+    raw_files.write(path, raw_files.read(path))
+    assert path.read_bytes() == before  # the same numbers give the same file
+
+
+def test_columns_that_no_program_makes_are_not_compared(monkeypatch):
+    monkeypatch.setattr(check, "BY_HAND", {"one": (0, 2)})
+    assert check.kept_rows({"id": "one", "rows": [["a", "b", "c"]]}) == [["b"]]
+    assert check.kept_rows({"id": "two", "rows": [["a", "b", "c"]]}) == [["a", "b", "c"]]
+    assert check.kept_rows({"id": "two", "value": "0"}) == [["0"]]
+
+
+def test_new_tables_need_raw_results():
+    table = {"rows": [["1"]], "date": check.KEPT_SINCE}
+    records = {"new": table, "made": table, "old": {**table, "date": "2026-11-27"},
+               "value": {"value": "1", "date": check.KEPT_SINCE}}
+    assert check.without_raw(records, {"made"}) == ["new"]

@@ -2,6 +2,7 @@
 
     python -m benchmarks.wide.grids             # all tables as text
     python -m benchmarks.wide.grids --write     # and benchmarks/records/grids.toml from them
+    python -m benchmarks.wide.grids --raw FILE  # and every number, for benchmarks.records.check
     python -m benchmarks.wide.grids --quick     # a few tokens of one pair; figures mean little
 
 Clusters C (InfiniBand) with 8, 9 and 32 nodes and A (gigabit) with 8 and 9, three pairs; N nodes
@@ -17,8 +18,11 @@ import dataclasses
 import datetime
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.records import raw_files
 from pipeinfer.files import write_atomically
 from pipeinfer.lab import grids
 from pipeinfer.lab.emulation import wide
@@ -42,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="grids of wide stages in virtual time")
     parser.add_argument("--write", action="store_true", help=f"write {OUT.name}")
     parser.add_argument("--quick", action="store_true", help="one pair, 64 tokens")
+    parser.add_argument("--raw", type=Path,
+                        help="keep every number as JSON, compressed if the name ends in .gz")
     args = parser.parse_args(argv)
     profiles = load_profiles()
     tokens, seeds, pairs = (64, 1, PAIRS[:1]) if args.quick else (256, 4, PAIRS)
@@ -52,16 +58,20 @@ def main(argv: list[str] | None = None) -> int:
                 cluster, pair, nodes=nodes, tokens=tokens, sum_type=kind), seeds=seeds))
             print(grids.as_text(tables[-1]) + "\n", flush=True)
     prices = sensitivity(profiles, tokens, seeds)
-    for line in prices:
+    for line in map(price_line, prices):
         print("  ".join(line))
     for line in aims(tables):
         print(line)
+    places = heads(profiles, 1024) if args.write or args.raw else []
+    if args.raw:
+        raw_files.write(args.raw, {"tables": [grids.as_data(table) for table in tables],
+                                   "prices": prices, "heads": places})
     if args.write:
-        write_atomically(OUT, records(tables, prices))
+        write_atomically(OUT, records(tables, prices, places))
     return 0
 
 
-def sensitivity(profiles: Profiles, tokens: int, seeds: int) -> list[list[str]]:
+def sensitivity(profiles: Profiles, tokens: int, seeds: int) -> list[dict[str, Any]]:
     """What the price of an exchange does to the fastest grid of the first pair."""
     found = []
     for cluster, nodes, kind in (("c", 8, "f32"), ("c", 32, "f32"), ("a", 8, "f16")):
@@ -70,12 +80,18 @@ def sensitivity(profiles: Profiles, tokens: int, seeds: int) -> list[list[str]]:
                 cluster, PAIRS[0], nodes=nodes, tokens=tokens, sum_type=kind, exchange=price),
                 most=3, seeds=seeds)
             row = table.best
-            found.append([cluster, str(nodes), f"{1e6 * price:.0f} us", row.grid, row.head,
-                          f"{row.best:.2f}", f"{row.over:.2f}"])
+            found.append({"cluster": cluster, "nodes": nodes, "price": price, "grid": row.grid,
+                          "head": row.head, "speed": row.best, "over": row.over})
     return found
 
 
-def heads(profiles: Profiles, tokens: int) -> list[list[str]]:
+def price_line(found: Mapping[str, Any]) -> list[str]:
+    """A row of `grids-exchange`."""
+    return [found["cluster"], str(found["nodes"]), f"{1e6 * found['price']:.0f} us",
+            found["grid"], found["head"], f"{found['speed']:.2f}", f"{found['over']:.2f}"]
+
+
+def heads(profiles: Profiles, tokens: int) -> list[dict[str, Any]]:
     """The same grids with head and draft on a node of their own, or beside a member."""
     found = []
     for cluster, nodes, apart, beside in (("c", 8, (7,), (8,)), ("c", 8, (3, 4), (4, 4)),
@@ -87,12 +103,18 @@ def heads(profiles: Profiles, tokens: int) -> list[list[str]]:
             base, head=head, part=part, widths=widths))[1].tokens_per_second
             for head, part, widths in ((APART, 0.5, apart), (BESIDE, 0.1, beside),
                                        (BESIDE, 0.25, beside), (BESIDE, 0.5, beside))]
-        found.append([cluster, str(nodes), grids.name_of(apart), grids.name_of(beside),
-                      *(f"{speed:.2f}" for speed in speeds)])
+        found.append({"cluster": cluster, "nodes": nodes, "apart": grids.name_of(apart),
+                      "beside": grids.name_of(beside), "speeds": speeds})
     return found
 
 
-def aims(tables: list[Table]) -> list[str]:
+def head_line(found: Mapping[str, Any]) -> list[str]:
+    """A row of `grids-head`."""
+    return [found["cluster"], str(found["nodes"]), found["apart"], found["beside"],
+            *(f"{speed:.2f}" for speed in found["speeds"])]
+
+
+def aims(tables: Sequence[Table]) -> list[str]:
     """What was hoped for, for the first pair, and what came out."""
     found = []
     for table in tables:
@@ -109,32 +131,51 @@ def aims(tables: list[Table]) -> list[str]:
 # --- records ----------------------------------------------------------------------------------
 
 
-def records(tables: list[Table], prices: list[list[str]]) -> str:
+def rows_of(raw: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """The rows of every record, from what `--raw` wrote."""
+    tables = [Table(**{**table, "rows": tuple(Row(**row) for row in table["rows"])})
+              for table in raw["tables"]]
+    return rows_by_record(tables, raw["prices"], raw["heads"])
+
+
+def rows_by_record(tables: Sequence[Table], prices: Sequence[Mapping[str, Any]],
+                   places: Sequence[Mapping[str, Any]]) -> dict[str, list[list[str]]]:
+    """The rows of every record, by its name."""
+    found: dict[str, list[list[str]]] = {}
+    for table in tables:
+        name = f"grids-{table.cluster}-{table.nodes}-{table.sum_type}"
+        found.setdefault(name, []).extend(line(table, row) for row in shown(table))
+    return {**found, "grids-exchange": [price_line(one) for one in prices],
+            "grids-head": [head_line(one) for one in places],
+            "grids-aims": [[text] for text in aims(tables)]}
+
+
+def records(tables: Sequence[Table], prices: Sequence[Mapping[str, Any]],
+            places: Sequence[Mapping[str, Any]]) -> str:
     """The TOML file for the page of benchmarks."""
     date, commit = datetime.date.today().isoformat(), _commit()
     parts = [HEADER]
 
-    def record(name: str, what: str, columns: list[str], rows: list[list[str]], notes: str = ""
-               ) -> None:
-        lines = ["[[record]]", f'id = "{name}"', f'what = "{what}"', f"columns = {_list(columns)}",
-                 "rows = [", *(f"  {_list(row)}," for row in rows), "]",
-                 'labels = ["emulated", "virtual time"]']
-        lines += [f'notes = "{notes}"'] if notes else []
-        parts.append("\n".join([*lines, f'date = "{date}"', f'commit = "{commit}"', ""]))
+    rows = rows_by_record(tables, prices, places)
+
+    def record(name: str, what: str, columns: list[str]) -> None:
+        parts.append("\n".join([
+            "[[record]]", f'id = "{name}"', f'what = "{what}"', f"columns = {_list(columns)}",
+            "rows = [", *(f"  {_list(row)}," for row in rows[name]), "]",
+            'labels = ["emulated", "virtual time"]', f'date = "{date}"', f'commit = "{commit}"',
+            ""]))
 
     for cluster, nodes, kind in dict.fromkeys((t.cluster, t.nodes, t.sum_type) for t in tables):
-        mine = [t for t in tables if (t.cluster, t.nodes, t.sum_type) == (cluster, nodes, kind)]
         record(f"grids-{cluster}-{nodes}-{kind}",
                f"cluster {cluster.upper()}, {nodes} nodes in all, sums in {kind}, tokens/s",
-               COLUMNS, [line(table, row) for table in mine for row in shown(table)])
+               COLUMNS)
     record("grids-exchange", f"{PAIRS[0]}: the fastest grid by the price of an exchange besides "
            "the wire", ["cluster", "nodes", "exchange", "grid", "head and draft", "tokens/s",
-                        "over plain"], prices)
+                        "over plain"])
     record("grids-head", f"{PAIRS[0]}, asynchronous: where head and draft are", [
         "cluster", "nodes", "grid, apart", "grid, beside", "apart", "beside, 10 %",
-        "beside, 25 %", "beside, 50 %"], heads(load_profiles(), 1024))
-    record("grids-aims", f"{PAIRS[0]}: what was hoped for", ["result"],
-           [[text] for text in aims(tables)])
+        "beside, 25 %", "beside, 50 %"])
+    record("grids-aims", f"{PAIRS[0]}: what was hoped for", ["result"])
     return "\n".join(parts)
 
 
