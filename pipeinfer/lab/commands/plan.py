@@ -87,7 +87,7 @@ _NO_LINK = Link(0.0, math.inf)
               help="With --grids: type of sums between the members of a stage [default: f32].")
 @click.option("--exchange-us", type=click.FloatRange(0, 1e6), default=1e6 * EXCHANGE,
               help="With --grids: processor time of an exchange besides the wire, in microseconds "
-                   "[default: 40, as measured over loopback].")
+                   f"[default: {1e6 * EXCHANGE:.0f}, as measured over loopback].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Show which layers go where, and the speed to expect. MODEL: a GGUF file or a profile's name.
