@@ -18,6 +18,7 @@ from typing import Any
 import click
 import matplotlib as mpl
 
+from benchmarks import pictures
 from benchmarks.methods.heldout import prompts
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
@@ -168,7 +169,7 @@ def draw() -> None:
     axis.grid(alpha=0.3)
     axis.legend(title="dotted: formula of section 6.7, fitted", frameon=False)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=150)
+    pictures.save(figure, PICTURE, 150)
     for row in (*table_rows(found), *sweep_rows(found)):
         click.echo(" | ".join(row))
 

@@ -26,6 +26,7 @@ import matplotlib as mpl
 import numpy as np
 import torch
 
+from benchmarks import pictures
 from pipeinfer.lab.training.pair.model import Llama
 from pipeinfer.lab.training.pair.restore import restore
 from pipeinfer.lab.training.pasta import preference, rounds
@@ -220,7 +221,7 @@ def draw() -> None:
     axes.set_ylabel("sentences right, %")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(PICTURE, dpi=110)
+    pictures.save(figure, PICTURE, 110)
     print(PICTURE)
 
 

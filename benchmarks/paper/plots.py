@@ -16,6 +16,7 @@ from typing import Any
 
 import matplotlib as mpl
 
+from benchmarks import pictures
 from benchmarks.paper.results import Job, Store, profiles
 from pipeinfer.lab.commands import bench
 from pipeinfer.lab.emulation.scenarios import Experiment
@@ -230,7 +231,7 @@ def save(figure: Any, out: Path, name: str, caption: str, drawn: Drawn) -> None:
     path = out / f"{name}.png"
     if name in PAPER:
         figure.supxlabel(f"the paper: {PAPER[name]}", fontsize=8.5, color="#4a5a70")
-    figure.savefig(path)
+    pictures.save(figure, path, mpl.rcParams["savefig.dpi"])
     plt.close(figure)
     drawn.pictures.append((path, caption))
 

@@ -15,6 +15,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks import pictures
+
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).parents[1] / "results" / "soak" / "soak.jsonl"
 HEAD, HTTP, STAGE, KILL = "#2563c9", "#c2601c", "#7a8594", "#b3261e"
@@ -62,7 +64,7 @@ def draw(record: Path, out: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=9, loc="lower right" if axis is memory else "best")
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    pictures.save(figure, out, 110)
     plt.close(figure)
 
 

@@ -15,6 +15,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks import pictures
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parents[1] / "results" / "serving"
 OUT = ROOT / "docs" / "serving.png"
@@ -65,7 +67,7 @@ def main() -> None:
         axis.set_xlabel("clients")
     axes[0][0].legend(frameon=False, fontsize=9)
     figure.tight_layout()
-    figure.savefig(OUT, dpi=110)
+    pictures.save(figure, OUT, 110)
     print(f"wrote {OUT.relative_to(ROOT)}")
 
 
