@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 #: lines of code that the product may have, without the lab, blanks, docstrings and full-line
 #: comments. A feature that raises it says so in the commit; the aim is 32,000
-MOST_LINES = 38_931
+MOST_LINES = 38_929
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 450, 50
 
 

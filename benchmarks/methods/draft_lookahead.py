@@ -9,12 +9,12 @@ than 16 rows may leave those of narrow ones in near-ties; proposals need not be 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import raw_files
 from pipeinfer.backends.base import Backend
 from pipeinfer.cluster.draft_ranks import cache_sizes, load_draft
 from pipeinfer.core.drafting import Prefix, StartDraft
@@ -82,9 +82,9 @@ def main() -> None:
             backend, Lookahead(*sizes), paths=8)
         found[size] = follow(draft, tokens)
         draft.close()
-    raw = json.loads(given.raw.read_text(encoding="utf-8")) if given.raw.exists() else {}
+    raw = raw_files.read(given.raw) if given.raw.exists() else {}
     raw[given.name] = found
-    given.raw.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    raw_files.write(given.raw, raw)
     for row in rows_of(raw):
         print(" | ".join(row))
 

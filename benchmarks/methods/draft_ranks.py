@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.records import raw_files
 from tests.rig import launch
 
 TEXTS = ("Explain how a suspension bridge carries its load.",
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}: {found[name][-1]['tokens_per_second']:.2f} tokens/s",
                       file=sys.stderr, flush=True)
                 if args.raw:
-                    args.raw.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                    raw_files.write(args.raw, found)
     for row in rows_of(found):
         print(" | ".join(row))
     print(f"{differ} of {sum(map(len, found.values()))} answers differ from plain decoding's")

@@ -20,6 +20,7 @@ import matplotlib as mpl
 
 from benchmarks import pictures
 from benchmarks.methods.heldout import prompts
+from benchmarks.records import raw_files
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
@@ -31,7 +32,7 @@ from pipeinfer.strategies.registry import job_config
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-RESULTS = Path(__file__).parents[1] / "records" / "raw" / "lookahead.json"
+RESULTS = raw_files.HERE / "lookahead.json"
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "lookahead.png"
 #: (label, W, N, G, n-grams of prompt and output); the paper's Table 3, then Figure 4's sweep
 TABLE = (("(5,15,15)", 15, 5, 15, False), ("(5,15,15), text's n-grams too", 15, 5, 15, True),
@@ -104,7 +105,7 @@ def run(texts: int, prompt: int, tokens: int) -> None:
         lookahead_candidates=32,
         adapt=False,
     )
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    found = raw_files.read(RESULTS) if RESULTS.exists() else []
     done = {(p["W"], p["N"], p["G"], p["pool"], p["temperature"]) for p in found}
     sampled = SamplingParams(0.8, 40, 0.95, 0.05, key=7)
     todo = [(s, SamplingParams()) for s in (*TABLE, *SMALL, DEFAULT, *SWEEP)]
@@ -118,7 +119,7 @@ def run(texts: int, prompt: int, tokens: int) -> None:
                 continue
             found.append(measure(session, setting, held_out, tokens, params))
             click.echo(json.dumps(found[-1]))
-            RESULTS.write_text("[" + ",\n ".join(map(json.dumps, found)) + "]\n")
+            raw_files.write(RESULTS, found)
 
 
 def curves(found: list[dict[str, Any]]) -> dict[tuple[float, int], list[dict[str, Any]]]:
@@ -150,7 +151,7 @@ def sweep_rows(found: list[dict[str, Any]]) -> list[list[str]]:
 @main.command()
 def draw() -> None:
     """S against rows, with the formula fitted to each N."""
-    found = json.loads(RESULTS.read_text())
+    found = raw_files.read(RESULTS)
     figure, axis = plt.subplots(figsize=(7, 4.2))
     colours = {2: "#7a8594", 3: "#2563c9", 5: "#c2601c", 7: "#2e8b57"}
     for (heat, size), points in curves(found).items():

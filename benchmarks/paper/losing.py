@@ -13,7 +13,6 @@ compared with the right acceptance.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import click
 import numpy as np
 
 from benchmarks.paper.results import profiles as base_profiles
+from benchmarks.records import raw_files
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
 from pipeinfer.lab.emulation import scenarios, wide
@@ -138,11 +138,8 @@ def main(out: Path, count: int, first: int, seed: int, table: bool) -> None:
 
 def written(path: Path) -> list[dict[str, Any]]:
     """The records of a file, which may be compressed (.gz)."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    return [json.loads(line) for line in text.splitlines()]
+    lines = raw_files.text(path).splitlines() if path.exists() else ()
+    return [json.loads(line) for line in lines]
 
 
 def plain_speed(record: dict[str, Any]) -> float:

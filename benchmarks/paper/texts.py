@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def rows_of(raw: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """`emulated-layers-turns`: the texts of all commands beside each other."""
+    """`emulated-layers-turns`: the texts of all commands, side by side."""
     names = {place: name for place, name in zip(raw[0]["speeds"], PLACES, strict=True)}
     rows = []
     for place, name in names.items():

@@ -22,7 +22,12 @@ def add(path: Path, found: Any) -> None:
     write(path, [*(read(path) if path.exists() else ()), found])
 
 
+def text(path: Path) -> str:
+    """The text of a file, which may be compressed (.gz)."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+
+
 def read(path: Path) -> Any:
     """What a benchmark found."""
-    data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return json.loads(text(path))

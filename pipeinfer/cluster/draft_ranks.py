@@ -61,7 +61,7 @@ def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]
 
 
 class OwnProposer(Struct, frozen=True):
-    """A proposer that the nodes file gives to ranks of its own.
+    """A proposer with ranks of its own.
 
     ranks: in the order of the draft's layers
     draft: the model that it evaluates; None: none, or the target's head
@@ -143,8 +143,8 @@ def cache_sizes(config: JobConfig, cells: int, model: Any, spec: ProposerSpec) -
                          f"the draft {model.path.name} keep a state: use --proposer {DRAFT}")
     count = paths + max(own.branches, branches)
     if branches and count > ALL_IDS and not model.path.is_dir():
-        raise UsageError(f"--proposer {spec.name} evaluates {branches} paths at once beside "
-                         f"{paths} kept ones, and llama.cpp has {ALL_IDS}: lower its sizes "
+        raise UsageError(f"--proposer {spec.name} evaluates {branches} paths at once and "
+                         f"keeps {paths}, and llama.cpp has {ALL_IDS}: lower its sizes "
                          f"({', '.join(spec.options)}) or --parallel")
     return {"n_ctx": cells + 64 * paths, "n_seq_max": count, "n_batch": BATCH}
 

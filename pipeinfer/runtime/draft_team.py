@@ -5,7 +5,7 @@ They are ordered by how good their proposals are expected to be. The first answe
 at once; answers of better members correct it. A member that has ranks of its own and evaluates a
 model takes the newest job whenever it becomes idle; the others answer the jobs in between. If a
 better member is fast enough to keep the stages busy by itself, proposals of the others would only
-displace better ones. They are then held back until its answer, unless one is as good as certain.
+displace better ones. They are then held back until its answer, unless one is nearly certain.
 Answers that have come by then are merged as those of a cascade.
 """
 
@@ -34,8 +34,8 @@ class _Member(Struct):
     """A source of proposals. One that is not `remote` gets every job at once.
 
     remote: it has ranks of its own, and evaluates a model
-    next: the jobs that `remote` takes when it is idle: the newest, and before it those that nobody
-        else answers
+    next: the jobs that `remote` takes when it is idle: the newest, and before it those that no
+        other member answers
     due: jobs that it will answer
     seconds: measured, of one proposal
     """
@@ -193,15 +193,13 @@ class DraftTeam:
                 return None
             asked.by = k
             return structs.replace(found, further=True, more=bool(self._due(found.job_id, k)))
-        ours, better = self._record.judged(k, asked.job, found.proposals), found
-        if (held := asked.held) is None:
-            proposals, asked.chance = ours
-        elif k > asked.by:
-            proposals, asked.chance = merged((held.proposals, asked.chance), ours, asked.job)
-        else:
-            proposals, asked.chance = merged(ours, (held.proposals, asked.chance), asked.job)
-            better = held
-        asked.held, asked.by = structs.replace(better, proposals=proposals), max(asked.by, k)
+        held, best = asked.held or Drafted(found.job_id, ()), k > asked.by
+        ours = self._record.judged(k, asked.job, found.proposals)
+        theirs = held.proposals, asked.chance
+        pair = (theirs, ours) if best else (ours, theirs)
+        proposals, asked.chance = merged(*pair, asked.job)
+        asked.held = structs.replace(found if best else held, proposals=proposals)
+        asked.by = max(asked.by, k)
         return self._settle(asked)
 
     def _settle(self, asked: _Asked) -> Drafted | None:

@@ -1,8 +1,8 @@
-"""How often the first proposals of several sources were right, by the confidence that they claimed.
+"""How often the first proposals of several sources were right, by their confidence.
 
-Sources claim differently: a small draft is surer of itself than a large one that knows better. What
-the target chose is seen in the accepted tokens of later jobs. So claims of different sources can be
-compared. Pure.
+Confidences of different sources cannot be compared directly: a small draft is often more confident
+than a larger one that is right more often. The accepted tokens of later jobs show what the target
+chose. Pure.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class TrackRecord:
 
 
 def certain(found: Judged, job: StartDraft, sure: float = SURE) -> bool:
-    """Return whether the first proposal is as good as certain: it claims so, and such claims have
-    been kept, but for `_SHORT`."""
+    """Return whether the first proposal is nearly certain: its confidence is at least `sure`, and
+    such confidences were right as often, less `_SHORT`."""
     proposals, chance = found
     return bool(proposals) and likely(proposals[0], job) >= sure and chance >= sure - _SHORT
 
