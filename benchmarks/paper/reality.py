@@ -277,7 +277,7 @@ def with_heads(cluster: Cluster | Local, tokens: int, pace: float, folder: Path)
     options = ("--pace-ms", str(pace), "--pace-row-ms", str(ROW * pace), "--ignore-eos")
     cases = []
     for name, stages, layers in (("glm4moe", 4, 4), ("qwen35-mtp", 2, 8)):
-        target = write_clockwork(folder / f"{name}.gguf", name, n_layer=layers)
+        target = write_clockwork(folder / f"{name}.gguf", name, "F32", n_layer=layers)
         tokenizer, loop = open_tokenizer(target), PlainLoop(target)
         prompt = tokenizer.encode("abc")
         answer = np.array(loop.generate(list(prompt), tokens, SamplingParams()))

@@ -31,9 +31,13 @@ def successors(seed: int = 0) -> list[int]:
     return [int(one) for one in found]
 
 
-def write_clockwork(path: Path, name: str, **sizes: int) -> Path:
-    """Write a model of this recipe of `random_model`, which has a head. sizes: other ones."""
-    write_random_model(path, tiny(name, qtype="F32", n_ff=256, n_vocab=VOCAB, n_embd=_WIDTH,
+def write_clockwork(path: Path, name: str, qtype: str = "Q8_0", **sizes: int) -> Path:
+    """Write a model of this recipe of `random_model`, which has a head.
+
+    qtype: of its matrices; of F32 only single rows are exact
+    sizes: other ones
+    """
+    write_random_model(path, tiny(name, qtype=qtype, n_ff=256, n_vocab=VOCAB, n_embd=_WIDTH,
                                   **sizes))
     model, after = ModelFile(path), successors()
     rng = np.random.default_rng(1)
@@ -55,7 +59,8 @@ def write_clockwork(path: Path, name: str, **sizes: int) -> Path:
     for tensor in model.tensors.values():
         place = data[tensor.offset : tensor.offset + tensor.nbytes]
         if tensor.name in patches:
-            place[:] = np.frombuffer(patches[tensor.name].astype(np.float32).tobytes(), np.uint8)
+            place[:] = np.frombuffer(gguf.quants.quantize(
+                patches[tensor.name].astype(np.float32), tensor.type).tobytes(), np.uint8)
         elif tensor.name.endswith(_ADDS):
             place[:] = 0
     data.flush()

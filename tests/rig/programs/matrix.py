@@ -53,8 +53,10 @@ def at_once(session: Session, prompts: Sequence[str], params: SamplingParams, co
 def main() -> None:
     """See the module's docstring."""
     task = json.loads(Path(sys.argv[1]).read_text())
-    config = registry.job_config(**{k: tuple(v) if isinstance(v, list) else v
-                                    for k, v in ({"turns": "off"} | task["config"]).items()})
+    # what is guessed is for the cases to say, whatever rows cost on this machine at this moment
+    config = registry.job_config(**{
+        k: tuple(v) if isinstance(v, list) else v
+        for k, v in ({"turns": "off", "adapt": False} | task["config"]).items()})
     results = []
     try:
         joined = join(config)
@@ -62,7 +64,7 @@ def main() -> None:
             joined.serve()
             return
         with joined.lead() as session:
-            base = session.limits
+            base = structs.replace(session.limits, take_turns=False)
             for case in task["cases"]:
                 change = dict(case["limits"])
                 adapt = change.pop("adapt", False)
