@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.messages import Cancel, LaneClose, Tag
-from pipeinfer.core.types import make_rows
+from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, UsageError
 from pipeinfer.lab.faults.faults import (
     Fault,
@@ -132,6 +132,19 @@ def test_death_comes_before_the_named_token_and_prompts_do_not_count(backend, te
         faulty.decode(token(6))
     assert f"pipeinfer: fault: {text}" in capfd.readouterr().err
     assert faulty.decode(token(6)) is not None  # once: the cells of 6 were not made before
+
+
+def test_tokens_computed_again_before_a_token_belong_to_no_prompt(backend):
+    """As where layers keep a state."""
+    faulty = faulty_backend(backend, parse_faults("kill@1:decode=3"), 1, die)
+    faulty.decode(chunk(0))
+    faulty.decode(token(4))
+    faulty.seq_rm(0, 4, END)
+    again = make_rows([(5, 4, (0,), False), (6, 5, (0,), True)])
+    faulty.decode(again)
+    faulty.seq_rm(0, 4, END)
+    with pytest.raises(Dead):
+        faulty.decode(again)
 
 
 def test_death_in_a_prompt(backend):

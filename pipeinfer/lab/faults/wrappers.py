@@ -56,13 +56,14 @@ def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
 
 
 class _FaultyBackend:
-    """See `Backend`; a run of a prompt's chunk is one that does not want every row's output."""
+    """See `Backend`; in a run of a prompt's chunk not every row has an output."""
 
     def __init__(self, inner: Backend, faults: list[Fault], die: Die, late: float) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities
         self.seq_rm, self.seq_cp, self.seq_keep = inner.seq_rm, inner.seq_cp, inner.seq_keep
         self._inner, self._faults, self._die, self._seconds = inner, faults, die, late
         self._seen = {"prefill": 0, "decode": 0}
+        self._had_output: set[tuple[int, int]] = set()  # tokens with their positions
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)  # joins, and what else a backend has
@@ -70,7 +71,7 @@ class _FaultyBackend:
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
         """See `Backend.decode`."""
-        moment = "decode" if rows.outputs.all() else "prefill"
+        moment = self._moment(rows)
         self._seen[moment] += 1
         for fault in self._faults:
             if fault in happened_here or fault.moment != moment or self._seen[moment] < fault.count:
@@ -90,6 +91,17 @@ class _FaultyBackend:
         if self._seconds:
             time.sleep(self._seconds)
         return self._inner.decode(rows, hidden, should_stop)
+
+    def _moment(self, rows: Rows) -> str:
+        """Which kind of run this is. Where layers keep a state, runs of generated tokens begin
+        with tokens that had an output in a run before."""
+        without: set[tuple[int, int]] = set()
+        having: set[tuple[int, int]] = set()
+        for token, position, output in zip(*rows.lists, strict=True):
+            (having if output else without).add((token, position))
+        again = not self._had_output.isdisjoint(without)
+        self._had_output |= having
+        return "decode" if again or not without else "prefill"
 
     def _fail_inside(self, fault: Fault, rows: Rows, hidden: FloatArray | None,
                      should_stop: Callable[[], bool] | None) -> None:
