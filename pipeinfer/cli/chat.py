@@ -25,6 +25,7 @@ from pipeinfer.cli.terminal import (
     Stopped,
     fetch_models,
     leave,
+    note,
     note_forwarded_input,
 )
 from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
@@ -185,8 +186,8 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
     helper = None  # for conversations that grow long; a process that uses MPI must not fork
     if host.launched_size() > 1:
         helper = apart.started(model_paths(job)[0])
-    if note := advice(job):
-        click.echo(f"pipeinfer: note: {note}", err=True)
+    if advised := advice(job):
+        note(advised)
     params = structs.replace(
         sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
     leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))

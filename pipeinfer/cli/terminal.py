@@ -25,6 +25,11 @@ class Stopped(BaseException):
     """The user wants to leave at once."""
 
 
+def note(text: str) -> None:
+    """Print something that the user should know, on standard error."""
+    click.echo(f"pipeinfer: note: {text}", err=True)
+
+
 def fail(error: PipeinferError) -> NoReturn:
     """Print an error and end every rank."""
     if isinstance(error, WorkerFailed) and error.remote_traceback:

@@ -22,7 +22,7 @@ from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.cluster.sizing import ALL_IDS
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.architectures import keeps_state
 from pipeinfer.models.local_stores import label
@@ -104,7 +104,8 @@ def own_proposers(config: JobConfig, hosts: Sequence[RankInfo], draft: Path | No
     """Return the proposers that the nodes file gives to ranks of their own.
 
     draft: of the job; a proposer that needs a draft and has none of its own evaluates this one.
-    Raises UsageError for a proposer that is unknown, or cannot run there, and what `find` raises.
+    Raises UsageError for a proposer that is unknown or cannot run there, ModelError for a draft
+    that cannot be read.
     """
     found, known = [], registry.proposers()
     for (name, path), ranks in _places(hosts).items():
@@ -119,7 +120,12 @@ def own_proposers(config: JobConfig, hosts: Sequence[RankInfo], draft: Path | No
         if config.speculation.layout == "replicate":
             raise UsageError(f"{which} cannot be combined with --layout replicate, which verifies "
                              "candidates of lookahead alone: remove it")
-        model = find(path, offline=config.model.offline).path if path else draft
+        try:
+            model = draft
+            if path:
+                model = open_model(find(path, offline=config.model.offline).path).path
+        except ModelError as error:
+            raise ModelError(f"{which}: {error}") from error
         if path and Need.DRAFT not in spec.needs:
             raise UsageError(f"{which} evaluates no draft: remove draft = \"{path}\"")
         if Need.DRAFT in spec.needs and model is None:

@@ -12,6 +12,7 @@ how ranks find each other is in `launch`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import Loss, UsageError, WorkerFailed
+from pipeinfer.errors import Loss, RankLost, UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.architectures import keeps_state, no_embeddings
@@ -205,8 +206,8 @@ class Session:
     def use(self, config: JobConfig) -> None:
         """Change policy, proposers and limits to those of another config, while nothing runs.
 
-        Stages stay loaded as they are, so their sequence ids and cells must suffice. Raises
-        UsageError.
+        Stages stay loaded as they are, so their sequence ids and cells must suffice. Draft ranks
+        that are dead propose nothing. Raises UsageError.
         """
         self.head.drain(config.cluster.timeout)
         if self.plan.whole:
@@ -224,7 +225,8 @@ class Session:
         policy = choose_policy(config, job.draft, own=bool(job.own))
         worker = self.loaded.proposers(config, policy)
         for one in remotes_of(worker):
-            one.await_ready(config.cluster.timeout)
+            with contextlib.suppress(RankLost):
+                one.await_ready(config.cluster.timeout)
         setup = self._settings(config, policy)
         self.head.replace(
             Scheduler(setup.limits, setup.rows, drafts=worker is not None,

@@ -13,7 +13,7 @@ from pipeinfer.cluster.heartbeat import _BODY, HeadPulse, RankPulse
 from pipeinfer.runtime.pulse import Pulse
 
 pytestmark = pytest.mark.slow
-SECONDS = 0.4
+SECONDS = 0.8
 LONG = 20.0
 
 

@@ -19,7 +19,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.runtime.pulse import Pulse
 
 pytestmark = pytest.mark.slow
-SECONDS = 0.4  #: of silence after which a rank is killed
+SECONDS = 0.8  #: of silence after which a rank is killed
 LONG = 30.0  #: more than anything here takes
 
 RANK = f"""

@@ -136,6 +136,20 @@ def test_over_ranks(tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.slow
+def test_a_draft_rank_that_dies_is_named_and_the_race_goes_on():
+    done = launch.run(3, [sys.executable, "-m", "pipeinfer", "race", "-m", "embedded", "-t", "1",
+                          "-n", "24", "-p", "def read(path):", "--ignore-eos", "--json",
+                          "--pace-ms", "8", "--draft-ranks", "1", "--fault", "kill@2:decode=6"])
+    assert done.returncode == 0, done.stderr
+    race = json.loads(done.stdout)
+    assert [one["policy"] for one in race] == [policy.value for policy in RACERS]
+    assert len({tuple(one["tokens"]) for one in race}) == 1
+    assert "pipeinfer: note: rank 2, which drafted, is dead: tokens come without its guesses" in \
+        done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
 def test_one_rank_of_a_launcher_has_no_stages():
     """Without a launcher it starts its ranks: `tests/server/test_race.py` shows that."""
     done = launch.run(1, [launch.mpirun_path(), "-np", "1", sys.executable, "-m", "pipeinfer",

@@ -59,7 +59,7 @@ class Page:
         self.wait(lambda: self.tab.evaluate(script), script)
 
     def wait(self, true, what):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60  # machines are busy
         while not true():
             assert time.monotonic() < deadline, what
             self.tab.wait_for_timeout(50)

@@ -15,7 +15,7 @@ import click
 from pipeinfer import host
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import fetch_models, show_over
+from pipeinfer.cli.terminal import fetch_models, note, show_over
 from pipeinfer.cluster.generate import draw_seed
 from pipeinfer.cluster.launch import join
 from pipeinfer.config import JobConfig, Resolved
@@ -101,6 +101,7 @@ def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
         return None
 
     with joined.lead(progress_hook(request)) as session:
+        session.on_change = note
         if not session.draft_name and not base.speculation.proposer:
             raise UsageError("there is nothing to guess with, so nothing to leave out: give -md "
                              "or --proposer")

@@ -16,7 +16,13 @@ from pipeinfer import host
 from pipeinfer.cli.generate import prompt_text
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import Stopped, fetch_models, progress_stream, watch_signals
+from pipeinfer.cli.terminal import (
+    Stopped,
+    fetch_models,
+    note,
+    progress_stream,
+    watch_signals,
+)
 from pipeinfer.cluster.generate import draw_seed, run_request, sampling_params
 from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
@@ -83,6 +89,7 @@ def race_command(resolved: Resolved, picture: Path | None, events: bool) -> None
         joined.serve()
         return
     with joined.lead(progress_hook(request)) as session:
+        session.on_change = note
         if not session.draft_name and not base.speculation.proposer:
             raise UsageError("there is nothing to propose tokens with, so every racer would decode "
                              "alike: give -md or --proposer")

@@ -20,7 +20,7 @@ import numpy as np
 from pipeinfer import host
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import ENV_PREFIX, JOB, config_options
-from pipeinfer.cli.terminal import fetch_models, show_over
+from pipeinfer.cli.terminal import fetch_models, note, show_over
 from pipeinfer.cluster import features
 from pipeinfer.cluster.generate import (
     Generated,
@@ -80,11 +80,11 @@ class LeftOut:
     def report(self, of: int, n_predict: int) -> None:
         """Say how many of those drawn."""
         if self.cut_off:
-            click.echo(f"pipeinfer: note: {self.cut_off} of {of} answers are left out because they "
-                       f"were cut off: raise -n ({n_predict}), and -c with it", err=True)
+            note(f"{self.cut_off} of {of} answers are left out because they were cut off: raise -n "
+                 f"({n_predict}), and -c with it")
         if self.unclosed:
-            click.echo(f"pipeinfer: note: {self.unclosed} of {of} answers are left out because "
-                       "they are empty or have a block without an end", err=True)
+            note(f"{self.unclosed} of {of} answers are left out because they are empty or have a "
+                 "block without an end")
 
 
 @config_options(*JOB, "sampling")
