@@ -38,7 +38,7 @@ def undisturbed():
     full(4, ("--fault", "kill@1:decode=10", "--policy", "speculative")),
     full(4, ("--fault", "kill@2:decode=12", "--no-adapt", "--alternatives", "3", "--path-min",
              "0.001")),
-    (4, ("--fault", "error@2:prefill=9", "--proposer", "lookahead", "--lookahead-window", "2",
+    (4, ("--fault", "error@2:decode=9", "--proposer", "lookahead", "--lookahead-window", "2",
          "--lookahead-candidates", "2")),
     (4, ("--fault", "kill@2:decode=12", "--fault", "kill@3:recovery=1")),
     (3, ("--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward")),

@@ -93,10 +93,9 @@ def test_what_replicas_do_not_go_with(args):
 
 
 @pytest.mark.parametrize(("fault", "left", "says"), [
-    ("kill@2:prefill=4", 2, "rank 2 is dead"),
-    full("error@1:prefill=5,kill@3:prefill=4", 1, "rank 3")])
+    ("kill@2:decode=4", 2, "rank 2 is dead"),
+    full("error@1:decode=5,kill@3:decode=4", 1, "rank 3")])
 def test_replicas_that_are_lost_take_no_token_along(wanted, fault, left, says):
-    """Their steps have rows whose results nobody wants, so faults count them as chunks."""
     done = launch.run(4, [*GENERATE, "-n", "60", "--temp", "0", "--json", "--ignore-eos", "-t", "1",
                           "--layout", "replicate", "--fault", fault])
     assert done.returncode == 0, done.stderr

@@ -41,9 +41,9 @@ KEY, SECRET = "a-key-for-tests", "a prompt that nobody else may see"
 def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
-    # tuning may find that guesses do not pay on few cores: some tests want to see them
-    with serve(RANKS, "--no-adapt", "-c", "4096", "--parallel", "4", "--queue", "2", "--alias",
-               "code", "--api-key-file", str(keys)) as served:
+    # tuning may find that guesses do not pay on few cores: some tests want to see them, in time
+    with serve(RANKS, "--no-adapt", "--pace-ms", "2", "-c", "4096", "--parallel", "4", "--queue",
+               "2", "--alias", "code", "--api-key-file", str(keys)) as served:
         served.wait_until_ready()
         yield served
         served.process.send_signal(signal.SIGUSR1)
@@ -478,8 +478,8 @@ def test_answers_are_guessed_from_others_to_the_same_key_alone():
                 extra_body={"ignore_eos": True, "top_k": 30, "min_p": 0.0})
         return answer.choices[0].text, answer.timings["accepted_n"]
 
-    with serve(2, "--no-adapt", "--alias", "code", "-md", "", "--proposer", "prompt-lookup",
-               "--remember-answers", PIPEINFER_API_KEY=f"{KEY},another-key") as served:
+    with serve(2, "--no-adapt", "--pace-ms", "5", "--alias", "code", "-md", "", "--proposer",
+               "prompt-lookup", "--remember-answers", PIPEINFER_API_KEY=f"{KEY},another-key") as served:
         served.wait_until_ready()
         text, alone = accepted(served, KEY)
         again, guessed = accepted(served, KEY)

@@ -90,7 +90,8 @@ def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
     grid = ("--grid", "1x2", "--head-stage", "--ignore-eos", "-n", "48")
     plain = alone("def add(a, b):\n", 48, slices=2)
     turns = generate(2, *grid, "--speculation", "on", "--proposer", "draft")
-    beside = generate(3, *grid[:2], *grid[3:], "--speculation", "on", "--proposer", "draft")
+    beside = generate(3, *grid[:2], *grid[3:], "--speculation", "on", "--proposer", "draft",
+                      "--pace-ms", "5")
     assert turns["tokens"] == beside["tokens"] == plain
     assert turns["stats"]["accepted"] > 5
     # guesses travel with the token that they follow; beside a stage of others they have own runs

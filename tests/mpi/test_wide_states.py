@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 NAMES = ("qwen35", "qwen35moe", "qwen3next", "qwen35moe-32", "nemotron_h-groups")
 PROMPT = "the rain in the then the rain in the"
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "40", "-c",
-            "256", "-t", "1", "--temp", "0", "--ignore-eos", "--json", "--turns", "off"]
+            "256", "-t", "1", "--temp", "0", "--ignore-eos", "--json", "--turns", "off",
+            "--pace-ms", "10"]  # so that guesses come in time on busy machines
 #: members, slices, layers of each stage
 GRIDS = {"1x2": ((2,), "", (12,)), "2x2": ((2, 2), "", (8, 4)), "2,1": ((2, 1), "2,2", (4, 8)),
          "1x2 unequal": ((2,), "3:1", (12,))}

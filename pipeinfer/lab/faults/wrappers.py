@@ -56,7 +56,7 @@ def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
 
 
 class _FaultyBackend:
-    """See `Backend`; in a run of a prompt's chunk not every row has an output."""
+    """See `Backend`; in a run of a prompt's chunk at most the last row has an output."""
 
     def __init__(self, inner: Backend, faults: list[Fault], die: Die, late: float) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities
@@ -93,15 +93,19 @@ class _FaultyBackend:
         return self._inner.decode(rows, hidden, should_stop)
 
     def _moment(self, rows: Rows) -> str:
-        """Which kind of run this is. Where layers keep a state, runs of generated tokens begin
-        with tokens that had an output in a run before."""
+        """Return which kind of run this is: "prefill" or "decode".
+
+        Not every row of a decode has an output: there may be hint rows behind, and where layers
+        keep a state, tokens in front that had an output in a run before.
+        """
         without: set[tuple[int, int]] = set()
         having: set[tuple[int, int]] = set()
         for token, position, output in zip(*rows.lists, strict=True):
             (having if output else without).add((token, position))
         again = not self._had_output.isdisjoint(without)
         self._had_output |= having
-        return "decode" if again or not without else "prefill"
+        hints = any(rows.lists.outputs[:-1])
+        return "decode" if again or hints or not without else "prefill"
 
     def _fail_inside(self, fault: Fault, rows: Rows, hidden: FloatArray | None,
                      should_stop: Callable[[], bool] | None) -> None:
