@@ -111,13 +111,17 @@ def test_a_stopped_run_keeps_what_it_finished_and_lets_go_of_the_file(tmp_path, 
         [sys.executable, "-m", "benchmarks.paper", "--only", "drafts", "--out", str(tmp_path)],
         cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    end = time.monotonic() + 60
-    while not (path.exists() and path.read_bytes().count(b"\n") >= 3):
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(how)
-    process.wait(timeout=30)
+    end = time.monotonic() + 180
+    try:
+        while not (path.exists() and path.read_bytes().count(b"\n") >= 3):
+            assert time.monotonic() < end
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(how)
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     while True:
         try:
             store = results.Store(path)

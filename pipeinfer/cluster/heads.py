@@ -202,7 +202,7 @@ def setup_of(config: JobConfig, plan: HeadPlan, ranks: tuple[int, ...], hosts: S
     return DraftSetup(
         ranks, plan.kind, str(plan.file.path), plan.file.fingerprint, 1, 0, 1,
         **head_sizes(config, cells), paths=head_paths(config), n_vocab=n_vocab,
-        settings=structs.asdict(hosts[ranks[0]].settings),
+        settings=structs.asdict(hosts[ranks[0]].settings), options={},
         vocabulary=vocabulary.to_json() if vocabulary else None,
         target=str(plan.target.path), target_fingerprint=plan.target.fingerprint)
 

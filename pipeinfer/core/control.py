@@ -419,8 +419,8 @@ class DraftSetup(_Message, frozen=True, tag=True):
     paths: int
     n_vocab: int
     settings: dict[str, Any]
+    options: dict[str, Any]
     vocabulary: dict[str, Any] | None = None
-    options: dict[str, Any] = {}
     target: str = ""
     target_fingerprint: str = ""
 

@@ -479,7 +479,8 @@ def test_answers_are_guessed_from_others_to_the_same_key_alone():
         return answer.choices[0].text, answer.timings["accepted_n"]
 
     with serve(2, "--no-adapt", "--pace-ms", "5", "--alias", "code", "-md", "", "--proposer",
-               "prompt-lookup", "--remember-answers", PIPEINFER_API_KEY=f"{KEY},another-key") as served:
+               "prompt-lookup", "--remember-answers",
+               PIPEINFER_API_KEY=f"{KEY},another-key") as served:
         served.wait_until_ready()
         text, alone = accepted(served, KEY)
         again, guessed = accepted(served, KEY)

@@ -23,7 +23,7 @@ from tests.rig.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
 SECONDS = 20.0
-SETUP = DraftSetup((1,), "draft", "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {})
+SETUP = DraftSetup((1,), "draft", "toy", "", 3, 0, 3, 512, 64, 64, 4, 12, {}, {})
 
 
 class ToyLoader:
@@ -51,7 +51,7 @@ class Ranks:
         ends = [SPEC.n_layers * k // count for k in range(count + 1)]
         self.setups = [
             DraftSetup(names, "draft", model, "", SPEC.n_layers, start, stop, 512, 64, 64, paths,
-                       SPEC.n_vocab, {}) for start, stop in itertools.pairwise(ends)]
+                       SPEC.n_vocab, {}, {}) for start, stop in itertools.pairwise(ends)]
         self.draft = RemoteDraft(DraftPosts(self.head), self.setups)
         self.threads = [threading.Thread(target=self.work, args=(rank, n_ctx), daemon=True)
                         for rank in names]
