@@ -1,6 +1,7 @@
-"""How compute threads wait for one another, see docs/benchmarks.md#spin.
+"""What happens in a long wait; and how compute threads wait for one another, see
+docs/benchmarks.md#spin.
 
-By default they spin for milliseconds, and if another process has taken a core the other threads
+By default threads spin for milliseconds, and if another process has taken a core the other threads
 spin all that time. A bound that is too short is no better: a sleeping thread needs some 50 us to
 wake. libgomp counts the bound in loop iterations (*looks*), whose duration differs tenfold between
 processors; here it is a time. llama.cpp and torch read all this once from the environment.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, MutableMapping
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +28,18 @@ _BOUND_NS = 15_000.0  #: less: threads sleep within a decode; more: other proces
 _FEWEST, _MOST = 100, 100_000
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _UNMEASURED = 1_000  #: without the C part: 4 to 45 us
+
+
+@contextmanager
+def unless_within(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` in a thread if this context takes longer."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def bound_waiting(environment: MutableMapping[str, str]) -> None:

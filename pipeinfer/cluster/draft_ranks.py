@@ -121,9 +121,8 @@ def own_proposers(config: JobConfig, hosts: Sequence[RankInfo], draft: Path | No
             raise UsageError(f"{which} cannot be combined with --layout replicate, which verifies "
                              "candidates of lookahead alone: remove it")
         try:
-            model = draft
-            if path:
-                model = open_model(find(path, offline=config.model.offline).path).path
+            model = open_model(find(path, offline=config.model.offline).path).path if path \
+                else draft
         except ModelError as error:
             raise ModelError(f"{which}: {error}") from error
         if path and Need.DRAFT not in spec.needs:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from pipeinfer.planning.planner import (
     torch_item_bytes,
     with_head,
 )
+from pipeinfer.waiting import unless_within
 
 _QUIET = 3.0  #: seconds after which a wait is explained
 
@@ -162,18 +162,6 @@ def _counts(config: JobConfig, model: Any, candidates: Sequence[int], hosts: Hos
             for rank, count in zip(candidates, counts, strict=True)]
 
 
-@contextlib.contextmanager
-def _said_if_slow(what: str) -> Iterator[None]:
-    """Write a line to standard error if this takes more than some seconds."""
-    timer = threading.Timer(_QUIET, lambda: sys.stderr.write(f"pipeinfer: {what}\n"))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
              *, grows: bool = False, turns: bool = False) -> Judge:
     """Return the judge that compares plans on these ranks. GPUs are not shared as cores are.
@@ -230,7 +218,8 @@ def members_of(
     return members
 
 
-@_said_if_slow("ranks measure how fast they are with this model, before each loads its layers")
+@unless_within(_QUIET, lambda: sys.stderr.write(
+    "pipeinfer: ranks measure how fast they are with this model, before each loads its layers\n"))
 def _ask(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, ranks: Sequence[int],
     offloading: Sequence[int],

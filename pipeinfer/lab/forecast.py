@@ -114,7 +114,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that is printed. speeds: policy -> tokens/s; drafts: one dict per draft considered."""
+    """All that is printed. speeds: policy -> tokens/s; drafts: one dict per draft considered.
+
+    drafter: the rank that computes the draft
+    """
 
     target: View
     draft: View | None
@@ -125,6 +128,7 @@ class Report:
     speeds: dict[str, float]
     drafts: list[dict[str, Any]]
     notes: list[str]
+    drafter: int
 
 
 def dry(model: str, profiles: Profiles, **given: Any) -> Report:
@@ -154,7 +158,7 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
                  for rank, name in enumerate(launch.nodes)]
         return found, given["link"] or launch.link, None
     settings, hosts = _read(profiles, given)
-    machines = [_machine(rank, name, profiles.node(settings.of(name).profile),
+    machines = [_machine(rank, name, profiles.node(settings.of(name, rank).profile),
                          settings.of(name, rank), hosts.count(name))
                 for rank, name in enumerate(hosts)]
     return machines, given["link"] or settings.link, settings.layers
@@ -168,8 +172,8 @@ def cluster_of_file(profiles: Profiles, given: Mapping[str, Any]
     path = str(given["hostfile"])
     parts: dict[str, NodeProfile] = {}
     names = []
-    for name in hosts:
-        own, count = profiles.node(settings.of(name).profile), hosts.count(name)
+    for rank, name in enumerate(hosts):
+        own, count = profiles.node(settings.of(name, rank).profile), hosts.count(name)
         names.append(own.name if count == 1 else f"{own.name}/{count}")
         parts[names[-1]] = own if count == 1 else dataclasses.replace(
             part_of(own, 1 / count), name=names[-1], memory=own.memory // count)
@@ -193,8 +197,8 @@ def _read(profiles: Profiles, given: Mapping[str, Any]) -> tuple[nodes.Nodes, tu
     settings = nodes.read_nodes(beside)
     hosts = nodes.ranks_of(entries, sum(entry.slots for entry in entries), path)
     nodes.check_head(settings, hosts)
-    for name in hosts:
-        if not settings.of(name).profile:
+    for rank, name in enumerate(hosts):
+        if not settings.of(name, rank).profile:
             raise UsageError(f"{beside} names no profile for {name}: add profile = \"...\" to its "
                              f"table (known profiles: {', '.join(profiles.nodes)})")
     return settings, hosts
@@ -282,7 +286,9 @@ def report_of(
     whole: Sequence[int] | None = None,
 ) -> Report:
     """Choose a draft, plan unless `plan` is given, predict."""
-    options = _drafts(target, profiles, {**given} | {"draft": draft_path or given["draft"]}, notes)
+    asked = draft_path or given["draft"]
+    asked = [asked] if asked else sorted({one.settings.draft for one in machines} - {""})
+    options = _drafts(target, profiles, asked, given, notes)
     mean = Link(statistics.fmean(one.latency for one in links),
                 statistics.fmean(one.bandwidth for one in links))
     ranked: list[tuple[float, Plan, View | None, float, dict[str, Any]]] = []
@@ -298,7 +304,8 @@ def report_of(
     drafts = [facts for *_, facts in ranked if facts]
     if plan is None and draft is not None and not (given["layers"] or whole):
         notes += _other_heads(scene, given, speed)
-    return Report(target, draft, acceptance, machines, best, link, speeds, drafts, notes)
+    return Report(target, draft, acceptance, machines, best, link, speeds, drafts, notes,
+                  scene.drafter.rank)
 
 
 def _other_heads(scene: _Scene, given: Mapping[str, Any], speed: float) -> list[str]:
@@ -325,16 +332,17 @@ def _other_heads(scene: _Scene, given: Mapping[str, Any], speed: float) -> list[
 
 
 def _drafts(
-    target: View, profiles: Profiles, given: Mapping[str, Any], notes: list[str]
+    target: View, profiles: Profiles, asked: Sequence[str], given: Mapping[str, Any],
+    notes: list[str],
 ) -> list[tuple[View | None, float]]:
-    """Drafts to weigh, each with its acceptance."""
-    asked, acceptance = given["draft"], given["acceptance"]
+    """Drafts to weigh, each with its acceptance. asked: by options or the nodes file."""
+    acceptance = given["acceptance"]
     pairs = {pair.draft: pair for pair in sorted(
         profiles.pairs.values(), key=lambda pair: not pair.assumed)
         if pair.target == target.profile}
-    names = [asked] if asked else list(pairs)
+    names = asked or list(pairs)
     if not names:
-        notes.append("no draft was given (--draft) and no pair is known for this model: only "
+        notes.append("no draft was given (-md) and no pair is known for this model: only "
                      "iterative is predicted")
         return [(None, 0.0)]
     found: list[tuple[View | None, float]] = []
@@ -361,23 +369,29 @@ class _Scene:
     machines: list[Machine]
     link: Link
 
+    @property
+    def drafter(self) -> Machine:
+        """The machine that computes the draft: the first one that has nothing else to do."""
+        return next((one for one in self.machines[1:] if one.settings.drafts
+                     and one.settings.proposer in ("", "draft")), self.machines[0])
+
     def member(self, machine: Machine, count: int | None) -> Member:
         """What the planner sees of a machine."""
         fixed = machine.seconds(self.target, 0.0, 1)
         size = self.target.cost
         per_cost = (machine.seconds(self.target, size, 1) - fixed) / size
         memory = machine.memory
-        if machine.host == self.machines[0].host and self.draft is not None \
-                and (not machine.room or self.machines[0].shares_memory):
+        if machine.host == self.drafter.host and self.draft is not None \
+                and (not machine.room or self.drafter.shares_memory):
             memory -= self.draft.load.stage_bytes(0, self.draft.n_layers)
         return Member(f"rank {machine.rank} on {machine.room or machine.host}", per_cost, fixed,
                       max(0.0, memory), count, room=machine.room)
 
     def draft_seconds(self, rows: int) -> float:
-        """A draft's decode at the head."""
+        """A draft's decode."""
         if self.draft is None:
             return 1.0
-        return self.machines[0].seconds(self.draft, self.draft.cost, rows)
+        return self.drafter.seconds(self.draft, self.draft.cost, rows)
 
     def predict(self, split: Split, candidates: Sequence[int]) -> float:
         """Tokens per second of the best policy that there is a draft for."""
@@ -420,7 +434,7 @@ class _Scene:
         return {"draft": self.draft.profile or self.draft.title, "title": self.draft.title,
                 "acceptance": self.acceptance, "seconds": self.draft_seconds(1),
                 "slowest_stage": plan.split.slowest, "tokens_per_second": speed,
-                "fits": self.draft.weight_bytes <= self.machines[0].for_draft}
+                "fits": self.draft.weight_bytes <= self.drafter.for_draft}
 
 
 def _make_plan(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | None) -> Plan:

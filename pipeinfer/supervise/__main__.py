@@ -46,13 +46,7 @@ class _Words:
                              self._environ)
 
     def ask_hosts(self) -> list[str]:
-        if self._roster is None:
-            return []
-        lines = [f"note: {finding.what} {finding.detail}: going on without it"
-                 for finding in self._roster.choose()]
-        if self._roster.ranks != self._roster.asked:
-            lines.append(f"{self._roster.ranks} ranks instead of {self._roster.asked}")
-        return lines
+        return [] if self._roster is None else self._roster.ask()
 
 
 def say(text: str) -> None:

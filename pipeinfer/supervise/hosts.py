@@ -49,6 +49,14 @@ class Roster:
         self.absent |= {f.what.removeprefix("host "): f.detail for f in gone}
         return gone
 
+    def ask(self) -> list[str]:
+        """See `choose`; return notes for the user."""
+        lines = [f"note: {finding.what} {finding.detail}: going on without it"
+                 + (f" ({finding.remedy})" if finding.remedy else "") for finding in self.choose()]
+        if self.ranks != self.wanted:
+            lines.append(f"{self.ranks} ranks instead of {self.wanted}")
+        return lines
+
     def take(self, entries: Sequence[HostEntry]) -> None:
         """Use these hosts for the next job. Raises UsageError if the hostfile cannot be written."""
         write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"

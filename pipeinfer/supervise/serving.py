@@ -104,14 +104,7 @@ class Serving:
 
     def ask_hosts(self) -> list[str]:
         """Use the hosts that answer; return notes for the user."""
-        if self.roster is None:
-            return []
-        lines = [f"note: {finding.what} {finding.detail}: going on without it"
-                 + (f" ({finding.remedy})" if finding.remedy else "")
-                 for finding in self.roster.choose()]
-        if self.ranks != self.wanted:
-            lines.append(f"{self.ranks} ranks instead of {self.wanted}")
-        return lines
+        return [] if self.roster is None else self.roster.ask()
 
     def hosts_of(self, ranks: Sequence[int]) -> dict[str, HostEntry | None]:
         """Return the hosts of these ranks; None stands for this host, which needs no check."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from mpi4py import MPI
 from msgspec import Struct
@@ -30,6 +30,7 @@ from pipeinfer.transport.mpi_job import (
     meet,
     own_bell,
 )
+from pipeinfer.waiting import unless_within
 
 _GRACE = 5.0  #: seconds beyond the deadline of a send, in which MPI returns
 _LEAVE = pack(Leave())
@@ -221,9 +222,8 @@ def _bounce(comm: MPI.Comm, peer: int, size: int, rounds: int, timeout: float, *
     return pairs[len(pairs) // 2]
 
 
-@contextlib.contextmanager
-def _bounded(seconds: float, rank: int, peer: int) -> Iterator[None]:
-    """End this process where the block takes longer.
+def _bounded(seconds: float, rank: int, peer: int) -> AbstractContextManager[None]:
+    """Return a context that ends this process where it takes longer.
 
     Open MPI may block for ever in the first message to a rank that has just died, over a slow link.
     """
@@ -234,13 +234,7 @@ def _bounded(seconds: float, rank: int, peer: int) -> Iterator[None]:
         sys.stderr.flush()
         os._exit(ClusterError.exit_code)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return unless_within(seconds, end)
 
 
 def _until(

@@ -275,6 +275,28 @@ def test_dry_run_on_unequal_nodes(plan):
     assert "with equal shares the slowest stage would take" in text
 
 
+@pytest.mark.parametrize(("settings", "asked", "drafts"), [
+    ('draft = "tinyllama"', (), ["tinyllama"]),
+    ('role = "draft"', ("-md", "orca-2-7b"), ["orca-2-7b"]),
+    ('proposer = "prompt-lookup"', ("-md", "orca-2-7b"), ["orca-2-7b"])])
+def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
+    """That rank has a profile of its own, too."""
+    (tmp_path / "lab").write_text("desk slots=1\nold1 slots=1\nold2 slots=1\n")
+    (tmp_path / "lab.toml").write_text(
+        'link = "gigabit"\n[node."*"]\nprofile = "xeon-e5-2650x2"\n'
+        f'[rank.2]\n{settings}\nprofile = "xeon-gold-6140x2"\n')
+    dry = ("dolphin-70b", "--dry-run", "--hostfile", str(tmp_path / "lab"), *asked)
+    found = json.loads(plan(*dry, "--json"))
+    assert found["ranks"][2]["profile"] == "xeon-gold-6140x2"
+    assert [one["rank"] for one in found["stages"]] == [1]
+    assert [one["draft"] for one in found["drafts"]] == drafts
+    there = "proposer" not in settings
+    _, _, _, head, _, last, *rest = plan(*dry).splitlines()
+    assert head.rstrip().endswith("head" if there else "head and draft")
+    assert last.rstrip().endswith("draft" if there else "left out")
+    assert ("on rank 2, acceptance" in "".join(rest)) == there
+
+
 @pytest.fixture
 def desk(tmp_path):
     """A function for the words of a dry run on a desktop with a GPU and two servers."""

@@ -259,6 +259,8 @@ def as_text(report: Report) -> str:
     if report.drafts:
         lines += ["", *_draft_lines(report)]
     for rank, why in plan.left_out.items():
+        if rank == report.drafter and report.draft is not None:
+            continue
         lines.append(f"left out: rank {rank} on {report.machines[rank].host}, {why}")
     if plan.split.counts != plan.equal.counts:
         lines.append("with equal shares the slowest stage would take "
@@ -274,8 +276,10 @@ def _rows(report: Report) -> list[list[str]]:
     for machine in report.machines:
         need, layers, stage = 0.0, "", ""
         if machine.rank == 0:
-            layers = "head" if report.draft is None else "head and draft"
-            if report.draft is not None and machine.shares_memory:
+            layers = "head"
+        if machine.rank == report.drafter and report.draft is not None:
+            layers = f"{layers} and draft" if layers else "draft"
+            if machine.shares_memory:
                 need = report.draft.load.stage_bytes(0, report.draft.n_layers)
         if machine.rank in ranges:
             start, stop = ranges[machine.rank]
@@ -284,7 +288,7 @@ def _rows(report: Report) -> list[list[str]]:
             share = f"{stop - start} ({start}-{stop - 1})"
             layers = f"{layers}, {share}" if layers else share
             stage = f"{1e3 * split.seconds[index]:.1f} ms"
-        elif machine.rank in report.plan.left_out:
+        elif machine.rank in report.plan.left_out and not layers:
             layers = "left out"
         memory = f"{size_text(need)} / {size_text(machine.memory)}"
         if machine.room:
@@ -299,9 +303,10 @@ def _draft_lines(report: Report) -> list[str]:
         share = facts["seconds"] / facts["slowest_stage"]
         verdict = ("free: hidden behind the slowest stage" if share <= 1 else
                    f"takes {share:.1f} times the slowest stage, so stages wait for it")
-        room = "" if facts["fits"] else "; does not fit the head's memory"
+        where = "at the head" if report.drafter == 0 else f"on rank {report.drafter}"
+        room = "" if facts["fits"] else "; does not fit the memory there"
         lines.append(
-            f"draft {facts['title']}: {1e3 * facts['seconds']:.1f} ms per token at the head, "
+            f"draft {facts['title']}: {1e3 * facts['seconds']:.1f} ms per token {where}, "
             f"acceptance {facts['acceptance']:.0%}, {facts['tokens_per_second']:.2f} tokens/s; "
             f"{verdict}{room}")
     if report.draft is not None:
