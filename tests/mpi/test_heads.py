@@ -39,11 +39,9 @@ WAYS = {
 }
 
 
-#: models whose layers keep a state refuse the published policy; of deepseek2 only single rows are
-#: exact, so nothing travels with a token
+#: models whose layers keep a state refuse the published policy
 CASES = [(name, way) for name, way in itertools.product(HEADED, WAYS)
-         if not (name.startswith("qwen35") and way == "published")
-         and (name, way) != ("deepseek2-mtp", "turns")]
+         if not (name.startswith("qwen35") and way == "published")]
 SAMPLED = (("glm4moe", "grid"), ("qwen35-mtp", "overlap"), ("deepseek2-mtp", "halves"),
            ("glm4moe", "turns"), ("glm4moe", "killed"), ("qwen35-mtp", "draft rank"))
 
@@ -76,7 +74,9 @@ def test_a_head_that_has_its_rows_is_always_right(name, way, tmp_path):
         text.append(after[text[-1]])
     assert found["tokens"] == text[-60:]
     stats = found["stats"]
-    assert stats["accepted_speculative"] >= 15
+    # where only single rows are exact no token travels with another
+    least = 15 if way != "turns" or stats["exact_width"] > 1 else 0
+    assert stats["accepted_speculative"] >= least
     if way != "killed":  # what was in flight then counts as wrong
         assert stats["accepted_speculative"] == stats["guesses_tested"]
     else:

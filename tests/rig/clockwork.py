@@ -34,7 +34,7 @@ def successors(seed: int = 0) -> list[int]:
 def write_clockwork(path: Path, name: str, qtype: str = "Q8_0", **sizes: int) -> Path:
     """Write a model of this recipe of `random_model`, which has a head.
 
-    qtype: of its matrices; of F32 only single rows are exact
+    qtype: of its matrices; of F32 only single rows are exact without the C part
     sizes: other ones
     """
     write_random_model(path, tiny(name, qtype=qtype, n_ff=256, n_vocab=VOCAB, n_embd=_WIDTH,
