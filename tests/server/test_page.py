@@ -120,13 +120,19 @@ def test_an_answer_goes_on_while_the_status_is_looked_at(page):
 
 def test_an_answer_whose_page_is_left_is_marked(page):
     tab = page.answers_of(1000).tab
+    tab.route("**/v1/chat/completions", lambda _: None)  # nothing of it comes, nothing is kept
     page.ask()
     tab.wait_for_selector(".answer[aria-busy]")
-    tab.reload()  # before anything of it was kept
+    tab.reload()
+    tab.unroute("**/v1/chat/completions")
     assert "left before one came" in page.problem()
     tab.click(".problem button:has-text('Try again')")
-    page.until("document.querySelector('.answer .text')?.textContent.length > 60")
-    tab.wait_for_timeout(1500)
+    page.until("""(async () => {
+        const {Store} = await import('/store.js');
+        const store = new Store(), [head] = await store.list();
+        return Object.values((await store.get(head.id)).turns)
+            .some((turn) => turn.role === 'assistant' && turn.content.length > 20);
+    })()""")
     tab.reload()
     tab.wait_for_selector(".answer .foot button")
     assert "incomplete" in tab.inner_text(".answer .foot")
@@ -308,14 +314,13 @@ def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
     page.set(seed="8", temperature="1", max_tokens="300")
     page.ask("word " * 300)
     page.answer()
-    tab.wait_for_timeout(200)
-    assert tab.evaluate("document.querySelector('#scroll').scrollTop") > 0
-    assert tab.evaluate(IN_SIGHT, ".answer:last-child .foot")
+    page.until("document.querySelector('#scroll').scrollTop > 0")
+    page.wait(lambda: tab.evaluate(IN_SIGHT, ".answer:last-child .foot"), "the end in sight")
     page.set(max_tokens="100000")
     page.ask("word " * 4000)
     page.answer()
-    tab.wait_for_timeout(200)
-    assert tab.evaluate(IN_SIGHT, ".answer:last-child .problem button")
+    page.wait(lambda: tab.evaluate(IN_SIGHT, ".answer:last-child .problem button"),
+              "what to do in sight")
     tab.evaluate("document.querySelector('#scroll').scrollTop = 0")
     page.set(max_tokens="300")
     tab.wait_for_timeout(100)
