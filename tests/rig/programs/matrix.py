@@ -64,7 +64,9 @@ def main() -> None:
             joined.serve()
             return
         with joined.lead() as session:
-            base = structs.replace(session.limits, take_turns=False)
+            base = session.limits
+            if config.cluster.turns == "off":  # ranks stand for hosts, and so does rank 0's stage
+                base = structs.replace(base, take_turns=False)
             for case in task["cases"]:
                 change = dict(case["limits"])
                 adapt = change.pop("adapt", False)
