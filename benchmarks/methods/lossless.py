@@ -15,15 +15,18 @@ and the gap of the two best perturbed scores is printed beside the noise between
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
+from benchmarks.records import raw_files
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
@@ -64,9 +67,10 @@ SAMPLINGS = ({"temperature": 0.0}, *({"temperature": 0.8, "key": noise_key(s)} f
 @click.option("--sum-path", default="auto")
 @click.option("--turns", is_flag=True, help="Ranks take turns with all cores.")
 @click.option("--p-min", default=0.3, help="Draft cutoff.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON with every case.")
+@click.option("--raw", type=click.Path(path_type=Path),
+              help="JSON with what the cases of each policy did, by the number of ranks.")
 def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft: str, seed: int,
-         turns: bool, p_min: float, output: Path | None, **wide: str) -> None:
+         turns: bool, p_min: float, raw: Path | None, **wide: str) -> None:
     """Run the matrix and print what differs."""
     from pipeinfer.models.locate import open_tokenizer
 
@@ -84,7 +88,7 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
     texts = [tokenizer.encode(p) for p in PROMPTS[:prompts]]
     wanted = {(i, k): plain.generate(texts[i], tokens, SamplingParams(**s))
               for i, (k, s) in itertools.product(range(prompts), enumerate(SAMPLINGS))}
-    total, wrong, rows = 0, [], []
+    wrong, rows = [], []
     for np_ in map(int, ranks.split(",")):
         keys = [key for key in itertools.product(
             range(prompts), range(len(SAMPLINGS)), range(len(POLICIES)), range(len(SHAPES)))
@@ -100,19 +104,51 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
             cases, timeout=3600)
         bad = 0
         for key, case, result in zip(keys, cases, answer["results"], strict=True):
-            total += 1
             reference = wanted[key[0], key[1]]
-            rows.append({"ranks": np_, "case": case, **result})
-            if result["tokens"] != reference:
+            rows.append({"ranks": np_, "policy": name_of(case["limits"]), **result,
+                         "differs": result["tokens"] != reference})
+            if rows[-1]["differs"]:
                 bad += 1
                 wrong.append((np_, key, case, result["tokens"], reference))
         print(f"{np_} ranks, R={answer['exact_width']}: {len(keys)} cases, {bad} differ, "
               f"{time.monotonic() - started:.0f} s", flush=True)
     for item in wrong:
         explain(plain, *item)
-    print(f"{total} cases, {len(wrong)} differ")
-    if output:
-        output.write_text(json.dumps(rows))
+    print(f"{len(rows)} cases, {len(wrong)} differ")
+    if raw:
+        raw_files.write(raw, summary(rows))
+
+
+def name_of(limits: Mapping[str, Any]) -> str:
+    """The policy of a case, and what it leaves out."""
+    return limits["policy"] + " by turns" * bool(limits.get("take_turns")) + "".join(
+        f" without {one}" for one in limits.get("ablations", ()))
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the cases of each policy did, by the number of ranks."""
+    found: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: dict.fromkeys(
+        ("cases", "differ", "guess", "right", "wrong", "cancelled"), 0))
+    for row in rows:
+        one = found[row["policy"], row["ranks"]]
+        one["cases"] += 1
+        one["differ"] += row["differs"]
+        one["guess"] += row["issued_speculative"] > 0
+        one["right"] += row["accepted_speculative"]
+        one["wrong"] += row["guesses_tested"] - row["accepted_speculative"]
+        one["cancelled"] += row["cancelled_runs"]
+    return [{"policy": policy, "ranks": ranks, **one} for (policy, ranks), one in found.items()]
+
+
+def rows_of(raw: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The rows of the table `losslessness-cases`, over all numbers of ranks."""
+    def row(title: str, mine: Sequence[Mapping[str, Any]]) -> list[str]:
+        return [title, *(f"{sum(one[key] for one in mine):,}" for key in (
+            "cases", "differ", "guess", "right", "wrong", "cancelled"))]
+
+    policies = dict.fromkeys(map(name_of, POLICIES))
+    return [*(row(policy, [one for one in raw if one["policy"] == policy])
+              for policy in policies), row("all", raw)]
 
 
 def explain(plain: PlainLoop, np_: int, key: tuple[int, ...], case: dict, got: list[int],

@@ -22,6 +22,7 @@ from benchmarks.methods import (
     draft_lookahead,
     draft_ranks,
     lookahead,
+    lossless,
     mixed_cluster,
 )
 from benchmarks.paper import (
@@ -215,6 +216,7 @@ FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
     "shared-stage": ("shared-stage.json", turns.rows_of),
     "draft-ranks": ("draft-ranks.json", draft_ranks.rows_of),
     "draft-lookahead": ("draft-lookahead.json", draft_lookahead.rows_of),
+    "losslessness": ("lossless.json", lossless.rows_of),
     "lookahead-s": ("lookahead.json", lookahead.table_rows),
     "lookahead-figure-4": ("lookahead.json", lookahead.sweep_rows),
     "peers-servers": ("peers-servers.json", servers.rows_of),
