@@ -371,9 +371,9 @@ class _Scene:
 
     @property
     def drafter(self) -> Machine:
-        """The machine that computes the draft: the first one that has nothing else to do."""
-        return next((one for one in self.machines[1:] if one.settings.drafts
-                     and one.settings.proposer in ("", "draft")), self.machines[0])
+        """The machine that computes the draft: the first that the nodes file lets evaluate one."""
+        return next((one for one in self.machines[1:] if one.settings.draft or (
+            one.settings.drafts and one.settings.proposer in ("", "draft"))), self.machines[0])
 
     def member(self, machine: Machine, count: int | None) -> Member:
         """What the planner sees of a machine."""
@@ -387,11 +387,12 @@ class _Scene:
         return Member(f"rank {machine.rank} on {machine.room or machine.host}", per_cost, fixed,
                       max(0.0, memory), count, room=machine.room)
 
-    def draft_seconds(self, rows: int) -> float:
-        """A draft's decode."""
+    @property
+    def draft_seconds(self) -> Callable[[int], float]:
+        """Return the time of a draft's decode, in seconds, by its rows."""
         if self.draft is None:
-            return 1.0
-        return self.drafter.seconds(self.draft, self.draft.cost, rows)
+            return lambda _: 1.0
+        return partial(self.drafter.seconds, self.draft, self.draft.cost)
 
     def predict(self, split: Split, candidates: Sequence[int]) -> float:
         """Tokens per second of the best policy that there is a draft for."""

@@ -75,8 +75,7 @@ def compare(folder, grid, spec):
     """Every policy over a grid of a model with a plain loop over the same slices."""
     widths, slices, way = grid
     path = write_random_model(folder / "m.gguf", spec)
-    model = ModelFile(path)
-    todo = one_of_each()
+    model, todo = ModelFile(path), one_of_each()
     layers = [stop - start for start, stop in (
         stages_of(model) if len(widths) > 1 else [(0, model.n_layers)])]
     loop = SlicedLoop(path, layers, [own or (1.0,) for own in shares_of(slices, widths)],

@@ -277,6 +277,7 @@ def test_dry_run_on_unequal_nodes(plan):
 
 @pytest.mark.parametrize(("settings", "asked", "drafts"), [
     ('draft = "tinyllama"', (), ["tinyllama"]),
+    ('proposer = "draft-lookahead"\ndraft = "tinyllama"', (), ["tinyllama"]),
     ('role = "draft"', ("-md", "orca-2-7b"), ["orca-2-7b"]),
     ('proposer = "prompt-lookup"', ("-md", "orca-2-7b"), ["orca-2-7b"])])
 def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
@@ -290,7 +291,7 @@ def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
     assert found["ranks"][2]["profile"] == "xeon-gold-6140x2"
     assert [one["rank"] for one in found["stages"]] == [1]
     assert [one["draft"] for one in found["drafts"]] == drafts
-    there = "proposer" not in settings
+    there = "lookup" not in settings
     _, _, _, head, _, last, *rest = plan(*dry).splitlines()
     assert head.rstrip().endswith("head" if there else "head and draft")
     assert last.rstrip().endswith("draft" if there else "left out")

@@ -16,13 +16,7 @@ from pipeinfer import host
 from pipeinfer.cli.generate import prompt_text
 from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import (
-    Stopped,
-    fetch_models,
-    note,
-    progress_stream,
-    watch_signals,
-)
+from pipeinfer.cli.terminal import Stopped, fetch_models, note, progress_stream, watch_signals
 from pipeinfer.cluster.generate import draw_seed, run_request, sampling_params
 from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
