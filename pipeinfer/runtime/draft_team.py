@@ -238,4 +238,3 @@ class DraftTeam:
     def _keeps_up(self, k: int) -> bool:
         """Whether member `k` is fast enough that others' proposals would displace better ones."""
         return not self._slot or self._members[k].seconds < _KEEPS_UP * self._slot
-
