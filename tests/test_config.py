@@ -8,10 +8,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.methods import settings_table
 from pipeinfer.cli.main import main
-from pipeinfer.cli.options import parse
+from pipeinfer.cli.options import GONE, parse
 from pipeinfer.config import BASIC, SECTIONS, Config, JobConfig, SamplingConfig, options
 from pipeinfer.errors import UsageError
+from tests.rig import launch
 
 
 def test_the_command_line_wins_over_environment_file_and_default(tmp_path, monkeypatch):
@@ -34,7 +36,7 @@ def test_the_command_line_wins_over_environment_file_and_default(tmp_path, monke
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    (("--branches", "0"), "--branches.*not in the range 1<=x<=32"),
+    (("--set", "branches=0"), "--set branches.*not in the range 1<=x<=32"),
     (("--top-p", "1.5"), "0<=x<=1"),
     (("--temp", "nan"), "not a number"),
     (("--timeout", "-1.0"), "--timeout"),
@@ -87,12 +89,40 @@ def test_every_default_is_within_its_bounds_and_flags_are_unique():
     assert len(options()) == sum(len(options(section)) for section in SECTIONS)
 
 
-def test_np_is_parallel_and_never_silently_branches():
+def test_a_setting_is_given_by_its_name():
+    got = parse(["--set", "branches=3", "--set", "path-min=0.5", "--set=adapt=no", "--set",
+                 "branches=4"])
+    own = got.config.job.speculation
+    assert (own.branches, own.path_min, own.adapt) == (4, 0.5, False)
+    assert got.config.job.given == {"branches", "path_min", "adapt"}
+    assert got.origin["credit"] == "default"
     assert parse(["-np", "3"]).config.job.speculation.parallel == 3
-    assert parse(["--branches", "3"]).config.job.speculation.branches == 3
-    with pytest.raises(UsageError, match=r"--parallel.*--branches"):
-        parse(["-np", "3", "--policy", "speculative"])
-    parse(["--parallel", "3", "--policy", "speculative"])
+
+
+@pytest.mark.parametrize(("word", "says"), [
+    ("brunches=3", "no setting 'brunches'; did you mean branches?"),
+    ("branches", "write branches=VALUE"), ("branches=", "write branches=VALUE"),
+    ("branches=x", "not a valid integer"), ("adapt=perhaps", "not a valid boolean"),
+    ("ctx=3", "no setting 'ctx'")])
+def test_a_bad_setting_is_named(word, says):
+    with pytest.raises(click.BadParameter) as caught:
+        parse(["--set", word])
+    assert says in caught.value.format_message()
+
+
+def test_an_option_that_is_gone_says_what_to_write():
+    for flag in GONE:
+        with pytest.raises(UsageError, match=f"there is no option {flag} any more"):
+            parse([flag, "1"])
+    for name, option in options().items():
+        if not option.flags:
+            flag = "--no-" * (option.kind == "flag") + name.replace("_", "-")
+            with pytest.raises(UsageError, match=f"write --set {name}="):
+                parse(["--" + flag.removeprefix("--"), "1"])
+    with pytest.raises(UsageError, match="write --set adapt=false"):
+        parse(["--no-adapt"])
+    with pytest.raises(click.UsageError, match="unexpected extra argument"):
+        parse(["--", "--credit"])
 
 
 def test_sections_are_made_and_changed_by_the_names_of_options():
@@ -109,11 +139,19 @@ def test_sections_are_made_and_changed_by_the_names_of_options():
 def test_help_shows_what_people_need_and_help_all_shows_the_rest():
     few = CliRunner().invoke(main, ["generate", "--help"], terminal_width=100).output
     everything = CliRunner().invoke(main, ["generate", "--help-all"], terminal_width=100).output
-    shown = options("model", "cluster", "speculation", "sampling", "request")
+    shown = options("model", "cluster", "speculation", "sampling", "grammar", "request")
     for name, option in shown.items():
+        if not option.flags:
+            assert re.search(rf"\b{name}\b", everything), name
+            continue
         flag = next(f for f in option.flags if f.startswith("--"))
         line = re.compile(rf"^  (-\w+, )*(--[\w-]+, )*{flag}(?![\w-])", re.MULTILINE)
         assert line.search(everything), name
         assert bool(line.search(few)) == (name in BASIC), name
     assert "more options: " in few
     assert len(few.splitlines()) < 80
+
+
+def test_the_page_has_the_table_of_settings():
+    text = (launch.ROOT / "docs" / "options.md").read_text()
+    assert text == settings_table.page(text)

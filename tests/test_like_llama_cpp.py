@@ -1,4 +1,4 @@
-"""--like-llama-cpp: the tokens of llama.cpp with its own defaults."""
+"""--set like_llama_cpp=true: the tokens of llama.cpp with its own defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeinfer.backends.factory import llama_options
 from pipeinfer.cluster import features
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
-from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.config import Config, JobConfig, ModelConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from tests.rig.launch import ROOT
@@ -50,4 +50,4 @@ def test_the_draft_and_others_keep_their_cache():
                                    {"flash_attn": "on"}, {"exact": "off"}])
 def test_what_it_decides_cannot_be_said_as_well(other):
     with pytest.raises(UsageError, match="leave out"):
-        features.check(JobConfig.of(like_llama_cpp=True, **other))
+        features.check(Config.of(like_llama_cpp=True, **other))

@@ -167,9 +167,9 @@ def test_a_user_needs_no_lab(installed):
             assert done.returncode == 2, command
             line, = done.stderr.splitlines()
             assert f"{command.split()[0]} is one of pipeinfer's development tools" in line
-        done = run(installed, "pipeinfer", *GENERATE, "--fault", "kill@1:decode=3")
+        done = run(installed, "pipeinfer", *GENERATE, "--hook", "fault=kill@1:decode=3")
         assert done.returncode == 2
-        assert "--fault needs pipeinfer's development tools" in done.stderr
+        assert "--hook fault needs pipeinfer's development tools" in done.stderr
         assert "Traceback" not in done.stderr
     finally:
         aside.rename(package / "lab")

@@ -112,7 +112,7 @@ class Region:
                 os.close(handle)
         except (OSError, ValueError) as error:
             raise BackendError(f"the memory that members of a stage share cannot be opened "
-                               f"({error}): use --sum-path messages") from error
+                               f"({error}): use --set sum_path=messages") from error
 
     def forget_name(self) -> None:
         """Remove the name, once all members have opened the memory: it then vanishes with the
@@ -313,5 +313,5 @@ def _library() -> Any:
     library = compiled()
     if library is None:
         raise BackendError("sums in shared memory need the C part, which was not compiled here: "
-                           "use --sum-path messages")
+                           "use --set sum_path=messages")
     return library

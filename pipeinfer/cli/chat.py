@@ -28,7 +28,7 @@ from pipeinfer.cli.terminal import (
     note,
     note_forwarded_input,
 )
-from pipeinfer.config import AUTO, JobConfig, RequestConfig, Resolved, SamplingConfig
+from pipeinfer.config import AUTO, Config, RequestConfig, Resolved, SamplingConfig
 from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -40,7 +40,7 @@ _FIELDS = {
 }
 
 
-@config_options(*JOB, "sampling", model=AUTO)
+@config_options(*JOB, "sampling", "grammar", model=AUTO)
 @click.option("--url", default="", metavar="URL",
               help=f"Server to talk to [default: {DEFAULT_URL}, unless -m or a launcher starts "
                    "ranks here].")
@@ -61,7 +61,7 @@ def chat_command(
     launch/run 4 chat -m big.gguf -md small.gguf
     """
     config = resolved.config
-    named = resolved.origin["model"] != "default" or bool(config.job.model.hf_repo)
+    named = resolved.origin["model"] != "default"
     own = named or (host.launched() and not url)
     if named and url:
         raise UsageError("--url talks to a running server and -m loads a model here: give only one "
@@ -80,12 +80,12 @@ def chat_command(
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
             partner: Partner = stack.enter_context(
-                _own_ranks(config.job, config.sampling, n_predict)
+                _own_ranks(config, n_predict)
             )
         else:
             remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
             partner = ServerConnection(
-                remote, request_fields(config.sampling, resolved.origin) | {"max_tokens": n_predict}
+                remote, request_fields(config, resolved.origin) | {"max_tokens": n_predict}
             )
         try:
             formatted = lines.by_hand and out.isatty() and capable()
@@ -135,7 +135,7 @@ class ServerConnection:
         return _summary(timings.get("predicted_n"), timings.get("predicted_per_second"), reason)
 
 
-def request_fields(config: SamplingConfig, origin: Mapping[str, str]) -> dict[str, Any]:
+def request_fields(config: Config, origin: Mapping[str, str]) -> dict[str, Any]:
     """Return the sampling options that were given, in the server's form; others keep its
     defaults.
 
@@ -144,12 +144,12 @@ def request_fields(config: SamplingConfig, origin: Mapping[str, str]) -> dict[st
     from pipeinfer.cluster.generate import grammar_text, sampling_params
 
     fields: dict[str, Any] = {
-        theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()
+        theirs: getattr(config.sampling, ours) for ours, theirs in _FIELDS.items()
         if origin[ours] != "default"}
-    if config.logit_bias:
-        bias = sampling_params(config, 0).logit_bias
+    if config.sampling.logit_bias:
+        bias = sampling_params(config.sampling, 0).logit_bias
         fields["logit_bias"] = {str(token): value for token, value in bias}
-    kind, text = grammar_text(config)
+    kind, text = grammar_text(config.grammar)
     if kind == "gbnf":
         fields["grammar"] = text
     elif kind:
@@ -176,12 +176,13 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iterator[Partner]:
+def _own_ranks(config: Config, n_predict: int) -> Iterator[Partner]:
     from pipeinfer.cluster.generate import compiled_grammar, sampling_params
     from pipeinfer.cluster.launch import join
     from pipeinfer.models.locate import advice, model_paths
     from pipeinfer.models.text import apart, chat_template
 
+    job, sampling = config.job, config.sampling
     chat_template.prepare()
     helper = None  # for conversations that grow long; a process that uses MPI must not fork
     if host.launched_size() > 1:
@@ -189,7 +190,7 @@ def _own_ranks(job: JobConfig, sampling: SamplingConfig, n_predict: int) -> Iter
     if advised := advice(job):
         note(advised)
     params = structs.replace(
-        sampling_params(sampling, 0), grammar=compiled_grammar(sampling, model_paths(job)[0]))
+        sampling_params(sampling, 0), grammar=compiled_grammar(config.grammar, model_paths(job)[0]))
     leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))
     with leading as session:
         session.tokenizer.apart = helper or session.tokenizer.apart

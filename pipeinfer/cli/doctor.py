@@ -358,7 +358,7 @@ def _grid_of(config: JobConfig, model: Any, candidates: Sequence[int], ranks: Se
         return known
     return Finding("ok", "grid", "--grid auto measures ranks and links at its first start"
                    if known is None else f"one rank to a stage, as chosen on {known.day} "
-                   "(--remeasure chooses again)",
+                   "(--set remeasure=true chooses again)",
                    "" if known else "mpirun ... pipeinfer plan MODEL names the grid")
 
 

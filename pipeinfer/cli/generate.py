@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeinfer.strategies.decomposers.prompts import Opening
 
 
-@config_options(*JOB, "sampling", "request")
+@config_options(*JOB, "sampling", "grammar", "request")
 def generate(resolved: Resolved) -> None:
     """Continue a prompt and stream the text.
 
@@ -61,7 +61,7 @@ def generate(resolved: Resolved) -> None:
         validate(job.speculation)
         text, params = prompt_text(request), gen.sampling_params(sampling, seed)
         params = structs.replace(
-            params, grammar=gen.compiled_grammar(sampling, model_paths(job)[0]))
+            params, grammar=gen.compiled_grammar(config.grammar, model_paths(job)[0]))
         if trace:
             check_writable(Path(trace))
         helper = _helper(text, job, request)

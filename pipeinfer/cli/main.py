@@ -1,17 +1,16 @@
 """The command line: converts declarations of `config` to options and errors to exit codes.
 
-It prints and does not compute; heavy modules are imported by the command that needs them.
+It prints and does not compute; a command's module is imported when it is called. Commands are
+entry points of the group `pipeinfer.commands`, so that higher packages, and others, may add some.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib
-import importlib.util
 import os
 import signal
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -20,10 +19,10 @@ from pipeinfer.cli import inherited
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fail, leave
 from pipeinfer.cluster.shutdown import note_exit
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.loading import uncollected
+from pipeinfer.loading import plug_ins, uncollected
 from pipeinfer.transport.base import Dismissed
 
-_LAB = "pipeinfer.lab"
+GROUP = "pipeinfer.commands"  #: entry points
 #: errors of files and streams that no program can prevent
 _FROM_OUTSIDE = (errno.EAGAIN, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EISDIR,
                  errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
@@ -33,35 +32,6 @@ _AFTER_RANK_0 = 2.0  #: seconds for rank 0 to print the error that every rank ha
 class _Main(click.Group):
     """Prints pipeinfer's errors as one line and exits with their code; imports commands when
     needed."""
-
-    elsewhere: ClassVar[dict[str, tuple[str, str]]] = {
-        "ablate": ("pipeinfer.lab.commands.ablate", "ablate_command"),
-        "bench": ("pipeinfer.lab.commands.bench", "bench_command"),
-        "cache": ("pipeinfer.cli.cache", "cache_command"),
-        "chaos": ("pipeinfer.lab.chaos.command", "chaos_command"),
-        "chat": ("pipeinfer.cli.chat", "chat_command"),
-        "compare": ("pipeinfer.lab.commands.compare", "compare_command"),
-        "doctor": ("pipeinfer.cli.doctor", "doctor_command"),
-        "env": ("pipeinfer.cli.env", "env_command"),
-        "generate": ("pipeinfer.cli.generate", "generate"),
-        "models": ("pipeinfer.cli.models", "models_command"),
-        "pull": ("pipeinfer.cli.models", "pull_command"),
-        "inflate": ("pipeinfer.lab.commands.inflate", "inflate_command"),
-        "race": ("pipeinfer.lab.commands.race", "race_command"),
-        "plan": ("pipeinfer.lab.commands.plan", "plan_command"),
-        "down": ("pipeinfer.supervise.commands", "down_command"),
-        "rebalance": ("pipeinfer.cli.client", "rebalance_command"),
-        "reload": ("pipeinfer.supervise.commands", "reload_command"),
-        "rescale": ("pipeinfer.supervise.commands", "rescale_command"),
-        "sample": ("pipeinfer.lab.commands.sample", "sample_command"),
-        "serve": ("pipeinfer.cli.serve", "serve_command"),
-        "shard": ("pipeinfer.cli.files", "shard"),
-        "status": ("pipeinfer.supervise.commands", "status_command"),
-        "trace": ("pipeinfer.cli.files", "trace"),
-        "top": ("pipeinfer.supervise.top", "top_command"),
-        "train": ("pipeinfer.lab.training.__main__", "main"),
-        "up": ("pipeinfer.supervise.commands", "up_command"),
-    }
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         inherited.settle()
@@ -79,16 +49,19 @@ class _Main(click.Group):
             raise SystemExit(error.exit_code) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *self.elsewhere})
+        return sorted({*super().list_commands(ctx), *(one.name for one in plug_ins(GROUP))})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self.elsewhere:
-            module, name = self.elsewhere[cmd_name]
-            if module.startswith(_LAB) and importlib.util.find_spec(_LAB) is None:
-                return _without_lab(cmd_name)
-            with uncollected():
-                command: click.Command = getattr(importlib.import_module(module), name)
-            return command
+        for one in plug_ins(GROUP):
+            if one.name == cmd_name:
+                try:
+                    with uncollected():
+                        command: click.Command = one.load()
+                except ModuleNotFoundError as error:
+                    if not one.module.startswith(str(error.name)):
+                        raise
+                    return _stripped(cmd_name, str(error.name))
+                return command
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -142,12 +115,12 @@ def _outside(error: Exception) -> str:
     return ""
 
 
-def _without_lab(name: str) -> click.Command:
-    """Return a replacement for a command of the lab in installations without it. It raises
+def _stripped(name: str, module: str) -> click.Command:
+    """Return a replacement for a command whose module was removed from the installation. It raises
     UsageError when run."""
     def refuse(**_given: Any) -> None:
-        raise UsageError(f"{name} is one of pipeinfer's development tools ({_LAB}), which this "
-                         "installation was stripped of: install pipeinfer again")
+        raise UsageError(f"{name} is in {module}, which this installation was stripped of: install "
+                         "pipeinfer again")
 
     return click.Command(name, callback=refuse, help="Not installed.", add_help_option=False,
                          context_settings={"ignore_unknown_options": True},

@@ -7,9 +7,11 @@ TOML file (`--config`), the file over defaults; click records the origin of each
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -26,9 +28,22 @@ ENV_PREFIX = "PIPEINFER_"
 JOB = ("model", "cluster", "speculation")
 _TITLES = {
     "model": "Models", "cluster": "Ranks and hosts", "speculation": "Speculation and scheduling",
-    "sampling": "Sampling", "request": "Prompt and output", "serve": "Server",
+    "sampling": "Sampling", "grammar": "Grammar", "request": "Prompt and output",
+    "serve": "Server",
 }
-_FILE, _NP = "pipeinfer.config_file", "pipeinfer.np"
+_ON_HUB = "-m and -md take user/repo, user/repo:quant or user/repo:FILE.gguf"
+#: options that there were once, and what to write; each setting had a flag of its name as well
+GONE = {
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-hfd", "-hfrd",
+                     "--hf-repo-draft"), _ON_HUB),
+    **dict.fromkeys(("-mds", "--model-draft-small"),
+                    "a second draft model gained nothing: leave it out"),
+    "--verify": "draft tokens are always verified exactly: leave it out",
+    "--pace-ms": "write --hook pace=MS", "--pace-row-ms": "write --hook pace=MS+ROW_MS",
+    "--fault": "write --hook fault=SPEC", "--draft": "write --set draft_max=N",
+    "-ub": "write --set ubatch=N", "--ubatch-size": "write --set ubatch=N",
+}
+_FILE = "pipeinfer.config_file"
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "int": (int, "a whole number"), "float": ((int, float), "a number"), "str": (str, "a text"),
     "flag": (bool, "true or false"), "list": (list, "a list of texts"),
@@ -85,14 +100,10 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
     origin = {name: _origin(context, name) for name in names}
     given = frozenset(name for name in names if origin[name] == "command line")
     found = {name: values.pop(name) for name in names}
-    if context.meta.get(_NP) and found.get("policy") == "speculative":
-        raise UsageError(
-            "-np now means --parallel, as in llama.cpp, but used to mean --branches with --policy "
-            "speculative: write --parallel or --branches in full")
     everyone = {name: found.pop(name) for name in registry.own_options() if name in found}
     own = {name: value for name, value in everyone.items() if origin[name] != "default"}
     config = Config.of(given=given, own=own, **found)
-    features.check(config.job, config.sampling)
+    features.check(config)
     return Resolved(config, origin, everyone)
 
 
@@ -104,9 +115,20 @@ class _Command(click.Command):
         self._sections = sections
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Record whether -np was written that way."""
-        ctx.meta[_NP] = any(part.split("=")[0] == "-np" for part in args)
+        """See click. Raises UsageError for options that are gone, with what to write."""
+        for flag in (part.split("=")[0] for part in itertools.takewhile("--".__ne__, args)):
+            if instead := self._instead(flag):
+                raise UsageError(f"there is no option {flag} any more: {instead}")
         return super().parse_args(ctx, args)
+
+    def _instead(self, flag: str) -> str:
+        """Return what to write instead of an option that is gone; "" for any other word."""
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if not flag.startswith("--") or name not in _settings(*self._sections):
+            return GONE.get(flag, "") if "model" in self._sections else ""
+        flagged = declared()[name].kind == "flag"
+        value = str("--no-" not in flag).lower() if flagged else "VALUE"
+        return f"write --set {name}={value}"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command's own options, and the basic ones or all of the sections."""
@@ -144,6 +166,19 @@ class _Option(click.Option):
             raise click.BadParameter(message, ctx, self) from None
 
 
+class _Setting(_Option):
+    """A value that is given as `--set name=value`, in the environment or in a file."""
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]
+                      ) -> tuple[Any, ParameterSource]:
+        """See click: the last word of --set that has this name wins."""
+        for word in reversed(opts.get("set") or ()):
+            name, _, value = word.partition("=")
+            if name.replace("-", "_") == self.name:
+                return value, ParameterSource.COMMANDLINE
+        return super().consume_value(ctx, opts)
+
+
 def declared(*sections: str) -> Mapping[str, Option]:
     """Return the declarations of these sections, or of all, by name, with the strategies' own
     options."""
@@ -153,12 +188,39 @@ def declared(*sections: str) -> Mapping[str, Option]:
     return found
 
 
+def _settings(*sections: str) -> list[str]:
+    """Return the names of what --set takes."""
+    return [name for name, option in declared(*sections).items() if not option.flags]
+
+
 def _params(sections: Sequence[str], defaults: Mapping[str, Any]) -> list[click.Parameter]:
-    return [_option(name, option, defaults) for name, option in declared(*sections).items()]
+    found: list[click.Parameter] = [
+        _option(name, option, defaults) for name, option in declared(*sections).items()]
+    if known := _settings(*sections):
+        found.append(click.Option(
+            ["--set"], metavar="NAME=VALUE", multiple=True, expose_value=False,
+            callback=partial(_check_set, known),
+            help="Set a value that experiments or rare cases need (repeatable). docs/options.md "
+                 f"has their table: {', '.join(known)}."))
+    return found
+
+
+def _check_set(known: Sequence[str], ctx: click.Context, param: click.Parameter,
+               words: Sequence[str]) -> None:
+    """Raise click.BadParameter for a word of --set that names no setting, or has no value."""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.replace("-", "_") not in known:
+            near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+            raise click.BadParameter(f"there is no setting {name!r}" + (
+                f"; did you mean {near[0]}?" if near else f": choose from {', '.join(known)}"),
+                ctx, param)
+        if not equals or not value:
+            raise click.BadParameter(f"write {name}=VALUE.", ctx, param)
 
 
 def _option(name: str, option: Option, defaults: Mapping[str, Any]) -> _Option:
-    default = defaults.get(name, _default(name))
+    default = defaults.get(name, default_of(name))
     text, choices = option.help, option.choices
     if option.registered:
         listed: Mapping[str, Any] = {
@@ -169,6 +231,8 @@ def _option(name: str, option: Option, defaults: Mapping[str, Any]) -> _Option:
     if option.kind != "flag" and default not in ("", ()) and "[default" not in text:
         text += f" [default: {default}]"
     more: dict[str, Any] = {"default": default, "envvar": ENV_PREFIX + name.upper(), "help": text}
+    if not option.flags:  # the flag has a space, so that it cannot be typed as a word
+        return _Setting([f"--set {name}", name], hidden=True, type=_type(option, choices), **more)
     if not choices:
         more["metavar"] = {"int": "N", "float": "X"}.get(option.kind, "TEXT")
     if option.kind == "flag":
@@ -182,7 +246,8 @@ def _option(name: str, option: Option, defaults: Mapping[str, Any]) -> _Option:
     return made
 
 
-def _default(name: str) -> Any:
+def default_of(name: str) -> Any:
+    """Return the default of an option. Raises KeyError if there is none of this name."""
     if name in registry.own_options():
         return registry.own_options()[name].default
     for kind in SECTIONS.values():
@@ -298,5 +363,7 @@ def _type(option: Option, choices: Sequence[str]) -> click.ParamType[Any]:
             return click.IntRange(low, high)
         case "float":
             return _Real(option.low, option.high)
+        case "flag":
+            return click.BOOL
         case _:
             return _Text()

@@ -26,16 +26,16 @@ def check_ablation(config: JobConfig, policy: Policy, ranks: int, *, turns: bool
                          "(pipeinfer and published have; both need -md or --proposer)")
     if policy is Policy.PUBLISHED:
         return
-    more = ["--turns off"] if turns else []
+    more = ["--set turns=off"] if turns else []
     if own.adapt and not TUNABLE.issuperset(own.ablate):
-        more.append("--no-adapt")
+        more.append("--set adapt=false")
     # one rank takes turns and looks up unless an option of overlapping runs is given; a tip that
     # waits for its tokens is synchronous speculation
     joins = Ablation.CONTINUOUS in own.ablate and own.tip == "auto" \
         and most_stages(config, ranks) <= JOIN_UP_TO
     alone = ranks == 1 and not features.excluding(features.LOOKUP_ALONE, config.replace(ablate=()))
     if joins or alone:
-        more.append("--tip alone")
+        more.append("--set tip=alone")
     if more:
         raise UsageError(f"{asked} would change more than that: add {' '.join(more)}, here and to "
                          "the run that you compare with (`pipeinfer ablate` does both)")

@@ -14,11 +14,11 @@ from typing import Any
 from msgspec import Struct
 
 from pipeinfer.config import (
-    AUTO,
     NO_DRAFT,
     UNQUANTISED,
+    Config,
+    GrammarConfig,
     JobConfig,
-    SamplingConfig,
     SpeculationConfig,
 )
 from pipeinfer.core.policy import Policy
@@ -26,7 +26,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies import registry
 
-Uses = Callable[[JobConfig, SamplingConfig], object]
+Uses = Callable[[Config], object]
 
 #: features that pipeinfer chooses by itself
 TIME_SHARING = "time sharing of one host's cores"
@@ -47,21 +47,23 @@ class Exclusion(Struct, frozen=True):
 
 
 #: options that only apply to speculation during the target's runs
-_OVERLAPPING = ("--credit", "--draft-max", "--tip", "--ablate", "--alternatives", "--path-min")
+_OVERLAPPING = ("--set credit", "--set draft_max", "--set tip", "--ablate", "--set alternatives",
+                "--set path_min")
 #: options with which speculative tokens need not pay for their rows
-_UNWEIGHED = ("--no-adapt", "--speculation on", "--speculation off", "--tree-max")
+_UNWEIGHED = ("--set adapt=false", "--speculation on", "--speculation off", "--set tree_max")
 
 
 #: features that a config uses if an option has another value than its default
 _OPTIONS = {
-    "-hf": "hf_repo", "-hfd": "hf_repo_draft", "-mds": "draft_small", "-fa": "flash_attn",
+    "-fa": "flash_attn",
     "-ctk": "cache_type_k", "-ctv": "cache_type_v", "--exact off": "exact",
-    "--like-llama-cpp": "like_llama_cpp", "-t": "threads", "-ngl": "gpu_layers", "--numa": "numa",
-    "--keep-binding": "keep_binding", "--pace-ms": "pace_ms", "--grid": "grid",
+    "--set like_llama_cpp": "like_llama_cpp", "-t": "threads", "-ngl": "gpu_layers",
+    "--numa": "numa", "--set keep_binding": "keep_binding", "--grid": "grid",
     "--slices": "slices", "--layers": "layers", "--draft-ranks": "draft_ranks",
-    "--decomposer": "decomposer", "--ablate": "ablate", "--credit": "credit",
-    "--draft-max": "draft_max", "--tree-max": "tree_max", "--alternatives": "alternatives",
-    "--path-min": "path_min", "--tip": "tip", "--no-adapt": "adapt",
+    "--decomposer": "decomposer", "--ablate": "ablate", "--set credit": "credit",
+    "--set draft_max": "draft_max", "--set tree_max": "tree_max",
+    "--set alternatives": "alternatives", "--set path_min": "path_min", "--set tip": "tip",
+    "--set adapt=false": "adapt",
 }
 
 
@@ -70,20 +72,23 @@ def features() -> Mapping[str, Uses]:
     """Return the test for each feature, by its name."""
     found: dict[str, Uses] = {name: partial(_differs, option) for name, option in _OPTIONS.items()}
     found |= {
-        "-m": lambda job, _: job.model.model not in ("", AUTO),
-        "-md": lambda job, _: job.model.draft_model not in ("", NO_DRAFT),
+        "-md": lambda config: config.job.model.draft_model not in ("", NO_DRAFT),
+        "--hook pace": lambda config: any(
+            word.startswith("pace=") for word in config.job.cluster.hook),
         "-md none": partial(_equals, "draft_model", NO_DRAFT),
         "-fa off": partial(_equals, "flash_attn", "off"),
-        "a quantised -ctv": lambda job, _: job.model.cache_type_v not in ("auto", *UNQUANTISED),
+        "a quantised -ctv": lambda config: config.job.model.cache_type_v not in (
+            "auto", *UNQUANTISED),
         "--grid auto": partial(_equals, "grid", "auto"),
         "--layout replicate": partial(_equals, "layout", "replicate"),
         "--speculation off": partial(_equals, "speculation", "off"),
         "--speculation on": partial(_equals, "speculation", "on"),
-        "an adapter (--bita)": lambda job, _: registry.adapter(job.speculation),
-        "a grammar": lambda _, own: own.grammar or own.grammar_file or own.json_schema,
-        "repetition penalties": lambda _, own: SamplingParams(
-            repeat_penalty=own.repeat_penalty, presence_penalty=own.presence_penalty,
-            frequency_penalty=own.frequency_penalty, repeat_last_n=own.repeat_last_n).uses_history,
+        "an adapter (--bita)": lambda config: registry.adapter(config.job.speculation),
+        "a grammar": lambda config: config.grammar != GrammarConfig(),
+        "repetition penalties": lambda config: SamplingParams(
+            **{name: getattr(config.sampling, name) for name in (
+                "repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")}
+        ).uses_history,
     }
     found |= {f"--policy {one}": partial(_equals, "policy", str(one)) for one in Policy}
     found |= {f"--decomposer {one}": partial(_equals, "decomposer", one)
@@ -91,21 +96,22 @@ def features() -> Mapping[str, Uses]:
     return found | {f"--proposer {name}": partial(_proposes, name) for name in registry.proposers()}
 
 
-def _value(job: JobConfig, option: str) -> Any:
+def _value(config: Config, option: str) -> Any:
+    job = config.job
     return next(getattr(section, option) for section in (job.model, job.cluster, job.speculation)
                 if hasattr(section, option))
 
 
-def _differs(option: str, job: JobConfig, _: SamplingConfig) -> bool:
-    return bool(_value(job, option) != _value(JobConfig(), option))
+def _differs(option: str, config: Config) -> bool:
+    return bool(_value(config, option) != _value(Config(), option))
 
 
-def _equals(option: str, value: str, job: JobConfig, _: SamplingConfig) -> bool:
-    return bool(_value(job, option) == value)
+def _equals(option: str, value: str, config: Config) -> bool:
+    return bool(_value(config, option) == value)
 
 
-def _proposes(name: str, job: JobConfig, _: SamplingConfig) -> bool:
-    return name in [spec.name for spec in registry.named(job.speculation)]
+def _proposes(name: str, config: Config) -> bool:
+    return name in [spec.name for spec in registry.named(config.job.speculation)]
 
 
 @cache
@@ -117,18 +123,15 @@ def exclusions() -> tuple[Exclusion, ...]:
     inline = tuple(f"--proposer {one.name}" for one in proposers if one.inline is not None)
     apart = "{feature} and {found} contradict each other: leave one out"
     found = [
-        Exclusion("-m", ("-hf",), "-m and -hf both name the target: give only one of them"),
-        Exclusion("-hfd", ("-md", "-md none"),
-                  "-md and -hfd both name the draft: give only one of them"),
         Exclusion("-fa off", ("a quantised -ctv",),
                   "-ctv: quantised values need flash attention: leave out -fa off"),
-        Exclusion("--like-llama-cpp", ("-ctk", "-ctv", "-fa", "--exact off"),
+        Exclusion("--set like_llama_cpp", ("-ctk", "-ctv", "-fa", "--exact off"),
                   "{feature} decides cache types and flash attention itself: leave out {found}"),
         Exclusion("--speculation off", speculating, apart),
         Exclusion("--layout replicate", (
             *(name for name in policies if name != f"--policy {Policy.SPECULATIVE}"),
             *(f"--proposer {one.name}" for one in proposers if not one.replicable),
-            "-md", "-hfd", "-mds", "an adapter (--bita)", "--decomposer", "--layers",
+            "-md", "an adapter (--bita)", "--decomposer", "--layers",
             "--speculation off", "--ablate", "--grid", "--slices", "--draft-ranks"),
             "{feature} distributes the rows of lookahead decoding, with the whole model on every "
             "rank; it cannot be combined with {found}"),
@@ -148,7 +151,7 @@ def exclusions() -> tuple[Exclusion, ...]:
                     "not defined what a token repeats") for one in methods if not one.penalties),
         _of_states(inline),
         Exclusion(TIME_SHARING, (
-            "-t", "--numa", "-ngl", "--keep-binding", "--pace-ms", "--grid", "--slices",
+            "-t", "--numa", "-ngl", "--set keep_binding", "--hook pace", "--grid", "--slices",
             "--draft-ranks", "--layout replicate", "--decomposer", "an adapter (--bita)",
             f"--policy {Policy.PUBLISHED}", *_OVERLAPPING, *inline), ""),
         Exclusion(LOOKUP, (
@@ -167,40 +170,37 @@ def _of_states(inline: tuple[str, ...]) -> Exclusion:
         "an adapter (--bita)", "--layout replicate"), "leave out {found}")
 
 
-def used(names: Sequence[str], job: JobConfig, sampling: SamplingConfig | None = None
-         ) -> list[str]:
+def used(names: Sequence[str], config: Config) -> list[str]:
     """Return which of these features a config uses."""
-    own = sampling or SamplingConfig()
-    return [name for name in names if name in features() and features()[name](job, own)]
+    return [name for name in names if name in features() and features()[name](config)]
 
 
 def excluding(feature: str, job: JobConfig) -> list[str]:
     """Return what a config uses that excludes a feature."""
     return [name for one in exclusions() if one.feature == feature
-            for name in used(one.others, job)]
+            for name in used(one.others, Config(job=job))]
 
 
-def check(job: JobConfig, sampling: SamplingConfig | None = None) -> None:
+def check(config: Config) -> None:
     """Raise UsageError, with what to leave out, if options of a config exclude one another."""
-    if job.speculation.verify == "mss":
-        raise UsageError(
-            "--verify mss has the target's distribution, but the text would depend on what was "
-            "guessed, and so on timing: leave it out, or compare with it in an emulation "
-            "(pipeinfer bench --temp 0.8 --verify mss)")
     for one in exclusions():
-        if used([one.feature], job, sampling) and (found := used(one.others, job, sampling)):
+        if used([one.feature], config) and (found := used(one.others, config)):
             raise UsageError(one.message.format(feature=one.feature, found=" and ".join(found)))
+
+
+def _of(config: SpeculationConfig) -> Config:
+    return Config(job=JobConfig(speculation=config))
 
 
 def overlaps(config: SpeculationConfig) -> bool:
     """Return whether an option applies only to speculation during the target's runs."""
-    return bool(used(_OVERLAPPING, JobConfig(speculation=config)))
+    return bool(used(_OVERLAPPING, _of(config)))
 
 
 def weighs(config: SpeculationConfig) -> bool:
     """Return whether speculative tokens have to pay for their rows where draft and target take
     turns."""
-    return not used(_UNWEIGHED, JobConfig(speculation=config))
+    return not used(_UNWEIGHED, _of(config))
 
 
 def verdict(first: str, second: str) -> str:

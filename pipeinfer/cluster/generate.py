@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from pipeinfer.cluster.session import Session
-from pipeinfer.config import SamplingConfig
+from pipeinfer.config import GrammarConfig, SamplingConfig
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.errors import UsageError
@@ -104,7 +104,7 @@ def sampling_params(config: SamplingConfig, seed: int) -> SamplingParams:
     )
 
 
-def grammar_text(config: SamplingConfig) -> tuple[str, str]:
+def grammar_text(config: GrammarConfig) -> tuple[str, str]:
     """Return the kind (gbnf or json_schema) and the text of a config's grammar; "" and "" if
     none.
 
@@ -127,7 +127,7 @@ def grammar_text(config: SamplingConfig) -> tuple[str, str]:
     return kind, text
 
 
-def compiled_grammar(config: SamplingConfig, target: Path) -> str:
+def compiled_grammar(config: GrammarConfig, target: Path) -> str:
     """Return the config's grammar, compiled for the model at `target`; "" if there is none.
 
     Raises UsageError as `grammar_text` does, and RequestError for one that cannot be used.

@@ -118,7 +118,8 @@ class GridPlanner(Struct, frozen=True):
                     what = "one rank to a stage" if plan is None else \
                         f"grid {shape(widths_of(plan.held))} and its slices"
                     notes.append(f"{what}, as chosen on {known.day} for this model and these "
-                                 "hosts, so that answers stay the same; --remeasure chooses again")
+                                 "hosts, so that answers stay the same; --set remeasure=true "
+                                 "chooses again")
                     return plan
             except (PlanError, UsageError) as error:
                 notes.append(f"the grid that was chosen before does not fit any more ({error}), "

@@ -1,43 +1,40 @@
 """Hooks by which development tools wrap the parts of a rank: injected faults, and the pace of
 another machine.
 
-A hook is loaded by name, only if its option is given; so a job without it does not import the lab.
-This module contains no fault and no pace.
+A hook is an entry point of the group `pipeinfer.hooks`, a `Hook` class. It is loaded only if --hook
+names it, so a job without one does not import the lab. This module contains no fault and no pace.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.team import Team
 from pipeinfer.config import ClusterConfig
 from pipeinfer.errors import UsageError
+from pipeinfer.loading import plug_ins
 from pipeinfer.transport.base import Port
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]
 
-#: option -> the class that is loaded for it, and whether a config gives the option
-_HOOKS: tuple[tuple[str, str, Callable[[ClusterConfig], bool]], ...] = (
-    ("--pace-ms", "pipeinfer.lab.faults.hooks:PaceHook", lambda config: config.pace_ms > 0),
-    ("--fault", "pipeinfer.lab.faults.hooks:FaultHook", lambda config: bool(config.fault)),
-)
+GROUP = "pipeinfer.hooks"  #: entry points
 
 
 class Hook:
     """Base of a tool's hooks. Each method returns its argument, or a wrapper around it.
 
-    config: of the cluster. rank: of this process. Raises UsageError for a bad option.
+    values: what --hook gives after its name, once or several times. rank: of this process. Raises
+    UsageError for a bad value.
     """
 
-    def __init__(self, config: ClusterConfig, rank: int) -> None:
-        self.config, self.rank = config, rank
+    def __init__(self, values: Sequence[str], rank: int) -> None:
+        self.values, self.rank = values, rank
 
     def port(self, port: Port) -> Port:
         """Wrap the port of a rank."""
@@ -83,10 +80,13 @@ class Hooks:
 
     @classmethod
     def of(cls, config: ClusterConfig, rank: int) -> Hooks:
-        """Return the hooks that a config requests. Raises UsageError if one is not installed or
-        its option is wrong."""
-        return cls([_load(option, where)(config, rank)
-                    for option, where, wanted in _HOOKS if wanted(config)])
+        """Return the hooks that a config names, in its order. Raises UsageError for one that is
+        not installed, or whose value is wrong."""
+        values: dict[str, list[str]] = {}
+        for word in config.hook:
+            name, _, value = word.partition("=")
+            values.setdefault(name, []).append(value)
+        return cls([_load(name)(found, rank) for name, found in values.items()])
 
     def port(self, port: Port) -> Port:
         """See `Hook.port`. Each method below calls the method of that name of every hook."""
@@ -120,12 +120,15 @@ class Hooks:
         return reduce(lambda known, hook: wrap(hook, known), self._hooks, inner)
 
 
-def _load(option: str, where: str) -> Callable[[ClusterConfig, int], Hook]:
-    module, _, name = where.partition(":")
+def _load(name: str) -> Callable[[Sequence[str], int], Hook]:
+    known = {one.name: one for one in plug_ins(GROUP)}
+    if name not in known:
+        raise UsageError(f"--hook: there is no {name!r}: write NAME=VALUE with one of "
+                         f"{', '.join(sorted(known))}")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        found: Callable[[Sequence[str], int], Hook] = known[name].load()
     except ModuleNotFoundError as error:
-        raise UsageError(f"{option} needs pipeinfer's development tools, and {error.name} is not "
-                         "installed: install pipeinfer from its wheel or its sources") from error
-    made: Callable[[ClusterConfig, int], Hook] = found
-    return made
+        raise UsageError(f"--hook {name} needs pipeinfer's development tools, and {error.name} is "
+                         "not installed: install pipeinfer from its wheel or its sources"
+                         ) from error
+    return found

@@ -53,7 +53,7 @@ from pipeinfer.cluster.sizing import exact_rows, ids_for, rows_and_cells, stream
 from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
-from pipeinfer.config import ClusterConfig, JobConfig
+from pipeinfer.config import ClusterConfig, Config, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError, UsageError
@@ -143,7 +143,7 @@ def join(config: JobConfig) -> JoinedRank:
     """Become a rank of the job that a launcher started, or a job of one rank.
 
     Raises MismatchError if the launcher and the MPI library do not belong together, UsageError for
-    a bad --fault.
+    a bad --hook.
     """
     Hooks.of(config.cluster, host.launched_rank())
     fetching = may_fetch(config)
@@ -317,7 +317,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         model or the hosts require it.
     """
     from pipeinfer.llama.library import ensure_llama
-    features.check(config)
+    features.check(Config(job=config))
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     for one in (model, None if draft_path is None else open_model(draft_path)):

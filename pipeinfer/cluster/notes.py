@@ -44,7 +44,7 @@ def why(config: SpeculationConfig, job: Job, drafts: Sequence[Path]) -> str:
 def taking_turns(hosts: list[RankInfo], job: Job) -> str:
     """Describe the time sharing of cores, if all ranks take turns on one host; else ""."""
     return (f"all ranks are on {hosts[0].host}: draft and stages take turns with its "
-            f"{hosts[0].cores_host} cores (--turns off: each keeps its share, and runs overlap)"
+            f"{hosts[0].cores_host} cores (--set turns=off: each keeps its share, and runs overlap)"
             ) if job.turns else ""
 
 
@@ -57,7 +57,7 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
         notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
     notes += _without_effect(config, job.policy)
-    branching = [f"--{name}" for name, least in (
+    branching = [f"--set {name}" for name, least in (
         ("alternatives", 0), ("branches", 1), ("partitions", 0)) if getattr(config, name) > least]
     if job.chains and branching:
         notes.append(f"{' and '.join(branching)} without effect: with padded runs on GPUs the "
@@ -75,12 +75,12 @@ def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
     notes = []
     if config.branches > 1 and policy not in (Policy.SPECULATIVE, Policy.PUBLISHED) \
             and "async" not in config.ablate:
-        notes.append(f"--branches has no effect with policy {policy}: it is for trees of "
+        notes.append(f"--set branches has no effect with policy {policy}: it is for trees of "
                      "--policy speculative and --policy published")
     if config.p_decay > 0 and config.draft_p_min <= 0 and config.p_recovery <= 0 \
             and policy is Policy.PIPEINFER:
-        notes.append("--p-decay has no effect here: it lowers a cutoff, which is 0 without "
-                     "--draft-p-min or --p-recovery")
+        notes.append("--set p_decay has no effect here: it lowers a cutoff, which is 0 without "
+                     "--set draft_p_min or --set p_recovery")
     return notes
 
 

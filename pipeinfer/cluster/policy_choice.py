@@ -17,7 +17,6 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.architectures import has_windows, keeps_state
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.models.locate import find
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import Need
@@ -156,13 +155,10 @@ def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[st
 
 
 def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:
-    """Return the draft models to load, the smallest first. Raises UsageError."""
+    """Return the draft model to load, if there is one. Raises UsageError."""
     named = registry.named(config.speculation)
     wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
     if policy is Policy.ITERATIVE or draft is None or not wanted \
             or config.speculation.layout == "replicate":
         return []
-    found = [draft]
-    if config.model.draft_small:
-        found.insert(0, find(config.model.draft_small, offline=config.model.offline).path)
-    return found
+    return [draft]

@@ -38,7 +38,7 @@ from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
-JOIN_UP_TO = 2  #: stages up to which `--tip auto` starts joined, see docs/options.md
+JOIN_UP_TO = 2  #: stages up to which `--set tip=auto` starts joined, see docs/options.md
 _MOST_EXACT = 128  #: rows of the widest decode that torch tries for exactness
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
@@ -145,9 +145,10 @@ def ids_for(config: SpeculationConfig, credit: int, *, chains: bool = False) -> 
     count = lanes_of(config) + kept_for(config) + partitions_for(config, credit)
     if count > ALL_IDS:
         raise UsageError(
-            f"--parallel {config.parallel} (with --decompose-threads {config.decompose_threads}, "
-            f"where --decomposer is given) and --partitions {partitions_for(config, credit)} need "
-            f"{count} sequence ids, but a cache has only {ALL_IDS}: lower one of them")
+            f"--parallel {config.parallel} (with --set decompose_threads="
+            f"{config.decompose_threads}, where --decomposer is given) and --set partitions="
+            f"{partitions_for(config, credit)} need {count} sequence ids, but a cache has only "
+            f"{ALL_IDS}: lower one of them")
     return count
 
 
@@ -160,8 +161,8 @@ def cells_for(config: SpeculationConfig, n_ctx: int) -> int:
     """Return the number of tokens that requests and stored prompts hold together. Raises
     UsageError."""
     if config.cache_tokens and config.cache_tokens < n_ctx:
-        raise UsageError(f"--cache-tokens {config.cache_tokens} is smaller than the context of one "
-                         f"request ({n_ctx}): raise it, or lower -c")
+        raise UsageError(f"--set cache_tokens={config.cache_tokens} is smaller than the context of "
+                         f"one request ({n_ctx}): raise it, or lower -c")
     one = config.parallel == 1 and not config.decomposer
     return config.cache_tokens or (n_ctx if one else 2 * n_ctx)
 
@@ -306,7 +307,7 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, fre
 def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,
                    cells: int, *, contended: bool = False, draft_share: float = 0.0
                    ) -> Controller | None:
-    """Return the controller that tunes the limits, None with `--no-adapt` or nothing to tune.
+    """Return the controller that tunes the limits, None with `adapt=false` or nothing to tune.
 
     pinned: names of limits that stay. cells: beyond the context; half of them are for live
         speculative tokens. contended: whether the draft takes cores from stages.

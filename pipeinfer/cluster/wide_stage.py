@@ -48,8 +48,8 @@ def team_of(config: ClusterConfig, setup: Setup, n_embd: int, port: Port, pulse:
     nodes = grid.members(setup.port.stage)
     watch = SumWatch(port, nodes, shape, pulse, config.timeout)
     if config.sum_path == "memory" and not (setup.near and available()):
-        raise UsageError("--sum-path memory needs all members of a stage on one host, and the C "
-                         "part of pipeinfer (see pipeinfer doctor)")
+        raise UsageError("--set sum_path=memory needs all members of a stage on one host, and the "
+                         "C part of pipeinfer (see pipeinfer doctor)")
     wanted = setup.near and config.sum_path != "messages" and available()
     region: Region | None = None
     early: list[Part] = []

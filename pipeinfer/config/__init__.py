@@ -24,17 +24,22 @@ from pipeinfer.config.job import (
     SpeculationConfig,
 )
 from pipeinfer.config.option import Option, OwnOption, Sections
-from pipeinfer.config.serving import RequestConfig, SamplingConfig, ServeConfig
+from pipeinfer.config.serving import (
+    GrammarConfig,
+    RequestConfig,
+    SamplingConfig,
+    ServeConfig,
+)
 
 __all__ = [
     "AUTO", "BASIC", "CACHE_TYPES", "NO_DRAFT", "SECTIONS", "UNQUANTISED", "ClusterConfig",
-    "Config", "JobConfig", "ModelConfig", "Option", "OwnOption", "RequestConfig", "Resolved",
-    "SamplingConfig", "ServeConfig", "SpeculationConfig", "options",
+    "Config", "GrammarConfig", "JobConfig", "ModelConfig", "Option", "OwnOption", "RequestConfig",
+    "Resolved", "SamplingConfig", "ServeConfig", "SpeculationConfig", "options",
 ]
 
 #: What `--help` shows; `--help-all` shows the rest, too.
 BASIC = frozenset((
-    "model", "hf_repo", "draft_model", "ctx", "threads", "gpu_layers", "policy", "proposer",
+    "model", "draft_model", "ctx", "threads", "gpu_layers", "policy", "proposer",
     "parallel", "nodes", "head_stage", "temp", "top_k", "top_p", "seed", "json_schema", "prompt",
     "file", "n_predict", "chat", "stop", "host", "port", "api_key_file"))
 
@@ -45,13 +50,15 @@ class Config(Sections):
 
     job: JobConfig = field(default_factory=JobConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
 
 
 SECTIONS: Mapping[str, type] = {
     "model": ModelConfig, "cluster": ClusterConfig, "speculation": SpeculationConfig,
-    "sampling": SamplingConfig, "request": RequestConfig, "serve": ServeConfig,
+    "sampling": SamplingConfig, "grammar": GrammarConfig, "request": RequestConfig,
+    "serve": ServeConfig,
 }
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.config.option import Sections, opt
-from pipeinfer.errors import UsageError
+from pipeinfer.config.option import Sections, opt, setting
 
 CACHE_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 UNQUANTISED = ("f16", "f32", "bf16")  #: types of values that need no flash attention
@@ -22,17 +21,10 @@ class ModelConfig:
 
     model: str = opt("", "-m", "--model", kind="str",
                      help="Target model: a GGUF file, a Hugging Face folder for torch, "
-                          "user/repo[:quant] on the Hugging Face hub, or a name that `pipeinfer "
-                          "models` lists; auto: smollm2 where it is installed, else embedded; "
-                          "empty: embedded.")
-    hf_repo: str = opt("", "-hf", "-hfr", "--hf-repo", kind="str",
-                       help="Target model on the Hugging Face hub, user/repo[:quant]; without a "
-                            "quantisation Q4_K_M, else Q8_0, else the first file. Fetched once, "
-                            "by rank 0.")
-    hf_file: str = opt("", "-hff", "--hf-file", kind="str",
-                       help="With -hf: this file of the repository.")
-    hf_repo_draft: str = opt("", "-hfd", "-hfrd", "--hf-repo-draft", kind="str",
-                             changes_tokens=False, help="Draft model on the hub, as for -hf.")
+                          "user/repo[:quant or :FILE.gguf] on the Hugging Face hub (without either "
+                          "Q4_K_M, else Q8_0, else the first file; fetched once, by rank 0), or a "
+                          "name that `pipeinfer models` lists; auto: smollm2 where it is "
+                          "installed, else embedded; empty: embedded.")
     offline: bool = opt(False, "--offline", kind="flag", changes_tokens=False,
                         help="Read models of the hub from the local cache only (as "
                              "HF_HUB_OFFLINE=1 does).")
@@ -51,9 +43,6 @@ class ModelConfig:
                      choices=("auto", "float32", "bfloat16"),
                      help="Data type of torch's weights, cache and arithmetic; auto: float32 on "
                           "processors, bfloat16 on GPUs.")
-    draft_small: str = opt("", "-mds", "--model-draft-small", kind="str", changes_tokens=False,
-                           help="A second, smaller draft model, which drafts first; where its "
-                                "confidence is low, the larger one drafts.")
     ctx: int = opt(0, "-c", "--ctx-size", low=0, high=2**24,
                    help="Context in tokens; 0: the model's own, at most 8192.")
     threads: int = opt(0, "-t", "--threads", low=0, high=512,
@@ -74,38 +63,34 @@ class ModelConfig:
                             choices=CACHE_TYPES,
                             help="Data type of the cached values; auto: the one that keeps "
                                  "decodes exact (on a CPU q8_0, see docs/exactness.md).")
-    ubatch: int = opt(0, "-ub", "--ubatch-size", low=0, high=65536,
-                      help="Maximum prompt rows of one decode; limits --chunk.")
+    ubatch: int = setting(0, low=0, high=65536,
+                          help="Maximum prompt rows of one decode; limits --chunk.")
     flash_attn: str = opt("auto", "-fa", "--flash-attn", kind="str",
                           choices=("auto", "on", "off"), help="Flash attention.")
-    repack: str = opt("auto", "--repack", kind="str", choices=("auto", "on", "off"),
-                      help="Convert quantised weights to a layout for faster kernels while "
-                           "they are loaded; auto: unless llama.cpp was compiled for AMX, where "
-                           "it would crash.")
+    repack: str = setting("auto", kind="str", choices=("auto", "on", "off"),
+                          help="Convert quantised weights to a layout for faster kernels while "
+                               "they are loaded; auto: unless llama.cpp was compiled for AMX, "
+                               "where it would crash.")
     mlock: bool = opt(False, "--mlock", kind="flag", changes_tokens=False,
                       help="Lock the weights in memory.")
     mmap: bool = opt(True, "--mmap", kind="flag", off_flag="--no-mmap", changes_tokens=False,
                      help="Map the weights into memory instead of reading them.")
-    huge_pages: bool = opt(True, "--huge-pages", kind="flag", off_flag="--no-huge-pages",
-                           changes_tokens=False,
-                           help="Copy weights that are mapped in small pages into huge ones, "
-                                "which are read faster, while a tenth of the memory stays free.")
+    huge_pages: bool = setting(True, kind="flag", changes_tokens=False,
+                               help="Copy weights that are mapped in small pages into huge ones, "
+                                    "which are read faster, while a tenth of the memory stays "
+                                    "free.")
     numa: str = opt("", "--numa", kind="str",
                     choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
-    like_llama_cpp: bool = opt(
-        False, "--like-llama-cpp", kind="flag",
-        help="Use llama.cpp's defaults for cache types, flash attention, repacking and prompt "
-             "chunks, which gives its tokens; few rows or none are exact together then.")
+    like_llama_cpp: bool = setting(False, kind="flag",
+                                   help="Use llama.cpp's defaults for cache types, flash "
+                                        "attention, repacking and prompt chunks, which gives its "
+                                        "tokens; few rows or none are exact together then.")
     exact: str = opt("on", "--exact", kind="str", choices=("on", "off"),
                      help="Limit runs to the width at which decodes are bit-equal to single rows.")
-    pad: int = opt(0, "--pad", low=0, high=16,
-                   help="With -ngl and --exact on: rows to which each decode of fewer is padded, "
-                        "so that runs of as many are exact; 1: none; 0: as many as promise most "
-                        "by the times of this GPU. See docs/exactness.md.")
-
-    def __post_init__(self) -> None:
-        if self.hf_file and not self.hf_repo:
-            raise UsageError("-hff names a file of a repository: add -hf user/repo")
+    pad: int = setting(0, low=0, high=16,
+                       help="With -ngl and --exact on: rows to which each decode of fewer is "
+                            "padded, so that runs of as many are exact; 1: none; 0: as many as "
+                            "promise most by the times of this GPU. See docs/exactness.md.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,33 +100,27 @@ class ClusterConfig:
     distribute: bool = opt(False, "--distribute", kind="flag", changes_tokens=False,
                            help="Send layers from rank 0 to ranks without the model file, which "
                                 "store them; see docs/clusters.md.")
-    pace_ms: float = opt(0.0, "--pace-ms", kind="float", low=0, high=60_000, changes_tokens=False,
-                         help="For experiments: make every decode of a stage take at least this "
-                              "many milliseconds, as on a slower machine.")
-    pace_row_ms: float = opt(0.0, "--pace-row-ms", kind="float", low=0,
-                             high=60_000, changes_tokens=False,
-                             help="With --pace-ms: milliseconds to add for each further row of a "
-                                  "decode.")
-    shard_cache: str = opt("auto", "--shard-cache", kind="str", changes_tokens=False,
-                           choices=("auto", "always", "never"),
-                           help="Whether a rank writes its layers into a file of its own before it "
-                                "loads them; auto: where the model is on a network file system, or "
-                                "its layers are slices; else they are read from the model file.")
-    cancel_path: str = opt("auto", "--cancel-path", kind="str",
-                           choices=("auto", "direct", "backward"), changes_tokens=False,
-                           help="How cancellations travel: directly to every stage, or backward "
-                                "from stage to stage; auto: backward with --policy published.")
+    shard_cache: str = setting("auto", kind="str", choices=("auto", "always", "never"),
+                               changes_tokens=False,
+                               help="Whether a rank writes its layers into a file of its own "
+                                    "before it loads them; auto: where the model is on a network "
+                                    "file system, or its layers are slices; else they are read "
+                                    "from the model file.")
+    cancel_path: str = setting("auto", kind="str", choices=("auto", "direct", "backward"),
+                               changes_tokens=False,
+                               help="How cancellations travel: directly to every stage, or "
+                                    "backward from stage to stage; auto: backward with --policy "
+                                    "published.")
     head_stage: bool = opt(False, "--head-stage", kind="flag",
                            help="Give rank 0 the first layers, too.")
-    keep_binding: bool = opt(False, "--keep-binding", kind="flag", changes_tokens=False,
-                             help="Keep the processor binding that the launcher set.")
+    keep_binding: bool = setting(False, kind="flag", changes_tokens=False,
+                                 help="Keep the processor binding that the launcher set.")
     nodes: str = opt("", "--nodes", kind="str", changes_tokens=False,
                      help="TOML file with settings per host, see docs/clusters.md [default: with "
                           "launch/ssh, the one beside the hostfile].")
-    split: str = opt("planned", "--split", kind="str",
-                     choices=("planned", "equal"), changes_tokens=False,
-                     help="Layers per stage: planned from each rank's measured speed, or equal "
-                          "shares.")
+    split: str = setting("planned", kind="str", choices=("planned", "equal"), changes_tokens=False,
+                         help="Layers per stage: planned from each rank's measured speed, or "
+                              "equal shares.")
     layers: str = opt("", "--layers", kind="str", changes_tokens=False,
                       help="Number of layers of each stage, such as 10,12,12,6; 0 leaves a rank "
                            "out.")
@@ -156,15 +135,15 @@ class ClusterConfig:
     sum_type: str = opt("f32", "--sum-type", kind="str", choices=("f32", "f16", "bf16"),
                         help="Data type of the partial results that members exchange; shorter "
                              "ones save time on slow networks.")
-    hidden_type: str = opt("f32", "--hidden-type", kind="str", choices=("f32", "f16"),
-                           changes_tokens=False,
-                           help="Data type of the rows that stages send to a head of the model "
-                                "(--proposer mtp, eagle3); f16 saves time on slow networks.")
-    sum_path: str = opt("auto", "--sum-path", kind="str", choices=("auto", "memory", "messages"),
-                        help="How members of a stage exchange partial results: through shared "
-                             "memory, or as messages; auto: memory where all are on one host.")
-    remeasure: bool = opt(False, "--remeasure", kind="flag", changes_tokens=False,
-                          help="Measure the ranks again instead of using cached measurements.")
+    hidden_type: str = setting("f32", kind="str", choices=("f32", "f16"), changes_tokens=False,
+                               help="Data type of the rows that stages send to a head of the "
+                                    "model (--proposer mtp, eagle3); f16 saves time on slow "
+                                    "networks.")
+    sum_path: str = setting("auto", kind="str", choices=("auto", "memory", "messages"),
+                            help="How members of a stage exchange partial results: through shared "
+                                 "memory, or as messages; auto: memory where all are on one host.")
+    remeasure: bool = setting(False, kind="flag", changes_tokens=False,
+                              help="Measure the ranks again instead of using cached measurements.")
     strict: bool = opt(False, "--strict", kind="flag", changes_tokens=False,
                        help="Refuse ranks whose llama.cpp was compiled for other processors than "
                             "rank 0's: they may choose otherwise where two tokens are nearly "
@@ -178,10 +157,11 @@ class ClusterConfig:
                            help="Seconds of silence after which a hanging rank is killed and an "
                                 "unreachable host counts as lost; 0 switches this off (for "
                                 "debuggers).")
-    turns: str = opt("auto", "--turns", kind="str", choices=("auto", "off"),
-                     help="auto: where all ranks are on one host, draft and stages take turns, "
-                          "each with all of its cores; off, or with -t: each keeps its share of "
-                          "them, and runs overlap as over hosts. See docs/clusters.md.")
+    turns: str = setting("auto", kind="str", choices=("auto", "off"),
+                         help="auto: where all ranks are on one host, draft and stages take "
+                              "turns, each with all of its cores; off, or with -t: each keeps its "
+                              "share of them, and runs overlap as over hosts. See "
+                              "docs/clusters.md.")
     spares: int = opt(0, "--spares", low=0, high=1000, changes_tokens=False,
                       help="Number of ranks, counted from the last, that hold no layers until "
                            "they replace a rank that dies; see docs/chaos.md.")
@@ -193,13 +173,16 @@ class ClusterConfig:
                          choices=("auto", "off"), changes_tokens=False,
                          help="serve: redistribute the layers between requests when a stage has "
                               "become slow and at least 25 % more speed is expected.")
-    debug: bool = opt(False, "--debug", kind="flag", changes_tokens=False,
-                      help="Check the scheduler's state after every event, and end the job if it "
-                           "is inconsistent.")
-    fault: tuple[str, ...] = opt((), "--fault", kind="list", changes_tokens=False,
-                                 help="For experiments: cause a fault on purpose, such as "
-                                      "kill@2:decode=30 (repeatable; see docs/chaos.md).")
-
+    debug: bool = setting(False, kind="flag", changes_tokens=False,
+                          help="Check the scheduler's state after every event, and end the job if "
+                               "it is inconsistent.")
+    hook: tuple[str, ...] = opt((), "--hook", kind="list", changes_tokens=False,
+                                help="For experiments: a development tool that wraps parts of each "
+                                     "rank (repeatable). pace=MS or pace=MS+ROW_MS: each decode of "
+                                     "a stage takes at least MS milliseconds, and ROW_MS more for "
+                                     "each further row, as on a slower machine; fault=SPEC: cause "
+                                     "a fault on purpose, such as fault=kill@2:decode=30 (see "
+                                     "docs/chaos.md).")
 
     @property
     def start_timeout(self) -> float:
@@ -232,71 +215,66 @@ class SpeculationConfig:
                           help="Decode a response in several threads at once; see "
                                "docs/decomposers.md. The prompt becomes a chat message; the "
                                "default model is a small embedded one that was trained for this.")
-    decompose_threads: int = opt(8, "--decompose-threads", low=1, high=64,
-                                 help="Maximum number of threads of a response that decode "
-                                      "alongside its main one; further ones wait.")
+    decompose_threads: int = setting(8, low=1, high=64,
+                                     help="Maximum number of threads of a response that decode "
+                                          "alongside its main one; further ones wait.")
     ablate: tuple[str, ...] = opt((), "--ablate", kind="list",
                                   choices=("async", "continuous", "multibuffer",
                                            "alternatives", "cancel"), changes_tokens=False,
                                   help="Switch off a component of pipeinfer, or of published "
                                        "(repeatable).")
-    draft_max: int = opt(0, "--draft-max", "--draft", low=0, high=64, changes_tokens=False,
-                         help="Maximum speculative tokens per micro-batch; 0: tuned while "
-                              "running.")
-    tree_max: int = opt(0, "--tree-max", low=0, high=256, changes_tokens=False,
-                        help="Drafted tokens of a synchronous tree (--policy speculative); 0: 2 "
-                             "to 7, depending on what a further row costs here.")
-    draft_p_min: float = opt(-1.0, "--draft-p-min", kind="float", low=-1, high=1,
-                             changes_tokens=False,
-                             help="Do not issue drafted tokens below this confidence; -1: 0.4 for "
-                                  "synchronous trees, else only --path-min applies.")
-    path_min: float = opt(-1.0, "--path-min", kind="float", low=-1, high=2, changes_tokens=False,
-                          help="Issue a speculative token only if it and all before it will be "
-                               "accepted with at least this estimated probability; -1: tuned "
-                               "while running.")
-    alternatives: int = opt(-1, "--alternatives", low=-1, high=7, changes_tokens=False,
-                            help="How many of the draft's second, third, ... choices may be "
-                                 "issued along with its first; -1: 1, or 2 on long pipelines.")
-    adapt: bool = opt(True, "--adapt", kind="flag", off_flag="--no-adapt", changes_tokens=False,
-                      help="Tune credit, micro-batch size, cutoff and tip while running.")
-    p_split: float = opt(-1.0, "--p-split", kind="float", low=-1, high=1, changes_tokens=False,
-                         help="Least confidence of a further branch or alternative; -1: 0.2 for "
-                              "synchronous trees, else 0.02.")
-    verify: str = opt("shared", "--verify", kind="str", choices=("shared", "mss"),
-                      help="How drafted tokens are verified: by noise that draft and target share. "
-                           "SpecInfer's multi-step sampling (mss) is in `pipeinfer bench` alone.")
-    p_recovery: float = opt(0.0, "--p-recovery", kind="float", low=0, high=1, changes_tokens=False,
-                            help="Raise the cutoff by this much for each run issued since the "
-                                 "last acceptance.")
-    p_decay: float = opt(0.0, "--p-decay", kind="float", low=0, high=1, changes_tokens=False,
-                         help="Lower the cutoff of --draft-p-min and --p-recovery by this much "
-                              "for each empty draft since the last acceptance; without them it "
-                              "has no effect.")
-    tip: str = opt("auto", "--tip", kind="str",
-                   choices=("auto", "alone", "joined"), changes_tokens=False,
-                   help="After a miss, issue the accepted token alone at once, or joined with the "
-                        "first speculative tokens after it; auto: tuned while running.")
-    branches: int = opt(1, "--branches", low=1, high=32, changes_tokens=False,
-                        help="Paths of a tree of --policy speculative, or of a micro-batch of "
-                             "--policy published (1: a chain).")
-    partitions: int = opt(-1, "--partitions", low=-1, high=200, changes_tokens=False,
-                          help="Sequence ids for side branches; -1: twice the first credit, 8 to "
-                               "60.")
-    credit: int = opt(0, "--credit", low=0, high=1024, changes_tokens=False,
-                      help="Maximum number of useful runs in flight; 0: tuned while running, from "
-                           "stages + 1.")
-    chunk: int = opt(64, "--chunk", low=1, high=4096,
-                     help="Prompt tokens per run; prompts are cut at multiples of it.")
+    draft_max: int = setting(0, low=0, high=64, changes_tokens=False,
+                             help="Maximum speculative tokens per micro-batch; 0: tuned while "
+                                  "running.")
+    tree_max: int = setting(0, low=0, high=256, changes_tokens=False,
+                            help="Drafted tokens of a synchronous tree (--policy speculative); 0: "
+                                 "2 to 7, depending on what a further row costs here.")
+    draft_p_min: float = setting(-1.0, kind="float", low=-1, high=1, changes_tokens=False,
+                                 help="Do not issue drafted tokens below this confidence; -1: 0.4 "
+                                      "for synchronous trees, else only --path-min applies.")
+    path_min: float = setting(-1.0, kind="float", low=-1, high=2, changes_tokens=False,
+                              help="Issue a speculative token only if it and all before it will "
+                                   "be accepted with at least this estimated probability; -1: "
+                                   "tuned while running.")
+    alternatives: int = setting(-1, low=-1, high=7, changes_tokens=False,
+                                help="How many of the draft's second, third, ... choices may be "
+                                     "issued along with its first; -1: 1, or 2 on long pipelines.")
+    adapt: bool = setting(True, kind="flag", changes_tokens=False,
+                          help="Tune credit, micro-batch size, cutoff and tip while running.")
+    p_split: float = setting(-1.0, kind="float", low=-1, high=1, changes_tokens=False,
+                             help="Least confidence of a further branch or alternative; -1: 0.2 "
+                                  "for synchronous trees, else 0.02.")
+    p_recovery: float = setting(0.0, kind="float", low=0, high=1, changes_tokens=False,
+                                help="Raise the cutoff by this much for each run issued since the "
+                                     "last acceptance.")
+    p_decay: float = setting(0.0, kind="float", low=0, high=1, changes_tokens=False,
+                             help="Lower the cutoff of --draft-p-min and --p-recovery by this "
+                                  "much for each empty draft since the last acceptance; without "
+                                  "them it has no effect.")
+    tip: str = setting("auto", kind="str", choices=("auto", "alone", "joined"),
+                       changes_tokens=False,
+                       help="After a miss, issue the accepted token alone at once, or joined with "
+                            "the first speculative tokens after it; auto: tuned while running.")
+    branches: int = setting(1, low=1, high=32, changes_tokens=False,
+                            help="Paths of a tree of --policy speculative, or of a micro-batch of "
+                                 "--policy published (1: a chain).")
+    partitions: int = setting(-1, low=-1, high=200, changes_tokens=False,
+                              help="Sequence ids for side branches; -1: twice the first credit, 8 "
+                                   "to 60.")
+    credit: int = setting(0, low=0, high=1024, changes_tokens=False,
+                          help="Maximum number of useful runs in flight; 0: tuned while running, "
+                               "from stages + 1.")
+    chunk: int = setting(64, low=1, high=4096,
+                         help="Prompt tokens per run; prompts are cut at multiples of it.")
     parallel: int = opt(1, "-np", "--parallel", low=1, high=128, changes_tokens=False,
                         help="Requests decoded at the same time; others wait (serve: 16).")
-    cache_tokens: int = opt(0, "--cache-tokens", low=0, high=2**26, changes_tokens=False,
-                            help="Tokens that the KV cache holds for all requests and stored "
-                                 "prompts together; 0: the context, or twice that with "
-                                 "--parallel.")
-    prefix_cache: bool = opt(True, "--prefix-cache", kind="flag",
-                             off_flag="--no-prefix-cache", changes_tokens=False,
-                             help="Keep prompts of finished requests, so that a new request with "
-                                  "the same beginning does not compute it again.")
+    cache_tokens: int = setting(0, low=0, high=2**26, changes_tokens=False,
+                                help="Tokens that the KV cache holds for all requests and stored "
+                                     "prompts together; 0: the context, or twice that with "
+                                     "--parallel.")
+    prefix_cache: bool = setting(True, kind="flag", changes_tokens=False,
+                                 help="Keep prompts of finished requests, so that a new request "
+                                      "with the same beginning does not compute it again.")
     speculation: str = opt("auto", "--speculation", kind="str",
                            choices=("auto", "on", "off"), changes_tokens=False,
                            help="With several requests: speculate only where their own tokens "

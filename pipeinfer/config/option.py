@@ -12,6 +12,7 @@ from typing import Any, Self
 class Option:
     """How one field is given.
 
+    flags: empty for a setting, which is given as `--set name=value`
     kind: int, float, str, flag or list. registered: what kind of strategies its choices are.
     secret: never shown. changes_tokens: False if no token depends on it, but only placement, timing
     or speculation. fixed: for the life of the HTTP process.
@@ -29,6 +30,14 @@ class Option:
     changes_tokens: bool = True
     fixed: bool = False
 
+    def called(self, name: str) -> str:
+        """Return what messages call the option with this name."""
+        return self.flags[-1] if self.flags else f"--set {name}"
+
+    def given(self, name: str, value: Any) -> str:
+        """Return the words that give it this value."""
+        return f"{self.called(name)}{' ' if self.flags else '='}{value or repr(value)}"
+
 
 @dataclass(frozen=True, slots=True)
 class OwnOption:
@@ -39,7 +48,13 @@ class OwnOption:
 
 
 def opt(default: Any, *flags: str, kind: str = "int", help: str, **extra: Any) -> Any:
+    """Declare a field that flags give."""
     return field(default=default, metadata={"option": Option(flags, kind, help, **extra)})
+
+
+def setting(default: Any, *, kind: str = "int", help: str, **extra: Any) -> Any:
+    """Declare a field that is given as `--set name=value`: for experiments and rare cases."""
+    return opt(default, kind=kind, help=help, **extra)
 
 
 class Sections:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.config.option import opt
+from pipeinfer.config.option import opt, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,20 @@ class SamplingConfig:
     logit_bias: tuple[str, ...] = opt((), "-l", "--logit-bias", kind="list",
                                       help="TOKEN_ID(+|-)BIAS, such as 15043+1, is added to a "
                                            "token's logit (repeatable).")
+    seed: int = opt(-1, "-s", "--seed", low=-1, high=2**63 - 1,
+                    help="Random seed; -1: choose one and report it.")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarConfig:
+    """What an answer on the command line has to follow; clients of a server send their own."""
+
     grammar: str = opt("", "--grammar", kind="str",
                        help="Grammar (GBNF) that the text has to follow.")
     grammar_file: str = opt("", "--grammar-file", kind="str",
                             help="File with the grammar.")
     json_schema: str = opt("", "-j", "--json-schema", kind="str",
                            help="JSON schema that the text has to follow; {} for any JSON.")
-    seed: int = opt(-1, "-s", "--seed", low=-1, high=2**63 - 1,
-                    help="Random seed; -1: choose one and report it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +106,8 @@ class ServeConfig:
                                       "whose answers share their wording.")
     queue: int = opt(64, "--queue", low=0, high=100_000,
                      help="How many requests may wait beyond --parallel; others get status 429.")
-    max_body: int = opt(4 << 20, "--max-body", low=1024, high=1 << 28,
-                        help="Maximum bytes of a request; longer ones get status 413.")
+    max_body: int = setting(4 << 20, low=1024, high=1 << 28,
+                            help="Maximum bytes of a request; longer ones get status 413.")
     drain_seconds: float = opt(30.0, "--drain-seconds", kind="float", low=0,
                                high=86400,
                                help="Seconds that running requests may take to finish when the "
@@ -109,14 +115,13 @@ class ServeConfig:
     request_timeout: float = opt(3600.0, "--request-timeout", kind="float",
                                  low=0.1, high=1e6,
                                  help="Maximum seconds that a request may take in total.")
-    client_timeout: float = opt(60.0, "--client-timeout", kind="float", low=0.1,
-                                high=1e6,
-                                help="Disconnect a client that has not read its answer for this "
-                                     "many seconds.")
-    restart_timeout: float = opt(300.0, "--restart-timeout", kind="float", low=0.1, high=1e6,
-                                 help="Seconds that requests wait for a job that the launch "
-                                      "scripts start again (PIPEINFER_RESTARTS), before they end "
-                                      "with an error.")
+    client_timeout: float = setting(60.0, kind="float", low=0.1, high=1e6,
+                                    help="Disconnect a client that has not read its answer for "
+                                         "this many seconds.")
+    restart_timeout: float = setting(300.0, kind="float", low=0.1, high=1e6,
+                                     help="Seconds that requests wait for a job that the launch "
+                                          "scripts start again (PIPEINFER_RESTARTS), before they "
+                                          "end with an error.")
     cors_origin: tuple[str, ...] = opt((), "--cors-origin", kind="list",
                                        help="Web page origin that may use the server, such as "
                                             "https://chat.example.org (repeatable), or *.")
@@ -124,9 +129,9 @@ class ServeConfig:
                                       help="Host name under which the server may be reached, such "
                                            "as that of a proxy in front of it (repeatable); on "
                                            "a loopback address other names are refused.")
-    race: bool = opt(True, "--race", kind="flag", off_flag="--no-race",
-                     help="Let the page of a server on a loopback address and one host race three "
-                          "policies over stages that are paced as slow hosts.")
+    race: bool = setting(True, kind="flag",
+                         help="Let the page of a server on a loopback address and one host race "
+                              "three policies over stages that are paced as slow hosts.")
     log_requests: bool = opt(False, "--log-requests", kind="flag",
                              help="Log one line per request to standard error (without contents).")
     otlp_endpoint: str = opt("", "--otlp-endpoint", kind="str", fixed=True,
@@ -136,10 +141,11 @@ class ServeConfig:
     journal: str = opt("", "--journal", kind="str", fixed=True,
                        help="File from which requests continue after a crash of the HTTP process: "
                             "it stores prompts and answers, readable by this user only.")
-    journal_sync: float = opt(1.0, "--journal-sync", kind="float", low=0.01, high=3600, fixed=True,
-                              help="Seconds between two flushes of the journal to disk.")
-    journal_keep: float = opt(3600.0, "--journal-keep", kind="float", low=0, high=1e7, fixed=True,
-                              help="Seconds for which a complete answer can be requested again.")
-    journal_size: int = opt(64, "--journal-size", low=1, high=1 << 16, fixed=True,
-                            help="MiB of the journal beyond which the oldest complete answers are "
-                                 "deleted.")
+    journal_sync: float = setting(1.0, kind="float", low=0.01, high=3600, fixed=True,
+                                  help="Seconds between two flushes of the journal to disk.")
+    journal_keep: float = setting(3600.0, kind="float", low=0, high=1e7, fixed=True,
+                                  help="Seconds for which a complete answer can be requested "
+                                       "again.")
+    journal_size: int = setting(64, low=1, high=1 << 16, fixed=True,
+                                help="MiB of the journal beyond which the oldest complete answers "
+                                     "are deleted.")

@@ -14,7 +14,7 @@ from msgspec import Struct
 from pipeinfer.errors import ModelError
 
 PREFERRED = ("Q4_K_M", "Q8_0")  #: where no quantisation is requested
-_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w./-]+))?", re.ASCII)
 _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))"
                     r"(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$", re.ASCII)
@@ -33,11 +33,14 @@ class Wanted(Struct, frozen=True):
 
     @classmethod
     def parse(cls, name: str) -> Wanted | None:
-        """Return the model that a name such as `user/repo:Q8_0` means; None for another kind of
-        name.
+        """Return the model that a name such as `user/repo:Q8_0` or `user/repo:dir/m.gguf` means;
+        None for another kind of name.
         """
         found = _NAME.fullmatch(name)
-        return cls(found[1], found[2] or "") if found else None
+        if found is None:
+            return None
+        of = found[2] or ""
+        return cls(found[1], file=of) if of.endswith(".gguf") else cls(found[1], of)
 
     @property
     def precise(self) -> bool:

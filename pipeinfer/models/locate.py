@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
 from pipeinfer.errors import ModelError, UsageError
@@ -43,8 +43,6 @@ def model_paths(config: JobConfig) -> tuple[Path, Path | None]:
     target, model = targeted(config), config.model
     if model.draft_model == NO_DRAFT:
         return target.path, None
-    if model.hf_repo_draft:
-        return target.path, on_hub(model.hf_repo_draft, offline=model.offline).path
     if model.draft_model:
         return target.path, find(model.draft_model, offline=model.offline).path
     return target.path, target.draft
@@ -58,10 +56,8 @@ def targeted(config: JobConfig) -> Named:
     where that is installed and no draft of another model is requested.
     """
     model, name = config.model, config.model.model
-    if model.hf_repo:
-        return on_hub(model.hf_repo, model.hf_file, offline=model.offline)
     if name in ("", AUTO):
-        alone = model.draft_model in ("", NO_DRAFT) and not model.hf_repo_draft
+        alone = model.draft_model in ("", NO_DRAFT)
         name = automatic() if name == AUTO and alone else PAIR
         if config.speculation.decomposer:
             name = TASK_MODEL
@@ -78,7 +74,7 @@ def automatic() -> str:
 
 def advice(config: JobConfig) -> str:
     """Return a hint for users who chose no model and get one that cannot chat; empty for others."""
-    if config.model.model != AUTO or config.model.hf_repo or os.environ.get(DEFAULT_MODEL):
+    if config.model.model != AUTO or os.environ.get(DEFAULT_MODEL):
         return ""
     if targeted(config).name != PAIR:
         return ""
@@ -89,16 +85,14 @@ def advice(config: JobConfig) -> str:
 def may_fetch(config: JobConfig) -> bool:
     """Return whether rank 0 may have to fetch a model from the hub, which can take hours."""
     model = config.model
-    names = (model.model, model.draft_model, model.draft_small, _eagle(config))
-    return not model.offline and bool(model.hf_repo or model.hf_repo_draft or any(
-        Wanted.parse(name) is not None and not Path(name).exists() for name in names))
+    names = (model.model, model.draft_model, _eagle(config))
+    return not model.offline and any(
+        Wanted.parse(name) is not None and not Path(name).exists() for name in names)
 
 
 def fetch(config: JobConfig) -> None:
     """Fetch every model of a job that is missing here. Raises the errors of `find`."""
     model_paths(config)
-    if config.model.draft_small:
-        find(config.model.draft_small, offline=config.model.offline)
     if eagle := _eagle(config):
         find(eagle, offline=config.model.offline)
 
@@ -117,7 +111,8 @@ def find(name: str, *, offline: bool = False) -> Named:
     if name in bundled.names():
         return Named(bundled.file_of(name), name, bundled.draft_of(name))
     path = Path(name)
-    if path.exists() or path.is_absolute() or name.startswith(".") or name.endswith(".gguf"):
+    if path.exists() or path.is_absolute() or name.startswith(".") or (
+            name.endswith(".gguf") and ":" not in name):
         return Named(path, path.resolve().name if path.is_dir() else path.stem)
     stored = local_stores.find(name)
     if stored is not None:
@@ -131,11 +126,10 @@ def find(name: str, *, offline: bool = False) -> Named:
                      "lists those that are; check the name after -m or -md")
 
 
-def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
+def on_hub(name: str, *, offline: bool = False) -> Named:
     """Return a model on the Hugging Face hub.
 
-    name: user/repo[:quant]
-    file: its file in the repository, instead of a quantisation
+    name: user/repo, user/repo:quant or user/repo:FILE.gguf
     offline: whether fetching is forbidden
     Raises UsageError for another kind of name, ModelError for a model that is not available.
     """
@@ -143,9 +137,9 @@ def on_hub(name: str, file: str = "", *, offline: bool = False) -> Named:
 
     wanted = Wanted.parse(name)
     if wanted is None:
-        raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
-                         "user/repo:quant")
-    found = hub.find(structs.replace(wanted, file=file), offline=offline)
+        raise UsageError(f"{name!r} names no repository of the hub: write user/repo, "
+                         "user/repo:quant or user/repo:FILE.gguf")
+    found = hub.find(wanted, offline=offline)
     return Named(found.path, found.name)
 
 

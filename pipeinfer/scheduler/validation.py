@@ -1,6 +1,7 @@
 """The invariants of the scheduler's state between two events.
 
-The error of each check states what it found. Used by the tests after every event, and by `--debug`.
+The error of each check states what it found. Used by the tests after every event, and by
+`--set debug=true`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class EngineClient:
     # --- requests -----------------------------------------------------------------------------
 
     async def admission(self) -> None:
-        """Return when a new request may enter, or after --restart-timeout."""
+        """Return when a new request may enter, or after --set restart_timeout."""
         if self._admits.is_set() or self.waiting >= self.settings.most_open:
             return
         self.waiting += 1
@@ -489,7 +489,7 @@ class EngineClient:
         self._gave_up = True
         self._end_all(Failure("failed", f"the cluster has failed: {self.reason}; it was not back "
                                         f"within {self.settings.restart_timeout:g} s "
-                                        "(--restart-timeout)"))
+                                        "(--set restart_timeout)"))
 
     def fail(self, reason: str) -> None:
         """Record that the engine is lost for good: every open choice ends with an error."""

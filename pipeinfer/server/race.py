@@ -48,7 +48,7 @@ class Races:
         """Raise ApiError unless a race can begin now."""
         if not self.offered:
             raise ApiError(404, "this server offers no race: it needs a draft or another proposer, "
-                                "a loopback address, stages on one host, and no --no-race",
+                                "a loopback address, stages on one host, and no --set race=false",
                            code="not_supported")
         if self._running:
             raise _ANOTHER

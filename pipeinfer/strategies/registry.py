@@ -7,13 +7,13 @@ options here, so that none of them contains the name of a strategy.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
 from pipeinfer.config import JobConfig, OwnOption, SpeculationConfig
 from pipeinfer.errors import UsageError
+from pipeinfer.loading import plug_ins
 from pipeinfer.strategies.spec import DecomposerSpec, ProposerSpec
 
 Spec: TypeAlias = ProposerSpec | DecomposerSpec
@@ -46,7 +46,7 @@ def specs() -> Mapping[str, Spec]:
     found: dict[str, Spec] = {}
     for module in BUILT_IN:
         _add(found, importlib.import_module(module).SPEC, module)
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in plug_ins(GROUP):
         try:
             spec = entry.load()
         except Exception as error:

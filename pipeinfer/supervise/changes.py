@@ -23,12 +23,13 @@ def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def kept(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Return an error text if options differ that belong to the HTTP process, which a new job
     does not replace; else ""."""
-    flags = {name: option.flags[-1] for name, option in options("serve").items()
-             if option.fixed and old.get(name) != new.get(name)}
-    if not flags:
+    differ = {name: option for name, option in options("serve").items()
+              if option.fixed and old.get(name) != new.get(name)}
+    if not differ:
         return ""
-    as_now = " ".join(f"{flags[name]} {old[name] or repr(old[name])}" for name in flags)
-    return (f"{', '.join(flags.values())} cannot change while the HTTP process keeps its clients: "
+    as_now = " ".join(option.given(name, old[name]) for name, option in differ.items())
+    called = ", ".join(option.called(name) for name, option in differ.items())
+    return (f"{called} cannot change while the HTTP process keeps its clients: "
             f"give {as_now} as before, or `pipeinfer down` and `pipeinfer up` with other ones")
 
 

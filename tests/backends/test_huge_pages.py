@@ -162,7 +162,7 @@ def test_a_hole_is_told(file, area, monkeypatch):
     refusing = Refusing(mremap=lambda *args: huge_pages._FAILED,
                         mmap=lambda *args: huge_pages._FAILED if args[0] else None)
     monkeypatch.setattr(huge_pages, "_libc", lambda: refusing)
-    with pytest.raises(BackendError, match="--no-huge-pages"):
+    with pytest.raises(BackendError, match="--set huge_pages=false"):
         into_huge_pages(file, reserve=0)
 
 

@@ -280,7 +280,7 @@ def test_names_of_shared_memory_are_checked_and_not_left_behind():
     name = region.name
     other = Region.open(name, shape)
     region.forget_name()
-    with pytest.raises(BackendError, match="--sum-path messages"):
+    with pytest.raises(BackendError, match="--set sum_path=messages"):
         Region.open(name, shape)
     for wrong in ("../etc/passwd", "pipeinfer-sums-/x", ""):
         with pytest.raises(ProtocolError, match="no name"):

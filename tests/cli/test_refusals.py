@@ -57,7 +57,6 @@ def test_shards_ahead_of_time_keep_to_them_too(tmp_path, monkeypatch, whole_only
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (("--tasks", "1", "--json-schema", "{}"), "cannot be combined with a grammar"),
     (("--tasks", "1", "--pasta-positions", "oracle:12,30"), "train by pred-1x or pred-10x"),
     (("--tasks", "1", "--pasta-positions", "oracle"), "compare --pasta-oracle finds them"),
     (("--tasks", "1", "--repeat-penalty", "1.2"), "cannot be combined with repetition penalties"),

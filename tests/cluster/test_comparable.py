@@ -20,17 +20,17 @@ def asks_for(policy="pipeinfer", ranks=4, *, turns=False, **options):
 
 
 @pytest.mark.parametrize(("ranks", "turns", "options", "wanted"), [
-    (4, True, {"ablate": ("cancel",)}, "--turns off"),
-    (4, True, {"ablate": ("alternatives", "cancel")}, "--turns off"),
-    (4, True, {"ablate": ("async",)}, "--turns off --no-adapt"),
-    (4, True, {"ablate": ("continuous",), "adapt": False}, "--turns off"),
-    (4, False, {"ablate": ("async",)}, "--no-adapt"),
-    (3, False, {"ablate": ("continuous",)}, "--no-adapt --tip alone"),
-    (3, False, {"ablate": ("continuous",), "adapt": False}, "--tip alone"),
-    (2, False, {"ablate": ("continuous",), "adapt": False, "head_stage": True}, "--tip alone"),
-    (7, False, {"ablate": ("continuous",), "adapt": False, "grid": "2x3"}, "--tip alone"),
-    (1, False, {"ablate": ("cancel",)}, "--tip alone"),
-    (1, False, {"ablate": ("async",)}, "--no-adapt --tip alone"),
+    (4, True, {"ablate": ("cancel",)}, "--set turns=off"),
+    (4, True, {"ablate": ("alternatives", "cancel")}, "--set turns=off"),
+    (4, True, {"ablate": ("async",)}, "--set turns=off --set adapt=false"),
+    (4, True, {"ablate": ("continuous",), "adapt": False}, "--set turns=off"),
+    (4, False, {"ablate": ("async",)}, "--set adapt=false"),
+    (3, False, {"ablate": ("continuous",)}, "--set adapt=false --set tip=alone"),
+    (3, False, {"ablate": ("continuous",), "adapt": False}, "--set tip=alone"),
+    (2, False, {"ablate": ("continuous",), "adapt": False, "head_stage": True}, "--set tip=alone"),
+    (7, False, {"ablate": ("continuous",), "adapt": False, "grid": "2x3"}, "--set tip=alone"),
+    (1, False, {"ablate": ("cancel",)}, "--set tip=alone"),
+    (1, False, {"ablate": ("async",)}, "--set adapt=false --set tip=alone"),
 ])
 def test_what_else_would_differ_is_named(ranks, turns, options, wanted):
     assert f"add {wanted}, here and to the run" in asks_for(ranks=ranks, turns=turns, **options)

@@ -9,27 +9,28 @@ import pytest
 
 from benchmarks.methods import feature_table
 from pipeinfer.cluster import features
-from pipeinfer.config import SamplingConfig
+from pipeinfer.config import Config
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 #: options that make a config use each feature and, where that cannot be helped, another one
 GIVEN = {
-    "-m": {"model": "a.gguf"}, "-hf": {"hf_repo": "a/b"}, "-md": {"draft_model": "a.gguf"},
-    "-md none": {"draft_model": "none"}, "-hfd": {"hf_repo_draft": "a/b"},
-    "-mds": {"draft_small": "a.gguf"}, "-fa": {"flash_attn": "on"},
+    "-md": {"draft_model": "a.gguf"}, "-md none": {"draft_model": "none"},
+    "-fa": {"flash_attn": "on"},
     "-fa off": {"flash_attn": "off"}, "-ctk": {"cache_type_k": "f16"},
     "-ctv": {"cache_type_v": "f16"},
     "a quantised -ctv": {"cache_type_v": "q8_0"}, "--exact off": {"exact": "off"},
-    "--like-llama-cpp": {"like_llama_cpp": True}, "-t": {"threads": 2}, "-ngl": {"gpu_layers": 1},
-    "--numa": {"numa": "distribute"}, "--keep-binding": {"keep_binding": True},
-    "--pace-ms": {"pace_ms": 2.0}, "--grid": {"grid": "1x2"}, "--grid auto": {"grid": "auto"},
+    "--set like_llama_cpp": {"like_llama_cpp": True}, "-t": {"threads": 2},
+    "-ngl": {"gpu_layers": 1}, "--numa": {"numa": "distribute"},
+    "--set keep_binding": {"keep_binding": True}, "--hook pace": {"hook": ("pace=2",)},
+    "--grid": {"grid": "1x2"}, "--grid auto": {"grid": "auto"},
     "--slices": {"slices": "2"}, "--layers": {"layers": "4,4"}, "--draft-ranks": {"draft_ranks": 1},
     "--decomposer": {"decomposer": "pdos"}, "--ablate": {"ablate": ("cancel",)},
-    "--credit": {"credit": 2}, "--draft-max": {"draft_max": 2}, "--tree-max": {"tree_max": 3},
-    "--alternatives": {"alternatives": 0}, "--path-min": {"path_min": 0.0},
-    "--tip": {"tip": "alone"}, "--no-adapt": {"adapt": False},
+    "--set credit": {"credit": 2}, "--set draft_max": {"draft_max": 2},
+    "--set tree_max": {"tree_max": 3},
+    "--set alternatives": {"alternatives": 0}, "--set path_min": {"path_min": 0.0},
+    "--set tip": {"tip": "alone"}, "--set adapt=false": {"adapt": False},
     "--layout replicate": {"layout": "replicate"}, "--speculation off": {"speculation": "off"},
     "--speculation on": {"speculation": "on"}, "an adapter (--bita)": {"bita": "a.gguf"},
     "a grammar": {"json_schema": "{}"}, "repetition penalties": {"repeat_penalty": 1.5},
@@ -47,20 +48,20 @@ def config_of(*names):
         for key, value in GIVEN[name].items():
             if values.setdefault(key, value) != value:
                 return None
-    sampling = {key: values.pop(key) for key in ("json_schema", "repeat_penalty") if key in values}
-    return registry.job_config(**values), SamplingConfig(**sampling)
+    others = {key: values.pop(key) for key in ("json_schema", "repeat_penalty") if key in values}
+    return Config(job=registry.job_config(**values)).replace(**others)
 
 
 def test_every_feature_is_used_by_the_options_that_name_it():
     assert set(GIVEN) == set(features.features())
     for name in GIVEN:
-        assert name in features.used(GIVEN, *config_of(name)), name
-    assert features.used(GIVEN, *config_of()) == []
+        assert name in features.used(GIVEN, config_of(name)), name
+    assert features.used(GIVEN, config_of()) == []
 
 
 def test_one_feature_alone_is_never_refused():
     for name in GIVEN:
-        features.check(*config_of(name))
+        features.check(config_of(name))
 
 
 def test_the_verdict_on_each_pair_is_that_of_its_options():
@@ -68,11 +69,11 @@ def test_the_verdict_on_each_pair_is_that_of_its_options():
     for first, second in itertools.combinations(GIVEN, 2):
         if (config := config_of(first, second)) is None:
             continue
-        every = features.used(GIVEN, *config)
+        every = features.used(GIVEN, config)
         wanted = any(features.verdict(*pair) == "refused"
                      for pair in itertools.combinations(every, 2))
         try:
-            features.check(*config)
+            features.check(config)
             refused = ""
         except UsageError as error:
             refused = str(error)
@@ -81,13 +82,13 @@ def test_the_verdict_on_each_pair_is_that_of_its_options():
 
 
 @pytest.mark.parametrize(("feature", "given", "says"), [
-    (features.TIME_SHARING, "--credit", ["--credit"]), (features.TIME_SHARING, "-md", []),
+    (features.TIME_SHARING, "--set credit", ["--set credit"]), (features.TIME_SHARING, "-md", []),
     (features.LOOKUP, "--policy published", ["--policy published"]),
-    (features.LOOKUP_ALONE, "--no-adapt", ["--no-adapt"]),
+    (features.LOOKUP_ALONE, "--set adapt=false", ["--set adapt=false"]),
     (features.STATE, "--decomposer", ["--decomposer"]), (features.STATE, "-md none", []),
 ])
 def test_what_pipeinfer_chooses_by_itself_is_left_out(feature, given, says):
-    assert features.excluding(feature, config_of(given)[0]) == says
+    assert features.excluding(feature, config_of(given).job) == says
     wanted = "refused" if feature == features.STATE else "left out"
     assert features.verdict(given, feature) == (wanted if says else "")
 

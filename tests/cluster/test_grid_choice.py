@@ -62,8 +62,8 @@ def test_slices_stay_the_same_while_speeds_change(cluster):
     assert "remembered for the next start" in notes[0]
     again, notes = cluster([1.0, 1.0, 3.0])
     assert cut_layers(again.held) == cut_layers(first.held)
-    assert notes == [note for note in notes if "so that answers stay the same; --remeasure chooses "
-                     "again" in note]
+    assert notes == [note for note in notes if "so that answers stay the same; --set "
+                     "remeasure=true chooses again" in note]
     anew, notes = cluster([1.0, 1.0, 3.0], remeasure=True)
     assert cut_layers(anew.held) != cut_layers(first.held)
     assert cluster([1.0, 1.0, 1.0])[0].held == anew.held

@@ -28,7 +28,7 @@ PROMPT = "the rain in the then the rain in the"
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "40", "-c",
             "256", "-t", "1", "--temp", "0", "--ignore-eos", "--json"]
 #: so that guesses come in time on busy machines, also where there are few of them
-PACED, SLOWLY = ["--pace-ms", "10"], ["--pace-ms", "30"]
+PACED, SLOWLY = ["--hook", "pace=10"], ["--hook", "pace=30"]
 SAMPLED = ("granitehybrid", "qwen35moe")
 
 
@@ -144,19 +144,20 @@ def test_a_job_writes_what_a_plain_loop_writes(model, plain, ranks):
 
 
 CASES = {
-    "draft": (3, ["--alternatives", "3", "--path-min", "0.0001", "--no-adapt"]),
+    "draft": (3, ["--set", "alternatives=3", "--set", "path_min=0.0001", "--set", "adapt=false"]),
     "sampled": (3, ["--temp", "0.9", "--seed", "7"]),
-    "killed": (4, ["--fault", "kill@2:decode=12", "--temp", "0.8", "--seed", "3"]),
-    "killed-iterative": (3, ["--fault", "kill@1:decode=12", "--policy", "iterative"]),
-    "spare": (4, ["--fault", "kill@2:decode=9", "--spares", "1"]),
-    "moved": (3, ["--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward"]),
-    "overlapping": (2, ["--head-stage", "--turns", "off", "--credit", "7"]),
-    "no cancellation": (3, ["--ablate", "cancel", "--no-adapt"]),
-    "few ids": (3, ["--partitions", "1"]),
-    "four rows": (3, ["--draft-max", "4", "--path-min", "0.0001", "--no-adapt"]),
-    "joined": (3, ["--tip", "joined", "--temp", "0.7", "--seed", "5"]),
-    "speculative": (3, ["--policy", "speculative", "--draft-p-min", "0"]),
-    "cut short": (3, ["--pace-ms", "20", "--draft-max", "2", "--temp", "0.8", "--seed", "6"]),
+    "killed": (4, ["--hook", "fault=kill@2:decode=12", "--temp", "0.8", "--seed", "3"]),
+    "killed-iterative": (3, ["--hook", "fault=kill@1:decode=12", "--policy", "iterative"]),
+    "spare": (4, ["--hook", "fault=kill@2:decode=9", "--spares", "1"]),
+    "moved": (3, ["--hook", "fault=kill@1:decode=12", "--head-stage", "--set",
+                  "cancel_path=backward"]),
+    "overlapping": (2, ["--head-stage", "--set", "turns=off", "--set", "credit=7"]),
+    "no cancellation": (3, ["--ablate", "cancel", "--set", "adapt=false"]),
+    "few ids": (3, ["--set", "partitions=1"]),
+    "four rows": (3, ["--set", "draft_max=4", "--set", "path_min=0.0001", "--set", "adapt=false"]),
+    "joined": (3, ["--set", "tip=joined", "--temp", "0.7", "--seed", "5"]),
+    "speculative": (3, ["--policy", "speculative", "--set", "draft_p_min=0"]),
+    "cut short": (3, ["--hook", "pace=20", "--set", "draft_max=2", "--temp", "0.8", "--seed", "6"]),
     "turns": (1, ["--speculation", "on", "--temp", "0.8", "--seed", "4"]),
     "repetition": (3, ["--repeat-penalty", "1.3", "--temp", "0.7", "--seed", "1"]),
 }
@@ -187,25 +188,26 @@ def test_no_circumstance_changes_a_token(files, name, case):
             repeat_penalty=float(params.get("--repeat-penalty", 1.0)))
     expected = alone(PROMPT, 40, sampling, path=files[name])
     done = launch.run(ranks, [*GENERATE, "-m", str(files[name]), "-md", str(files["draft"]),
-                              *([] if case == "turns" else ["--turns", "off", *PACED]), *more])
+                              *([] if case == "turns" else ["--set", "turns=off", *PACED]), *more])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == expected
     assert answer["stats"]["issued_speculative"] > 0 or "iterative" in case
-    assert bool(answer["stats"]["recovered"]) == ("--fault" in more)
+    assert bool(answer["stats"]["recovered"]) == any(
+        word.startswith("fault=") for word in more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [
     ("qwen35", []), full("granitehybrid", ["--temp", "0.8", "--seed", "2"]),
-    full("lfm2", ["--draft-ranks", "1"]), full("mamba2", ["--branches", "3"])])
+    full("lfm2", ["--draft-ranks", "1"]), full("mamba2", ["--set", "branches=3"])])
 def test_a_draft_with_a_state_is_taken_back(files, name, more):
     """The draft is the target itself, so that most of its tokens are right."""
     params = dict(zip(more[::2], more[1::2], strict=True))
     sampling = seeded(int(params["--seed"]), 0.8) if "--temp" in params else GREEDY
     expected = alone(PROMPT, 40, sampling, path=files[name])
     done = launch.run(4, [*GENERATE, "-m", str(files[name]), "-md", str(files[name]),
-                          "--turns", "off", "--proposer", "draft", *SLOWLY, *more])
+                          "--set", "turns=off", "--proposer", "draft", *SLOWLY, *more])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == expected

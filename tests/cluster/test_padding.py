@@ -87,7 +87,8 @@ def test_options_for_branches_without_effect_are_named():
         job = SimpleNamespace(policy=Policy.SPECULATIVE, chains=True, gaps=False)
         return " ".join(doubts(JobConfig.of(**options).speculation, job))
 
-    assert said(alternatives=2, branches=3).startswith("--alternatives and --branches without")
+    found = said(alternatives=2, branches=3)
+    assert found.startswith("--set alternatives and --set branches without")
     assert said() == said(alternatives=0) == ""
 
 

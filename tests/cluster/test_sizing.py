@@ -21,7 +21,7 @@ from pipeinfer.cluster.sizing import (
     limits_for,
     sizes_for,
 )
-from pipeinfer.config import JobConfig, SpeculationConfig
+from pipeinfer.config import Config, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.scheduler.controller import least_hope
@@ -68,7 +68,7 @@ def test_speculation():
     assert limits(JobConfig.of(speculation="off", policy="iterative")).policy \
         is Policy.ITERATIVE
     with pytest.raises(UsageError, match="--speculation off and --policy pipeinfer"):
-        features.check(JobConfig.of(speculation="off", policy="pipeinfer"))
+        features.check(Config.of(speculation="off", policy="pipeinfer"))
 
 
 @pytest.mark.parametrize(("given", "draft", "ranks", "guesses"), [
@@ -184,11 +184,11 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     ("pipeinfer", {"ablate": ("async",), "adapt": False}, "also ends continuous speculation"),
     ("published", {"ablate": ("multibuffer",)}, ""),
     ("published", {"p_decay": 0.1}, ""),
-    ("pipeinfer", {"branches": 4}, "--branches has no effect"),
+    ("pipeinfer", {"branches": 4}, "--set branches has no effect"),
     ("published", {"branches": 4}, ""),
     ("speculative", {"branches": 4, "ablate": ()}, ""),
     ("speculative", {"branches": 4}, ""),
-    ("pipeinfer", {"p_decay": 0.1}, "--p-decay has no effect"),
+    ("pipeinfer", {"p_decay": 0.1}, "--set p_decay has no effect"),
     ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
 def test_options_without_effect_are_named(policy, options, says):
     job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False,
@@ -241,7 +241,7 @@ def test_what_a_policy_does_not_have(options, says):
 
 def test_the_published_policy_takes_tokens_of_a_draft_alone():
     with pytest.raises(UsageError, match="issues speculative tokens of a draft alone"):
-        features.check(JobConfig.of(policy="published", proposer=("lookahead",)))
+        features.check(Config.of(policy="published", proposer=("lookahead",)))
 
 
 @pytest.mark.parametrize(("proposers", "asked"), [

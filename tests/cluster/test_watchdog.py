@@ -247,8 +247,8 @@ def test_a_pulse_hangs_only_after_a_beat_and_past_its_deadline():
 
 
 @pytest.mark.parametrize(("values", "seconds"), [
-    ({}, watchdog.START_SECONDS), ({"hf_repo": "user/repo"}, 24 * 3600.0),
-    ({"hf_repo": "user/repo", "offline": True}, watchdog.START_SECONDS)])
+    ({}, watchdog.START_SECONDS), ({"model": "user/repo"}, 24 * 3600.0),
+    ({"model": "user/repo", "offline": True}, watchdog.START_SECONDS)])
 def test_ranks_wait_for_a_model_that_rank_0_fetches(monkeypatch, values, seconds):
     heard = []
     monkeypatch.setattr(job, "fetch", lambda config: heard.append("fetch"))

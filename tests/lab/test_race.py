@@ -116,8 +116,8 @@ def test_over_ranks(tmp_path):
     picture, trace = tmp_path / "race.svg", tmp_path / "race.json"
     common = ["-m", "embedded", "-t", "1", "-n", "24", "-p", "def read(path):", "--temp", "0.6",
               "--seed", "7"]
-    done = launch.run(4, [sys.executable, "-m", "pipeinfer", "race", *common, "--pace-ms", "5",
-                          "--pace-row-ms", "1", "-o", str(picture), "--trace", str(trace)])
+    done = launch.run(4, [sys.executable, "-m", "pipeinfer", "race", *common, "--hook",
+                          "pace=5+1", "-o", str(picture), "--trace", str(trace)])
     assert done.returncode == 0, done.stderr
     head, *lines = done.stdout.splitlines()
     assert "3 stages paced as slow hosts (5 ms and more for each run: emulated)" in head
@@ -128,7 +128,7 @@ def test_over_ranks(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
     assert len(list(ElementTree.parse(picture).getroot())) > 20
     plain = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", *common, "--json"])
-    again = launch.run(4, [sys.executable, "-m", "pipeinfer", "race", *common, "--pace-ms", "1",
+    again = launch.run(4, [sys.executable, "-m", "pipeinfer", "race", *common, "--hook", "pace=1",
                            "--json"])
     assert {tuple(one["tokens"]) for one in json.loads(again.stdout)} == {
         tuple(json.loads(plain.stdout)["tokens"])}
@@ -139,7 +139,8 @@ def test_over_ranks(tmp_path):
 def test_a_draft_rank_that_dies_is_named_and_the_race_goes_on():
     done = launch.run(3, [sys.executable, "-m", "pipeinfer", "race", "-m", "embedded", "-t", "1",
                           "-n", "24", "-p", "def read(path):", "--ignore-eos", "--json",
-                          "--pace-ms", "8", "--draft-ranks", "1", "--fault", "kill@2:decode=6"])
+                          "--hook", "pace=8", "--draft-ranks", "1", "--hook",
+                          "fault=kill@2:decode=6"])
     assert done.returncode == 0, done.stderr
     race = json.loads(done.stdout)
     assert [one["policy"] for one in race] == [policy.value for policy in RACERS]

@@ -33,7 +33,7 @@ WORST = ("gpt-4o", "deepseek-v3", "tekken")
 RUNS = ("z", "Z", " ", ".", "\n", "9", "é", "漢", "'", "\u0301", "a ", "\u200b", "<|im_end|>")
 SHORT = ("", "def f(x):\n    return 'ä'  # 漢 123\n", "We're  \t\n\n9999 <|im_end|> ZZz...",
          *(run * 40 for run in RUNS))
-BODY = 4 << 20  #: the most bytes that a server takes unless --max-body says otherwise
+BODY = 4 << 20  #: the most bytes that a server takes unless --set max_body=says otherwise
 
 
 def write_with(pre, path):

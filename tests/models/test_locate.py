@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.main import main
-from pipeinfer.cluster import features
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.emulation.profiles import load_profiles
@@ -107,20 +106,11 @@ def test_the_version_is_the_one_that_is_pinned():
     ({}, False), ({"model": "auto"}, False), ({"model": "smollm2"}, False),
     ({"model": "x.gguf"}, False), ({"model": "/a/b.gguf"}, False),
     ({"model": "llama3.2:1b"}, False),
-    ({"model": "user/repo"}, True), ({"model": "user/repo:Q8_0"}, True), ({"hf_repo": "u/r"}, True),
-    ({"hf_repo_draft": "u/r"}, True), ({"draft_model": "u/r:Q8_0"}, True),
-    ({"hf_repo": "u/r", "offline": True}, False)])
+    ({"model": "user/repo"}, True), ({"model": "user/repo:Q8_0"}, True),
+    ({"model": "u/r:a/b.gguf"}, True),
+    ({"draft_model": "u/r:Q8_0"}, True), ({"model": "u/r", "offline": True}, False)])
 def test_ranks_wait_long_only_where_rank_0_may_fetch(values, expected):
     assert locate.may_fetch(JobConfig.of(**values)) == expected
-
-
-@pytest.mark.parametrize(("values", "said"), [
-    ({"model": "x.gguf", "hf_repo": "u/r"}, "-m and -hf both name the target"),
-    ({"draft_model": "x.gguf", "hf_repo_draft": "u/r"}, "-md and -hfd both name the draft"),
-    ({"hf_file": "x.gguf"}, "-hff names a file of a repository")])
-def test_two_names_for_one_model_are_refused(values, said):
-    with pytest.raises(UsageError, match=said):
-        features.check(JobConfig.of(**values))
 
 
 def test_plans_and_shards_go_by_name(tmp_path, monkeypatch):

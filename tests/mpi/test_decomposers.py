@@ -105,7 +105,7 @@ def test_nothing_is_lost_of_forty_items(tmp_path, backend, ranks):
 def test_text_does_not_depend_on_how_many_threads_are_at_work(
         alone, tmp_path, backend, way, ranks, threads, methods):
     found = compare(tmp_path, ranks, backend, methods, *WAYS[way],
-                    "--decompose-threads", str(threads))
+                    "--set", f"decompose_threads={threads}")
     for method in methods:
         assert texts(found, method) == texts(alone(backend, way), method), method
 

@@ -21,7 +21,7 @@ REQUEST = ["generate", "-m", "model.gguf", "-p", "def area(r):\n", "-n", "40", "
 
 #: else it depends on the machine's load who holds what, and whether there are as many decodes as a
 #: fault takes to come
-SURE = ["--split", "equal", "--speculation", "off"]
+SURE = ["--set", "split=equal", "--speculation", "off"]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ TARGET, DRAFT = str(EMBEDDED / "target.gguf"), str(EMBEDDED / "draft.gguf")
 PROMPT = "def fibonacci(n):\n"
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "60", "--seed", "5",
             "--json", "--timeout", "60"]
-PACED = ["--pace-ms", "8"]  # else guesses are not worth their while
+PACED = ["--hook", "pace=8"]  # else guesses are not worth their while
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def plain():
     full(2, ["--draft-ranks", "1", "--head-stage"]),
     (3, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET]),
     (4, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET, "--policy", "published",
-         "--branches", "3"]),
+         "--set", "branches=3"]),
     full(4, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET, "--policy", "speculative",
-             "--branches", "3"]),
+             "--set", "branches=3"]),
 ])
 def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
     done = launch.run(np, [*GENERATE, *PACED, "-m", TARGET, "-md", DRAFT, *options])
@@ -62,8 +62,8 @@ def test_beside_slices(np, drafts, plain):
 @pytest.mark.parametrize(("np", "count", "victim"), [
     (3, "1", 2), full(4, "1", 3), full(4, "2", 2), full(4, "2", 3)])
 def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, victim, plain):
-    done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", count, "--fault",
-                          f"kill@{victim}:decode=12"])
+    done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", count, "--hook",
+                          f"fault=kill@{victim}:decode=12"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)
@@ -71,7 +71,8 @@ def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, v
 
 
 def test_a_draft_that_fails_takes_its_guesses_along_and_nothing_else(plain):
-    done = launch.run(3, [*GENERATE, *PACED, "--draft-ranks", "1", "--fault", "error@2:decode=12"])
+    done = launch.run(3, [*GENERATE, *PACED, "--draft-ranks", "1", "--hook",
+                          "fault=error@2:decode=12"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)
@@ -110,7 +111,7 @@ LOOKUP, MODEL = {"proposer": "prompt-lookup"}, {"draft": DRAFT}
     ({"rank3": LOOKUP, "rank4": MODEL}, [], ["prompt-lookup drafts on rank 3", "draft.gguf drafts "
                                              "on rank 4 "]),
     ({"rank2": {"draft": TARGET}, "rank3": MODEL, "rank4": {"role": "draft"}},
-     ["-md", DRAFT, "--policy", "published", "--branches", "3"],
+     ["-md", DRAFT, "--policy", "published", "--set", "branches=3"],
      ["target.gguf drafts on rank 2 ", "draft.gguf drafts on rank 3 ",
       "draft.gguf drafts on rank 4 "]),
     full({"rank3": MODEL, "rank4": MODEL}, ["-md", DRAFT], ["rank 3 on", "layers 1 to 1"]),
@@ -132,7 +133,7 @@ def test_ranks_have_proposers_of_their_own(tables, options, words, plain, tmp_pa
 
 def test_one_of_them_dies_and_the_other_goes_on(plain, tmp_path):
     done = launch.run(4, [*GENERATE, *PACED, "-m", TARGET, *own(tmp_path, rank2=LOOKUP, rank3={
-        "draft": DRAFT}), "--fault", "kill@3:decode=6"])
+        "draft": DRAFT}), "--hook", "fault=kill@3:decode=6"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)

@@ -26,16 +26,16 @@ PROMPT = "the rain in"
 #: ranks, options. Where runs overlap the stages are paced, so that a head on a busy machine comes
 #: in time; by turns its tokens travel with the token that they follow
 WAYS = {
-    "one": (1, ("--no-adapt",)),
-    "turns": (3, ("--no-adapt",)),
-    "overlap": (4, ("--turns", "off", "--pace-ms", "10")),
-    "synchronous": (3, ("--policy", "speculative", "--turns", "off")),
-    "head stage": (2, ("--head-stage", "--turns", "off", "--pace-ms", "10")),
-    "published": (4, ("--policy", "published", "--turns", "off", "--pace-ms", "10")),
-    "halves": (3, ("--turns", "off", "--pace-ms", "10", "--hidden-type", "f16")),
-    "grid": (5, ("--grid", "2x2", "--pace-ms", "10")),
-    "draft rank": (4, ("--draft-ranks", "1", "--pace-ms", "10")),
-    "killed": (4, ("--turns", "off", "--pace-ms", "10", "--fault", "kill@2:decode=12")),
+    "one": (1, ("--set", "adapt=false",)),
+    "turns": (3, ("--set", "adapt=false",)),
+    "overlap": (4, ("--set", "turns=off", "--hook", "pace=10")),
+    "synchronous": (3, ("--policy", "speculative", "--set", "turns=off")),
+    "head stage": (2, ("--head-stage", "--set", "turns=off", "--hook", "pace=10")),
+    "published": (4, ("--policy", "published", "--set", "turns=off", "--hook", "pace=10")),
+    "halves": (3, ("--set", "turns=off", "--hook", "pace=10", "--set", "hidden_type=f16")),
+    "grid": (5, ("--grid", "2x2", "--hook", "pace=10")),
+    "draft rank": (4, ("--draft-ranks", "1", "--hook", "pace=10")),
+    "killed": (4, ("--set", "turns=off", "--hook", "pace=10", "--hook", "fault=kill@2:decode=12")),
 }
 
 
@@ -121,8 +121,8 @@ def test_a_head_with_a_small_vocabulary_is_right_where_it_has_the_token(name, wa
 def test_a_head_that_is_lost_takes_its_guesses_along_and_nothing_else(fault, tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
     after, text = successors(), list(encoded(path))
-    found = generate(path, 4, "--temp", "0", "--speculation", "on", "--pace-ms", "10",
-                     "--draft-ranks", "1", "--fault", fault)
+    found = generate(path, 4, "--temp", "0", "--speculation", "on", "--hook", "pace=10",
+                     "--draft-ranks", "1", "--hook", f"fault={fault}")
     for _ in range(60):
         text.append(after[text[-1]])
     assert found["tokens"] == text[-60:]
@@ -191,8 +191,8 @@ def test_a_head_may_be_a_file_beside_the_model(tmp_path):
     model, head = tmp_path / "apart" / "model.gguf", tmp_path / "apart" / "mtp-model.gguf"
     write_apart(whole, model, head)
     assert "mtp" in "".join(generate(model, 1, count=4)["stats"]["notes"])
-    found = generate(model, 3, "--temp", "0", "--speculation", "on", "--turns", "off",
-                     "--proposer", "mtp", "--pace-ms", "10")
+    found = generate(model, 3, "--temp", "0", "--speculation", "on", "--set", "turns=off",
+                     "--proposer", "mtp", "--hook", "pace=10")
     assert found["stats"]["accepted_speculative"] == found["stats"]["guesses_tested"] > 20
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(head), "-p",
                           "x"], timeout=60)

@@ -186,7 +186,7 @@ main()
 
 @pytest.mark.parametrize(("command", "code"), [
     (["doctor", "-m", "/nowhere.gguf"], 1), full(["plan"], 0), full(["doctor"], 0),
-    full(["plan", "--split", "equal"], 4),
+    full(["plan", "--set", "split=equal"], 4),
 ])
 def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
     """It crashes there now and then, in a job that survives the death of a rank."""
@@ -200,7 +200,7 @@ def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
     full(["-m", __file__], 3, "GGUF"),
     (["-p", "x " * 4000, "-c", "256"], 5, "context holds 256"),
-    full(["--branches", "0"], 2, "--branches"),
+    full(["--set", "branches=0"], 2, "--set branches"),
     full(NO_DRAFT, 2, "-md"),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
@@ -254,7 +254,8 @@ def test_a_full_context_prints_what_there_is():
 def test_ranks_with_other_options_are_named():
     launcher = launch.mpirun_path()
     base = [*PIPEINFER, "generate", "-p", "x"]
-    process = launch.start([launcher, "-np", "1", *base, ":", "-np", "1", *base, "--chunk", "32"],
+    process = launch.start([launcher, "-np", "1", *base, ":", "-np", "1", *base, "--set",
+                            "chunk=32"],
                            timeout=60)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 6
@@ -429,12 +430,12 @@ def test_what_a_killed_launcher_left_is_cleared_by_the_next_job(tmp_path):
     assert list(tmp_path.glob("ompi.*")) == []
 
 
-ABSURD = ["generate", "-p", "x", "-n", "3", "--fault", "lunch"]
+ABSURD = ["generate", "-p", "x", "-n", "3", "--hook", "fault=lunch"]
 
 
 @pytest.mark.parametrize("mortal", [False, full(True)])
 @pytest.mark.parametrize(("head", "words"), [
-    ([sys.executable, str(PROGRAMS / "late.py"), *ABSURD], "error: --fault lunch"),
+    ([sys.executable, str(PROGRAMS / "late.py"), *ABSURD], "error: --hook fault=lunch"),
     ([*PIPEINFER, *ABSURD[:5]], "error: rank 1 on "),
 ], ids=["rank 0 is late", "rank 0 has none"])
 def test_an_error_is_said_once_by_rank_0(mortal, head, words):
@@ -442,6 +443,6 @@ def test_an_error_is_said_once_by_rank_0(mortal, head, words):
     done = launch.run(1, [launch.mpirun_path(), "-np", "1", *head, ":", "-np", "2", *PIPEINFER,
                           *ABSURD], timeout=60, **more)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("--fault lunch: write KIND@RANK") == 1
+    assert done.stderr.count("--hook fault=lunch: write KIND@RANK") == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -55,7 +55,7 @@ def test_a_rank_remembers_its_figures_and_plans_the_same_again(tmp_path, tokens)
     assert [stage["layers"] for stage in first["stats"]["stages"].values()] == [
         stage["layers"] for stage in second["stats"]["stages"].values()]
     assert not list(tmp_path.glob("layer-*"))
-    generate(3, "--remeasure", "-n", "1", **env)
+    generate(3, "--set", "remeasure=true", "-n", "1", **env)
     assert remembered[0].read_text() != text
 
 

@@ -47,7 +47,8 @@ def plain_tokens():
 @pytest.mark.parametrize("ranks", [1, full(3)])
 def test_generate(ranks, installed):
     stuttered = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter",
-                         "--stutter-times", "3", "--path-min", "0", "--no-adapt", "--pace-ms", "5")
+                         "--stutter-times", "3", "--set", "path_min=0", "--set", "adapt=false",
+                         "--hook", "pace=5")
     assert stuttered["tokens"] == plain_tokens()
     assert stuttered["stats"]["issued_speculative"] > 0
     plain = generate(ranks, installed, *PROMPT, "--policy", "iterative", "--chat",

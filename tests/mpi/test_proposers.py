@@ -62,8 +62,9 @@ def answered(ranks, *words):
 def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
     ranks, policy, temperature = how
     found = answered(
-        ranks, "-n", "60", "--ignore-eos", "--no-adapt", "--seed", "3", "--temp", str(temperature),
-        "--policy", policy, *(("--pace-ms", "5") if ranks > 1 else ()),  # guesses come in time on
+        ranks, "-n", "60", "--ignore-eos", "--set", "adapt=false", "--seed", "3",
+        "--temp", str(temperature),
+        "--policy", policy, *(("--hook", "pace=5") if ranks > 1 else ()),  # guesses come in time on
         *WAYS[way])  # busy machines
     assert found["tokens"] == wanted[temperature]
     assert found["stats"]["issued_speculative"] > 0

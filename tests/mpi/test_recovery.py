@@ -34,18 +34,18 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(("np", "more"), [
-    full(4, ("--fault", "kill@3:decode=10", "--policy", "iterative")),
-    full(4, ("--fault", "kill@1:decode=10", "--policy", "speculative")),
-    full(4, ("--fault", "kill@2:decode=12", "--no-adapt", "--alternatives", "3", "--path-min",
-             "0.001")),
-    (4, ("--fault", "error@2:decode=9", "--proposer", "lookahead", "--lookahead-window", "2",
+    full(4, ("--hook", "fault=kill@3:decode=10", "--policy", "iterative")),
+    full(4, ("--hook", "fault=kill@1:decode=10", "--policy", "speculative")),
+    full(4, ("--hook", "fault=kill@2:decode=12", "--set", "adapt=false", "--set", "alternatives=3",
+             "--set", "path_min=0.001")),
+    (4, ("--hook", "fault=error@2:decode=9", "--proposer", "lookahead", "--lookahead-window", "2",
          "--lookahead-candidates", "2")),
-    (4, ("--fault", "kill@2:decode=12", "--fault", "kill@3:recovery=1")),
-    (3, ("--fault", "kill@1:decode=12", "--head-stage", "--cancel-path", "backward")),
-    (5, ("--fault", "stop@2:prefill=1", "--spares", "1", "--heartbeat", "1")),
-    (4, ("--fault", "cut-link@2:peer=3:after=40", "--timeout", "8")),
-    full(5, ("--fault", "cut-link@1:peer=2:after=40", "--timeout", "8", "--spares", "1")),
-    full(3, ("--fault", "cut-link@1:peer=2:after=40", "--timeout", "8", "--head-stage")),
+    (4, ("--hook", "fault=kill@2:decode=12", "--hook", "fault=kill@3:recovery=1")),
+    (3, ("--hook", "fault=kill@1:decode=12", "--head-stage", "--set", "cancel_path=backward")),
+    (5, ("--hook", "fault=stop@2:prefill=1", "--spares", "1", "--heartbeat", "1")),
+    (4, ("--hook", "fault=cut-link@2:peer=3:after=40", "--timeout", "8")),
+    full(5, ("--hook", "fault=cut-link@1:peer=2:after=40", "--timeout", "8", "--spares", "1")),
+    full(3, ("--hook", "fault=cut-link@1:peer=2:after=40", "--timeout", "8", "--head-stage")),
 ], ids=["iterative", "speculative", "trees", "lookahead", "twice", "head-stage", "spare",
         "cut-link", "cut-spare", "cut-head-stage"])
 def test_the_tokens_are_those_of_before(undisturbed, np, more):
@@ -57,7 +57,7 @@ def test_the_tokens_are_those_of_before(undisturbed, np, more):
 
 @pytest.mark.parametrize("seconds", [-3600, full(3600)])
 def test_a_clock_that_jumps_costs_nothing(undisturbed, seconds):
-    done = generate(3, "--fault", f"clock@1:decode=12:s={seconds}")
+    done = generate(3, "--hook", f"fault=clock@1:decode=12:s={seconds}")
     found = out_of(done)
     assert f"pipeinfer: fault: clock@1:decode=12:s={seconds}" in done.stderr
     assert found["tokens"] == undisturbed
@@ -66,7 +66,7 @@ def test_a_clock_that_jumps_costs_nothing(undisturbed, seconds):
 
 @pytest.mark.full
 def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed):
-    found = out_of(generate(4, "--fault", "cut-link@1:peer=2", "--timeout", "8"))
+    found = out_of(generate(4, "--hook", "fault=cut-link@1:peer=2", "--timeout", "8"))
     assert found["tokens"] == undisturbed
     assert any("has not got to rank 2" in note for note in found["stats"]["notes"])
     assert found["stats"]["recovered"] == 0
@@ -74,15 +74,15 @@ def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed
 
 def test_if_all_stages_fail_the_first_error_is_the_reason():
     """And not that the last of them is gone."""
-    done = generate(3, "--fault", "error@1:decode=5", "--fault", "error@2:decode=5")
+    done = generate(3, "--hook", "fault=error@1:decode=5", "--hook", "fault=error@2:decode=5")
     assert done.returncode != 0
     assert "injected: error@" in done.stderr
     assert "is dead" not in done.stderr
 
 
 def test_a_spare_moves_nobody_else():
-    equal = ("--split", "equal")  # a busy machine measures noise
-    found = out_of(generate(5, "--fault", "kill@2:decode=10", "--spares", "1", *equal))
+    equal = ("--set", "split=equal")  # a busy machine measures noise
+    found = out_of(generate(5, "--hook", "fault=kill@2:decode=10", "--spares", "1", *equal))
     (note,) = [n for n in found["stats"]["notes"] if "went on" in n]
     assert "4 layers moved" in note
     stages = found["stats"]["stages"].values()
@@ -95,7 +95,7 @@ def test_a_response_in_threads_is_replayed():
            "Name the capital of France and the capital of Japan.", "-n", "60", "--temp", "0",
            "--json", "-t", "1", "-c", "1024"]
     plain = out_of(generate(1, ask=ask))
-    found = out_of(generate(fewer(4, 3), "--fault", "kill@2:decode=12", ask=ask))
+    found = out_of(generate(fewer(4, 3), "--hook", "fault=kill@2:decode=12", ask=ask))
     assert found["text"] == plain["text"]
     assert found["stats"]["recovered"] >= 1
 

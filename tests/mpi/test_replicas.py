@@ -97,7 +97,7 @@ def test_what_replicas_do_not_go_with(args):
     full("error@1:decode=5,kill@3:decode=4", 1, "rank 3")])
 def test_replicas_that_are_lost_take_no_token_along(wanted, fault, left, says):
     done = launch.run(4, [*GENERATE, "-n", "60", "--temp", "0", "--json", "--ignore-eos", "-t", "1",
-                          "--layout", "replicate", "--fault", fault])
+                          "--layout", "replicate", "--hook", f"fault={fault}"])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tokens"] == wanted[0]

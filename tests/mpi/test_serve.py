@@ -32,7 +32,7 @@ SEEDED = {"temperature": 0.8, "top_k": 30, "top_p": 1.0, "min_p": 0.0}
 ENDLESS = {"prompt": "import os\n", "max_tokens": 3000, "stream": True,
            "extra_body": {"ignore_eos": True}}
 #: for ENDLESS to last until something happens to it, on any processor
-PACED = ("-c", "4096", "--pace-ms", "20")
+PACED = ("-c", "4096", "--hook", "pace=20")
 RANKS = 3
 KEY, SECRET = "a-key-for-tests", "a prompt that nobody else may see"
 
@@ -42,8 +42,8 @@ def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY)
     # tuning may find that guesses do not pay on few cores: some tests want to see them, in time
-    with serve(RANKS, "--no-adapt", "--pace-ms", "2", "-c", "4096", "--parallel", "4", "--queue",
-               "2", "--alias", "code", "--api-key-file", str(keys)) as served:
+    with serve(RANKS, "--set", "adapt=false", "--hook", "pace=2", "-c", "4096", "--parallel", "4",
+               "--queue", "2", "--alias", "code", "--api-key-file", str(keys)) as served:
         served.wait_until_ready()
         yield served
         served.process.send_signal(signal.SIGUSR1)
@@ -300,7 +300,7 @@ def test_the_pipeline_can_be_watched(server, client):
 
 def test_draining_lets_the_running_request_end_and_exits_0():
     script = str(launch.ROOT / "launch" / "run")
-    with serve(2, "-c", "512", "--pace-ms", "40", "--speculation", "off",
+    with serve(2, "-c", "512", "--hook", "pace=40", "--speculation", "off",
                command=(script, "2")) as server:
         server.wait_until_ready()
         with connect(server) as client:
@@ -403,7 +403,8 @@ def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
 
 def test_a_server_goes_on_without_a_draft_rank_that_died():
     """Before any stage has changed: what is told is this loss."""
-    with serve(3, "--draft-ranks", "1", "--pace-ms", "8", "--fault", "kill@2:decode=4") as served:
+    with serve(3, "--draft-ranks", "1", "--hook", "pace=8", "--hook",
+               "fault=kill@2:decode=4") as served:
         served.wait_until_ready()
         with connect(served) as client:
             for _ in range(2):
@@ -478,8 +479,8 @@ def test_answers_are_guessed_from_others_to_the_same_key_alone():
                 extra_body={"ignore_eos": True, "top_k": 30, "min_p": 0.0})
         return answer.choices[0].text, answer.timings["accepted_n"]
 
-    with serve(2, "--no-adapt", "--pace-ms", "5", "--alias", "code", "-md", "", "--proposer",
-               "prompt-lookup", "--remember-answers",
+    with serve(2, "--set", "adapt=false", "--hook", "pace=5", "--alias", "code", "-md", "",
+               "--proposer", "prompt-lookup", "--remember-answers",
                PIPEINFER_API_KEY=f"{KEY},another-key") as served:
         served.wait_until_ready()
         text, alone = accepted(served, KEY)

@@ -20,7 +20,8 @@ REQUEST = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def area(r):\n"
 @pytest.mark.parametrize(("option", "files"), [("auto", 0), ("always", 2), ("never", 0)])
 def test_layers_have_files_of_their_own_only_where_that_is_requested(option, files, tmp_path):
     with own_caches(tmp_path):
-        done = launch.run(3, [*REQUEST, "--shard-cache", option], PIPEINFER_CACHE=str(tmp_path))
+        done = launch.run(3, [*REQUEST, "--set", f"shard_cache={option}"],
+                          PIPEINFER_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("*.gguf"))) == files
     plain = launch.run(1, [*REQUEST, "--policy", "iterative"])

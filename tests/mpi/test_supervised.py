@@ -208,7 +208,7 @@ def supervised(job, port, *more, ranks=3):
     """A real server under launch/run, which starts it again. It is slow enough for what happens to
     a stream to come before its end."""
     process = launch.start([RUN, str(ranks), "serve", "--port", str(port), "-c", "512", "-t", "1",
-                            "--pace-ms", "60", *more],
+                            "--hook", "pace=60", *more],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
     served = Served(process)
     try:

@@ -57,7 +57,7 @@ def test_threads_that_somebody_has_bound_are_left_alone(undisturbed):
 
 
 def test_a_rank_that_is_lost_costs_no_token(undisturbed):
-    found = generate(4, "--fault", "kill@2:decode=6")
+    found = generate(4, "--hook", "fault=kill@2:decode=6")
     assert found["tokens"] == undisturbed
     assert notes_of(found, "take turns")
     assert notes_of(found, "went on after")

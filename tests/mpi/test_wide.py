@@ -91,7 +91,7 @@ def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
     plain = alone("def add(a, b):\n", 48, slices=2)
     turns = generate(2, *grid, "--speculation", "on", "--proposer", "draft")
     beside = generate(3, *grid[:2], *grid[3:], "--speculation", "on", "--proposer", "draft",
-                      "--pace-ms", "5")
+                      "--hook", "pace=5")
     assert turns["tokens"] == beside["tokens"] == plain
     assert turns["stats"]["accepted"] > 5
     # guesses travel with the token that they follow; beside a stage of others they have own runs
@@ -116,7 +116,7 @@ def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
     assert "KV heads 0-0, columns 0-127 and KV heads 1-1, columns 128-255" in drawn[0]
     two = generate(3, *own, "--grid", "1x2")
     with own_caches(tmp_path / "cache"):
-        other = generate(3, *own, "--grid", "1x2", "--sum-path", "messages", "--distribute",
+        other = generate(3, *own, "--grid", "1x2", "--set", "sum_path=messages", "--distribute",
                          PIPEINFER_CACHE=str(tmp_path / "cache"))
     assert one["tokens"] == two["tokens"] == other["tokens"]
     assert [stage["slices"] for stage in two["stats"]["stages"].values()] == [
@@ -125,8 +125,9 @@ def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
 
 def test_a_pace_says_what_rows_cost_on_a_wide_stage_too():
     def rows_a_run(milliseconds):
-        stats = generate(2, "--grid", "1x2", "--head-stage", "--pace-ms", "4", "--pace-row-ms",
-                         milliseconds, "--policy", "speculative", "--ignore-eos")["stats"]
+        stats = generate(2, "--grid", "1x2", "--head-stage", "--hook",
+                         f"pace=4+{milliseconds}", "--policy", "speculative",
+                         "--ignore-eos")["stats"]
         return stats["rows"] / stats["runs"]
 
     assert rows_a_run("0") > 1.3 * rows_a_run("4")

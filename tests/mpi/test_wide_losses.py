@@ -22,7 +22,7 @@ from tests.support.sample import full
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def read(path):\n", "-n", "60",
             "--temp", "0.8", "--seed", "5", "--ignore-eos", "--json", "-c", "512", "-t", "1"]
-MEMORY, MESSAGES = ("--sum-path", "memory"), ("--sum-path", "messages")
+MEMORY, MESSAGES = ("--set", "sum_path=memory"), ("--set", "sum_path=messages")
 SPARE = ("--spares", "1")
 QUICK = ("--heartbeat", "1")
 
@@ -84,7 +84,7 @@ def held(path):
 ])
 def test_the_tokens_are_those_of_before(undisturbed, np, grid, fault, more):
     before = regions()
-    found = out_of(generate(np, "--grid", grid, "--fault", fault, *more))
+    found = out_of(generate(np, "--grid", grid, "--hook", f"fault={fault}", *more))
     if "3" not in grid:  # other slices, other roundings
         assert found["tokens"] == undisturbed
     assert any("went on after" in note for note in found["stats"]["notes"])
@@ -94,7 +94,7 @@ def test_the_tokens_are_those_of_before(undisturbed, np, grid, fault, more):
 
 
 def test_a_slow_member_costs_time_and_no_token(undisturbed):
-    done = generate(3, "--grid", "1x2", "--fault", "slow@2:ms=10")
+    done = generate(3, "--grid", "1x2", "--hook", "fault=slow@2:ms=10")
     found = out_of(done)
     assert "pipeinfer: fault: slow@2:ms=10" in done.stderr
     assert found["tokens"] == undisturbed
@@ -104,7 +104,7 @@ def test_a_slow_member_costs_time_and_no_token(undisturbed):
 
 
 def test_where_nobody_can_take_over_it_says_what_is_missing():
-    done = generate(4, "--grid", "2,1", "--fault", "kill@3:decode=10")
+    done = generate(4, "--grid", "2,1", "--hook", "fault=kill@3:decode=10")
     assert done.returncode == 6, done.stderr
     assert "rank 3 is dead" in done.stderr
     assert "start the job again, with --spares to survive this" in done.stderr

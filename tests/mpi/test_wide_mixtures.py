@@ -64,7 +64,7 @@ def test_a_spare_takes_the_experts_of_a_lost_member(tmp_path, name, columns):
     done = launch.run(4, [
         *PIPEINFER, "generate", "-m", str(path), "-md", str(path), "-p", "the rain in", "-n", "40",
         "-c", "256", "-t", "1", "--temp", "0.8", "--seed", "3", "--ignore-eos", "--json", "--grid",
-        "1x2", "--spares", "1", "--fault", "kill@2:decode=9", "--turns", "off"])
+        "1x2", "--spares", "1", "--hook", "fault=kill@2:decode=9", "--set", "turns=off"])
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == expected

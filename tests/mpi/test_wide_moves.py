@@ -48,7 +48,7 @@ def test_a_slow_members_slice_is_moved_while_requests_run():
     """Rank 1 has three quarters of the columns and becomes slow: asked, the server moves slices."""
     body = {"prompt": "def f(", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
     options = ("-c", "1024", "-t", "1", "--speculation", "off", "--grid", "1x2", "--slices", "3:1")
-    with serve(3, *options, "-np", "2", "--fault", "slow@1:ms=5") as server:
+    with serve(3, *options, "-np", "2", "--hook", "fault=slow@1:ms=5") as server:
         server.wait_until_ready()
         before = server.get("/props")[1]["pipeinfer"]["stages"]
         texts, found = [], {"changed": False}

@@ -21,8 +21,8 @@ from tests.support.sample import FULL, full
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "class Queue:\n    def __init__(self):\n"
 GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11", "--ignore-eos",
-            "-c", "512", "-t", "1", "--split", "equal"]
-PACE = ["--pace-ms", "20"]  # slow enough that the text is under way when the cable is pulled
+            "-c", "512", "-t", "1", "--set", "split=equal"]
+PACE = ["--hook", "pace=20"]  # slow enough that the text is under way when the cable is pulled
 SECONDS = 60.0
 
 

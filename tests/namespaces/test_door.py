@@ -47,8 +47,8 @@ def kill_rank_0(cluster):
 
 @FULL
 def test_a_stream_outlives_a_host_and_rank_0():
-    serve = ["serve", "-m", "embedded", "--port", "8128", "-c", "512", "-t", "1", "--pace-ms",
-             "20"]
+    serve = ["serve", "-m", "embedded", "--port", "8128", "-c", "512", "-t", "1", "--hook",
+             "pace=20"]
     with Cluster(3) as cluster:
         server = cluster.start(cluster.launch(serve), timeout=240, PIPEINFER_RESTARTS="3")
 

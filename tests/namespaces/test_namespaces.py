@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 PROMPT = "class Queue:\n    def __init__(self):\n"
 GENERATE = ["generate", "-p", PROMPT, "-n", "24", "--temp", "0.7", "--seed", "11", "--json",
-            "--split", "equal"]  # a busy machine measures noise
+            "--set", "split=equal"]  # a busy machine measures noise
 
 
 @pytest.fixture(scope="module")

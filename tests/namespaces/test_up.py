@@ -17,7 +17,7 @@ from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]
-SERVE = ["serve", "-m", "embedded", "--port", "8128", "-c", "512", "-t", "1", "--pace-ms", "20"]
+SERVE = ["serve", "-m", "embedded", "--port", "8128", "-c", "512", "-t", "1", "--hook", "pace=20"]
 
 
 @FULL

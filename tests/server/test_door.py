@@ -224,7 +224,7 @@ def test_patience_ends(tmp_path):
         door.until(lambda: client.text)
         door.leave()
         assert client.ended().last["error"]["code"] == "cluster_failed"
-        assert "not back within 0.5 s (--restart-timeout)" in client.last["error"]["message"]
+        assert "not back within 0.5 s (--set restart_timeout)" in client.last["error"]["message"]
         answer = requests.post(f"{door.url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
         assert answer.status_code == 503
         assert "being started again" in answer.json()["error"]["message"]

@@ -20,12 +20,12 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
 ]
 #: what keeps the controller from finding that guesses do not pay here
-GUESSING = ("--no-adapt", "--draft-max", "2", "--credit", "5")
+GUESSING = ("--set", "adapt=false", "--set", "draft_max=2", "--set", "credit=5")
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(1, "--parallel", "2", "--pace-ms", "8", *GUESSING) as served:  # to be looked at
+    with serve(1, "--parallel", "2", "--hook", "pace=8", *GUESSING) as served:  # to be looked at
         served.wait_until_ready()
         yield served
 
@@ -381,7 +381,7 @@ def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
 
 
 def test_a_server_that_goes_is_told_of(browser):
-    with serve(1, "--pace-ms", "20", *GUESSING) as served:
+    with serve(1, "--hook", "pace=20", *GUESSING) as served:
         served.wait_until_ready()
         opened = Page(browser, served.url).ready().answers_of(1000)
         assert opened.tab.evaluate(

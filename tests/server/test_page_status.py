@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
 ]
 
-SLOWLY = ["--speculation", "off", "--pace-ms", "20"]
+SLOWLY = ["--speculation", "off", "--hook", "pace=20"]
 
 
 def pid_of(rank, session):

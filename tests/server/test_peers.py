@@ -170,7 +170,7 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it(tmp_path):
 
 
 def test_connections_outlive_the_pools_of_clients():
-    """Go's keep an idle one for 90 s; `--client-timeout` is for requests that have begun."""
+    """Go's keep an idle one for 90 s; `--set client_timeout` is for requests that have begun."""
     assert http_server._KEEP_ALIVE > 90
     with front(MODEL, client_timeout=0.5) as server:
         client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 STAGES = [{"node": 1, "rank": 0, "host": "a", "layers": [0, 12]}]
 #: a real race, but a quick one; no more tokens than an answer would have
-QUICK = ("-m", "embedded", "-t", "1", "--temp", "0", "--pace-ms", "2", "--pace-row-ms", "1",
+QUICK = ("-m", "embedded", "-t", "1", "--temp", "0", "--hook", "pace=2+1",
          "-n", "8")
 LONG = (*QUICK[:-1], "4000", "--ignore-eos", "-c", "8192")
 
@@ -139,7 +139,7 @@ def test_where_it_is_not_offered_it_is_refused(race, hosts):
         assert server.get("/props").json()["race"] is False
         answer = server.post("/race", {"prompt": "x"})
         assert answer.status_code == 404
-        assert "--no-race" in answer.json()["error"]["message"]
+        assert "race=false" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("options", "offered"), [

@@ -45,7 +45,7 @@ def test_every_ngram_of_a_prompt_goes_to_the_pool():
 
 @pytest.mark.parametrize("pool", [True, False])
 def test_the_text_as_reference_is_an_option(pool):
-    given = [] if pool else ["--no-prompt-pool"]
+    given = [] if pool else ["--set", "prompt_pool=false"]
     options = parse(given, "speculation").config.job.speculation
     rows = SPEC.inline(ProposerSetup(registry.values_of(SPEC, options)))
     rows.opened(0, list(range(20)))

@@ -26,7 +26,7 @@ from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
-SERVE = ["serve", "-c", "512", "-t", "1", "--pace-ms", "5"]
+SERVE = ["serve", "-c", "512", "-t", "1", "--hook", "pace=5"]
 
 
 class Up:
@@ -71,7 +71,7 @@ def up(folder, *words):
 def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
     # slow enough that a busy machine's supervisor acts long before a stream's end
-    words = [*SERVE, "--pace-ms", "40", "--speculation", "off", "--port", str(launch.free_port())]
+    words = [*SERVE, "--hook", "pace=40", "--speculation", "off", "--port", str(launch.free_port())]
     with up(tmp_path, "-np", "2", "--", *words) as one:
         served = one.served
         whole = Stream(served).ended().tokens
@@ -147,9 +147,9 @@ def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
     words = [*SERVE, "--speculation", "off", "--heartbeat", "60",
              "--port", str(launch.free_port())]
-    slow = [*words, "--pace-ms", "400"]
+    slow = [*words, "--hook", "pace=400"]
     # stopped while it loads: a small model is there within a token's time
-    quick = [*words, "--pace-ms", "1", "--fault", "stop@1:load"]
+    quick = [*words, "--hook", "pace=1", "--hook", "fault=stop@1:load"]
     with up(tmp_path, "-np", "2", "--overlap", "always", "--", *slow) as one:
         served = one.served
         stream = Stream(served)
@@ -188,7 +188,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
     """Another file in the model's place: no stream may have tokens of both."""
     model = tmp_path / "model.gguf"
     shutil.copy(MODEL, model)
-    words = [*SERVE, "--speculation", "off", "--pace-ms", "30", "--port", str(launch.free_port()),
+    words = [*SERVE, "--speculation", "off", "--hook", "pace=30", "--port", str(launch.free_port()),
              "-m", str(model)]
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
     folder = Folder("default")

@@ -169,7 +169,7 @@ def _replaced(file: int, at: int, size: int, offset: int) -> bool:
         libc.munmap(copy, size)
         if libc.mmap(at, size, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file, offset) != at:
             raise BackendError(f"{size >> 20} MiB of weights could not be moved into huge pages "
-                               "nor mapped again: start with --no-huge-pages")
+                               "nor mapped again: start with --set huge_pages=false")
     for begin, end in ((area, copy), (copy + size, area + size + HUGE)):
         if end > begin:
             libc.munmap(begin, end - begin)

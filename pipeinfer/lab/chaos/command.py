@@ -41,7 +41,7 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
               help="Ranks of the job, including the head and spares.")
 @click.option("--spares", default=0, show_default=True, type=click.IntRange(0),
               help="Ranks that stay idle until they replace one that dies.")
-@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
+@click.option("--hook", "fault=faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
               default=("kill",), show_default=True,
               help="Fault to cause; several take turns, one per run (repeatable).")
 @click.option("--moment", "moments", multiple=True, type=click.Choice([*MOMENTS, "random"]),
@@ -88,7 +88,7 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
 
     \b
     pipeinfer chaos --runs 20
-    pipeinfer chaos --fault stop --moment decode --spares 1 --ranks 6 -- --pace-ms 5
+    pipeinfer chaos --fault stop --moment decode --spares 1 --ranks 6 -- --hook pace=5
     pipeinfer chaos --grid 2x2 --fault kill --fault cut-link --victim leader
     """
     ranks, spares, requests, tokens, seed = (
@@ -97,7 +97,7 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
         raise UsageError(f"{ranks} ranks with {spares} spares leave no rank for a stage: raise "
                          "--ranks")
     victims = _victims(given["grid"], given["victim"], given["faults"], ranks - spares - 1)
-    arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--split", "equal",
+    arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--set", "split=equal",
                  "--parallel", str(max(4, requests)), "--any-model-name",
                  *_flag("--grid", given["grid"])]
     arguments += [*_flag("-m", given["model"]), *_flag("-md", given["draft"])]

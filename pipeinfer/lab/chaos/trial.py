@@ -31,7 +31,7 @@ from pipeinfer.lab.faults.faults import flip_byte
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 BETWEEN = "cut-link"  #: between two ranks that both hear the head
-#: by --fault of a rank
+#: by --hook fault= of a rank
 INSIDE = ("error", "memory", "clock", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN)
 FAULTS = (*SIGNALS, *INSIDE, "corrupt-cache", "storm", *WHOLE, *DISKS)
 MOMENTS = ("load", "prefill", "decode", "recovery")
@@ -191,8 +191,8 @@ class _Trial:
             outcome.fault in SIGNALS and outcome.moment == "load")
         if self._by_rank:
             spec = self._inside()
-            outcome.what = f"--fault {spec}"
-            environ["PIPEINFER_FAULT"] = spec
+            outcome.what = f"--hook fault={spec}"
+            environ["PIPEINFER_HOOK"] = f"fault={spec}"
         if outcome.fault == BETWEEN:
             environ |= {"PIPEINFER_TIMEOUT": _CUT_SECONDS, "PIPEINFER_SUM_PATH": "messages"}
         elif outcome.fault == "corrupt-cache":
@@ -200,7 +200,7 @@ class _Trial:
         self._job = setup.start(self._cache, outcome.fault, **environ)
 
     def _inside(self) -> str:
-        """A fault that a rank brings about itself, as `--fault` takes it."""
+        """A fault that a rank brings about itself, as `--hook fault=` takes it."""
         rng, victims, fault = self._rng, self._setup.victims, self._out.fault
         if fault == BETWEEN:
             self._out.hit = [*victims.pair(self._holders, rng)]

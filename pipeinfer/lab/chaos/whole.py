@@ -72,7 +72,7 @@ def start(ranks: int, arguments: Sequence[str], cache: Path, seconds: float, *, 
     state = state_of(cache)
     state.mkdir(mode=0o700)
     more = ["--port", str(free_port()), "--journal", str(state / "journal"),
-            "--journal-sync", "0.1"]
+            "--set", "journal_sync=0.1"]
     return ServerJob(
         ranks, [*arguments, *more], seconds=seconds, asked_to_end=signal.SIGTERM,
         command=[*(_own_disk() if disk else ()), sys.executable, "-m", "pipeinfer", "up", "-np",

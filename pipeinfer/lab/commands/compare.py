@@ -49,6 +49,7 @@ from pipeinfer.lab.commands.comparison import (
     use_of_stages,
     write,
 )
+from pipeinfer.lab.faults.hooks import pace_ms
 from pipeinfer.lab.quality.prompt import Prompt
 from pipeinfer.lab.quality.prompt_sets import file_prompts
 from pipeinfer.models.bundled import TASK_MODEL
@@ -265,7 +266,7 @@ def compare_command(  # noqa: PLR0913  (an option each)
 
     \b
     pipeinfer compare --tasks 10
-    mpirun -np 5 pipeinfer compare --backend torch --method plain --method pasta --pace-ms 20
+    mpirun -np 5 pipeinfer compare --backend torch --method plain --method pasta --hook pace=20
     pipeinfer compare -m smollm2 --kind mixed --method pdos --judge http://127.0.0.1:8080/v1
     """
     base, request = resolved.config.job, resolved.config.request
@@ -324,7 +325,8 @@ def compare_command(  # noqa: PLR0913  (an option each)
     from pipeinfer.lab.quality.judge import controlled
 
     table, kinds = rows_of(answers, controlled, normals(configs)), by_kind(answers)
-    pace = f", {base.cluster.pace_ms:g} ms per decode" if base.cluster.pace_ms else ""
+    paced = pace_ms(base.cluster.hook)
+    pace = f", {paced:g} ms per decode" if paced else ""
     title = f"{len(asked)} prompts, {stages} stages{pace}, {memory / 2**20:.0f} MiB resident"
     text = "\n\n".join([title, table_text(table), *([table_text(kinds)] if kinds else [])])
     click.echo(text)
@@ -353,7 +355,7 @@ def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobC
     if own.layout == "replicate":
         raise UsageError("compare changes strategies within a job, which --layout replicate does "
                          "not: leave it out")
-    if not (base.model.model or base.model.hf_repo):
+    if not base.model.model:
         base = base.replace(model="task")
     fetch_models(base)
     torch = base.model.backend == "torch" or Path(base.model.model).is_dir()

@@ -25,6 +25,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.files import check_writable, write_atomically
+from pipeinfer.lab.faults.hooks import pace_ms
 from pipeinfer.lab.race import (
     RACERS,
     Finished,
@@ -42,8 +43,8 @@ _RANKS = 4  #: a head and three stages
 _WARM_UP = 4  #: tokens of an answer that is not shown: some work is slow only once
 
 
-@config_options(*JOB, "sampling", "request", pace_ms=40.0, pace_row_ms=10.0, turns="off",
-                adapt=False, n_predict=48)
+@config_options(*JOB, "sampling", "request", hook=("pace=40+10",), turns="off", adapt=False,
+                n_predict=48)
 @click.option("-o", "--picture", type=click.Path(path_type=Path, dir_okay=False),
               help="Draw what the stages computed there, such as race.svg.")
 @click.option("--events", is_flag=True,
@@ -52,8 +53,8 @@ _WARM_UP = 4  #: tokens of an answer that is not shown: some work is slow only o
 def race_command(resolved: Resolved, picture: Path | None, events: bool) -> None:
     """Answer a prompt one token at a time, by synchronous speculation and by PipeInfer.
 
-    The stages are paced as slow hosts (--pace-ms, --pace-row-ms), so this is emulated. Nothing is
-    tuned while it runs, since short answers would mostly show the tuning (--adapt).
+    The stages are paced as slow hosts (--hook pace=MS+ROW_MS), so this is emulated. Nothing is
+    tuned while it runs, since short answers would mostly show the tuning (--set adapt=true).
 
     Without a launcher it starts a head and three stages on this machine.
 
@@ -121,9 +122,9 @@ def _run(session: Session, base: JobConfig, prompt: list[int], params: SamplingP
     lines = RaceLines(out) if live and shown else None
     if shown:
         click.echo(f"racing over {session.n_stages} stages paced as slow hosts "
-                   f"({base.cluster.pace_ms:g} ms and more for each run: emulated)")
+                   f"({pace_ms(base.cluster.hook):g} ms and more for each run: emulated)")
     if events:
-        _event("begin", stages=session.n_stages, pace_ms=base.cluster.pace_ms, racers=[
+        _event("begin", stages=session.n_stages, pace_ms=pace_ms(base.cluster.hook), racers=[
             {"policy": policy.value, "name": name} for policy, name in RACERS.items()])
     race: list[Finished] = []
     session.use(base.replace(policy=Policy.ITERATIVE.value))
@@ -176,7 +177,7 @@ def _show(base: JobConfig, session: Session, race: list[Finished], request: Requ
         click.echo(f"\nwhat the stages computed:\n{as_text(span, lanes)}")
     if picture is not None and span > 0:
         title = (f"{session.model_name}, draft {session.draft_name or 'none'}: "
-                 f"{session.n_stages} stages paced at {base.cluster.pace_ms:g} ms (emulated)")
+                 f"{session.n_stages} stages paced at {pace_ms(base.cluster.hook):g} ms (emulated)")
         write_atomically(picture, as_svg(title, span, lanes,
                                          [result_line(one, race[0]) for one in race]))
         if not request.json and not events:

@@ -137,7 +137,7 @@ def sample_command(
     asked: list[Asked] = []
     made: dict[str, Any] = {}
     if host.launched_rank() == 0:  # the files are on its host
-        features.check(job, params)
+        features.check(dataclasses.replace(config, job=job, sampling=params))
         validate(job.speculation)
         positions = positions_of(job.speculation)
         check_writable(out)

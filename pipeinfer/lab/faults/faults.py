@@ -1,4 +1,4 @@
-"""Faults on purpose: what `--fault` asks of a rank, and what goes wrong while it loads.
+"""Faults on purpose: what `--hook fault=` asks of a rank, and what goes wrong while it loads.
 
     kill@2:decode=30            SIGKILL before the 30th run of generated tokens on rank 2
     stop@3:prefill=2            SIGSTOP before the 2nd chunk of a prompt
@@ -45,7 +45,7 @@ Die = Callable[[int], None]
 
 
 class Kind(enum.StrEnum):
-    """The kinds of faults that `--fault` can cause."""
+    """The kinds of faults that `--hook fault=` can cause."""
 
     KILL = "kill"
     STOP = "stop"
@@ -128,7 +128,7 @@ class Fault(Struct, frozen=True):
 
 
 def parse_faults(texts: str | Sequence[str]) -> tuple[Fault, ...]:
-    """Faults from values of `--fault`, several in one separated by commas.
+    """Faults from values of `--hook fault=`, several in one separated by commas.
 
     A comma may also stand between the fields of one fault. Raises UsageError that says what is
     allowed.
@@ -148,20 +148,20 @@ def _parse(spec: str) -> Fault:
     head, *fields = spec.split(":")
     name, _, rank = head.partition("@")
     if name not in tuple(Kind) or not rank.isdecimal():
-        raise UsageError(f"--fault {spec}: write KIND@RANK, such as kill@2:decode=30; kinds are "
-                         f"{', '.join(Kind)}")
+        raise UsageError(f"--hook fault={spec}: write KIND@RANK, such as kill@2:decode=30; kinds "
+                         f"are {', '.join(Kind)}")
     kind = Kind(name)
     fault = Fault(kind, int(rank))
     for field in fields:
         key, _, value = field.partition("=")
         if key not in _FIELDS[kind]:
-            raise UsageError(f"--fault {spec}: {kind} accepts {', '.join(_FIELDS[kind])}, not "
+            raise UsageError(f"--hook fault={spec}: {kind} accepts {', '.join(_FIELDS[kind])}, not "
                              f"{field!r}")
         if key in _MOMENTS and fault.moment:
-            raise UsageError(f"--fault {spec}: {fault.moment} and {key} exclude each other")
+            raise UsageError(f"--hook fault={spec}: {fault.moment} and {key} exclude each other")
         fault = _with(fault, key, value, spec)
     if kind is Kind.CUT_LINK and (fault.peer < 1 or fault.peer == fault.rank or not fault.rank):
-        raise UsageError(f"--fault {spec}: name two ranks that are not rank 0, such as "
+        raise UsageError(f"--hook fault={spec}: name two ranks that are not rank 0, such as "
                          "cut-link@1:peer=2")
     if not fault.moment and kind not in _LASTING:
         first = "load" if kind in (Kind.DISK_FULL, Kind.CORRUPT_CACHE) else "decode"
@@ -172,11 +172,11 @@ def _parse(spec: str) -> Fault:
 def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
     if key == "load":
         if value and value not in PHASES:
-            raise UsageError(f"--fault {spec}: load must be one of {', '.join(PHASES)}")
+            raise UsageError(f"--hook fault={spec}: load must be one of {', '.join(PHASES)}")
         return structs.replace(fault, moment=key, phase=value)
     if key == "type":
         if value not in _TYPES:
-            raise UsageError(f"--fault {spec}: type must be one of {', '.join(_TYPES)}")
+            raise UsageError(f"--hook fault={spec}: type must be one of {', '.join(_TYPES)}")
         return structs.replace(fault, type=value)
     if key in ("prefill", "decode", "recovery"):
         return structs.replace(fault, moment=key,
@@ -196,7 +196,7 @@ def _with(fault: Fault, key: str, value: str, spec: str) -> Fault:
     except ValueError:
         ms = -1.0
     if not 0 < ms < 1e6:
-        raise UsageError(f"--fault {spec}: ms must be a number of milliseconds, such as ms=50")
+        raise UsageError(f"--hook fault={spec}: ms must be a number of milliseconds, such as ms=50")
     return structs.replace(fault, ms=ms)
 
 
@@ -206,14 +206,14 @@ def _seconds(value: str, spec: str) -> float:
     except ValueError:
         found = 0.0
     if not 0 < abs(found) <= 1e9:
-        raise UsageError(f"--fault {spec}: s must be a number of seconds other than 0, such as "
-                         "s=-3600")
+        raise UsageError(f"--hook fault={spec}: s must be a number of seconds other than 0, such "
+                         "as s=-3600")
     return found
 
 
 def _whole(value: str, least: int, key: str, spec: str) -> int:
     if not value.isdecimal() or not least <= int(value) < 10**9:
-        raise UsageError(f"--fault {spec}: {key} must be a whole number of at least {least}")
+        raise UsageError(f"--hook fault={spec}: {key} must be a whole number of at least {least}")
     return int(value)
 
 

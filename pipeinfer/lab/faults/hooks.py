@@ -1,7 +1,8 @@
-"""Faults and paces as hooks of a rank: what `--fault` and `--pace-ms` load."""
+"""Faults and paces as hooks of a rank: what `--hook fault=` and `--hook pace=` load."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -10,8 +11,8 @@ from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.team import Team
 from pipeinfer.cluster.hooks import Hook, Report
-from pipeinfer.config import ClusterConfig
 from pipeinfer.core.types import CURVE_ROWS
+from pipeinfer.errors import UsageError
 from pipeinfer.lab.faults.faults import (
     faulty_cache,
     faulty_progress,
@@ -22,13 +23,37 @@ from pipeinfer.lab.faults.paced import PacedBackend, PacedTeam
 from pipeinfer.lab.faults.wrappers import faulty_backend, faulty_port
 from pipeinfer.transport.base import Port
 
+_SLOWEST = 60.0  #: seconds of a decode
+
+
+def pace_of(value: str) -> tuple[float, float]:
+    """Return the seconds of a decode and of each of its further rows, from a text such as 40 or
+    40+2.5, in milliseconds. Raises UsageError for any other."""
+    parts = value.split("+")
+    try:
+        first, further = [float(part) / 1e3 for part in (*parts, "0")[:2]]
+    except ValueError:
+        first = further = -1.0
+    if len(parts) > 2 or not (0 < first <= _SLOWEST and 0 <= further <= _SLOWEST):
+        raise UsageError(f"--hook pace={value}: write milliseconds for a decode, and for each "
+                         "further row of it, such as pace=40 or pace=40+2.5")
+    return first, further
+
+
+def pace_ms(hooks: Sequence[str]) -> float:
+    """Return the milliseconds of a decode that values of --hook set; 0 where none does. Raises
+    UsageError."""
+    paces = [value for name, _, value in (word.partition("=") for word in hooks) if name == "pace"]
+    return 1e3 * pace_of(paces[-1])[0] if paces else 0.0
+
 
 class FaultHook(Hook):
-    """Causes the faults that `--fault` names for this rank. Raises UsageError for a bad one."""
+    """Causes the faults that `--hook fault=` names for this rank. Raises UsageError for a bad
+    one."""
 
-    def __init__(self, config: ClusterConfig, rank: int) -> None:
-        super().__init__(config, rank)
-        self.faults = parse_faults(config.fault)
+    def __init__(self, values: Sequence[str], rank: int) -> None:
+        super().__init__(values, rank)
+        self.faults = parse_faults(values)
         self._recovery = faulty_recovery(self.faults, rank)
 
     def port(self, port: Port) -> Port:
@@ -58,11 +83,11 @@ class FaultHook(Hook):
 
 
 class PaceHook(Hook):
-    """Makes every decode take as long as on another machine (`--pace-ms`, `--pace-row-ms`)."""
+    """Makes every decode take as long as on another machine (`--hook pace=MS+ROW_MS`)."""
 
-    def __init__(self, config: ClusterConfig, rank: int) -> None:
-        super().__init__(config, rank)
-        self._first, self._further = config.pace_ms / 1e3, config.pace_row_ms / 1e3
+    def __init__(self, values: Sequence[str], rank: int) -> None:
+        super().__init__(values, rank)
+        self._first, self._further = pace_of(values[-1])
 
     def _seconds(self, rows: int) -> float:
         return self._first + self._further * (rows - 1)

@@ -1,4 +1,4 @@
-"""A stage's backend and port that fail where `--fault` wants it, see `faults.py`.
+"""A stage's backend and port that fail where `--hook fault=` wants it, see `faults.py`.
 
 Each wrapper returns its argument untouched when no fault is for this rank. Knows the contracts of
 backends and ports, no MPI, request, plan or server.

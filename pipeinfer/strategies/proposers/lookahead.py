@@ -348,8 +348,8 @@ SPEC = ProposerSpec(
             "With --proposer lookahead: maximum n-grams verified in a step (G); unless given, "
             "fewer where they do not pay.", 0, 128)),
         "prompt_pool": OwnOption(True, Option(
-            ("--prompt-pool",), "flag",
+            (), "flag",
             "With --proposer lookahead: the pool holds the n-grams of prompt and answer, too, not "
-            "only those of windows.", off_flag="--no-prompt-pool")),
+            "only those of windows.")),
     },
     replicable=True)
