@@ -41,10 +41,6 @@ class LlamaConfig:
         return asdict(self)
 
 
-TARGET = LlamaConfig()
-DRAFT = LlamaConfig(n_layer=2)
-
-
 def rope_tables(config: LlamaConfig, length: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [length, head_size / 2] (float32) of positions 0 .. length - 1."""
     half = config.head_size // 2
@@ -98,12 +94,10 @@ class Block(nn.Module):
         h = self.ffn_norm(x)
         return x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
-        """``x`` [batch, length, width] -> the same shape; causal unless ``visible`` [batch, 1,
-        length, length] (bool) says who sees whom."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x`` [batch, length, width] -> the same shape; causal."""
         q, k, v = self.project(x, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None)
-        return self.finish(x, y)
+        return self.finish(x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 class Llama(nn.Module):
@@ -119,37 +113,16 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def reset(self, seed: int, embedding_scale: float = 0.02) -> None:
-        """Seeded initial weights: outputs of each half-layer start at zero, so layers start as
-        the identity and a deep narrow stack trains from the first step."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.ndim < 2:
-                    parameter.fill_(1.0)
-                elif name.endswith(("attn_output.weight", "ffn_down.weight")):
-                    parameter.zero_()
-                else:
-                    scale = embedding_scale if "embd" in name else 0.6 * parameter.shape[1] ** -0.5
-                    parameter.normal_(0.0, scale, generator=generator)
-
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of every position; positions count from 0 in every row."""
         length = tokens.shape[1]
         return self.logits(self.hidden(tokens, self.cos[:length], self.sin[:length]))
 
-    def masked(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Final states [batch, length, width] under ``positions`` [batch, length] and ``visible``
-        [batch, length, length] (bool); positions below ``n_ctx``."""
-        return self.hidden(tokens, self.cos[positions], self.sin[positions], visible[:, None])
-
-    def hidden(
-        self, tokens: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Final states, before the output matrix."""
         x = self.token_embd(tokens)
         for block in self.blk:
-            x = block(x, cos, sin, visible)
+            x = block(x, cos, sin)
         return x
 
     def logits(self, states: Tensor) -> Tensor:
