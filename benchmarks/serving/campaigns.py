@@ -6,7 +6,7 @@
     python -m benchmarks.serving prefix        the second turn of a long conversation
 
 Real servers on this machine, over HTTP. Each prints its figures and, with `--json FILE`, keeps
-them. The emulated cluster of `throughput` is in `benchmarks.serving.cluster`.
+them.
 """
 
 from __future__ import annotations

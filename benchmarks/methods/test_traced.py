@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.methods.traced import Trace, trace
 from pipeinfer.core.policy import Policy
-from pipeinfer.lab.emulation.replicas import Trace, trace
 from pipeinfer.lab.emulation.virtual import HEADER_BYTES, ROW_BYTES, Wire
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead

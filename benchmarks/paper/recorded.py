@@ -1,4 +1,4 @@
-"""Texts of a real pair of models, played back in virtual time.
+"""Texts of a real pair of models, recorded and played back in virtual time.
 
 A `Text` holds a prompt, the target's answer, and what the draft names at each position of it. On
 the recorded path both models are the real ones; below a wrong guess, where nothing was recorded
@@ -7,20 +7,19 @@ and nothing can be accepted, the draft names arbitrary tokens with claims that i
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.lab.emulation.synthetic import TAIL, mixed
+from tests.rig.plain_loop import PlainLoop
 
 NAMED = 4  #: tokens that the draft names at a position
 _OTHERS = 32
+_SHORTEST = 48  #: shorter answers say little
+_CIRCLE = 24  #: tokens that come a second time within four times as many are a circle
 
 
 @dataclass(frozen=True)
@@ -40,22 +39,43 @@ class Text:
         return float(np.mean(self.names[:, 0] == self.answer))
 
 
-def save(path: str | os.PathLike[str], texts: Sequence[Text]) -> None:
-    """Write texts into one compressed numpy archive."""
-    arrays: dict[str, Any] = {"kinds": np.array([text.kind for text in texts])}
-    for k, text in enumerate(texts):
-        arrays |= {f"prompt{k}": text.prompt, f"answer{k}": text.answer, f"names{k}": text.names,
-                   f"claims{k}": text.claims.astype(np.float16)}
-    with Path(path).open("wb") as file:
-        np.savez_compressed(file, **arrays)
+def record(target: PlainLoop, draft: PlainLoop, kind: str, prompt: list[int],
+           most: int = 192) -> Text | None:
+    """The greedy answer to one prompt, None where it is too short.
+
+    A row at a time, so that no setting of a pipeline plays a part. A small model that decodes
+    greedily ends up in circles, which are easy to foresee: answers end where one begins.
+    """
+    tokens = list(prompt)
+    logits = target.decode(tokens, 0)
+    while len(tokens) < len(prompt) + most:
+        token = int(np.argmax(logits))
+        if target.is_eog(token):
+            break
+        tokens.append(token)
+        if circles(tokens[len(prompt):]):
+            del tokens[-_CIRCLE:]
+            break
+        logits = target.decode([token], len(tokens) - 1)
+    target.reset()
+    if len(tokens) < len(prompt) + _SHORTEST:
+        return None
+    answers = list(draft.logits_after(prompt, tokens[len(prompt):]))[: len(tokens) - len(prompt)]
+    names = np.zeros((len(answers), NAMED), np.int32)
+    claims = np.zeros((len(answers), NAMED), np.float32)
+    for row, scores in enumerate(answers):
+        best = np.argsort(-scores, kind="stable")[:NAMED]
+        shares = np.exp(scores - scores[best[0]])
+        names[row], claims[row] = best, shares[best] / shares.sum()
+    return Text(kind, np.array(prompt, np.int32), np.array(tokens[len(prompt):], np.int32), names,
+                claims)
 
 
-def load(path: str | os.PathLike[str]) -> list[Text]:
-    """The texts of `save`. Raises OSError, ValueError or KeyError for another file."""
-    with np.load(path, allow_pickle=False) as arrays:
-        return [Text(str(kind), arrays[f"prompt{k}"], arrays[f"answer{k}"], arrays[f"names{k}"],
-                     arrays[f"claims{k}"].astype(np.float32))
-                for k, kind in enumerate(arrays["kinds"])]
+def circles(answer: list[int]) -> bool:
+    """Whether the last `_CIRCLE` tokens repeat what was there shortly before."""
+    end, at = answer[-_CIRCLE:], len(answer) - _CIRCLE
+    return at > 0 and any(answer[k : k + _CIRCLE] == end
+                          for k in range(max(0, at - 4 * _CIRCLE), at))
 
 
 class RecordedPair:

@@ -7,19 +7,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.paper.record_texts import circles
-from benchmarks.paper.texts import TEXTS
+from benchmarks.paper.recorded import RecordedPair, Text, circles
 from pipeinfer.lab.emulation import scenarios
 from pipeinfer.lab.emulation.profiles import load_profiles
-from pipeinfer.lab.emulation.recorded import RecordedPair, Text, load, save
 from pipeinfer.lab.emulation.scenarios import Experiment
 from pipeinfer.lab.emulation.virtual import prompt_of, simulate
 
 
+def edited():
+    """A prompt, and an answer that repeats it but for every 16th token; the draft names two of
+    three tokens first."""
+    rng = np.random.default_rng(1)
+    prompt = rng.permutation(1000)[:120].astype(np.int32)
+    answer = prompt[10:110].copy()
+    answer[::16] = 2000 + np.arange(len(answer[::16]))
+    names = rng.integers(3000, 4000, (len(answer), 4)).astype(np.int32)
+    right = rng.random(len(answer)) < 2 / 3
+    names[right, 0] = answer[right]
+    return Text("edits", prompt, answer, names,
+                np.tile(np.array([0.65, 0.1, 0.05, 0.05], np.float32), (len(answer), 1)))
+
+
 @pytest.mark.parametrize("policy", ["iterative", "speculative", "pipeinfer", "published"])
 def test_the_recorded_answer_comes_out_and_the_text_helps_where_it_repeats(policy):
-    text = next(text for text in load(TEXTS) if text.kind == "edits")
-    pair = RecordedPair(text)
+    pair = RecordedPair(text := edited())
     one = Experiment("c", "dolphin-tinyllama", policy=policy, nodes=5, prompt=len(text.prompt),
                      tokens=pair.n_answer)
     built = scenarios.build(load_profiles(), one)
@@ -48,15 +59,6 @@ def test_off_the_path_nothing_is_right():
     assert pair.acceptance == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="one prompt, of 3 tokens"):
         pair.prompt(4, 0)
-
-
-def test_texts_are_kept_in_a_file(tmp_path):
-    texts = load(TEXTS)
-    save(tmp_path / "some.npz", texts[:2])
-    for one, same in zip(texts, load(tmp_path / "some.npz"), strict=False):
-        assert one.kind == same.kind
-        assert np.array_equal(one.names, same.names)
-        assert np.array_equal(one.claims, same.claims)
 
 
 def test_an_answer_that_runs_in_circles_is_seen():
