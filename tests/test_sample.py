@@ -78,8 +78,6 @@ ALONE = {
     "tests/mpi/test_replicas.py::test_the_command_line_with_a_replica_on_rank_0_and_torch":
         "replicas on llama.cpp in test_tokens_and_steps_are_those_of_one_rank, lookahead on torch "
         "in tests/mpi/test_decomposers.py",
-    "tests/lab/training/test_pair.py::test_command_takes_a_few_real_steps":
-        "test_run_makes_both_files_and_resumes, test_command_passes_its_options_on",
     "benchmarks/gpu/test_gpu.py::test_the_rehearsal_on_an_rpc_device":
         "test_rows_on_an_rpc_device_where_its_library_is_built; the steps' life beside it",
     "benchmarks/gpu/test_gpu.py::test_the_rehearsal_on_a_vulkan_device":

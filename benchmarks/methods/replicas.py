@@ -26,10 +26,10 @@ import click
 
 from benchmarks.methods.heldout import prompts
 from benchmarks.methods.matrix import answers_of
+from benchmarks.methods.traced import Trace, trace
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.policy import Policy
 from pipeinfer.lab.emulation.profiles import ModelProfile, NodeProfile, load_profiles
-from pipeinfer.lab.emulation.replicas import Trace, trace
 from pipeinfer.lab.emulation.virtual import Overheads, Wire
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from pipeinfer.scheduler.settings import Limits

@@ -32,7 +32,6 @@ NAME = {"iterative": "iterative", bench.BASELINE: "synchronous, as published",
         "pipeinfer": "PipeInfer"}
 MARK = {"iterative": "s", bench.BASELINE: "v", "speculative": "^", "published": "D",
         "pipeinfer": "o"}
-BAND = "#2563c91c"
 TABLE_I = ("dolphin-tinyllama", "dolphin-orca2", "goliath-xwin7b", "goliath-xwin13b", "falcon-7b",
            "falcon-40b")
 SMALL = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")

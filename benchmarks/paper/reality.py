@@ -12,7 +12,7 @@ layers, as four stages or as two wide ones. Everything is real, the links, the l
 the scheduler, both models, but how long a stage computes, which is set (`--pace`, `ROW`). The
 prediction knows that, the link's rate, what a row of the draft takes on the head's host, what a sum
 took when the members of the first job of a grid loaded, and what the runtime costs elsewhere
-(`Overheads`). The tokens are those of the pair itself, played back (`emulation.recorded`).
+(`Overheads`). The tokens are those of the pair itself, played back (`paper.recorded`).
 
 With --local there are no hosts and no links to predict: what remains is the clock of wide stages.
 With --heads the models have a head that is always right if it is given the right rows; one of them
@@ -40,14 +40,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.record_texts import record
+from benchmarks.paper.recorded import RecordedPair, Text, record
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for, spare_cells
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import END, SamplingParams, make_rows
-from pipeinfer.lab.emulation.recorded import RecordedPair, Text
 from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import (
     Overheads,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.paper import experiments, figures_wide, reality, results, turns
+from benchmarks.paper import experiments, figures_wide, reality, results
 from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.plots import Size
 from pipeinfer.cli.options import parse
@@ -222,16 +222,6 @@ def test_options_of_a_way_are_the_same_for_a_job_and_its_prediction():
     for way in reality.ALL_WAYS:
         asked = parse(["--policy", way.policy.value, *way.flags]).config.job.speculation
         assert asked == JobConfig.of(policy=way.policy.value, **way.options).speculation
-
-
-def test_two_nodes_that_share_a_stage_relieve_it_and_change_no_token():
-    """By turns, with the layers as planned for one node there and for two; `by_turns` compares the
-    tokens."""
-    one = Experiment("c", "dolphin-tinyllama", nodes=4, tokens=48)
-    nodes = turns.machines("c", 5, added=False)
-    alone = turns.planned(one, nodes)
-    assert turns.by_turns(one, nodes, 0, 1.0) > alone
-    assert turns.by_turns(one, nodes, 0, 2.0) > 1.05 * alone
 
 
 def test_unknown_figures_are_named(tmp_path):

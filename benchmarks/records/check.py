@@ -8,36 +8,18 @@ record whose raw results are not kept cannot be made again; how many those are i
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import record as record_of_gpus
-from benchmarks.methods import (
-    bita_chain,
-    draft_lookahead,
-    draft_ranks,
-    lookahead,
-    lossless,
-    mixed_cluster,
-)
-from benchmarks.paper import (
-    contexts,
-    factors,
-    heads,
-    losing,
-    one_process,
-    states,
-    texts,
-    today,
-    turns,
-)
+from benchmarks.methods import draft_ranks, lookahead, lossless
+from benchmarks.paper import heads
 from benchmarks.peers import servers
 from benchmarks.records import paper_tables, raw_files, write
+from benchmarks.records.paper_tables import Paper
 from benchmarks.wide import grids as wide_grids
 
 PAPER = write.HERE.parents[1] / "docs" / "paper"
@@ -53,33 +35,7 @@ SMALL = {"dolphin-tinyllama": "Dolphin + TinyLlama", "goliath-xwin7b": "Goliath 
 BASELINE = "speculative-published"
 RAW = write.HERE / "raw"
 GPUS = write.HERE.parent / "gpu" / "results"
-LOST = {**PAIRS, "yi-9b": "Yi 34B + Yi 9B"}
-LOSING = (("losing-before.jsonl.gz", "fastest", "the fastest by the judge, ledger as it was"),
-          ("losing.jsonl.gz", "fastest", "the fastest by the judge"),
-          ("losing.jsonl.gz", "steady", "the least loss within 15 points"),
-          ("losing.jsonl.gz", "safe", "the least loss, never below plain decoding (now printed)"),
-          ("losing-others.jsonl.gz", "fastest", "the fastest, 15 other clusters"),
-          ("losing-others.jsonl.gz", "safe", "never below plain decoding, 15 other clusters"))
 Rows = list[list[str]]
-
-
-class Paper:
-    """The numbers of `benchmarks.paper`: (figure, case, policy, metric) to mean and spread."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open(newline="", encoding="utf-8") as file:
-            self.values = {
-                (row["figure"], row["case"], row["policy"], row["metric"]):
-                (float(row["mean"]), float(row["spread"])) for row in csv.DictReader(file)}
-
-    def mean(self, figure: str, case: str, policy: str, metric: str = "tokens_per_second"
-             ) -> float:
-        """A mean. Raises KeyError."""
-        return self.values[figure, case, policy, metric][0]
-
-    def cases(self, figure: str) -> list[str]:
-        """The cases of a figure, in order."""
-        return list(dict.fromkeys(case for one, case, *_ in self.values if one == figure))
 
 
 def gain(paper: Paper) -> Rows:
@@ -185,16 +141,6 @@ def trees(paper: Paper) -> Rows:
     return rows
 
 
-def losing_choices() -> Rows:
-    """`losing-choices`."""
-    rows = []
-    for path, chooser, title in LOSING:
-        records = losing.written(RAW / path)
-        rows += [[title, LOST.get(pair, "all five"), *losing.figures(records, chooser, pair)]
-                 for pair in (*losing.PAIRS, "")]
-    return rows
-
-
 FROM_PAPER: Mapping[str, Callable[[Paper], Rows]] = {
     "published-gain": gain, "published-ttft": first_tokens, "policies-on-grids": grids,
     "published-ablations": ablations, "published-trees": trees,
@@ -203,19 +149,8 @@ FROM_PAPER: Mapping[str, Callable[[Paper], Rows]] = {
     "emulated-tuning": paper_tables.tuning}
 #: tables in virtual time, each from one file
 FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
-    "emulated-states": ("states.json", states.rows_of),
-    "emulated-contexts": ("contexts.json", contexts.rows_of),
-    "emulated-desktop": ("mixed-cluster.json", mixed_cluster.rows_of),
     "emulated-heads": ("heads.json", heads.rows_of),
-    "emulated-layers-turns": ("texts.json", texts.rows_of),
-    "emulated-draft-worth": ("texts.json", texts.worth_rows),
-    "bita-chain": ("bita-chain.json", bita_chain.rows_of),
-    "published-factors": ("factors.json", factors.rows_of),
-    "emulated-today": ("today.json", today.rows_of),
-    "one-process": ("one-process.json", one_process.rows_of),
-    "shared-stage": ("shared-stage.json", turns.rows_of),
     "draft-ranks": ("draft-ranks.json", draft_ranks.rows_of),
-    "draft-lookahead": ("draft-lookahead.json", draft_lookahead.rows_of),
     "losslessness": ("lossless.json", lossless.rows_of),
     "lookahead-s": ("lookahead.json", lookahead.table_rows),
     "lookahead-figure-4": ("lookahead.json", lookahead.sweep_rows),
@@ -223,8 +158,7 @@ FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
 }
 KEPT_SINCE = "2026-11-28"  #: of tables of this day and later ones the raw results are kept
 #: columns that no program makes: what others say, or what an earlier version did
-BY_HAND: Mapping[str, tuple[int, ...]] = {"emulated-figures": (1,), "one-process": (0, 9),
-                                              "emulated-draft-worth": (6, 11)}
+BY_HAND: Mapping[str, tuple[int, ...]] = {"emulated-figures": (1,)}
 
 
 def wrong_rows(kept: Sequence[Sequence[str]], made: Rows) -> list[str]:
@@ -255,7 +189,7 @@ def main() -> int:
     made = {name: make(paper) for name, make in FROM_PAPER.items()}
     made |= {record["id"]: record["rows"] for record in record_of_gpus.records_of(
         [json.loads(path.read_text(encoding="utf-8")) for path in sorted(GPUS.glob("*.json"))])}
-    made |= {"losing-choices": losing_choices(), "peers-workers-three": workers()}
+    made["peers-workers-three"] = workers()
     made |= {name: make(_raw(path)) for name, (path, make) in FROM_RAW.items()}
     made |= wide_grids.rows_of(_raw("grids.json.gz"))
     wrong = 0

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from benchmarks.records.check import Paper
+from pathlib import Path
 
 _C = "c 8 nodes"
 _NODES = (4, 8, 15, 32)
+
+
+class Paper:
+    """The numbers of `benchmarks.paper`: (figure, case, policy, metric) to mean and spread."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open(newline="", encoding="utf-8") as file:
+            self.values = {
+                (row["figure"], row["case"], row["policy"], row["metric"]):
+                (float(row["mean"]), float(row["spread"])) for row in csv.DictReader(file)}
+
+    def mean(self, figure: str, case: str, policy: str, metric: str = "tokens_per_second"
+             ) -> float:
+        """A mean. Raises KeyError."""
+        return self.values[figure, case, policy, metric][0]
+
+    def cases(self, figure: str) -> list[str]:
+        """The cases of a figure, in order."""
+        return list(dict.fromkeys(case for one, case, *_ in self.values if one == figure))
 
 
 def _span(values: Iterable[float], form: str = ".2f") -> str:

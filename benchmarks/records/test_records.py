@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from benchmarks.records import check, raw_files, write
@@ -62,11 +64,32 @@ def test_a_group_becomes_a_section(tmp_path):
     (("labels", "lables"), "unknown lables"),
     (("2026-11-22", "last week"), "isoformat"),
     (("[[record]]", GOOD[GOOD.index("[[record]]"):] + "[[record]]"), "two records one"),
+    (('"unknown"', '"unknown"\nclaim = true'), "a claim needs its command"),
+    (('"unknown"', '"unknown"\ncommand = "python -m benchmarks.gone --all"'),
+     "benchmarks.gone is not"),
+    (('"unknown"', '"unknown"\ncommand = "bash benchmarks/gone.sh"\nclaim = true\nkept_at = "a1"'),
+     "benchmarks/gone.sh of a claim"),
 ])
 def test_records_that_lack_something_are_refused(tmp_path, change, message):
     (tmp_path / "a.toml").write_text(GOOD.replace(*change, 1))
     with pytest.raises(ValueError, match=message):
         write.read(tmp_path)
+
+
+def test_programs_that_are_gone_are_kept_at_a_commit(tmp_path):
+    (tmp_path / "a.toml").write_text(GOOD.replace(
+        'commit = "unknown"', 'commit = "unknown"\ncommand = "python -m benchmarks.gone"\n'
+        'kept_at = "a1"'))
+    assert "| `python -m benchmarks.gone` at a1 |" in write.page(write.read(tmp_path))
+    assert write.missing_programs("python -m benchmarks.paper; bash benchmarks/gpu/run.sh") == []
+
+
+def test_what_the_documentation_states_is_a_claim_with_its_command():
+    claims = [record for group in write.read() for record in group.records if record.get("claim")]
+    assert 25 <= len(claims) <= 60
+    readme = (write.PAGE.parents[1] / "README.md").read_text()
+    stated = set(re.findall(r"benchmarks\.md#([\w-]+)", readme)) - {"gpus"}
+    assert stated <= {record["id"] for record in claims}
 
 
 def test_emulated_figures_say_so():

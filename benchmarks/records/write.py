@@ -12,6 +12,9 @@ A TOML file is a group (order, title, intro, processor, perhaps command) with `[
     commit     the commit that first stated it, or "unknown"
     processor, command    the group's unless given; "unknown" where nobody wrote them down
     labels     such as "emulated", "virtual time", "paced": what the figure is not
+    claim      true for what README or a page of docs states: its command is in this tree
+    kept_at    the commit that keeps the command's program (and its raw results), where this tree
+               no longer has it
     notes      what a reader has to know beside it
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import re
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -29,7 +33,9 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 _UNKNOWN = "unknown"
 _FIELDS = {"id", "what", "value", "columns", "rows", "picture", "date", "commit", "processor",
-           "command", "labels", "notes"}
+           "command", "labels", "notes", "claim", "kept_at"}
+#: modules that a command runs, and its scripts
+_PROGRAM = re.compile(r"python -m ((?:benchmarks|pipeinfer)[\w.]*)|\b(benchmarks/[\w/]+\.\w+)")
 
 OPENING = """\
 # Benchmarks
@@ -40,7 +46,8 @@ This page is written by `python -m benchmarks.records.write` from the TOML files
 `benchmarks/records/`. Change those, not this.
 
 - **Commit** is the one that first stated the figure in this repository. The code that was measured
-  is that commit or one shortly before it. Commands have today's names.
+  is that commit or one shortly before it. Commands have today's names; the program of a command
+  *at* a commit is kept there.
 - **Labels** say what a figure is not. *Emulated*, *virtual time* and *paced* figures were not
   measured on the machines that they name. *Network namespaces*: several hosts on one machine, with
   limited links and processor shares.
@@ -93,6 +100,27 @@ def _check(name: str, record: dict[str, Any]) -> None:
     if any(len(row) != len(record["columns"]) for row in record.get("rows", ())):
         raise ValueError(f"{where}: a row differs in length from the columns")
     datetime.date.fromisoformat(record["date"])
+    if gone := missing_programs(record["command"]):
+        if "kept_at" not in record:
+            raise ValueError(f"{where}: {', '.join(gone)} is not in this tree: name the commit "
+                             "that keeps it, kept_at")
+        if record.get("claim"):
+            raise ValueError(f"{where}: {', '.join(gone)} of a claim is not in this tree")
+    if record.get("claim") and record["command"] == _UNKNOWN:
+        raise ValueError(f"{where}: a claim needs its command")
+
+
+def missing_programs(command: str) -> list[str]:
+    """The modules and scripts of a command that this tree does not have."""
+    root = HERE.parents[1]
+
+    def here(module: str, script: str) -> bool:
+        path = root / (script or module.replace(".", "/"))
+        return path.is_file() or path.with_suffix(".py").is_file() \
+            or (path / "__main__.py").is_file()
+
+    return [module or script for module, script in _PROGRAM.findall(command)
+            if not here(module, script)]
 
 
 def page(groups: list[Group]) -> str:
@@ -106,7 +134,7 @@ def page(groups: list[Group]) -> str:
             parts.append(table(
                 ["what", "measured", "labels", "date, commit", "command"],
                 [[f'<a id="{r["id"]}"></a>{r["what"]}', r["value"], _labels(group, r),
-                  f"{r['date']}, {r['commit']}", _code(r["command"])] for r in simple]))
+                  f"{r['date']}, {r['commit']}", _code(r)] for r in simple]))
         for record in group.records:
             if record not in simple:
                 parts += _block(group, record)
@@ -116,7 +144,7 @@ def page(groups: list[Group]) -> str:
 def _block(group: Group, record: dict[str, Any]) -> list[str]:
     head = f'<a id="{record["id"]}"></a>**{record["what"][0].upper()}{record["what"][1:]}**'
     facts = [_labels(group, record), record["date"], f"commit {record['commit']}",
-             _code(record["command"])]
+             _code(record)]
     parts = [f"{head} ({'; '.join(fact for fact in facts if fact)})"]
     if "value" in record:
         parts.append(record["value"] + ".")
@@ -149,8 +177,9 @@ def _labels(group: Group, record: dict[str, Any]) -> str:
     return ", ".join(f"*{label}*" for label in found)
 
 
-def _code(command: str) -> str:
-    return command if command == _UNKNOWN else f"`{command}`"
+def _code(record: dict[str, Any]) -> str:
+    command, kept = record["command"], record.get("kept_at")
+    return command if command == _UNKNOWN else f"`{command}`" + (f" at {kept}" if kept else "")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,12 +1,8 @@
-"""`pipeinfer serve` under load: correctness, throughput, leaving, overload, prompts that recur.
+"""`pipeinfer serve` under load: every request against a plain loop.
 
-    python -m benchmarks.serving lossless      every request under load against a plain loop
-    python -m benchmarks.serving throughput    clients 1 to 16, speculation auto, on and off
-    python -m benchmarks.serving leave         how soon a client that left stops costing anything
-    python -m benchmarks.serving prefix        the second turn of a long conversation
+    python -m benchmarks.serving
 
-Real servers on this machine, over HTTP. Each prints its figures and, with `--json FILE`, keeps
-them. The emulated cluster of `throughput` is in `benchmarks.serving.cluster`.
+Real servers on this machine, over HTTP. Prints figures and, with `--json FILE`, keeps them.
 """
 
 from __future__ import annotations
@@ -17,10 +13,8 @@ import contextlib
 import json
 import random
 import signal
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
@@ -38,7 +32,6 @@ from pipeinfer.transport.http_client import HttpFailure
 from tests.rig.launch import environment, mpirun_path
 from tests.rig.plain_loop import PlainLoop
 
-REPORT_SECONDS = 1.0  #: that reports of the last runs get to arrive
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded"
 
 
@@ -218,160 +211,19 @@ async def lossless(args: argparse.Namespace) -> dict[str, Any]:
 # --- throughput -------------------------------------------------------------------------------
 
 
-async def closed_loop(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, float]:
-    """`clients` clients send the requests, each its next one when the last has ended."""
-    todo = list(enumerate(requests))[::-1]
-    answers: list[Answer] = []
-
-    async def client() -> None:
-        while todo:
-            _, request = todo.pop()
-            answer = await complete(port, request)
-            assert answer.ended, answer
-            answers.append(answer)
-
-    start = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    seconds = time.perf_counter() - start
-    gaps = [gap for answer in answers for gap in answer.gaps]
-    return {"tokens_per_second": sum(len(a.tokens) for a in answers) / seconds,
-            "first_ms": 1e3 * statistics.median(a.first for a in answers),
-            "gap_ms": 1e3 * statistics.median(gaps), "gap_mean_ms": 1e3 * statistics.fmean(gaps),
-            "gap_worst_ms": 1e3 * max(gaps),
-            "drafted": sum(a.timings.get("drafted_n", 0) for a in answers),
-            "accepted": sum(a.timings.get("accepted_n", 0) for a in answers)}
-
-
-async def throughput(args: argparse.Namespace) -> dict[str, Any]:
-    """Clients against speed, for the three settings of --speculation; rounds are interleaved."""
-    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
-    texts = [tokenizer.encode(text) for text in PROMPTS]
-    figures: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for turn in range(args.turns):
-        for mode in ("auto", "on", "off"):
-            async with server(args.ranks, "--speculation", mode, *args.options) as running:
-                await closed_loop(running.port, 1, [
-                    {"prompt": texts[0], "max_tokens": 32, "temperature": 0, "ignore_eos": True}])
-                for clients in args.clients:
-                    count = max(clients, args.least)
-                    requests = [{"prompt": texts[k % len(texts)], "max_tokens": args.tokens,
-                                 "temperature": 0.8, "seed": 100 * turn + k, "ignore_eos": True}
-                                for k in range(count)]
-                    found = await closed_loop(running.port, clients, requests)
-                    figures.setdefault(mode, {}).setdefault(str(clients), []).append(found)
-                    print(turn, mode, clients, {k: round(v, 1) for k, v in found.items()},
-                          flush=True)
-    return figures
-
-
-# --- leaving ----------------------------------------------------------------------------------
-
-
-async def leave(args: argparse.Namespace) -> dict[str, Any]:
-    """From a hang-up to the last moment at which a stage works for that client.
-
-    Read off the pipeline's own reports, with and without cancellation; the time saved is what the
-    runs in flight would have taken.
-    """
-    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
-    prompt = tokenizer.encode(PROMPTS[0])
-    figures: dict[str, Any] = {}
-    apart = ("--turns", "off")
-    for name, options in (("cancel", apart), ("no cancel", (*apart, "--ablate", "cancel"))):
-        delays, useful = [], []
-        async with server(args.ranks, *options, *args.options) as running:
-            for k in range(args.requests):
-                delay, worked = await _one_leaver(running.port, prompt, k)
-                delays.append(delay)
-                useful.append(worked)
-        figures[name] = {
-            "last_use_ms_median": round(1e3 * statistics.median(delays), 2),
-            "last_use_ms_worst": round(1e3 * max(delays), 2),
-            "stage_seconds_after_ms_median": round(1e3 * statistics.median(useful), 2),
-        }
-    return figures
-
-
-async def _one_leaver(port: int, prompt: list[int], seed: int) -> tuple[float, float]:
-    """Seconds from the hang-up to the end of the last stage's work for it, and stage seconds
-    spent after the hang-up."""
-    runs: dict[int, list[list[float]]] = {}
-    watching = asyncio.create_task(_watch(port, runs))
-    await asyncio.sleep(0.3)
-    await complete(port, {"prompt": prompt, "max_tokens": 400, "temperature": 0.8, "seed": seed,
-                          "ignore_eos": True}, leave_after=40)
-    gone = time.time()
-    await asyncio.sleep(REPORT_SECONDS)
-    watching.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await watching
-    ends = [start + seconds for spans in runs.values() for start, seconds in spans if seconds > 0]
-    spent = sum(max(0.0, start + seconds - max(start, gone))
-                for spans in runs.values() for start, seconds in spans)
-    return max(0.0, max(ends, default=gone) - gone), spent
-
-
-async def _watch(port: int, runs: dict[int, list[list[float]]]) -> None:
-    """Collect the spans of all runs that `/pipeline` reports."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /pipeline HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    try:
-        while line := await reader.readline():
-            if line.startswith(b"data: "):
-                frame = json.loads(line[6:])
-                for item in frame.get("items", []) if frame.get("op") == "runs" else []:
-                    if "spans" in item:
-                        runs[item["id"]] = [span[:2] for span in item["spans"]]
-    finally:
-        writer.close()
-
-
-# --- prefix -----------------------------------------------------------------------------------
-
-
-async def prefix(args: argparse.Namespace) -> dict[str, Any]:
-    """Turn 2 of a chat with 1,000 shared tokens: time to first token with and without reuse."""
-    tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
-    words = [token for text in PROMPTS for token in tokenizer.encode(text)]
-    figures: dict[str, Any] = {}
-    for name, options in (("reuse", ()), ("no reuse", ("--no-prefix-cache",))):
-        firsts, reused = [], []
-        async with server(args.ranks, *options, *args.options) as running:
-            for k in range(args.requests):
-                history = [(token + 11 * k) % 3000 + 10 for token in (words * 9)[:1000]]
-                base = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
-                first = await complete(running.port, {"prompt": history, **base})
-                second = [*history, *first.tokens, *words[:20]]
-                answer = await complete(running.port, {"prompt": second, **base})
-                assert answer.ended
-                firsts.append(answer.first)
-                reused.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
-        figures[name] = {"first_ms": round(1e3 * statistics.median(firsts), 1),
-                         "reused_tokens": statistics.median(reused)}
-    figures["ratio"] = round(figures["no reuse"]["first_ms"] / figures["reuse"]["first_ms"], 2)
-    return figures
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("lossless", "throughput", "leave", "prefix"))
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=220)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--least", type=int, default=4, help="least requests of a measurement")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file to keep the figures in")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[],
                         help="further options of `pipeinfer serve`; the last argument")
     args = parser.parse_args()
-    args.requests = args.requests or {"lossless": 220, "leave": 10, "prefix": 5}.get(args.what, 0)
-    figures = asyncio.run({"lossless": lossless, "throughput": throughput, "leave": leave,
-                           "prefix": prefix}[args.what](args))
+    figures = asyncio.run(lossless(args))
     print(json.dumps(figures, indent=1))
     if args.json:
-        args.json.write_text(json.dumps({"what": args.what, "ranks": args.ranks,
-                                         "options": args.options, "figures": figures}, indent=1)
-                             + "\n")
+        args.json.write_text(json.dumps({"ranks": args.ranks, "options": args.options,
+                                         "figures": figures}, indent=1) + "\n")

@@ -30,6 +30,7 @@ from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
 from pipeinfer.lab.emulation.wide import APART, BESIDE, TURNS, WideExperiment
 from pipeinfer.lab.grids import Row, Table
 
+CLAIMS = ("grids-c-8-f32", "grids-exchange")  #: what docs/wide-planning.md states
 OUT = Path(__file__).parents[1] / "records" / "grids.toml"
 PAIRS = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")
 GROUNDS = (("c", 8, "f32"), ("c", 9, "f32"), ("c", 32, "f32"), ("a", 8, "f16"), ("a", 9, "f16"),
@@ -163,7 +164,7 @@ def records(tables: Sequence[Table], prices: Sequence[Mapping[str, Any]],
             "[[record]]", f'id = "{name}"', f'what = "{what}"', f"columns = {_list(columns)}",
             "rows = [", *(f"  {_list(row)}," for row in rows[name]), "]",
             'labels = ["emulated", "virtual time"]', f'date = "{date}"', f'commit = "{commit}"',
-            ""]))
+            *(["claim = true"] if name in CLAIMS else []), ""]))
 
     for cluster, nodes, kind in dict.fromkeys((t.cluster, t.nodes, t.sum_type) for t in tables):
         record(f"grids-{cluster}-{nodes}-{kind}",

@@ -9,11 +9,11 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.core.policy import Policy
-from pipeinfer.lab.emulation.load import simulate_load
 from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.emulation.scenarios import Experiment, build
 from pipeinfer.lab.emulation.virtual import prompt_of
 from pipeinfer.scheduler.controller import Controller, Timing, gaps, groups
+from tests.support.clients import Clients
 from tests.support.sample import fewer, full
 
 TOKENS = fewer(64, 32)
@@ -28,7 +28,8 @@ def load(clients, speculation="auto", *, cluster="c", pair="dolphin-tinyllama", 
     if speculation == "off":
         limits = structs.replace(limits, policy=Policy.ITERATIVE)
     scenario = dataclasses.replace(built.scenario, limits=limits)
-    result = simulate_load(scenario, clients, 2, Controller(limits, built.pinned, built.curve))
+    result = Clients(scenario, clients, 2,
+                     Controller(limits, built.pinned, built.curve)).run_all()
     assert len(result.outputs) == 2 * clients
     for request_id, tokens in result.outputs.items():
         assert tokens == scenario.pair.plain(prompt_of(scenario, request_id), TOKENS)

@@ -243,7 +243,7 @@ class _Second(DraftModel):
 
 
 class Simulation:
-    """One request through a scenario; `emulation.load` has several."""
+    """One request through a scenario."""
 
     def __init__(self, scenario: Scenario, controller: Controller | None) -> None:
         self.spec = scenario

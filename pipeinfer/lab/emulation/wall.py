@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -43,8 +43,6 @@ from pipeinfer.transport.base import Envelope, Layout, Port
 _TIMEOUT = 600.0
 if TYPE_CHECKING:
     from pipeinfer.transport.mpi import MpiPort
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -150,20 +148,10 @@ class PacedDraft:
 
 def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | None = None
             ) -> WallResult | None:
-    """Run a scenario on the ranks of this job, one per stage and one for the head.
+    """Run a scenario on the ranks of this job, one per stage and one for the head (rank 0).
 
     Returns the result at rank 0, None elsewhere. Raises UsageError when the number of ranks does
     not fit.
-    """
-    return on_ranks(scenario, scale, lambda port, path: _head(scenario, port, scale, path,
-                                                              controller))
-
-
-def on_ranks(scenario: Scenario, scale: float, drive: Callable[[Port, CancelPath], T]
-             ) -> T | None:
-    """Be a stage of the scenario, or (rank 0) `drive` its head; what that returned.
-
-    Raises UsageError when the number of ranks does not fit.
     """
     from pipeinfer.transport import mpi, mpi_job, mpi_startup  # only ranks of a job load MPI
 
@@ -182,7 +170,7 @@ def on_ranks(scenario: Scenario, scale: float, drive: Callable[[Port, CancelPath
     if rank:
         _stage(scenario, port, rank, scale, path)
     else:
-        result = drive(port, path)
+        result = _head(scenario, port, scale, path, controller)
     inner.close(timeout=5.0)
     return result
 
@@ -205,9 +193,8 @@ def _stage(scenario: Scenario, port: Port, rank: int, scale: float, path: Cancel
           extra_report=lambda: {"processor": _processor_seconds() - before}).serve()
 
 
-def make_head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
-              controller: Controller | None) -> tuple[Head, DraftWorker]:
-    """The head of a scenario with its draft at the emulated pace."""
+def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
+          controller: Controller | None) -> WallResult:
     paths = scenario.draft_paths + scenario.limits.parallel - 1
     draft = DraftModel(
         SyntheticBackend(scenario.pair, layers=(0, 1), n_layers=1, draft=True,
@@ -217,12 +204,6 @@ def make_head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
     worker = DraftWorker(PacedDraft(draft, lambda rows: scale * scenario.draft(rows)), port.wake)
     head = Head(port, Grid.plain(len(scenario.stages)), Scheduler(scenario.limits), worker,
                 cancel_path=path, timeout=_TIMEOUT, controller=controller)
-    return head, worker
-
-
-def _head(scenario: Scenario, port: Port, scale: float, path: CancelPath,
-          controller: Controller | None) -> WallResult:
-    head, worker = make_head(scenario, port, scale, path, controller)
     started, before = time.monotonic(), _processor_seconds()
     head.submit(Request(0, prompt_of(scenario), scenario.tokens))
     tokens: list[int] = []

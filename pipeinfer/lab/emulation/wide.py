@@ -52,7 +52,6 @@ from pipeinfer.planning.partition import Member, Split
 from pipeinfer.planning.teams import (
     EXCHANGE,
     PEER,
-    SUMS,
     Network,
     PlannedTeam,
     SumCost,
@@ -272,9 +271,3 @@ def run(profiles: Profiles, experiment: WideExperiment) -> tuple[Built, Result]:
     """Emulate an experiment in virtual time. Raises UsageError and PlanError."""
     built = build(profiles, experiment)
     return built, simulate(built.scenario, controller_of(built, experiment))
-
-
-def sums_a_token(grid: GridPlan) -> int:
-    """How many sums a token takes on its way."""
-    return sum(SUMS * count for one, count in zip(grid.stages, grid.layers, strict=True)
-               if one.width > 1)

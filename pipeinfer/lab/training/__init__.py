@@ -1,1 +1,1 @@
-"""Training: the embedded pair, the task model, PASTA's stages, BiTA's masks."""
+"""Training of people's own models: drafts, heads, adapters, PASTA's stages, BiTA's masks."""

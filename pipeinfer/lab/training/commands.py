@@ -32,9 +32,9 @@ class Positive(click.FloatRange):
 
 
 def need_torch(extra: str = "train", *further: str) -> None:
-    """Raise UsageError with what to install where torch, tokenizers or `further` packages, which
+    """Raise UsageError with what to install where torch, safetensors or `further` packages, which
     the extra installs, are missing."""
-    missing = [name for name in ("torch", *further, "tokenizers")
+    missing = [name for name in ("torch", "safetensors", *further)
                if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"training needs {' and '.join(missing)}: pip install "
@@ -80,13 +80,6 @@ def several(*options: Callable[..., Any]) -> Callable[..., Any]:
         return command
 
     return add
-
-
-def compile_option(gain: str) -> Callable[..., Any]:
-    """The option that compiles the layers; gain: what that brings."""
-    return click.option("--compile/--no-compile", "compile_blocks", default=False,
-                        show_default=True,
-                        help=f"Compile the layers: {gain}, needs a C++ compiler.")
 
 
 def one_budget(minutes: float | None, steps: int | None) -> None:

@@ -28,13 +28,13 @@ _LANES = 32  #: lanes whose index is stored
 _POOLS = 16  #: pools that are stored
 #: how likely a continuation is right where 1, 2, 3, 4, fewer than 8, fewer than 16 and more tokens
 #: agree, before anything is learnt: where all places agree, for a single place, where they differ
-#: (SmolLM2-135M's answers to `benchmarks.methods.prompts.CHATS`)
+#: (SmolLM2-135M's answers to questions, about texts, with edits and programs)
 _CLAIMS: Mapping[Kind, Sequence[float]] = {
     True: (0.5, 0.8, 0.8, 0.9, 0.95, 0.9, 0.99),
     None: (0.2, 0.5, 0.75, 0.75, 0.8, 0.9, 0.9),
     False: (0.1, 0.3, 0.5, 0.3, 0.4, 0.7, 0.85)}
-#: the same of what followed in other answers (SmolLM2-135M's to `benchmarks.methods.prompts.FORMS`
-#: and `CHATS`)
+#: the same of what followed in other answers (SmolLM2-135M's to such requests, and to others that
+#: come by the dozen with one word changed)
 _POOL_CLAIMS: Mapping[Kind, Sequence[float]] = {
     True: (0.4, 0.6, 0.6, 0.85, 0.9, 0.9, 0.95),
     None: (0.15, 0.4, 0.6, 0.65, 0.7, 0.75, 0.75),

@@ -377,8 +377,7 @@ def test_records_in_other_encodings(tmp_path):
     ("apar-sft", "--rate", "-1"), ("apar-sft", "--rate", "nan"), ("pasta-sft", "--rate", "inf"),
     ("baseline-sft", "--epochs", "nan"), ("pasta-bonbon", "--rate", "0"),
     ("pasta-bonbon", "--steps", "0"), ("pasta-bonbon", "--steps", "-1"),
-    ("pasta-bonbon", "--rounds", "0"), ("bita", "--steps", "0"), ("draft", "--minutes", "nan"),
-    ("eagle3", "--steps", "-1")])
+    ("bita", "--steps", "0"), ("draft", "--minutes", "nan"), ("eagle3", "--steps", "-1")])
 def test_budgets_and_rates_are_above_0(given):
     command, option, value = given
     done = CliRunner().invoke(main, [command, option, value])

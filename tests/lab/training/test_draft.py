@@ -12,8 +12,8 @@ from pipeinfer.lab.training.__main__ import main
 from pipeinfer.lab.training.draft.answers import KEPT, Talk
 from pipeinfer.lab.training.draft.own_draft import Settings, joined, marks_of, run
 from pipeinfer.lab.training.draft.teach import Lessons, agreement, batches, pack
-from pipeinfer.lab.training.pair.model import spread, thinned
-from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.network.model import spread, thinned
+from pipeinfer.lab.training.network.restore import restore
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from tests.support.sample import fewer
 
@@ -26,7 +26,7 @@ LENGTH = fewer(60, 48)
 
 @pytest.fixture(scope="module")
 def target():
-    return restore(TARGET)[0].eval()
+    return restore(TARGET).eval()
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,6 @@ from pipeinfer.lab.training.draft.own_draft import marks_of
 from pipeinfer.lab.training.draft.teach import batches
 from pipeinfer.lab.training.eagle3.collecting import AnswerBudget, tapped_answers
 from pipeinfer.lab.training.eagle3.head import EagleHead, shape_for, usual_taps
-from pipeinfer.lab.training.eagle3.llama_head import LlamaEagle, LlamaTarget
-from pipeinfer.lab.training.eagle3.measure_head import ChainCount
-from pipeinfer.lab.training.eagle3.measure_head import main as measure
 from pipeinfer.lab.training.eagle3.own_head import HeadSettings, run
 from pipeinfer.lab.training.eagle3.shards import fill, load_shards, shards_of, tokens_in
 from pipeinfer.lab.training.eagle3.teach_head import (
@@ -31,9 +28,10 @@ from pipeinfer.lab.training.eagle3.teach_head import (
     pack,
     steps_of,
 )
-from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.network.restore import restore
 from pipeinfer.models.eagle_head import complete
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
+from tests.support.llama_head import LlamaEagle, LlamaTarget
 from tests.support.sample import fewer
 
 TARGET = EMBEDDED / "target.gguf"  # 12 layers of 256 columns
@@ -42,7 +40,7 @@ TAPS = (2, 6, 11)
 
 @pytest.fixture(scope="module")
 def target():
-    return restore(TARGET)[0].eval()
+    return restore(TARGET).eval()
 
 
 @pytest.fixture(scope="module")
@@ -222,26 +220,6 @@ def test_the_file_runs_in_llama_cpp_as_the_head_in_torch(trained, target):
         assert chain[0] == int(first.argmax())
         assert set(chain) <= set(frozen.tokens.tolist())
     eagle.close()
-
-
-def test_chains_are_counted_up_to_the_first_wrong_token():
-    count = ChainCount()
-    for proposed in ([1, 2, 3, 4], [1, 2, 9, 4], [9, 2, 3, 4]):
-        count.add(proposed, [1, 2, 3, 4])
-    assert (count.reached, count.right) == ([3, 2, 2, 1], [2, 2, 1, 1])
-    assert count.summary() == {"chains": 3, "right": [0.667, 1.0, 0.5, 1.0],
-                               "accepted_of_3": 1.667}
-
-
-def test_a_measured_head_stands_beside_a_draft_which_is_always_right_if_it_is_the_target(trained):
-    settings, _, _ = trained
-    done = CliRunner().invoke(measure, [str(settings.out), str(TARGET), "--draft", str(TARGET),
-                                        "--prompts", "1", "--tokens", "12", "--threads", "1"],
-                              catch_exceptions=False)
-    lines = done.output.splitlines()
-    assert len([line for line in lines if "'accepted_of_3': 3.0}" in line]) == 3
-    assert [line.partition(":")[0] for line in lines[0:6:2]] == ["chat", "prose", "code"]
-    assert [line.partition(" of ")[0] for line in lines[6:]] == ["ms"] * 3
 
 
 @pytest.mark.parametrize(("args", "says"), [

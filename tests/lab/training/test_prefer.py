@@ -12,16 +12,19 @@ for _package in ("torch", "transformers", "safetensors", "tokenizers"):
     pytest.importorskip(_package, reason=f"training needs {_package}")
 
 import torch
+from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.training.__main__ import main
 from pipeinfer.lab.training.adapt.lora import LoraSettings, load_adapter
 from pipeinfer.lab.training.adapt.prefer import pairs_of, run
 from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
-from pipeinfer.lab.training.pair.restore import restore
 from pipeinfer.lab.training.pasta import pasta
 from pipeinfer.lab.training.pasta.bonbon import Round
+from pipeinfer.lab.training.tasks import markup
 from pipeinfer.lab.training.tasks.batches import collate
 from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
 
 TASK = EMBEDDED / "task.gguf"
@@ -45,23 +48,50 @@ def silent(line):
     del line
 
 
+def tagged(flat, split):
+    """Places of `<async>`, of `</async>` and of `<sync/>`, and what promises say, by the tags."""
+    begin, end, sync, tokens, close = (split(tag)[0] for tag in (
+        markup.ASYNC, markup.ASYNC_END, markup.SYNC, markup.TOKENS, markup.CLOSE))
+    digits = {split(str(value))[0]: str(value) for value in range(10)}
+    ids = flat.tokens
+    places = [[at for at in range(flat.prompt, len(ids)) if ids[at] == tag]
+              for tag in (begin, end, sync)]
+    promised = []
+    for at in places[0]:
+        assert ids[at - 1] == close
+        first = max(k for k in range(at) if ids[k] == tokens)
+        promised.append(int("".join(digits[token] for token in ids[first + 1 : at - 1])))
+    return *places, promised
+
+
 def test_answers_are_laid_out_as_training_reads_them(sampled):
     """What the interpreter did with an answer's tokens is what their tags say."""
-    _, codec = restore(TASK)
+    tokenizer = open_tokenizer(TASK)
     records = [json.loads(line) for line in sampled.read_text().splitlines()]
     assert len(records) == 3
     flats = [pasta.flat_of(one) for record in records for one in record["samples"]]
     assert len(flats) >= 9
     assert sum(len(flat.blocks) for flat in flats) > 15
     for flat in flats:
-        assert flat == pasta.parse(flat.tokens, flat.prompt, codec.tags, codec.digits)
+        begins, ends, syncs, promised = tagged(
+            flat, lambda text: tokenizer.split(text, special=True))
+        assert [block.promise + 1 for block in flat.blocks] == begins
+        assert [block.start for block in flat.blocks] == begins
+        assert [block.end for block in flat.blocks] == ends
+        assert [block.room for block in flat.blocks] == [10 * units for units in promised]
+        assert list(flat.syncs) == syncs
+    tokenizer.close()
     assert all(one["speedup"] > 0.3 and 0 <= one["quality"] <= 1
                for record in records for one in record["samples"])
 
 
 def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
-    settings = Round(weight=2.0, steps=4, batch=2, rate=2e-3)
-    losses = run(TASK, sampled, tmp_path, settings, LoraSettings(4, 8.0), PLAIN, report=silent)
+    done = CliRunner().invoke(main, [
+        "pasta-bonbon", "--model", str(TASK), "--data", str(sampled), "--out", str(tmp_path),
+        "--steps", "4", "--batch", "2", "--rate", "2e-3", "--rank", "4", "--device", "cpu",
+        "--dtype", "float32", "--threads", "1"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses[-1] < losses[0]
     adapter = load_adapter(tmp_path)
     pairs, samples = pairs_of(sampled, 2.0, 2048, silent)
@@ -77,6 +107,29 @@ def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
     for name, weight in adapter.weights.items():
         trainee.learnt[name].data.copy_(weight)
     assert margin() > before + 1.0
+
+
+def test_padding_changes_no_likelihood(sampled):
+    """Of rows side by side, whose lengths differ."""
+    pairs, _ = pairs_of(sampled, 2.0, 2048, silent)
+    rows = [row for pair in pairs for row in pair]
+    assert len({len(row.tokens) for row in rows}) > 1
+    trainee = Trainee(TASK, PLAIN, LoraSettings(4, 8.0))
+    with torch.no_grad():
+        together = trainee.log_probabilities(collate(rows))
+        alone = [trainee.log_probabilities(collate([row]))[0] for row in rows]
+    assert torch.allclose(together, torch.stack(alone), atol=1e-2, rtol=1e-4)
+
+
+def test_a_model_that_has_the_tags_as_tokens_learns_from_annotated_answers(tmp_path):
+    data, out = tmp_path / "data.jsonl", tmp_path / "adapter"
+    for args in (["annotate", "--rules", "--tasks", "4", "--out", str(data)],
+                 ["pasta-sft", "--model", str(TASK), "--data", str(data), "--out", str(out),
+                  "--steps", "2", "--batch", "2", "--rank", "4", "--device", "cpu", "--dtype",
+                  "float32", "--threads", "1"]):
+        done = CliRunner().invoke(main, args, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert load_adapter(out).weights
 
 
 @pytest.mark.parametrize("changed", [

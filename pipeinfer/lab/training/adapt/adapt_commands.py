@@ -21,7 +21,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 def need_transformers() -> None:
     """Raise UsageError with what to install where a package is missing."""
-    need_torch("torch", "transformers", "safetensors")
+    need_torch("torch", "transformers", "tokenizers")
 
 
 def arithmetic_options(threads: int) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ Does not know: models, how rows are learnt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt import apar_rows
@@ -16,8 +15,6 @@ from pipeinfer.lab.training.pasta import annotate
 from pipeinfer.lab.training.pasta.annotate import Piece
 from pipeinfer.lab.training.tasks import formats
 from pipeinfer.lab.training.tasks.formats import Example
-
-_Item = TypeVar("_Item")
 
 
 def row_of(wording: Wording, chat: Chat, *, method: str) -> Example:
@@ -35,32 +32,24 @@ def row_of(wording: Wording, chat: Chat, *, method: str) -> Example:
     return formats.pasta_example(wording.flat(chat.messages, pieces))
 
 
-def fitting(items: Iterable[_Item], make: Callable[[_Item], Example], context: int,
-            report: Callable[[str], None]) -> list[Example]:
-    """The rows of up to `context` tokens and positions. make: raises ValueError or KeyError for an
-    item that has none."""
-    rows: list[Example] = []
-    why = {"without a usable answer": 0, f"longer than {context} tokens": 0}
-    unusable, long = why
-    for item in items:
-        try:
-            row = make(item)
-        except (KeyError, ValueError):
-            why[unusable] += 1
-            continue
-        if row.context > context:
-            why[long] += 1
-        else:
-            rows.append(row)
-    left = ", ".join(f"{count} {name}" for name, count in why.items() if count)
-    report(f"{len(rows)} answers to learn from" + (f"; left out: {left}" if left else ""))
-    return rows
-
-
 def rows_of(wording: Wording, chats: Iterable[Chat], context: int, *, method: str,
             report: Callable[[str], None]) -> list[Example]:
     """All rows of up to `context` tokens and positions. Raises UsageError where there is none."""
-    rows = fitting(chats, lambda chat: row_of(wording, chat, method=method), context, report)
+    rows: list[Example] = []
+    unusable = long = 0
+    for chat in chats:
+        try:
+            row = row_of(wording, chat, method=method)
+        except ValueError:
+            unusable += 1
+            continue
+        if row.context > context:
+            long += 1
+        else:
+            rows.append(row)
+    left = ", ".join(f"{count} {why}" for count, why in (
+        (unusable, "without a usable answer"), (long, f"longer than {context} tokens")) if count)
+    report(f"{len(rows)} answers to learn from" + (f"; left out: {left}" if left else ""))
     if not rows:
         hint = ": mark what is independent first (pipeinfer train annotate)"
         raise UsageError(f"the data has no usable answer{hint if method == 'pasta' else ''}")

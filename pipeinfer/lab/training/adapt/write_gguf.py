@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.backends.pytorch.gguf import GgufTensors
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.training.adapt.merged import Merged
-from pipeinfer.lab.training.pair.export import copy_field, finish
+from pipeinfer.lab.training.network.export import copy_field, finish
 from pipeinfer.models.gaps import half_split
 from pipeinfer.models.gguf import ModelFile
 

@@ -36,8 +36,8 @@ from pipeinfer.lab.training.bita.frozen import (
 )
 from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
 from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
-from pipeinfer.lab.training.pair.checkpoint import load_state, save_state
-from pipeinfer.lab.training.pair.corpus import build
+from pipeinfer.lab.training.network.checkpoint import load_state, save_state
+from pipeinfer.lab.training.network.corpus import library
 from pipeinfer.lab.training.work_folder import claim
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.locate import open_tokenizer
@@ -292,7 +292,7 @@ def _samples(model: Frozen, tokenizer: Tokenizer, plan: Plan, texts: Sequence[st
             model, prompts, tokens=plan.tokens, least=plan.masks + 2, report=report,
             ends=sorted(tokenizer.eog_ids), path=work / "answers.npy",
             autocast=lambda: _precision(plan, model))
-    texts = texts or [d.text for d in build(chat=False).train if d.kind == "library"]
+    texts = texts or list(library(held_out=False))
     return make_samples(model, pieces_of(texts, tokenizer.encode, plan), plan,
                         work / "samples.npy", report)
 

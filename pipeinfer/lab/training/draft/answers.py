@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeinfer.lab.training.draft import prompts
-from pipeinfer.lab.training.pair.model import Block, Llama
+from pipeinfer.lab.training.network.model import Block, Llama
 
 KEPT = 24  #: likeliest tokens kept of each position
 _TOP = 50  #: tokens that are sampled from

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import gguf
 
-from pipeinfer.lab.training.pair.export import add_shape, copy_field, write_weights
-from pipeinfer.lab.training.pair.model import Llama
+from pipeinfer.lab.training.network.export import add_shape, copy_field, write_weights
+from pipeinfer.lab.training.network.model import Llama
 
 _TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q4_1": gguf.GGMLQuantizationType.Q4_1,
           "q8_0": gguf.GGMLQuantizationType.Q8_0}

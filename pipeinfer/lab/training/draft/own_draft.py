@@ -20,9 +20,9 @@ from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.draft.answers import Lesson, Marks, Talk, collect, quickened
 from pipeinfer.lab.training.draft.export import as_quantised, write_draft
 from pipeinfer.lab.training.draft.teach import Lessons, agreement, teach
-from pipeinfer.lab.training.pair.loop import Plan
-from pipeinfer.lab.training.pair.model import Llama, spread, thinned
-from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.network.loop import Plan
+from pipeinfer.lab.training.network.model import Llama, spread, thinned
+from pipeinfer.lab.training.network.restore import restore
 from pipeinfer.lab.training.work_folder import claim
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     """Do whatever is not done yet; returns the report that is also written as report.json."""
     torch.set_num_threads(settings.threads)
     claim(settings.work, (_ANSWERS, _CHECKPOINT), settings.target)
-    target, _ = restore(settings.target)
+    target = restore(settings.target)
     count = target.config.n_layer
     if not 0 < settings.layers < count:
         raise ModelError(f"a draft of {settings.layers} layers for a target of {count}: give 1 to "
@@ -73,8 +73,7 @@ def run(settings: Settings, report: Callable[[str], None] = print) -> dict[str, 
     lessons = _lessons(settings, target, report)
     draft = thinned(target, kept)
     plan = Plan(minutes=settings.minutes, steps=settings.steps, batch_tokens=_BATCH,
-                seed=settings.seed, matrix_lr=_MATRIX_RATE, other_lr=_OTHER_RATE,
-                lengths=((0.0, _BATCH),))
+                seed=settings.seed, matrix_lr=_MATRIX_RATE, other_lr=_OTHER_RATE)
     report(f"draft: layers {', '.join(map(str, kept))}, {draft.parameter_count() / 1e6:.1f} M "
            "parameters")
     progress = teach(draft, lessons, plan, settings.work / _CHECKPOINT,

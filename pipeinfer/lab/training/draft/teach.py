@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeinfer.lab.training.minimise import Progress
-from pipeinfer.lab.training.pair.loop import Plan, optimise
-from pipeinfer.lab.training.pair.model import Llama
+from pipeinfer.lab.training.network.loop import Plan, optimise
+from pipeinfer.lab.training.network.model import Llama
 
 _HARD = 0.3  #: weight of the likeliest token alone
 _BESIDE = 4096  #: tokens of the vocabulary, drawn anew for each step, that no position wants

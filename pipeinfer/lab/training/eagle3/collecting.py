@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.lab.training.draft.answers import Lesson, Marks, Talk, quickened
-from pipeinfer.lab.training.pair.loop import Plan
-from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.network.loop import Plan
+from pipeinfer.lab.training.network.restore import restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def tapped_answers(target: Path, marks: Marks, taps: tuple[int, ...], budget: An
 
     With a budget in minutes the texts that have not ended by then come last, as far as they got.
     """
-    model, _ = restore(target)
+    model = restore(target)
     if Plan(steps=1).bfloat16:
         quickened(model)
     talk = Talk(model, marks, budget.slots, budget.length, budget.seed, taps)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.lab.training.eagle3.head import EagleHead
-from pipeinfer.lab.training.pair.export import finish
+from pipeinfer.lab.training.network.export import finish
 
 FROM_TARGET = "pipeinfer.eagle3.from_target"  #: key with what the file leaves to the target
 _NAMES = {"enc_norm": "enc.output_norm", "fc": "fc", "output_norm": "output_norm"}

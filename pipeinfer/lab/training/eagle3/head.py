@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeinfer.lab.training.pair.model import LlamaConfig, rope_tables, rotate
+from pipeinfer.lab.training.network.model import LlamaConfig, rope_tables, rotate
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from pipeinfer.lab.training.eagle3.teach_head import (
     frozen_parts,
     teach,
 )
-from pipeinfer.lab.training.pair.loop import Plan
-from pipeinfer.lab.training.pair.restore import restore
+from pipeinfer.lab.training.network.loop import Plan
+from pipeinfer.lab.training.network.restore import restore
 from pipeinfer.lab.training.work_folder import claim
 from pipeinfer.models.locate import open_tokenizer
 
@@ -53,7 +53,7 @@ class HeadSettings(AnswerSettings):
 def run(settings: HeadSettings, report: Callable[[str], None] = print) -> dict[str, object]:
     """Do what is not done yet; return the report, which is also written as report.json."""
     torch.set_num_threads(settings.threads)
-    target, _ = restore(settings.target)
+    target = restore(settings.target)
     layers = target.config.n_layer
     taps = settings.taps or usual_taps(layers)
     if not 0 <= taps[0] < taps[1] < taps[2] < layers:
@@ -66,8 +66,7 @@ def run(settings: HeadSettings, report: Callable[[str], None] = print) -> dict[s
     head = EagleHead(shape_for(target.config, taps, settings.ff))
     begin(head, target, taught, settings.seed)
     plan = Plan(minutes=settings.minutes, steps=settings.steps, batch_tokens=_BATCH,
-                seed=settings.seed, matrix_lr=_MATRIX_RATE, other_lr=_OTHER_RATE,
-                lengths=((0.0, _BATCH),))
+                seed=settings.seed, matrix_lr=_MATRIX_RATE, other_lr=_OTHER_RATE)
     report(f"head: rows of layers {', '.join(map(str, taps))}, {len(tokens)} tokens, "
            f"{sum(one.numel() for one in head.parameters()) / 1e6:.1f} M parameters")
     progress = teach(head, frozen, taught, plan, settings.depths, settings.work / _CHECKPOINT,

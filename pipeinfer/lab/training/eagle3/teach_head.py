@@ -24,8 +24,8 @@ from pipeinfer.lab.training.draft.teach import pack as pack_texts
 from pipeinfer.lab.training.eagle3.head import EagleHead
 from pipeinfer.lab.training.eagle3.shards import TappedLessons
 from pipeinfer.lab.training.minimise import Progress
-from pipeinfer.lab.training.pair.loop import Plan, optimise
-from pipeinfer.lab.training.pair.model import Llama
+from pipeinfer.lab.training.network.loop import Plan, optimise
+from pipeinfer.lab.training.network.model import Llama
 
 _HARD = 0.3  #: weight of the likeliest token alone
 _DECAY = 0.8  #: weight of a step's loss relative to the step before it, as in EAGLE-3

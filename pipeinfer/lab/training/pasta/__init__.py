@@ -1,1 +1,1 @@
-"""PASTA's training: annotation, fine-tuning, preference rounds."""
+"""PASTA's training: annotation, layouts, preference."""

@@ -1,8 +1,7 @@
 """PASTA stage 1: mark what in a response could be written side by side (paper section 4.1).
 
 An annotator writes ``<async topic='...'>...</async>`` and ``<sync/>`` into a response; a valid
-annotation is the response again once the tags are gone. Conversion to PASTA-LANG puts a promise
-with topic and length before each block.
+annotation is the response again once the tags are gone.
 
 Does not know: networks (the annotator is a function), models, masks.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from pipeinfer.lab.training.adapt.chats import chat_of, read_jsonl
 
 if TYPE_CHECKING:
     from pipeinfer.lab.training.pasta.endpoint import Endpoint
-    from pipeinfer.lab.training.tasks.markup import Codec
 
 _TAG = re.compile(r"<async topic=(?:'([^']*)'|\"([^\"]*)\")>|(</async>)|(<sync\s*/?>)")
 MAX_TOPIC_WORDS = 3
@@ -78,19 +76,6 @@ def parse(annotated: str, response: str) -> list[Piece]:
     if "".join(piece.text for piece in pieces) != response:
         raise Malformed("the text without tags is not the response")
     return pieces
-
-
-def pasta_lang(codec: Codec, pieces: Iterable[Piece]) -> str:
-    """The response in PASTA-LANG, every block behind its promise."""
-    from pipeinfer.lab.training.tasks import markup, pasta_plans
-
-    out = []
-    for piece in pieces:
-        if piece.kind == "block":
-            out.append(pasta_plans.promised(codec, piece.topic.replace('"', ""), piece.text))
-        else:
-            out.append(markup.SYNC if piece.kind == "sync" else piece.text)
-    return "".join(out)
 
 
 INSTRUCTIONS = """\

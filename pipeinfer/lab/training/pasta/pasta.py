@@ -1,14 +1,12 @@
 """PASTA's training layout: blocks, positions, visibility, targets, steps (paper sections 3, 4).
 
-A flat response is ids in reading order: each block follows its promise. All functions work on ids
-alone; which ids are tags comes from :class:`Tags`.
+A flat response is ids in reading order: each block follows its promise.
 
 Does not know: tokenizers, tasks, models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.tasks import markup
 from pipeinfer.strategies.decomposers.pasta import UNIT, Positions, Spacing, spacing_of
 
 IGNORE = -100
@@ -81,56 +78,6 @@ def flat_of(record: dict[str, Any]) -> Flat:
             one.end >= other.start for one, other in pairwise(flat.blocks)):
         raise ValueError("blocks that are not one behind the other")
     return flat
-
-
-def parse(
-    tokens: Sequence[int], prompt: int, tags: Mapping[str, int], digits: Mapping[int, int]
-) -> Flat:
-    """Find the blocks and syncs of a flat response that begins at ``prompt``.
-
-    ValueError where a block has no complete promise right before it, is not closed, or holds
-    another tag.
-    """
-    blocks: list[Block] = []
-    syncs: list[int] = []
-    inner = {tags[t] for t in (markup.PROMISE, markup.TOKENS, markup.SYNC, markup.ASYNC)}
-    at = prompt
-    while at < len(tokens):
-        if tokens[at] == tags[markup.SYNC]:
-            syncs.append(at)
-        elif tokens[at] == tags[markup.ASYNC]:
-            units = promised_units(tokens[prompt:at], tags, digits)
-            if units is None:
-                raise ValueError(f"no promise before the block at token {at}")
-            start = at
-            while at < len(tokens) and tokens[at] != tags[markup.ASYNC_END]:
-                at += 1
-                if at < len(tokens) and tokens[at] in inner:
-                    raise ValueError(f"a tag inside the block at token {start}")
-            if at == len(tokens):
-                raise ValueError(f"the block at token {start} is not closed")
-            blocks.append(Block(start - 1, start, at, UNIT * units))
-        elif tokens[at] == tags[markup.ASYNC_END]:
-            raise ValueError(f"token {at} closes no block")
-        at += 1
-    return Flat(tuple(tokens), prompt, tuple(blocks), tuple(syncs))
-
-
-def promised_units(
-    tokens: Sequence[int], tags: Mapping[str, int], digits: Mapping[int, int]
-) -> int | None:
-    """The number in the promise tag that ends with the last token, None where there is none."""
-    if not tokens or tokens[-1] != tags[markup.CLOSE]:
-        return None
-    at, value, scale = len(tokens) - 2, 0, 1
-    while at >= 0 and tokens[at] in digits:
-        value += scale * digits[tokens[at]]
-        scale *= 10
-        at -= 1
-    complete = scale > 1 and at >= 0 and tokens[at] == tags[markup.TOKENS]
-    while complete and at >= 0 and tokens[at] != tags[markup.PROMISE]:
-        at -= 1
-    return value if complete and at >= 0 else None
 
 
 def trained_spacing(text: str) -> Spacing:

@@ -1,1 +1,1 @@
-"""Generated tasks, their answers in every method's language, and the embedded task model."""
+"""Generated tasks, the tags of parallel answers, and training rows."""

@@ -21,7 +21,7 @@ from pipeinfer.lab.training.tasks import words
 
 #: One task in this many is held out.
 HELD_OUT_ONE_IN = 20
-#: Kinds and their share of the training data.
+#: Kinds and their shares.
 KINDS = {"retrieval": 0.42, "checks": 0.13, "segments": 0.12, "plans": 0.1, "totals": 0.23}
 
 
@@ -60,26 +60,26 @@ class Task:
         return "\n".join(self.lines)
 
 
-def generate(rng: np.random.Generator, kind: str | None = None, level: float = 1.0) -> Task:
-    """One random task; ``level`` 0 .. 1 grows lists and answers to their full size."""
+def generate(rng: np.random.Generator, kind: str | None = None) -> Task:
+    """One random task."""
     if kind is None:
         kind = str(rng.choice(list(KINDS), p=list(KINDS.values())))
-    return _MAKERS[kind](rng, level)
+    return _MAKERS[kind](rng)
 
 
 def is_held_out(task: Task) -> bool:
-    """True for a task that is never trained on (one in 20, by a hash of its question)."""
+    """True for a task that the task model has not seen (one in 20, by a hash of its question)."""
     digest = hashlib.sha256(task.question.encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def stream(
-    seed: int | list[int], *, held_out: bool = False, kind: str | None = None, level: float = 1.0
+    seed: int | list[int], *, held_out: bool = False, kind: str | None = None
 ) -> Iterator[Task]:
     """Endless tasks of one split, the same for the same seed."""
     rng = np.random.default_rng(seed)
     while True:
-        task = generate(rng, kind, level)
+        task = generate(rng, kind)
         if is_held_out(task) == held_out:
             yield task
 
@@ -116,19 +116,12 @@ def _pick(rng: np.random.Generator, pool: tuple[str, ...], count: int) -> list[s
     return [pool[i] for i in rng.permutation(len(pool))[:count]]
 
 
-def _count(rng: np.random.Generator, low: int, high: int, level: float) -> int:
-    """Uniform in low .. high at full level, in the lower part of the range before."""
-    return _between(rng, low, low + round((high - low) * level))
-
-
 def _sizes(
-    rng: np.random.Generator, listed: tuple[int, int], asked: tuple[int, int], level: float
+    rng: np.random.Generator, listed: tuple[int, int], asked: tuple[int, int]
 ) -> tuple[int, int]:
     """How many are listed and how many of them are asked for."""
-    shrink = 0.15 + 0.85 * level
-    count = _between(rng, max(2, round(listed[0] * shrink)), max(3, round(listed[1] * shrink)))
-    low = max(2, round(asked[0] * shrink))
-    return count, min(count, _between(rng, low, max(low, round(asked[1] * shrink))))
+    count = _between(rng, *listed)
+    return count, min(count, _between(rng, *asked))
 
 
 def _between(rng: np.random.Generator, low: int, high: int) -> int:
@@ -140,8 +133,8 @@ def join(titles: list[str]) -> str:
     return titles[0] if len(titles) == 1 else ", ".join(titles[:-1]) + " and " + titles[-1]
 
 
-def _retrieval(rng: np.random.Generator, level: float) -> Task:
-    count, asked = _sizes(rng, (10, 16), (4, 8), level)
+def _retrieval(rng: np.random.Generator) -> Task:
+    count, asked = _sizes(rng, (10, 16), (4, 8))
     names = _pick(rng, words.NAMES, count)
     facts = {
         name: (
@@ -171,8 +164,8 @@ def _retrieval(rng: np.random.Generator, level: float) -> Task:
     return Task("retrieval", f"{question} Then name the last subject.", items, conclusion)
 
 
-def _checks(rng: np.random.Generator, level: float) -> Task:
-    count, asked = _sizes(rng, (6, 10), (3, 6), level)
+def _checks(rng: np.random.Generator) -> Task:
+    count, asked = _sizes(rng, (6, 10), (3, 6))
     names = _pick(rng, words.GOODS, count)
     facts = {name: (int(rng.integers(10, 100)), int(rng.integers(10, 100))) for name in names}
     wanted = _pick(rng, tuple(names), asked)
@@ -189,8 +182,8 @@ def _checks(rng: np.random.Generator, level: float) -> Task:
     return Task("checks", f"Goods in the store\n{lines}\n{ask} {join(wanted)}.", items)
 
 
-def _segments(rng: np.random.Generator, level: float) -> Task:
-    count, asked = _sizes(rng, (5, 9), (3, 6), level)
+def _segments(rng: np.random.Generator) -> Task:
+    count, asked = _sizes(rng, (5, 9), (3, 6))
     names = _pick(rng, words.SEGMENTS, count)
     facts = {}
     for name in names:
@@ -210,8 +203,8 @@ def _segments(rng: np.random.Generator, level: float) -> Task:
     return Task("segments", f"Segments on the axis\n{lines}\n{ask} {join(wanted)}?", items)
 
 
-def _plans(rng: np.random.Generator, level: float) -> Task:
-    asked = _count(rng, 3, 6, level)
+def _plans(rng: np.random.Generator) -> Task:
+    asked = _between(rng, 3, 6)
     city = words.CITIES[rng.integers(len(words.CITIES))]
     days, budget = int(rng.integers(2, 10)), int(rng.integers(3))
     wanted = _pick(rng, tuple(words.ASPECTS), asked)
@@ -229,8 +222,8 @@ def _plans(rng: np.random.Generator, level: float) -> Task:
     return Task("plans", question, items)
 
 
-def _totals(rng: np.random.Generator, level: float) -> Task:
-    count = _count(rng, 2, 6, level) if level < 1 else _between(rng, 3, 6)
+def _totals(rng: np.random.Generator) -> Task:
+    count = _between(rng, 3, 6)
     names = _pick(rng, words.NAMES, count)
     amounts = [int(rng.integers(2, 10)) for _ in names]
     items, total = [], 0
@@ -248,7 +241,7 @@ def _totals(rng: np.random.Generator, level: float) -> Task:
     return Task("totals", question, tuple(items), conclusion, dependent=True)
 
 
-_MAKERS: dict[str, Callable[[np.random.Generator, float], Task]] = {
+_MAKERS: dict[str, Callable[[np.random.Generator], Task]] = {
     "retrieval": _retrieval,
     "checks": _checks,
     "segments": _segments,

@@ -1,0 +1,1 @@
+"""A small llama in torch: reading, training and writing it."""

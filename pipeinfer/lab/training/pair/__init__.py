@@ -1,1 +1,0 @@
-"""Trains the embedded target and draft, and writes them as GGUF."""
