@@ -296,14 +296,14 @@ class Check:
             return run
 
         greedy, off = ["--temp", "0"], ["--exact", "off"]
-        lookup, single = ["-md", "none", "--proposer", "prompt-lookup"], ["--pad", "1"]
+        lookup, single = ["-md", "none", "--proposer", "prompt-lookup"], ["--set", "pad=1"]
         return {
             "bench 1": bench("1"),
             **{name: ours(name, ranks, words) for name, ranks, words in (
                 ("plain", 1, [*plain, *greedy]), ("draft", 1, [*guess, *greedy]),
                 ("draft, exact off", 1, [*guess, *greedy, *off]),
                 ("plain, pad 1", 1, [*plain, *greedy, *single]),
-                ("draft, pad 8", 1, [*guess, *greedy, "--pad", "8"]))},
+                ("draft, pad 8", 1, [*guess, *greedy, "--set", "pad=8"]))},
             "simple 4": simple(["--spec-draft-n-max", "4", *greedy]),
             "simple 8": simple(["--spec-draft-n-max", "8", *greedy]),
             **{name: ours(name, ranks, words) for name, ranks, words in (

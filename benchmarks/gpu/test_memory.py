@@ -34,7 +34,7 @@ def outcome(tmp_path, ranks, memory, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "more", "who"), [
-    (1, (), "rank 0 on"), (3, ("--split", "equal", "-c", "4096"), "rank 2 on"),
+    (1, (), "rank 0 on"), (3, ("--set", "split=equal", "-c", "4096"), "rank 2 on"),
     full(3, ("-c", "4096"), "rank 1 on"), full(3, ("--layers", "2,10"), "rank 2 on"),
     full(2, ("--layout", "replicate", "--head-stage"), "rank 0 on")])
 def test_what_does_not_fit_a_device_is_refused_before_it_loads(tmp_path, ranks, more, who):
@@ -59,8 +59,8 @@ def test_some_layers_fit(tmp_path, ranks):
 
 @pytest.mark.slow
 def test_the_survivors_of_a_loss_are_refused_what_their_device_cannot_hold(tmp_path):
-    error = outcome(tmp_path, 3, SMALL, "-ngl", "99", "--split", "equal", "--fault",
-                    "kill@2:decode=4")
+    error = outcome(tmp_path, 3, SMALL, "-ngl", "99", "--set", "split=equal", "--hook",
+                    "fault=kill@2:decode=4")
     assert "exit status 6" in error
     assert "its GPUs (127.0.0.1:" in error
     assert "cannot hold the model" in error
@@ -102,6 +102,6 @@ def test_what_is_measured_on_a_device_is_not_taken_for_another_ones(tmp_path):
     """The name of an RPC device is its address."""
     counts = []
     for _ in range(2):
-        assert isinstance(outcome(tmp_path, 1, 0, "-ngl", "99", "--pad", "2"), list)
+        assert isinstance(outcome(tmp_path, 1, 0, "-ngl", "99", "--set", "pad=2"), list)
         counts.append(len(list(tmp_path.glob("**/padding-*"))))
     assert counts[1] > counts[0] > 0

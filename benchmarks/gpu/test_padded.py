@@ -183,7 +183,7 @@ def test_slices_on_rpc_devices_have_the_processors_text(tmp_path, layers):
     device = device_of("rpc")
     words = [sys.executable, "-m", "pipeinfer", "generate", "-m", str(jobs.TARGET), "-p",
              PROMPTS[1], "-n", "40", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-md",
-             "none", "--proposer", "prompt-lookup", "--turns", "off", "--grid", "1x2", "-ctk",
+             "none", "--proposer", "prompt-lookup", "--set", "turns=off", "--grid", "1x2", "-ctk",
              "q8_0", "-ctv", "q8_0", "-fa", "on", "--json"]
     tokens = {}
     for count in (0, layers):

@@ -218,7 +218,7 @@ def stages(adapter: Path, model: Path, backend: str, nodes: tuple[int, ...], tex
         found = answers_of(count + 1, {
             "model": str(model), "draft_model": "none", "bita": str(adapter), "backend": backend,
             "device": "cpu", "policy": "pipeinfer", "ctx": 512, "threads": 1, "chunk": 256,
-            "pace_ms": pace_ms, "pace_row_ms": pace_row_ms, "adapt": False,
+            "hook": (f"pace={pace_ms}+{pace_row_ms}",), "adapt": False,
             }, cases, timeout=1200)["results"]
         speeds: dict[str, float] = {}
         for number, name in enumerate(CHAINED):

@@ -37,8 +37,7 @@ VARIANTS: dict[str, tuple[list[str], list[str]]] = {
     "large, on rank 0": (["-md", "{large}"], []),
     "large, a rank": (["-md", "{large}"], ['role = "draft"']),
     "large, two ranks": (["-md", "{large}"], ['role = "draft"'] * 2),
-    "small and large in turn, on rank 0": (["-mds", "{small}", "-md", "{large}"], []),
-    "small on rank 0, large on a rank": (["-mds", "{small}", "-md", "{large}"], ['role = "draft"']),
+    "small on rank 0, large on a rank": (["-md", "{small}"], [LARGE]),
     "small and large, a rank each": ([], [SMALL, LARGE]),
     "lookup, small and large, a rank each": ([], [LOOKUP, SMALL, LARGE]),
     "lookup and small, a rank each": ([], [LOOKUP, SMALL]),
@@ -71,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--raw", type=Path)
     args = parser.parse_args(argv)
     base = [sys.executable, "-m", "pipeinfer", "generate", "-m", args.model, "--chat", "--json",
-            "--temp", "0", "-n", str(args.tokens), "--pace-ms", args.pace_ms, "--pace-row-ms",
-            args.pace_row_ms]
+            "--temp", "0", "-n", str(args.tokens), "--hook",
+            f"pace={args.pace_ms}+{args.pace_row_ms}"]
     wanted: dict[str, list[int]] = {}
     found: dict[str, list[dict[str, float]]] = {}
     differ, paths = 0, {"small": args.small, "large": args.large}

@@ -73,7 +73,7 @@ def job(model: Path, ranks: int, name: str, cases: list[dict[str, Any]], given: 
     config = {
         "model": str(model), "ctx": 1024, "threads": 1, "threads_draft": 1,
         "policy": "pipeinfer" if proposers else "iterative", "grid": given.grid,
-        "pace_ms": given.pace_ms / max(1, ranks - 1),
+        "hook": [f"pace={given.pace_ms / max(1, ranks - 1)}"] if given.pace_ms else [],
         "draft_model": str(given.draft) if "draft" in proposers else "none"}
     if proposers:
         config["proposer"] = list(proposers)

@@ -117,7 +117,8 @@ def real(texts: int, tokens: int, nodes: tuple[int, ...], pace_ms: float, pace_r
                               size, strict=True))
             found = answers_of(count + 1, {
                 "model": str(path), "draft_model": "none", "layout": "replicate", "ctx": CONTEXT,
-                "threads": 1, "exact": "off", "pace_ms": pace_ms, "pace_row_ms": pace_row_ms,
+                "threads": 1, "exact": "off",
+                "hook": (f"pace={pace_ms}+{pace_row_ms}",) if pace_ms else (),
                 **config}, cases, timeout=600)["results"]
             answers = [one["tokens"] for one in found]
             steps = sum(one["steps"] for one in found)
@@ -143,8 +144,8 @@ def several(nodes: tuple[int, ...], pace_ms: float, pace_row_ms: float, tokens: 
     for count in nodes:
         for parallel in (1, 4):
             with serve(count + 1, "--layout", "replicate", "-c", "1024", "--parallel",
-                       str(parallel), "--exact", "off", "-t", "1", "--pace-ms", str(pace_ms),
-                       "--pace-row-ms", str(pace_row_ms)) as served, ThreadPoolExecutor(4) as pool:
+                       str(parallel), "--exact", "off", "-t", "1", "--hook",
+                       f"pace={pace_ms}+{pace_row_ms}") as served, ThreadPoolExecutor(4) as pool:
                 served.wait_until_ready()
 
                 def ask(number: int, served=served) -> float:  # type: ignore[no-untyped-def]

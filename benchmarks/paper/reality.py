@@ -259,7 +259,7 @@ def answer_of(target: Path, draft: Path, prompt: str, tokens: int, *, chat: bool
 
 def at_a_pace(cluster: Cluster | Local, tokens: int, pace: float) -> list[Case]:
     """Both pairs that come along, at a set pace in milliseconds."""
-    options = ("--pace-ms", str(pace), "--pace-row-ms", str(ROW * pace))
+    options = ("--hook", f"pace={pace}+{ROW * pace}")
     cases = []
     for name, prompt, chat in (("embedded", CODE, False), ("smollm2", QUESTION, True)):
         target, draft = bundled.file_of(name), bundled.draft_of(name)
@@ -273,7 +273,7 @@ def at_a_pace(cluster: Cluster | Local, tokens: int, pace: float) -> list[Case]:
 
 def with_heads(cluster: Cluster | Local, tokens: int, pace: float, folder: Path) -> list[Case]:
     """Models with heads of their own, at a set pace; the second keeps a state."""
-    options = ("--pace-ms", str(pace), "--pace-row-ms", str(ROW * pace), "--ignore-eos")
+    options = ("--hook", f"pace={pace}+{ROW * pace}", "--ignore-eos")
     cases = []
     for name, stages, layers in (("glm4moe", 4, 4), ("qwen35-mtp", 2, 8)):
         target = write_clockwork(folder / f"{name}.gguf", name, "F32", n_layer=layers)

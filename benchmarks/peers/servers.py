@@ -73,7 +73,7 @@ async def contest(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 await measure(f"llama-server, {kind}", port)
             print(turn, kind, flush=True)
         for name, (ranks, options) in own.items():
-            serve = ("-m", str(given.model), "-c", "2048", "--no-prefix-cache", *options)
+            serve = ("-m", str(given.model), "-c", "2048", "--set", "prefix_cache=false", *options)
             async with server(ranks, *serve, quiet=True) as running:
                 await measure(name, running.port)
             print(turn, name, flush=True)

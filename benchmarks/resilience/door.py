@@ -131,7 +131,7 @@ def main() -> int:
     job, rng, rows = f"door-{os.getpid()}", random.Random(given.seed), []
     process = launch.start(
         [str(launch.ROOT / "launch" / "run"), "3", "serve", "--port", str(port), "-c", "2048", "-t",
-         "1", "--pace-ms", str(given.pace_ms)],
+         "1", "--hook", f"pace={given.pace_ms}"],
         timeout=36000, PIPEINFER_RESTARTS="1000", PIPEINFER_JOB=job)
     served = Served(process)
     try:

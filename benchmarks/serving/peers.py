@@ -148,7 +148,7 @@ async def contest(args: argparse.Namespace) -> dict[str, Any]:
     program = find(args.programs, args.work, (SERVER,)) / SERVER
     most, ctx = max(args.clients), args.long + args.tokens + 192
     serve = ("-m", str(args.model), "--parallel", str(most), "-c", str(ctx),
-             "--cache-tokens", str(ctx * most), "--no-prefix-cache", *args.options)
+             "--set", f"cache_tokens={ctx * most}", "--set", "prefix_cache=false", *args.options)
     figures: dict[str, dict[str, list[dict[str, float]]]] = {}
 
     async def measure(name: str, port: int, turn: int) -> None:

@@ -34,8 +34,8 @@ def asked(pytestconfig):
 
 @pytest.mark.parametrize(("ranks", "options"), [
     pytest.param(4, (), marks=pytest.mark.full),
-    (3, ("-c", "400", "--cache-tokens", "600", "--speculation", "on")),
-    pytest.param(1, ("-c", "400", "--cache-tokens", "450", "--parallel", "5"),
+    (3, ("-c", "400", "--set", "cache_tokens=600", "--speculation", "on")),
+    pytest.param(1, ("-c", "400", "--set", "cache_tokens=450", "--parallel", "5"),
                  marks=pytest.mark.full),
 ])
 def test_requests_under_load_get_what_they_get_alone(asked, ranks, options):

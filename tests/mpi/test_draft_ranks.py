@@ -32,11 +32,6 @@ def plain():
     (3, ["--draft-ranks", "1"]), (4, ["--draft-ranks", "2"]),
     full(3, ["--draft-ranks", "1", "--policy", "published"]),
     full(2, ["--draft-ranks", "1", "--head-stage"]),
-    (3, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET]),
-    (4, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET, "--policy", "published",
-         "--set", "branches=3"]),
-    full(4, ["--draft-ranks", "1", "-mds", DRAFT, "-md", TARGET, "--policy", "speculative",
-             "--set", "branches=3"]),
 ])
 def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
     done = launch.run(np, [*GENERATE, *PACED, "-m", TARGET, "-md", DRAFT, *options])

@@ -29,7 +29,6 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b
 WAYS = {
     "prompt-lookup": ("--proposer", "prompt-lookup"),
     "both": ("--proposer", "prompt-lookup", "--proposer", "draft"),
-    "two-drafts": ("-md", str(EMBEDDED / "target.gguf"), "-mds", str(EMBEDDED / "draft.gguf")),
     "lookahead": ("--proposer", "lookahead"),
 }
 

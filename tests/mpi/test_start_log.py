@@ -36,14 +36,6 @@ def test_a_job_with_the_settings_says_nothing_of_the_kind_and_names_its_policy()
     assert "policy iterative, token by token: --speculation off" in text
 
 
-def test_two_drafts_are_both_named():
-    models = launch.ROOT / "pipeinfer" / "models" / "embedded"
-    target, draft = (str(models / f"{name}.gguf") for name in ("target", "draft"))
-    text = launch.run(1, [sys.executable, *GENERATE, "-m", target, "-md", target, "-mds", draft,
-                          "--policy", "pipeinfer"]).stderr
-    assert "target.gguf with draft.gguf" in text
-
-
 @pytest.mark.parametrize(("backend", "threads", "policy", "notes"), [
     ("torch", 2, Policy.PIPEINFER, ["one row", "-t 1"]), ("torch", 2, Policy.ITERATIVE, ["-t 1"]),
     ("torch", 1, Policy.PIPEINFER, ["one row"]), ("llamacpp", 2, Policy.ITERATIVE, []),
