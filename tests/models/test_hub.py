@@ -131,7 +131,7 @@ def test_what_is_here_runs_by_its_name_and_asks_nobody(hub, home):
     by_path = pipeinfer(hub, home, *generate, "-m", str(in_cache(home, Q8)))
     assert json.loads(by_path.stdout)["tokens"] == json.loads(by_name.stdout)["tokens"]
     for more in ({"HF_HUB_OFFLINE": "1"}, {}):
-        again = pipeinfer(hub, home, *generate, "-hf", REPO, *([] if more else ["--offline"]),
+        again = pipeinfer(hub, home, *generate, "-m", REPO, *([] if more else ["--offline"]),
                           **more)
         assert json.loads(again.stdout)["tokens"] == json.loads(by_name.stdout)["tokens"]
     assert hub.asked == []
@@ -139,7 +139,7 @@ def test_what_is_here_runs_by_its_name_and_asks_nobody(hub, home):
 
 def test_hf_fetches_and_runs_and_a_missing_preference_is_asked_for(hub, home, files):
     assert pipeinfer(hub, home, "pull", f"{REPO}:Q8_0").returncode == 0
-    done = pipeinfer(hub, home, "generate", "-hf", REPO, "-p", "a", "-n", "2", "-c", "256")
+    done = pipeinfer(hub, home, "generate", "-m", REPO, "-p", "a", "-n", "2", "-c", "256")
     assert done.returncode == 0, done.stderr
     assert f"pipeinfer: {Q4}: 100 % of" in done.stderr
     assert in_cache(home, Q4).read_bytes() == files[Q4]
@@ -260,13 +260,13 @@ def test_no_network(hub, home):
     said = failure(pipeinfer(hub, home, "pull", REPO, **nobody))
     assert "http://127.0.0.1:9 cannot be reached" in said
     assert "check the network, a proxy (HTTPS_PROXY) or HF_ENDPOINT" in said
-    said = failure(pipeinfer(hub, home, "generate", "-hf", REPO, "-p", "a", "--offline"))
+    said = failure(pipeinfer(hub, home, "generate", "-m", REPO, "-p", "a", "--offline"))
     assert f"{REPO} is not in the hub's cache" in said
     assert "--offline forbids to fetch it" in said
     assert hub.asked == []
     # something that fits is there: it is taken, and the reason said
     assert pipeinfer(hub, home, "pull", f"{REPO}:Q8_0").returncode == 0
-    done = pipeinfer(hub, home, "generate", "-hf", REPO, "-p", "a", "-n", "1", "-c", "256",
+    done = pipeinfer(hub, home, "generate", "-m", REPO, "-p", "a", "-n", "1", "-c", "256",
                      **nobody)
     assert done.returncode == 0, done.stderr
     assert f"going on with {REPO}:Q8_0" in done.stderr

@@ -87,7 +87,7 @@ def test_hosts_get_no_byte_of_layers_that_they_do_not_hold(parts, tmp_path):
 def test_rank_0_alone_asks_the_hub_and_once(hub, parts, tmp_path):
     """For the others it leads nowhere."""
     homes = [tmp_path / f"host{rank}" for rank in range(3)]
-    out = apart(homes, ["-hf", REPO, "--distribute"], HF_ENDPOINT=hub.url)
+    out = apart(homes, ["-m", REPO, "--distribute"], HF_ENDPOINT=hub.url)
     assert json.loads(out)["tokens"] == tokens(1, "-m", str(EMBEDDED / "target.gguf"))
     assert len([one for one in hub.asked if one.path.startswith("/api/models/")]) == 1
     assert hub.sent() == sum(path.stat().st_size for path in parts)
@@ -98,7 +98,7 @@ def test_a_name_that_leads_nowhere_is_said_once(hub):
     """Ranks that are not ready for messages when rank 0 ends do not wait for it until a deadline:
     that of meeting each other is 60 s."""
     program = launch.ROOT / "tests" / "mpi" / "programs" / "slow_start.py"
-    done = launch.run(3, [sys.executable, str(program), "1", "generate", "-hf", f"{REPO}:Q2_K",
+    done = launch.run(3, [sys.executable, str(program), "1", "generate", "-m", f"{REPO}:Q2_K",
                           *REQUEST], timeout=45, HF_ENDPOINT=hub.url, HF_HOME="/nonexistent/hf")
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("has no Q2_K: there are Q8_0 (11.3 MB)") == 1
@@ -109,7 +109,7 @@ def test_a_name_that_leads_nowhere_is_said_once(hub):
     signal.SIGTERM, full(signal.SIGINT), full(signal.SIGUSR1)])
 def test_an_interrupt_ends_a_fetch_and_the_ranks_that_wait_for_it(hub, parts, tmp_path, number):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    command = [*PIPEINFER, "generate", "-hf", REPO, *REQUEST]
+    command = [*PIPEINFER, "generate", "-m", REPO, *REQUEST]
     hub.stall_after = parts[0].stat().st_size // 2
     job = launch.start([launch.mpirun_path(), "-np", "3", *command], timeout=120, **env)
     assert hub.stalled.wait(60)
