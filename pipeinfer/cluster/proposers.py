@@ -127,11 +127,16 @@ def _one(found: Sequence[Proposer]) -> Proposer:
     return found[0] if len(found) == 1 else Cascade(found)
 
 
+def sources_of(drafts: Drafts | None) -> tuple[Drafts, ...]:
+    """Return the sources of proposals, the best one last."""
+    if isinstance(drafts, DraftTeam):
+        return drafts.members
+    return () if drafts is None else (drafts,)
+
+
 def remotes_of(drafts: Drafts | None) -> tuple[RemoteDraft, ...]:
     """Return the proposers that have ranks of their own."""
-    if isinstance(drafts, DraftTeam):
-        return drafts.remotes
-    return (drafts,) if isinstance(drafts, RemoteDraft) else ()
+    return tuple(one for one in sources_of(drafts) if isinstance(one, RemoteDraft))
 
 
 class DraftLoader:

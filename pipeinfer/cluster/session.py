@@ -35,7 +35,7 @@ from pipeinfer.cluster.policy_choice import (
     for_chains,
     with_lookup,
 )
-from pipeinfer.cluster.proposers import remotes_of
+from pipeinfer.cluster.proposers import remotes_of, sources_of
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
@@ -276,7 +276,7 @@ class Session:
     def watch_draft(self) -> None:
         """Add a note when a draft rank is lost, and give a `DraftTeam` access to the stages'
         times."""
-        for one in remotes_of(self.draft):
+        for one in sources_of(self.draft):
             one.told = lambda why: self._tell(f"{why}: tokens come without its guesses")
         if isinstance(self.draft, DraftTeam):
             self.draft.slot = self._slot

@@ -98,6 +98,7 @@ class DraftTeam:
 
     def __init__(self, drafts: Sequence[Drafts]) -> None:
         self.slot: Callable[[], float] = lambda: 0.0
+        self.told: Callable[[str], None] = lambda _: None  # each member has its own
         self._slot, self._count = 0.0, 0
         self._members = [
             _Member(one, one if isinstance(one, RemoteDraft) and not one.free else None)
@@ -118,9 +119,15 @@ class DraftTeam:
         return sum(one.draft.busy_seconds for one in self._members if one.draft.local)
 
     @property
-    def remotes(self) -> tuple[RemoteDraft, ...]:
-        """The members with ranks of their own."""
-        return tuple(one.draft for one in self._members if isinstance(one.draft, RemoteDraft))
+    def members(self) -> tuple[Drafts, ...]:
+        """The sources, the best one last."""
+        return tuple(one.draft for one in self._members)
+
+    def lose(self, why: str) -> None:
+        """Give up the members that owe an answer."""
+        for one in self._members:
+            if one.due:
+                one.draft.lose(why)
 
     def start(self, job: StartDraft) -> None:
         """Give the job to all members."""

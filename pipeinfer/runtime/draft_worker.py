@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pipeinfer.core.drafting import FeedDraft, StartDraft
-from pipeinfer.errors import BackendError
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
 
@@ -24,7 +23,10 @@ class Drafts(Protocol):
     busy_seconds: seconds of computation so far.
     free: whether it evaluates no model.
     local: whether it computes on rank 0.
+    told: called once, with the reason, when there will be no more proposals.
     """
+
+    told: Callable[[str], None]
 
     @property
     def busy_seconds(self) -> float: ...
@@ -43,8 +45,11 @@ class Drafts(Protocol):
         """Queue rows of the target for the jobs after it."""
 
     def take(self) -> Drafted | None:
-        """Return the result of a finished job, or None. Raises BackendError if the draft has
-        failed for good."""
+        """Return the result of a finished job, or None. After a loss each job has one without
+        proposals."""
+
+    def lose(self, why: str) -> None:
+        """Give the draft up: answer all jobs, and those to come, without proposals."""
 
     @property
     def has_news(self) -> bool:
@@ -74,16 +79,24 @@ class DraftWorker:
         self._last_done = 0
         self._closing = False
         self._failure: BaseException | None = None
+        self._waiting: set[int] = set()  # jobs without a result; the head's thread keeps it
+        self.lost = ""  #: why there are no more proposals; empty while the draft works
+        self.told: Callable[[str], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         self._thread.start()
 
     def start(self, job: StartDraft) -> None:
         """Queue a job; its thread begins it after those queued before."""
+        self._waiting.add(job.job_id)
+        if self.lost:
+            self._results.append(Drafted(job.job_id, ()))
+            return
         self._jobs.append(job)
         self._wanted.set()
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job: its result is no longer needed."""
+        self._waiting.discard(job_id)
         if job_id > self._last_done:
             self._stopped.add(job_id)
 
@@ -94,20 +107,31 @@ class DraftWorker:
             self._wanted.set()
 
     def take(self) -> Drafted | None:
-        """Return the result of a finished job, or None. Raises BackendError if the thread has
-        failed."""
-        if self._failure is not None:
-            name = type(self._failure).__name__
-            raise BackendError(f"the draft failed: {name}: {self._failure}") from self._failure
-        try:
-            return self._results.popleft()
-        except IndexError:
-            return None
+        """Return the result of a finished job, or None. No token depends on a draft, so an error
+        in its thread is a loss of its proposals only."""
+        if self._failure is not None and not self.lost:
+            self.lose(f"the draft on rank 0 failed: {type(self._failure).__name__}: "
+                      f"{self._failure}")
+        while self._results:
+            found = self._results.popleft()
+            if found.job_id in self._waiting:  # neither withdrawn nor answered by `lose`
+                self._waiting.discard(found.job_id)
+                return found
+        return None
+
+    def lose(self, why: str) -> None:
+        """See `Drafts.lose`. A thread that hangs is left alone."""
+        if self.lost:
+            return
+        self.lost = why
+        done = {one.job_id for one in self._results}
+        self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting - done)]
+        self.told(why)
 
     @property
     def has_news(self) -> bool:
         """Whether `take` has something to do."""
-        return bool(self._results) or self._failure is not None
+        return bool(self._results) or (self._failure is not None and not self.lost)
 
     def close(self, timeout: float) -> None:
         """End the thread, waiting at most `timeout` seconds for the current job.
@@ -131,7 +155,7 @@ class DraftWorker:
                         self._work(job)
                     elif isinstance(self._proposer, ReadsRows):
                         self._proposer.feed(job)
-        except BaseException as error:  # the head re-raises it in its own thread
+        except BaseException as error:  # `take` reports it in the head's thread
             self._failure = error
             self._notify()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec import Struct
 
@@ -36,7 +36,6 @@ from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END, Request, SeqRemove
 from pipeinfer.errors import (
     LOSSES,
-    BackendError,
     LinkCut,
     Loss,
     ProtocolError,
@@ -196,8 +195,8 @@ class Head:
         timeout: seconds to wait for it; after that, or after `wake`, None is returned.
         Raises WorkerFailed when a node reports a failure, RankLost when its rank is gone and
         LinkCut when the link between two nodes is cut, unless `on_loss` handles these;
-        TransportTimeout when runs are in flight and no result has arrived for the head's deadline;
-        BackendError when only the draft is late.
+        TransportTimeout when runs are in flight and no result has arrived for the head's deadline.
+        A draft that is late instead is given up.
         """
         deadline = time.monotonic() + timeout
         while not self._news:
@@ -328,7 +327,12 @@ class Head:
             self._last_result = now
         silence = now - self._last_result
         if silence > self._timeout:
-            self._raise_timeout(self._timeout)
+            draft = None if self.scheduler.runs else self._draft
+            if draft is None:
+                self._raise_timeout(self._timeout)
+            draft.lose(f"the draft has not answered for {self._timeout:.1f} s: it hangs, or "
+                             "needs a longer --timeout")
+            self._last_result = now
         if self._links is None:
             return
         if silence <= self._links.patience:
@@ -340,10 +344,7 @@ class Head:
         """Return the detector of cut links between stages; None if stages exchange nothing."""
         return LinkWatch(self._port, self._grid, UNDER_WAY * self._timeout)
 
-    def _raise_timeout(self, seconds: float) -> None:
-        if not self.scheduler.runs:
-            raise BackendError(f"the draft has not answered for {seconds:.1f} s: it hangs, or "
-                               "needs a longer --timeout")
+    def _raise_timeout(self, seconds: float) -> NoReturn:
         raise TransportTimeout(rank=0, peer=self._grid.leaders[-1], tag=Tag.RESULT.name,
                                run_id=min(self.scheduler.runs, default=None), seconds=seconds)
 

@@ -55,7 +55,7 @@ class RemoteDraft:
         self.free, self.name = free, name
         self.busy_seconds = 0.0
         self.lost = ""  #: why there are no more proposals; empty while the draft works
-        self.told: Callable[[str], None] = lambda _: None  #: called with `lost` when it is set
+        self.told: Callable[[str], None] = lambda _: None
         self.ready: dict[int, DraftReady] = {}
         self._posts, self._port = posts, posts.port
         self._ranks, self._reads_rows = setups[-1].ranks, bool(setups[-1].target)
@@ -165,13 +165,16 @@ class RemoteDraft:
                 case DraftReady() as ready:
                     self.ready[ready.rank] = ready
                     if ready.error:
-                        self._lose(f"rank {ready.rank} on {ready.host} cannot draft: {ready.error}")
+                        self.lose(f"rank {ready.rank} on {ready.host} cannot draft: {ready.error}")
                 case _:
                     pass  # of an earlier draft
         if not self.lost and (dead := self._port.gone.intersection(self._ranks)):
-            self._lose(f"rank {min(dead)}, which drafted, is dead")
+            self.lose(f"rank {min(dead)}, which drafted, is dead")
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """See `Drafts.lose`."""
+        if self.lost:
+            return
         self.lost = why
         self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting)]
         self._waiting.clear()

@@ -58,6 +58,15 @@ def test_generate(ranks, installed):
     assert shouted["tokens"] == plain["tokens"]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_error_of_a_proposer_costs_its_guesses_alone(ranks, installed):
+    found = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter", "--set",
+                     "stutter_fails_at=3", "--set", "adapt=false", "--hook", "pace=5")
+    assert found["tokens"] == plain_tokens()
+    assert [note for note in found["stats"]["notes"] if "draft on rank 0 failed" in note] == [
+        "the draft on rank 0 failed: ValueError: stuck: tokens come without its guesses"]
+
+
 @pytest.mark.parametrize("ranks", [full(1), 3])
 def test_serve(ranks, installed):
     with serve(ranks, "--decomposer", "shout", "--shout-sign", "", "--proposer", "stutter", "-c",

@@ -12,6 +12,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from tests.rig.toy import ToyBackend, ToySpec
 
@@ -166,13 +167,18 @@ def test_the_worker_answers_reports_failures_and_forgets_stops():
         worker.stop(number)
     assert seen == list(range(1, 20))
     assert not worker._stopped
-    worker.start(job([], 30))  # an empty path is a bug of the caller: it must not vanish
+    told = []
+    worker.told = told.append
 
     def answer():
         while (done := worker.take()) is None:
             pass
         return done
 
-    with pytest.raises(BackendError, match="the draft failed"):
-        answer()
+    worker.start(job([], 30))  # an empty path is a bug of the caller
+    worker.start(job([1, 2], 31))
+    assert [answer(), answer()] == [Drafted(30, ()), Drafted(31, ())]
+    worker.start(job([1, 2], 32))
+    assert answer() == Drafted(32, ())
+    assert [text.startswith("the draft on rank 0 failed: ") for text in told] == [True]
     worker.close(1.0)

@@ -9,15 +9,18 @@ from pipeinfer.strategies.spec import DecomposerSpec, ProposerSpec
 
 
 class Stutter:
-    """Proposes that the last token comes again, so many times."""
+    """Proposes that the last token comes again, so many times; fails at a job on request."""
 
     free = True
     rows_evaluated = 0
 
-    def __init__(self, times):
-        self._times = times
+    def __init__(self, times, fails_at):
+        self._times, self._left = times, fails_at or -1
 
     def propose(self, job, stopped):
+        self._left -= 1
+        if self._left == 0:
+            raise ValueError("stuck")
         path = [*job.accepted[: job.base], *job.suffix]
         count = min(self._times, job.max_tokens, job.max_depth)
         if not path or path[-1] in job.stop_ids:
@@ -60,8 +63,11 @@ class Shout:
 
 
 STUTTER = ProposerSpec(
-    "stutter", "the last token again", worker=lambda setup: [Stutter(setup.options["times"])],
-    options={"times": OwnOption(2, Option(("--stutter-times",), "int", "How often.", 1, 8))})
+    "stutter", "the last token again", worker=lambda setup: [
+        Stutter(setup.options["times"], setup.options["stutter_fails_at"])],
+    options={
+        "times": OwnOption(2, Option(("--stutter-times",), "int", "How often.", 1, 8)),
+        "stutter_fails_at": OwnOption(0, Option((), "int", "At which job it fails.", 0, 99))})
 SHOUT = DecomposerSpec(
     "shout", "one thread in capitals", Shout,
     options={"shout_sign": OwnOption("!", Option(("--shout-sign",), "str", "What ends it."))})
