@@ -153,16 +153,16 @@ class WorkerFailed(ClusterError):
 
 
 class LinkCut(ClusterError):
-    """Messages from one node do not reach the next one, though both reach the head.
+    """Messages from one rank do not reach the next one, though both reach rank 0.
 
-    source, node: the two nodes
+    source, target: the two ranks
     seconds: for which nothing has arrived, at least
     """
 
-    def __init__(self, source: int, node: int, seconds: float) -> None:
-        super().__init__(f"what rank {source} sends has not got to rank {node} for {seconds:.1f} "
+    def __init__(self, source: int, target: int, seconds: float) -> None:
+        super().__init__(f"what rank {source} sends has not got to rank {target} for {seconds:.1f} "
                          "s, though rank 0 hears both: the link between them is cut")
-        self.source, self.node, self.seconds = source, node, seconds
+        self.source, self.target, self.seconds = source, target, seconds
 
 
 Loss: TypeAlias = RankLost | WorkerFailed | LinkCut  #: what a job may recover from

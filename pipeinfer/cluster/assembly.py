@@ -197,7 +197,7 @@ class Assembly:
         Raises the loss if this MPI cannot continue, or if it is rank 0 or nobody is left;
         ClusterError if the living ranks cannot hold the model.
         """
-        began, causes, cause = time.monotonic(), [self._words(loss)], loss
+        began, causes, cause = time.monotonic(), [str(loss)], loss
         before = {holding.rank: holding for holding in self.held}
         gone: set[int] = set()
         while True:
@@ -211,7 +211,7 @@ class Assembly:
                 break
             except LOSSES as further:
                 loss = further
-                causes.append(self._words(further))
+                causes.append(str(further))
         self._note(began, gone, "; ".join(dict.fromkeys(causes)), before)
         return True
 
@@ -270,13 +270,10 @@ class Assembly:
         Raises the loss if the job cannot continue without that rank.
         """
         match loss:
-            case RankLost(rank=rank):
+            case RankLost(rank=rank) | WorkerFailed(rank=rank):
                 pass
-            case WorkerFailed(rank=node):
-                rank = self._rank_of(node)
             case LinkCut():
-                loss = self._by_ranks(loss)
-                rank = left_out(loss.source, loss.node, self._sources)
+                rank = left_out(loss.source, loss.target, self._sources)
                 self._sources.add(loss.source)
         if not self._survives or rank == 0:
             raise loss
@@ -290,22 +287,8 @@ class Assembly:
         return all(holding.rank not in self.lost for holding in self.held) and bool(
             self.states) and all(state.ready for state in self.states.values())
 
-    def _rank_of(self, node: int) -> int:
-        return self.held[node - 1].rank if 0 < node <= len(self.held) else 0
-
-    def _by_ranks(self, cut: LinkCut) -> LinkCut:
-        return LinkCut(self._rank_of(cut.source), self._rank_of(cut.node), cut.seconds)
-
-    def _words(self, loss: Loss) -> str:
-        """Describe a loss. A stage reports its node; the text names its rank."""
-        if isinstance(loss, RankLost):
-            return str(loss)
-        if isinstance(loss, LinkCut):
-            return str(self._by_ranks(loss))
-        return f"rank {self._rank_of(loss.rank)} on {loss.host} failed: {loss.summary}"
-
     def _plan_without(self, loss: Loss) -> tuple[Holding, ...]:
-        words = self._words(loss)
+        words = str(loss)
         alive = [holding for holding in self.held if holding.rank not in self.lost]
         lost = [holding for holding in self.held if holding.rank in self.lost]
         if self._replicas:
@@ -413,9 +396,9 @@ class Assembly:
         except RankLost as error:
             loss = error
         except WorkerFailed as error:
-            loss = RankLost(self._rank_of(error.rank), f"failed: {error.summary}")
+            loss = RankLost(error.rank, f"failed: {error.summary}")
         except TransportTimeout as error:
-            loss = RankLost(self._rank_of(error.peer or 0), "did not receive its layers in time")
+            loss = RankLost(error.peer or 0, "did not receive its layers in time")
         self.held, self.states = held, {}
         try:
             if loss is not None:
@@ -498,10 +481,10 @@ class Assembly:
         now, timeout = time.monotonic(), self._config.cluster.timeout
         for node, state in self.states.items():
             if not state.ready and now - state.heard > timeout:
+                rank = state.spare or self._port.rank_of(node)
                 raise TransportTimeout(
-                    rank=0, peer=node, tag=f"Ready (rank {state.spare or self._rank_of(node)} is "
-                    f"{state.phase} since {now - state.since:.0f} s)", run_id=None,
-                    seconds=timeout)
+                    rank=0, peer=rank, tag=f"Ready (rank {rank} is {state.phase} since "
+                    f"{now - state.since:.0f} s)", run_id=None, seconds=timeout)
 
     def _hear(self, state: StageState, news: Progress | Ready | Received) -> None:
         state.heard = time.monotonic()

@@ -31,8 +31,10 @@ def greet(port: Port, grid: Grid, timeout: float) -> None:
             continue
         seconds = time.monotonic() - began
         if (link := watch.turn()) is not None:
-            raise LinkCut(*link, seconds)
+            source, target = map(port.rank_of, link)
+            raise LinkCut(source, target, seconds)
         if seconds > timeout:
-            raise TransportTimeout(rank=0, peer=watch.first_missing, tag="Standing", run_id=None,
-                                   seconds=timeout)
+            missing = port.rank_of(watch.first_missing or 0)
+            raise TransportTimeout(rank=0, peer=missing, tag="Standing",
+                                   run_id=None, seconds=timeout)
         port.wait(0.2)

@@ -275,8 +275,8 @@ def await_answer(port: Port, timeout: float, awaited: str, peer: int = 0) -> Mes
     deadline = time.monotonic() + timeout
     while (envelope := port.take(Tag.TRANSACTION)) is None:
         if time.monotonic() > deadline:
-            raise TransportTimeout(rank=port.node, peer=peer, tag=awaited, run_id=None,
-                                   seconds=timeout)
+            raise TransportTimeout(rank=port.rank_of(port.node), peer=port.rank_of(peer),
+                                   tag=awaited, run_id=None, seconds=timeout)
         port.wait(0.2)
     return envelope.message
 

@@ -250,8 +250,8 @@ class StageProcess:
             if envelope is not None and isinstance(envelope.message, Setup | Receive):
                 return envelope.message
             if time.monotonic() > deadline:
-                raise TransportTimeout(rank=self._port.node, peer=0, tag="Setup", run_id=None,
-                                       seconds=seconds)
+                raise TransportTimeout(rank=self._port.rank_of(self._port.node), peer=0,
+                                       tag="Setup", run_id=None, seconds=seconds)
             self._pulse.beat("waits for its setup")
             self._port.wait(0.5)
 

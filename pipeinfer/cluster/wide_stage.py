@@ -86,8 +86,9 @@ def _hear_region(port: Port, timeout: float, leader: int, early: list[Part]) -> 
                 early.append(part)
             case None:
                 if time.monotonic() > deadline:
-                    raise TransportTimeout(rank=port.node, peer=leader, tag="SumRegion",
-                                           run_id=None, seconds=timeout)
+                    raise TransportTimeout(
+                        rank=port.rank_of(port.node), peer=port.rank_of(leader), tag="SumRegion",
+                        run_id=None, seconds=timeout)
                 port.wait(0.2, tag=Tag.SUM)
             case other:
                 raise ProtocolError(f"a member of a stage was sent {type(other).__name__} as a "

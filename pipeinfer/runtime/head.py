@@ -338,14 +338,16 @@ class Head:
         if silence <= self._links.patience:
             self._links.rest()
         elif (link := self._links.turn()) is not None:
-            self._lose(LinkCut(*link, silence))
+            source, target = map(self._port.rank_of, link)
+            self._lose(LinkCut(source, target, silence))
 
     def _watch_links(self) -> LinkWatch | None:
         """Return the detector of cut links between stages; None if stages exchange nothing."""
         return LinkWatch(self._port, self._grid, UNDER_WAY * self._timeout)
 
     def _raise_timeout(self, seconds: float) -> NoReturn:
-        raise TransportTimeout(rank=0, peer=self._grid.leaders[-1], tag=Tag.RESULT.name,
+        peer = self._port.rank_of(self._grid.leaders[-1])
+        raise TransportTimeout(rank=0, peer=peer, tag=Tag.RESULT.name,
                                run_id=min(self.scheduler.runs, default=None), seconds=seconds)
 
     # --- schedule and send --------------------------------------------------------------------
@@ -416,16 +418,16 @@ def take_result(port: Port) -> Envelope | None:
     """
     failure = port.take(Tag.ERROR)
     if failure is not None and isinstance(failure.message, WorkerFailedMessage):
-        raise_worker_failed(failure.message)
+        raise_worker_failed(failure.message, port.rank_of(failure.message.node))
     if lost := port.new_losses():
         raise RankLost(min(lost), "is dead")
     return port.take(Tag.RESULT)
 
 
-def raise_worker_failed(message: WorkerFailedMessage) -> None:
-    """Raise a node's last message as a WorkerFailed with the node's exit code."""
+def raise_worker_failed(message: WorkerFailedMessage, rank: int) -> None:
+    """Raise a node's last message as a WorkerFailed of its rank, with its exit code."""
     error = WorkerFailed(
-        rank=message.node, host=message.host,
+        rank=rank, host=message.host,
         run_id=None if message.run_id < 0 else message.run_id,
         summary=message.summary, remote_traceback=message.traceback,
     )

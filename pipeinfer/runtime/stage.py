@@ -226,7 +226,8 @@ class Stage:
             live = bool(self._lanes)
             if live and time.monotonic() - start > self._timeout:
                 raise TransportTimeout(
-                    rank=self._port.node, peer=self._before, tag=Tag.TRANSACTION.name,
+                    rank=self._port.rank_of(self._port.node),
+                    peer=self._port.rank_of(self._before), tag=Tag.TRANSACTION.name,
                     run_id=self._last_run + 1, seconds=self._timeout,
                 )
             self._port.wait(1.0, live=live)

@@ -78,6 +78,9 @@ class Port(Protocol):
     node: int
     traffic: Traffic
 
+    def rank_of(self, node: int) -> int:
+        """Return the rank that has a node in this epoch. Messages carry nodes, errors ranks."""
+
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """Queue `message` for node `dest`; returns at once."""
 

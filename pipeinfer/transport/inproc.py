@@ -24,6 +24,7 @@ class LocalPort:
     forward: sends a frame of an epoch to a node of another process: (node, tag, frame, epoch).
     wake: called after each message to a node of this process that may sleep outside its mailbox.
     posts: the queues of `post`, shared by the ports of a process.
+    rank_of: see `Port.rank_of`.
     borrows: the loop of another node, in which this node's thread works instead of sleeping.
     """
 
@@ -34,8 +35,9 @@ class LocalPort:
         forward: Callable[[int, Tag, bytes, int], None] | None = None,
         wake: Callable[[], None] = lambda: None,
         posts: defaultdict[int, deque[tuple[int, Message]]] | None = None,
+        rank_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        self.node = node
+        self.node, self.rank_of = node, rank_of
         self.traffic = Traffic()
         self._mailboxes, self._forward, self._wake = mailboxes, forward, wake
         self._posts = defaultdict(deque) if posts is None else posts

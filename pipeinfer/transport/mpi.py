@@ -120,7 +120,7 @@ class MpiPort:
             self._outbox.append((dest, tag, frame, epoch))
             self.wake()
 
-        port = LocalPort(node, self._mailboxes, forward, self.wake)
+        port = LocalPort(node, self._mailboxes, forward, self.wake, rank_of=self.rank_of)
         self._local.append(port)
         return port
 
@@ -128,6 +128,10 @@ class MpiPort:
     def layout(self) -> Layout:
         """The layout of the epoch that this port has entered."""
         return self._layout
+
+    def rank_of(self, node: int) -> int:
+        """See `Port.rank_of`."""
+        return self._layout.rank_of[node] if 0 <= node < len(self._layout.rank_of) else 0
 
     def order(self, rank: int, order: Order) -> None:
         """See `Port.order`."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pipeinfer.cluster.assembly import Assembly
+from pipeinfer.cluster.greeting import greet
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
@@ -19,12 +22,14 @@ from pipeinfer.core.control import (
 )
 from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.core.messages import Tag
+from pipeinfer.core.messages import WorkerFailed as Message
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ClusterError, LinkCut, RankLost, TransportTimeout, WorkerFailed
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.wide import teams_of
+from pipeinfer.runtime.head import take_result
 from pipeinfer.transport.base import Envelope
 
 CUT = ("h0-1.f0-32.v0-8", "h1-2.f32-64.v8-16")
@@ -50,6 +55,9 @@ class Port:
         self.setups, self.rehearsed = {}, set()
         self._dies, self._fails, self._fresh, self._mail = list(dies), fails, set(), []
         self._cut = cut
+
+    def rank_of(self, node):
+        return self.layout[node]
 
     def send(self, node, tag, message):
         if isinstance(message, RollCall):
@@ -210,18 +218,29 @@ def test_of_two_that_do_not_hear_each_other_the_one_that_waits_is_left_out():
     found.recover(LinkCut(1, 2, 4.0))
     assert ranges(found) == [(1, 0, 2), (4, 2, 4), (3, 4, 6)]
     assert "what rank 1 sends has not got to rank 2 for 4.0 s" in str(found.changes[-1])
-    found.recover(LinkCut(2, 3, 4.0))  # nodes: rank 4 and rank 3
+    found.recover(LinkCut(4, 3, 4.0))
     assert ranges(found) == [(1, 0, 2), (4, 2, 4), (5, 4, 6)]
     assert "what rank 4 sends has not got to rank 3" in str(found.changes[-1])
-    found.recover(LinkCut(1, 2, 4.0))  # rank 1 for the second time
+    found.recover(LinkCut(1, 4, 4.0))  # rank 1 for the second time
     assert found.lost == {1, 2, 3}
 
 
-def test_where_no_loss_is_survived_the_ranks_of_a_cut_link_are_named():
+def test_where_no_loss_is_survived_it_is_raised():
     found = assembly(Port(), survives=False)
-    found.held = found.held[::-1]  # rank 3 is node 1
     with pytest.raises(LinkCut, match=r"what rank 3 sends has not got to rank 2 for 4\.0 s"):
-        found.recover(LinkCut(1, 2, 4.0))
+        found.recover(LinkCut(3, 2, 4.0))
+
+
+def test_errors_name_ranks_though_messages_name_nodes():
+    port = Port(fails=Message(1, "host3", 7, "ValueError: x", "Traceback", 3))
+    port.layout = (0, 3, 2, 1)
+    with pytest.raises(WorkerFailed, match="rank 3 on host3 failed in run 7: ValueError") as failed:
+        take_result(port)
+    assert (failed.value.rank, failed.value.exit_code) == (3, 3)
+    port._cut = (3, 2)
+    port.setups = {3: SimpleNamespace(widths=(1, 1, 1))}
+    with pytest.raises(LinkCut, match="what rank 3 sends has not got to rank 2"):
+        greet(port, Grid((1, 1, 1)), 1.0)
 
 
 @pytest.mark.parametrize(("cut", "left"), [((1, 2), [1, 3]), ((2, 3), [1, 2])])
@@ -328,8 +347,6 @@ def test_spares_of_one_host_receive_one_after_the_other():
 
 
 def test_a_spare_that_fails_while_it_receives_is_not_taken_for_a_stage():
-    from pipeinfer.core.messages import WorkerFailed as Message
-
     port = Port()
     found = assembly(port, spares=1, distribute=True, asked=1)
     send = port.send
@@ -368,16 +385,12 @@ def test_a_death_while_the_job_starts_is_survived():
 
 
 def test_a_stage_that_has_not_the_model_ends_the_start():
-    from pipeinfer.core.messages import WorkerFailed as Message
-
     found = assembly(Port(fails=Message(2, "host2", -1, "no such file", "", 3)))
     with pytest.raises(WorkerFailed, match="no such file"):
         found.start()
 
 
 def test_a_stage_without_memory_is_left_out_at_the_start():
-    from pipeinfer.core.messages import WorkerFailed as Message
-
     found = assembly(Port(fails=Message(2, "host2", -1, "MemoryError", "", 6)))
     found.start()
     assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
@@ -459,7 +472,7 @@ def test_the_member_that_tells_of_a_failure_is_left_out_by_its_rank():
     found.start()
     found.recover(RankLost(1, "is dead"))
     found.recover(WorkerFailed(
-        rank=1, host="host5", run_id=None, summary="waited 8.0 s for SUM from rank 2",
+        rank=5, host="host5", run_id=None, summary="waited 8.0 s for SUM from rank 2",
         remote_traceback=""))
     assert found.lost == {1, 5}  # node 1 is the spare's by now
     assert slices(found)[0] == (2, 0, 3, (0, 1))

@@ -55,6 +55,8 @@ class Job:
         for module in (heads, link_watch, stages):
             monkeypatch.setattr(module, "time", clock)
         ports = local_ports(4)
+        for port in ports:  # each is a rank
+            port.rank_of = int
         if source:
             ports[source] = Cut(ports[source], node, after)
         self.stages = {k: stages.Stage(ports[k], Grid.plain(3), ToyBackend.load(SPEC, k - 1, k))
@@ -107,7 +109,7 @@ def test_the_nodes_of_a_cut_link_are_named_long_before_the_deadline(whole, monke
     job.head.submit(Request(0, (5, 6, 7), 30))
     with pytest.raises(LinkCut, match=f"rank {link[0]} sends .* to rank {link[1]} ") as found:
         job.run(1.0)
-    assert (found.value.source, found.value.node) == link
+    assert (found.value.source, found.value.target) == link
     assert found.value.seconds < TIMEOUT / 2
     assert 0 < len(job.tokens) < 30
     assert job.tokens == whole[:len(job.tokens)]
@@ -116,7 +118,7 @@ def test_the_nodes_of_a_cut_link_are_named_long_before_the_deadline(whole, monke
 def test_whoever_sees_to_it_is_told_once_and_the_deadline_begins_anew(monkeypatch):
     job, losses = Job(monkeypatch, 1, 2, after=12), []
     job.head.submit(Request(0, (5, 6, 7), 30))
-    job.head.on_loss = lambda loss: losses.append((loss.source, loss.node))
+    job.head.on_loss = lambda loss: losses.append((loss.source, loss.target))
     for _ in range(100):
         job.turn(1.0)
         if losses:

@@ -35,6 +35,10 @@ class DelayingPort:
         """See `Port.gone`."""
         return self._inner.gone
 
+    def rank_of(self, node: int) -> int:
+        """See `Port`."""
+        return self._inner.rank_of(node)
+
     def send(self, dest: int, tag: Tag, message: Message) -> None:
         """See `Port.send`."""
         self._inner.send(dest, tag, message)
