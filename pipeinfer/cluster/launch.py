@@ -27,46 +27,33 @@ from pathlib import Path
 from msgspec import Struct
 
 from pipeinfer import host
-from pipeinfer.backends.factory import EXACT_LIMIT, backends_of
-from pipeinfer.cluster import features, placement
+from pipeinfer.backends.factory import EXACT_LIMIT
+from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
-from pipeinfer.cluster.comparable import check_ablation
-from pipeinfer.cluster.draft_ranks import draft_ranks_of, own_proposers, with_draft_ranks
+from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
-from pipeinfer.cluster.heads import HeadPlan, check_heads, head_for, with_head
+from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.job import Job
-from pipeinfer.cluster.policy_choice import (
-    check_proposers,
-    choose_policy,
-    draft_models,
-    for_chains,
-    for_state,
-    on_gpus,
-    with_lookup,
-)
+from pipeinfer.cluster.resolve import Facts, resolve
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import exact_rows, ids_for, rows_and_cells, stream_cells
 from pipeinfer.cluster.stage_process import StageProcess
-from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
-from pipeinfer.config import ClusterConfig, Config, JobConfig
+from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
-from pipeinfer.errors import ClusterError, MismatchError, UsageError
+from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place
-from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import check_whole
 from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
-from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan
 from pipeinfer.runtime.pulse import Pulse
-from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Layout, Port, Regrouped
 from pipeinfer.transport.inproc import local_ports
 from pipeinfer.transport.lent import LentLoop
@@ -317,53 +304,28 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         model or the hosts require it.
     """
     from pipeinfer.llama.library import ensure_llama
-    features.check(Config(job=config))
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
     for one in (model, None if draft_path is None else open_model(draft_path)):
         if isinstance(one, ModelFile):
             check_whole(one)
-    backends = backends_of(config, model, hosts)
-    turns = takes_turns(config, hosts, backends, host.numa_nodes())
-    would = turns or takes_turns(config.replace(ablate=()), hosts, backends, host.numa_nodes())
-    config = config if turns else config.replace(turns="off")
-    config = for_state(config, model, in_turns=turns or place.size == 1)
-    looks_up = with_lookup(config, draft_path, 1 if turns else place.size)
-    config = with_head(config, looks_up, model, draft_path, backends)
-    chains = on_gpus(config, model, hosts)
-    config = for_chains(config) if chains else config
-    own = own_proposers(config, hosts, draft_path)
-    policy = choose_policy(config, draft_path, own=bool(own))
-    check_ablation(config, policy, place.size, turns=would)
-    check_proposers(config.speculation, model, backends)
+    what = resolve(config, Facts(model, draft_path, hosts, host.numa_nodes()))
+    config = what.config
     ensure_llama(config.model.numa)
-    most = place.size if config.cluster.head_stage or place.size == 1 else place.size - 1
-    method = config.speculation.decomposer
-    gaps = bool(method) and registry.decomposer(method).gaps and "llamacpp" in backends
-    if gaps:
-        GapModel(model)  # raises if the model cannot have gaps
-    if most > 1 and "llamacpp" in backends:
-        check_splittable(model)
     n_ctx = context_size(config.model, model)
-    exact = exact_rows(config) if "torch" in backends else EXACT_LIMIT
-    width, n_batch, cells = rows_and_cells(config, n_ctx, exact, most)
-    if chains:
+    exact = exact_rows(config) if "torch" in what.backends else EXACT_LIMIT
+    width, n_batch, cells = rows_and_cells(config, n_ctx, exact, what.stages)
+    if what.chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
-    head = head_for(config, model, backends)
-    check_heads(own, head)
-    if head is not None and gaps:
-        raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
-                         "can do so give no rows to a prediction head: leave out --proposer "
-                         f"{head.kind}")
     found = placement.agree(
-        config, place, model, target_path, hosts, policy, cells, n_batch,
-        _draft_bytes(draft_models(config, draft_path, policy),
-                     None if any(one.has_head for one in own) else head, hosts), meeting)
-    if turns:  # not before `agree`: it compares ranks by their speed on their own cores
+        config, place, model, target_path, hosts, what.policy, cells, n_batch,
+        _draft_bytes(what.drafts, None if any(one.has_head for one in what.own) else what.head,
+                     hosts), meeting)
+    if what.turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
-    return Job(config, target_path, draft_path, model, policy, n_ctx, width, n_batch, found, gaps,
-               head, chains, own)
+    return Job(config, target_path, draft_path, model, what.policy, n_ctx, width, n_batch, found,
+               what.gaps, what.head, what.chains, what.own)
 
 
 def _draft_bytes(drafts: Sequence[Path], head: HeadPlan | None, hosts: list[RankInfo]) -> int:

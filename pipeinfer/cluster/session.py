@@ -25,17 +25,15 @@ from msgspec import Struct, structs
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on, unmet
-from pipeinfer.cluster.heads import head_for, with_head
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
 from pipeinfer.cluster.policy_choice import (
     LOOKUP,
-    choose_policy,
     draft_models,
     for_chains,
-    with_lookup,
 )
 from pipeinfer.cluster.proposers import remotes_of, sources_of
+from pipeinfer.cluster.resolve import Facts, choose
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
@@ -214,20 +212,22 @@ class Session:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
         job = self.loaded.job
-        asked, config = config, with_lookup(config, job.draft,
-                                            1 if job.turns else self.loaded.place.size)
-        if job.head is not None:
-            config = with_head(asked, config, job.model, job.draft, ("llamacpp",))
-        head = head_for(config, job.model, ("llamacpp",))
-        if head is not None and not head.is_that(job.head):
+        chosen = choose(config, Facts(job.model, job.draft, self.hosts), ("llamacpp",),
+                        turns=job.turns, own=bool(job.own), heads=job.head is not None)
+        if chosen.head is not None and not chosen.head.is_that(job.head):
             raise UsageError("the stages give no rows for that head: start a job with this "
                              "--proposer")
-        policy = choose_policy(config, job.draft, own=bool(job.own))
+        config, policy = chosen.config, chosen.policy
         worker = self.loaded.proposers(config, policy)
-        for one in remotes_of(worker):
-            with contextlib.suppress(RankLost):
-                one.await_ready(config.cluster.timeout)
-        setup = self._settings(config, policy)
+        try:
+            for one in remotes_of(worker):
+                with contextlib.suppress(RankLost):
+                    one.await_ready(config.cluster.timeout)
+            setup = self._settings(config, policy)
+        except BaseException:
+            if worker is not None:
+                worker.close(timeout=5.0)
+            raise
         self.head.replace(
             Scheduler(setup.limits, setup.rows, drafts=worker is not None,
                       validate=config.cluster.debug), worker,

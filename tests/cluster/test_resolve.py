@@ -1,0 +1,80 @@
+"""What a job is, from options, a model's header and the ranks' facts; no rank is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.cluster.resolve import Facts, choose, resolve
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import UsageError
+from pipeinfer.lab.random_architectures import STATEFUL
+from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.nodes import RankInfo
+from pipeinfer.strategies.registry import job_config
+from tests.rig.launch import ROOT
+
+EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
+DRAFT = EMBEDDED / "draft.gguf"
+
+
+def ranks(count, *, hosts=None):
+    return [RankInfo(k, f"host{k if hosts is None else 0}", 1e9, 1, 2) for k in range(count)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return ModelFile(EMBEDDED / "target.gguf")
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "m.gguf"
+    return ModelFile(write_random_model(path, tiny(next(iter(STATEFUL)))))
+
+
+def test_ranks_of_one_host_take_turns_and_look_up_before_the_draft(target):
+    found = resolve(job_config(), Facts(target, DRAFT, ranks(3, hosts=1)))
+    assert found.turns
+    assert found.config.speculation.proposer == ("prompt-lookup", "draft")
+    assert (found.policy, found.stages, found.drafts) == (Policy.PIPEINFER, 2, (DRAFT,))
+    apart = resolve(job_config(turns="off"), Facts(target, None, ranks(3, hosts=1)))
+    assert not apart.turns
+    assert apart.config.cluster.turns == "off"
+    assert apart.config.speculation.proposer == ("prompt-lookup",)
+
+
+def test_ranks_of_several_hosts_do_not(target):
+    found = resolve(job_config(), Facts(target, DRAFT, ranks(3)))
+    assert not found.turns
+    assert found.config.cluster.turns == "off"
+
+
+def test_a_state_bounds_requests_unless_their_number_is_given(stateful):
+    facts = Facts(stateful, None, ranks(1))
+    assert resolve(job_config(parallel=16), facts).config.speculation.parallel == 4
+    given = job_config(parallel=16, given=frozenset({"parallel"}))
+    assert resolve(given, facts).config.speculation.parallel == 16
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"policy": "speculative", "proposer": ("draft",)}, "needs a draft model"),
+    ({"speculation": "off", "policy": "pipeinfer"}, "contradict each other"),
+    ({"ablate": ("cancel",), "policy": "iterative"}, "nothing to leave out"),
+    ({"proposer": ("mtp",)}, "--proposer mtp")])
+def test_what_cannot_be_is_refused_before_anything_loads(target, options, says):
+    with pytest.raises(UsageError, match=says):
+        resolve(job_config(**options), Facts(target, None, ranks(2)))
+
+
+def test_a_change_within_a_job_is_decided_as_its_start(target):
+    facts = Facts(target, DRAFT, ranks(3))
+    begun = resolve(job_config(), facts)
+    again = choose(job_config(), facts, begun.backends, turns=begun.turns)
+    assert (again.policy, again.head) == (begun.policy, begun.head)
+    assert again.config.speculation.proposer == begun.config.speculation.proposer
+
+
+def test_the_same_facts_give_the_same_job(target):
+    facts = Facts(target, DRAFT, ranks(4))
+    assert resolve(job_config(), facts) == resolve(job_config(), facts)
