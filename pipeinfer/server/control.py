@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from typing import assert_never
 
@@ -17,12 +18,12 @@ from pipeinfer.server.orders import (
     Look,
     Move,
     ServerState,
-    Standby,
-    Swap,
     decode,
     encode_answer,
     number_of,
 )
+
+_log = logging.getLogger("pipeinfer.server")
 
 
 async def obey(client: EngineClient, sock: socket.socket) -> None:
@@ -30,9 +31,20 @@ async def obey(client: EngineClient, sock: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     with contextlib.suppress(OSError):
         while line := await reader.readline():
-            writer.write(encode_answer(_answer(client, line)))
+            writer.write(encode_answer(_guarded(client, line)))
             await writer.drain()
     writer.close()
+
+
+def _guarded(client: EngineClient, line: bytes) -> ServerState:
+    """Return the answer to an order, and one with the error where that cannot be carried out:
+    without any answer the supervisor would kill this process and with it every stream."""
+    try:
+        return _answer(client, line)
+    except Exception as error:
+        _log.exception("an order of the supervisor cannot be carried out")
+        return ServerState(number=number_of(line), state=client.state,
+                           error=f"{type(error).__name__}: {error} (this is a bug)")
 
 
 def _answer(client: EngineClient, line: bytes) -> ServerState:
@@ -40,7 +52,6 @@ def _answer(client: EngineClient, line: bytes) -> ServerState:
         order = decode(line)
     except ProtocolError as error:
         return ServerState(error=str(error), number=number_of(line))
-    swapped = False
     match order:
         case Look():
             pass
@@ -48,17 +59,12 @@ def _answer(client: EngineClient, line: bytes) -> ServerState:
             client.hold(on)
         case Move(why, new_model):
             client.move(why, new_model)
-        case Standby(on, new_model):
-            client.wait_for_swap(on, new_model)
-        case Swap(why, lost):
-            swapped = client.swap(why, lost)
         case _:
             assert_never(order)
     loads = client.tokenizer is None and client.state == "ready"
-    progress, reason = client.standby()
     return ServerState(
-        number=order.number, swapped=swapped, state="loading" if loads else client.state,
+        number=order.number, state="loading" if loads else client.state,
         reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
         waiting=client.waiting,
         model=client.settings.model, name=client.settings.name,
-        lost=tuple(client.facts.get("lost", ())), standby=progress, standby_reason=reason)
+        lost=tuple(client.facts.get("lost", ())))

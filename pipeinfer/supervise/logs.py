@@ -39,12 +39,12 @@ class Logs:
     """
 
     def __init__(self, folder: Path, show: Callable[[int | None, str], None]) -> None:
-        self._folder, self._show = folder, show
+        self.folder, self._show = folder, show
         self._files: dict[str, logging.Handler] = {}
         self._errors: dict[int, str] = {}
 
     def line(self, start: int, rank: int | None, text: str) -> None:
-        """Log a line of a rank. start: number of the job, since two jobs may run at a time."""
+        """Log a line of a rank. start: number of the job."""
         if text.startswith(_ERROR):
             self._errors.setdefault(start, text.removeprefix(_ERROR))
             if len(self._errors) > _STARTS:
@@ -61,7 +61,7 @@ class Logs:
         """Append a line to the log `name`."""
         if name not in self._files:
             try:
-                file = _Private(self._folder / f"{name}.log", maxBytes=MOST_BYTES,
+                file = _Private(self.folder / f"{name}.log", maxBytes=MOST_BYTES,
                                 backupCount=COPIES)
             except OSError:
                 return
