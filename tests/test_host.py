@@ -197,3 +197,11 @@ def test_ranks_of_a_host_get_its_gpus_in_turn(tmp_path, monkeypatch, device, gpu
     assert os.environ["HIP_VISIBLE_DEVICES"] == "7"
     for name in ("CUDA_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"):
         os.environ.pop(name, None)
+
+
+def test_pages_that_a_process_has_mapped_are_not_free(tmp_path):
+    path = tmp_path / "meminfo"
+    path.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\nMapped:  2000 kB\nHuge: 0\n")
+    assert host.free_memory(path) == 3000 * 1024
+    path.write_text("MemTotal: 9000 kB\n")
+    assert host.free_memory(path) == 0

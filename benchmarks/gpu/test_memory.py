@@ -11,7 +11,6 @@ import pytest
 from benchmarks.gpu import devices, jobs
 from benchmarks.gpu.steps import StepError, child, json_lines
 from benchmarks.gpu.test_padded import device_of
-from pipeinfer.supervise import room
 from tests.support.sample import full
 
 MIB = 1 << 20
@@ -66,15 +65,6 @@ def test_the_survivors_of_a_loss_are_refused_what_their_device_cannot_hold(tmp_p
     assert "cannot hold the model" in error
     assert "they have 46 MiB together" in error
     assert "use a lower -ngl" in error
-
-
-@pytest.mark.slow
-def test_what_is_free_on_the_gpus_of_this_host(monkeypatch):
-    with device_of("rpc").open(1, SMALL) as env:
-        for name in ("GGML_BACKEND_PATH", "PIPEINFER_RPC_PORT", "PIPEINFER_LLAMA_LIBRARY"):
-            monkeypatch.setenv(name, env[name])
-        entry = room.HostEntry(room.HERE, 1, 0)
-        assert room.doctor_hosts.free_gpu_memory([entry], {room.HERE: ""}) == {room.HERE: SMALL}
 
 
 @pytest.mark.slow

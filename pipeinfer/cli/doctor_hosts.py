@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Any
 
 import psutil
 
-from pipeinfer import host
 from pipeinfer.cli import inherited
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
@@ -39,20 +38,9 @@ _MARK = "pipeinfer-facts "
 _QUESTION = (
     "import json,os,socket,sys\n"
     "from importlib.metadata import version as v\n"
-    "from pipeinfer import host\n"
     "from pipeinfer.llama.library import llama_version\n"
     f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
-    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version(),"
-    "free=getattr(host,'free_memory',int)())))"
-)
-#: to a process of its own, since each GPU that it asks gets a context; {0!r}: the host's `device`
-_GPU_QUESTION = (
-    "import json\n"
-    "from pipeinfer.host import Place, choose_gpu\n"
-    "from pipeinfer.llama.library import ensure_llama, gpus\n"
-    "choose_gpu({0!r}, Place(0, 1, None, 1, 0, 1))\n"
-    "ensure_llama()\n"
-    f"print({_MARK!r}+json.dumps(dict(free=sum(one.free for one in gpus()))))"
+    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version())))"
 )
 #: text in ssh's output, its meaning, the remedy; {0} is the host
 _SSH_TROUBLE = (
@@ -135,27 +123,6 @@ def troubles(entries: Sequence[HostEntry]) -> dict[str, str]:
             for entry, finding in judged}
 
 
-def free_memory(entries: Sequence[HostEntry]) -> dict[str, int]:
-    """Return the bytes that more ranks may take on each of these hosts, 0 if unknown."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = list(pool.map(ask, entries))
-    return {answer.entry.host: int(answer.facts.get("free", 0)) for answer in answers}
-
-
-def free_gpu_memory(entries: Sequence[HostEntry], device_of: Mapping[str, str]) -> dict[str, int]:
-    """Return the free bytes of the GPUs of each of these hosts, 0 if unknown.
-
-    device_of: `device` of the nodes file by host.
-    """
-    def free(entry: HostEntry) -> int:
-        answer = ask(entry, _GPU_QUESTION.format(device_of[entry.host]))
-        return int(answer.facts.get("free", 0))
-
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = list(pool.map(free, entries))
-    return {entry.host: count for entry, count in zip(entries, found, strict=True)}
-
-
 def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes | None
              ) -> list[tuple[HostEntry, Finding]]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -165,17 +132,14 @@ def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes |
             for answer in answers]
 
 
-def ask(entry: HostEntry, question: str = _QUESTION) -> HostAnswer:
-    """Return a host's facts, over ssh unless it is this one. question: a program that prints
-    them."""
-    here, command = is_here(entry.host), [sys.executable, "-c", question]
-    if here and question == _QUESTION:
+def ask(entry: HostEntry) -> HostAnswer:
+    """Return a host's facts, over ssh unless it is this one."""
+    if is_here(entry.host):
         return HostAnswer(entry, _own_facts())
     name = f"{entry.user}@{entry.host}" if entry.user else entry.host
-    if not here:
-        command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
-                   *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
-                   shlex.join(command)]
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
+               *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
+               shlex.join([sys.executable, "-c", _QUESTION])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               stdin=subprocess.DEVNULL, timeout=_ANSWER_SECONDS)
@@ -244,8 +208,7 @@ def _own_facts() -> dict[str, Any]:
     from importlib.metadata import version
 
     return {"host": socket.gethostname(), "cores": os.cpu_count(), "pipeinfer":
-            version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version(),
-            "free": host.free_memory()}
+            version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version()}
 
 
 def is_here(name: str) -> bool:

@@ -29,21 +29,15 @@ _SECONDS = 5.0
 _SESSION = re.compile(r"(?:ompi|prte|prted|prterun)\.(\d+)")
 
 
-def numbered(job: str, start: int) -> str:
-    """Return the id of one start of a job, of which two may run at a time."""
-    return f"{job}/{start}"
-
-
 def processes_of(job: str) -> list[psutil.Process]:
-    """Return the living processes that were started with PIPEINFER_JOB=`job`, or with `job` and
-    the number of a start (`numbered`); without this process and its ancestors."""
+    """Return the living processes that were started with PIPEINFER_JOB=`job`, without this process
+    and its ancestors."""
     mark, found = f"{VARIABLE}={job}".encode(), []
     own = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) not in own:
             with contextlib.suppress(OSError, psutil.Error):
-                words = (entry / "environ").read_bytes().split(b"\0")
-                if any(word == mark or word.startswith(mark + b"/") for word in words):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(psutil.Process(int(entry.name)))
     return found
 

@@ -5,7 +5,7 @@ the first one also passes the listening socket for clients. Rank 0 starts the pr
 supervisor does, with CONTROL, by which it controls it (`control`).
 
 With a supervisor the process outlives the job: when a job has ended, requests wait for the next
-one; if that has connected while the other one served, it continues them at once. It ends after
+one, which continues them. It ends after
 rank 0's Bye (exit status 0), on SIGTERM, which means that no job follows, or with its parent.
 Without one it ends with its first engine (exit status 0 after Bye, else 1).
 """

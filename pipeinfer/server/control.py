@@ -17,8 +17,6 @@ from pipeinfer.server.orders import (
     Look,
     Move,
     ServerState,
-    Standby,
-    Swap,
     decode,
     encode_answer,
     number_of,
@@ -40,7 +38,6 @@ def _answer(client: EngineClient, line: bytes) -> ServerState:
         order = decode(line)
     except ProtocolError as error:
         return ServerState(error=str(error), number=number_of(line))
-    swapped = False
     match order:
         case Look():
             pass
@@ -48,17 +45,12 @@ def _answer(client: EngineClient, line: bytes) -> ServerState:
             client.hold(on)
         case Move(why, new_model):
             client.move(why, new_model)
-        case Standby(on, new_model):
-            client.wait_for_swap(on, new_model)
-        case Swap(why, lost):
-            swapped = client.swap(why, lost)
         case _:
             assert_never(order)
     loads = client.tokenizer is None and client.state == "ready"
-    progress, reason = client.standby()
     return ServerState(
-        number=order.number, swapped=swapped, state="loading" if loads else client.state,
+        number=order.number, state="loading" if loads else client.state,
         reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
         waiting=client.waiting,
         model=client.settings.model, name=client.settings.name,
-        lost=tuple(client.facts.get("lost", ())), standby=progress, standby_reason=reason)
+        lost=tuple(client.facts.get("lost", ())))

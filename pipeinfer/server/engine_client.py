@@ -84,8 +84,7 @@ class _Open:
 
 
 class EngineClient:
-    """The open choices and the state of the engine that serves; `reason`: why it failed. One more
-    engine may wait.
+    """The open choices and the state of the engine that serves; `reason`: why it failed.
 
     outlives: whether another engine may follow a failed one. Until then requests wait, and the new
         engine continues them after the tokens that they have.
@@ -112,7 +111,6 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._serves: ConnectedEngine | None = None
         self._next: ConnectedEngine | None = None
-        self._standby = False  #: whether the next engine waits for `swap`
         self._new_model = False  #: whether the next one may have another model under the same name
         self._moving = False  #: whether the engine's own end is not that of the service
         self._reading: set[asyncio.Task[None]] = set()
@@ -346,8 +344,7 @@ class EngineClient:
     # --- engines that come and go -------------------------------------------------------------
 
     def enter(self, engine: ConnectedEngine) -> None:
-        """Handle a new engine. It takes over at once, unless another one serves or it is to
-        wait."""
+        """Handle a new engine. It takes over at once, or when the one before it has gone."""
         if self._next is not None:
             self._next.close()
         self._next = engine
@@ -362,7 +359,7 @@ class EngineClient:
     async def _read(self, engine: ConnectedEngine) -> None:
         reason = await engine.read(until=lambda: engine is self._serves and self._over())
         engine.lose(reason)
-        if engine is self._next and not self._standby:
+        if engine is self._next:
             self._next = None
         if engine is not self._serves:
             return
@@ -380,7 +377,7 @@ class EngineClient:
     def _take_next(self) -> None:
         """Let the next engine serve if there is no other any more."""
         engine, before = self._next, self._serves
-        if engine is None or self._standby or (before is not None and before.state != "gone"):
+        if engine is None or (before is not None and not before.gone):
             return
         new_model, self._new_model, self._next = self._new_model, False, None
         old, self.settings = self.settings, engine.settings
@@ -407,38 +404,6 @@ class EngineClient:
         Draining."""
         self._moving, self._new_model = True, new_model
         self._lost(why)
-
-    def wait_for_swap(self, on: bool, new_model: bool) -> None:
-        """Set whether the next engine loads alongside the serving one; if not, disconnect one
-        that does."""
-        self._standby, self._new_model = on, new_model
-        if not on and self._next is not None:
-            self._next.close()
-            self._next = None
-
-    def swap(self, why: str, lost: bool) -> bool:
-        """Let the next engine take over; return whether it does. A repeated call is harmless.
-
-        lost: the serving engine has ended, even if its link is not closed yet. Then an engine that
-            connects later takes over, too.
-        """
-        serves = self._serves is not None and self._serves.state != "gone"
-        if self._next is not None and self._next.state == "gone":
-            return False
-        if self._next is None and self._standby and serves and not lost:
-            return False  # none has entered
-        if self._serves is not None and serves and (lost or self._next is not None):
-            self._serves.lose(why)
-            self._lost(why)
-        self._standby = False
-        self._take_next()
-        return True
-
-    def standby(self) -> tuple[str, str]:
-        """Return the progress of the next engine ("" if none is to come), and why it has gone."""
-        if self._next is None:
-            return "expected" * self._standby, ""
-        return self._next.state, self._next.reason
 
     # --- their states -------------------------------------------------------------------------
 

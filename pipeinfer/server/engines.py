@@ -1,7 +1,5 @@
-"""An engine that has connected to the HTTP process: the link to it, its progress, and the frames
-that it sent before it serves.
-
-It loads, together with its vocabulary if that is another one, while another engine serves.
+"""An engine that has connected to the HTTP process: the link to it, its vocabulary, and the frames
+that it sent before the engine before it had gone.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Literal, TypeAlias
 
 from pipeinfer.errors import PipeinferError, ProtocolError
 from pipeinfer.models.locate import open_tokenizer
@@ -30,7 +27,6 @@ from pipeinfer.server.frames import (
 )
 from pipeinfer.server.settings import Settings
 
-Progress: TypeAlias = Literal["loading", "ready", "gone"]
 _log = logging.getLogger("pipeinfer.server")
 
 
@@ -39,7 +35,7 @@ def _ignore(frame: EngineFrame) -> None:
 
 
 class ConnectedEngine:
-    """An engine and its settings. reason: why it has gone."""
+    """An engine and its settings. gone: whether it has ended or failed; reason: why."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
                  settings: Settings) -> None:
@@ -49,24 +45,16 @@ class ConnectedEngine:
         self._on_frame: Callable[[EngineFrame], None] = self._remember
         self._loading: asyncio.Task[None] | None = None
         self._early: dict[str, EngineFrame] = {}
-        self._gone = False
+        self.gone = False
 
     @classmethod
     async def over(cls, link: socket.socket, settings: Settings) -> ConnectedEngine:
         """Return the engine at the other end of a connected socket."""
         return cls(*await asyncio.open_connection(sock=link), settings)
 
-    @property
-    def state(self) -> Progress:
-        """The progress of the engine."""
-        if self._gone:
-            return "gone"
-        waits = self._loading is not None and not self._loading.done()
-        return "ready" if Ready.op in self._early and not waits else "loading"
-
     def load(self, then: Callable[[], None]) -> None:
-        """Start to load its vocabulary. then: called when `tokenizer` is set, or the state is
-        `gone`."""
+        """Start to load its vocabulary. then: called when `tokenizer` is set, or the engine has
+        gone."""
         async def load() -> None:
             try:
                 self.tokenizer = await asyncio.to_thread(vocabulary, self.settings.model)
@@ -80,8 +68,8 @@ class ConnectedEngine:
     def lose(self, reason: str) -> None:
         """Record that the engine has gone, and ignore further frames."""
         self._on_frame = _ignore
-        if not self._gone:
-            self._gone, self.reason = True, self.reason or reason
+        if not self.gone:
+            self.gone, self.reason = True, self.reason or reason
 
     def serve(self, on_frame: Callable[[EngineFrame], None]) -> None:
         """Pass all frames to `on_frame` from now on, beginning with those that were stored."""

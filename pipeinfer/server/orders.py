@@ -40,28 +40,7 @@ class Move(_Order, frozen=True):
     new_model: bool
 
 
-class Standby(_Order, frozen=True):
-    """Let the next engine load while the present one serves, until `Swap`; or disconnect it.
-
-    new_model: as for Move.
-    """
-
-    on: bool
-    new_model: bool
-
-
-class Swap(_Order, frozen=True):
-    """Give every open request to the next engine; the answer has `swapped`.
-
-    why: for clients.
-    lost: whether the serving engine has ended.
-    """
-
-    why: str
-    lost: bool
-
-
-Order: TypeAlias = Look | Hold | Move | Standby | Swap
+Order: TypeAlias = Look | Hold | Move
 
 
 class ServerState(Struct, frozen=True, kw_only=True):
@@ -70,8 +49,7 @@ class ServerState(Struct, frozen=True, kw_only=True):
     state: "" without an answer. reason: why the engine failed. url: the address for clients.
     open: requests that have not ended. waiting: those that wait for admission.
     model, name: path and name of the served model. lost: the job's ranks that have died.
-    standby: progress of the next engine, "" if none is to come. standby_reason: why it has gone.
-    swapped: whether the next engine took over. error: why the order was not executed.
+    error: why the order was not executed.
     """
 
     number: int = 0
@@ -83,9 +61,6 @@ class ServerState(Struct, frozen=True, kw_only=True):
     model: str = ""
     name: str = ""
     lost: tuple[int, ...] = ()
-    standby: str = ""
-    standby_reason: str = ""
-    swapped: bool = False
     error: str = ""
 
 

@@ -18,20 +18,25 @@ import click
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, Status, call
-from pipeinfer.supervise.overlap import OVERLAPS, Overlap
 from pipeinfer.supervise.state import Folder
 
 _LOGS = "logs"
 _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _DETACHED = 30.0  #: seconds for a supervisor in the background to be there
-_OVERLAP = ("Whether the next job loads while the old one serves: where memory allows it (auto), "
-            "always, or never, which means a pause.")
 _name = click.option("--name", default="default", show_default=True,
                      help="Which one, where this user has several up.")
 _wait = click.option("--wait", type=click.FloatRange(min=0), default=120.0, show_default=True,
                      help="Seconds for open requests to end first, where answers could change.")
-_overlap = click.option("--overlap", type=click.Choice(OVERLAPS),
-                        help=f"{_OVERLAP} [default: that of `up`]")
+
+
+def _no_overlap(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    del context, option
+    if value is not None:
+        raise UsageError("--overlap has gone: a move ends the job before the next one loads, and "
+                         "streams go on then; leave the option out")
+
+
+_overlap = click.option("--overlap", hidden=True, expose_value=False, callback=_no_overlap)
 
 
 @click.command("up", context_settings=_WORDS)
@@ -48,14 +53,12 @@ _overlap = click.option("--overlap", type=click.Choice(OVERLAPS),
                                       "0: never.")
 @click.option("--stay", is_flag=True, help="Move to hosts that are back only on `pipeinfer "
                                            "rescale`, not at a quiet moment.")
-@click.option("--overlap", type=click.Choice(OVERLAPS), default="auto", show_default=True,
-              help=_OVERLAP)
+@_overlap
 @click.option("--detach", is_flag=True, help="Go into the background.")
 @_name
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
 def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: bool, every: float,
-               stay: bool, overlap: Overlap, detach: bool, name: str, words: tuple[str, ...]
-               ) -> None:
+               stay: bool, detach: bool, name: str, words: tuple[str, ...]) -> None:
     """Keep a server up: start it over hosts, start it again when it fails, move it to hosts that
     are back. Clients keep their streams meanwhile.
 
@@ -78,12 +81,11 @@ def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: b
         return
     if not folder.lock():
         raise UsageError(_taken(folder))
-    raise SystemExit(_keep(folder, serve, hosts, ranks, restarts, all_hosts, every, stay,
-                           overlap))
+    raise SystemExit(_keep(folder, serve, hosts, ranks, restarts, all_hosts, every, stay))
 
 
 def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None, restarts: int,
-          all_hosts: bool, every: float, stay: bool, overlap: Overlap) -> int:
+          all_hosts: bool, every: float, stay: bool) -> int:
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.hosts import Roster, others
     from pipeinfer.supervise.keeper import Keeper
@@ -123,7 +125,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
             raise UsageError("hosts are missing (--all-hosts)")
     try:
         return asyncio.run(Keeper(serving, restarts, folder, say, left=left, every=every,
-                                  auto=not stay, overlap=overlap).run())
+                                  auto=not stay).run())
     except ChildProcessError as error:
         raise UsageError(str(error)) from None
     finally:
@@ -216,16 +218,11 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     for host in state["hosts"]:
         why = f": {host['why']}" if host["why"] else ""
         found.append(f"  host      {host['host']:{width}}  {host['state']}{why}")
-    if loading := state.get("next"):
-        found.append(f"  next      {loading['ranks']} ranks load since {_when(loading['at'])}, "
-                     f"while the others serve: {' '.join(loading['words'])}")
     if state.get("not_moved"):
         found.append(f"  not moved {state['not_moved']}")
     for start in starts[-5:]:
         how = "runs" if start["exit"] is None else (
             f"moved after {start['lived']:g} s" if start.get("moved")
-            else f"given up after {start['lived']:g} s, the other one went on"
-            if start.get("gave_up")
             else f"exit code {start['exit']} after {start['lived']:g} s"
             + (f": {start['why']}" if start.get("why") else ""))
         found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
@@ -260,11 +257,10 @@ def down_command(name: str, now: bool, timeout: float) -> None:
                                                            "to `up`.")
 @_wait
 @_overlap
-def rescale_command(name: str, ranks: int | None, wait: float, overlap: Overlap | None
-                    ) -> None:
+def rescale_command(name: str, ranks: int | None, wait: float) -> None:
     """Move the job to the hosts that answer now, with lost ranks back and new lines of the
     hostfile. Open requests go on with the same tokens."""
-    found = call(Folder(name), _report, wait + 900.0, Rescale(ranks, wait, overlap))
+    found = call(Folder(name), _report, wait + 900.0, Rescale(ranks, wait))
     click.echo(found["message"])
 
 
@@ -275,8 +271,7 @@ def rescale_command(name: str, ranks: int | None, wait: float, overlap: Overlap 
                                             "with another model they end with an error.")
 @_overlap
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
-def reload_command(name: str, wait: float, force: bool, overlap: Overlap | None,
-                   words: tuple[str, ...]) -> None:
+def reload_command(name: str, wait: float, force: bool, words: tuple[str, ...]) -> None:
     """Start the server again: with other options, or because a file has changed.
 
     \b
@@ -288,8 +283,7 @@ def reload_command(name: str, wait: float, force: bool, overlap: Overlap | None,
     work are taken back. Address, HTTPS and --journal cannot change; relative paths are those of
     `pipeinfer up`.
     """
-    found = call(Folder(name), _report, wait + 900.0,
-                 Reload(list(words), wait, force, overlap))
+    found = call(Folder(name), _report, wait + 900.0, Reload(list(words), wait, force))
     click.echo(found["message"])
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pipeinfer.errors import PipeinferError, RequestError
-from pipeinfer.supervise.overlap import Overlap
 from pipeinfer.supervise.state import Folder, is_ours
 
 
@@ -38,25 +37,22 @@ class Rescale(_UserCommand, frozen=True):
     """Move the job to the hosts that answer.
 
     ranks: None for as many as before. wait: seconds for open requests to end, if they must.
-    overlap: None for that of the supervisor.
     """
 
     ranks: int | None = None
     wait: float = 0.0
-    overlap: Overlap | None = None
 
 
 class Reload(_UserCommand, frozen=True):
     """Start the server again.
 
-    words: its options, empty for the same. wait, overlap: as for `Rescale`.
+    words: its options, empty for the same. wait: as for `Rescale`.
     force: continue after `wait` with requests still open.
     """
 
     words: list[str] = []
     wait: float = 0.0
     force: bool = False
-    overlap: Overlap | None = None
 
 
 Command: TypeAlias = Status | Down | Rescale | Reload

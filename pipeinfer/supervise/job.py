@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.supervise.logs import Splitter
 from pipeinfer.supervise.rules import outcome
@@ -43,7 +42,6 @@ class SupervisedJob:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], line: Line | None = None,
                  *, alone: bool = False) -> None:
         self.command, self.asked, self.alone = command, False, alone
-        self.number = environ.get(VARIABLE, "")  #: that all of its processes bear
         self._environ, self._line = dict(environ), line
         self._process: subprocess.Popen[bytes] | None = None
         self._told = 0

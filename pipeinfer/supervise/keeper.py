@@ -24,7 +24,6 @@ from pipeinfer.supervise.commands_socket import (
     Status,
 )
 from pipeinfer.supervise.moves import JobChange, Mover, identity
-from pipeinfer.supervise.overlap import Overlap
 from pipeinfer.supervise.rules import BackOff, Comeback
 from pipeinfer.supervise.serving import Serving, command_of
 from pipeinfer.supervise.state import Folder
@@ -41,14 +40,12 @@ class Keeper(Mover):
         none.
     every: seconds between two checks of missing hosts, 0 for never.
     auto: whether the job moves by itself when no request is open.
-    overlap: whether both jobs run at the same time during a move.
     """
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report, *,
-                 left: tuple[str, list[str]], every: float, auto: bool,
-                 overlap: Overlap) -> None:
+                 left: tuple[str, list[str]], every: float, auto: bool) -> None:
         super().__init__(serving, restarts, folder, say)
-        self._auto, self._overlap = auto, overlap
+        self._auto = auto
         self._left, self._comeback = left, Comeback(every)
         self._seen = ServerState()
         self._absent: dict[str, str] = {}
@@ -155,13 +152,13 @@ class Keeper(Mover):
     async def _move_if_quiet(self) -> None:
         quiet = time.monotonic() - self._quiet_since > _QUIET
         if self._back and self._auto and quiet and self._ready.is_set() and not self._busy.locked():
-            await self._with_hosts(self.say, 0, 1.0, self._overlap)
+            await self._with_hosts(self.say, 0, 1.0)
 
-    async def _with_hosts(self, report: Report, ranks: int, wait: float, overlap: Overlap) -> str:
+    async def _with_hosts(self, report: Report, ranks: int, wait: float) -> str:
         """Move the job to the hosts that answer now; return the outcome in words.
 
         report: called with each line of progress. ranks: number of ranks, 0 for as many as before.
-        wait: seconds for open requests to end, if they must. overlap: see `Change`.
+        wait: seconds for open requests to end, if they must.
         """
         async with self._only():
             serving, roster = self._serving, self._serving.roster
@@ -183,8 +180,7 @@ class Keeper(Mover):
                 waits = "with slices another number of ranks may compute otherwise" \
                     if is_wide(serving.values) else ""
                 said = await self._move(report, JobChange(
-                    f"the job is moved to {serving.ranks} ranks", undo, overlap, waits=waits,
-                    wait=wait))
+                    f"the job is moved to {serving.ranks} ranks", undo, waits=waits, wait=wait))
                 for host in self._back:  # so that a further loss lengthens the next wait
                     self._comeback.present(host)
                 self._back.clear()
@@ -205,9 +201,8 @@ class Keeper(Mover):
                 report(f"{self._seen.open} requests are open")
                 self.stop(at_once=now)
                 return {"message": "ending"}
-            case Rescale(ranks, wait, overlap):
-                return {"message": await self._with_hosts(
-                    report, ranks or 0, wait, overlap or self._overlap)}
+            case Rescale(ranks, wait):
+                return {"message": await self._with_hosts(report, ranks or 0, wait)}
             case Reload():
                 return {"message": await self._reload(command, report)}
             case _:
@@ -224,8 +219,7 @@ class Keeper(Mover):
             old = self._serving.words
             return await self._move(report, JobChange(
                 "the server is reloaded", lambda: self._serving.use(old),
-                command.overlap or self._overlap, words if command.words else None, why,
-                command.wait, command.force, new_model))
+                words if command.words else None, why, command.wait, command.force, new_model))
 
     # --- reporting ----------------------------------------------------------------------------
 
@@ -251,14 +245,9 @@ class Keeper(Mover):
                 "open": seen.open, "held": seen.waiting,
                 "door_pid": self._http.pid, "words": served.get("words", []),
                 "ranks": served.get("ranks", 0), "wanted": self._serving.wanted,
-                "next": self._loading(), "not_moved": self._failed_move,
+                "not_moved": self._failed_move,
                 "lost": list(seen.lost), "hosts": hosts,
                 "starts": self._history, "logs": str(self._folder.path / "logs")}
-
-    def _loading(self) -> dict[str, Any]:
-        """Return the next job's row of the history while it loads alongside the serving one."""
-        row = self._next.running.row if self._next is not None else {}
-        return {name: row[name] for name in ("at", "ranks", "words") if name in row}
 
     def _write(self) -> None:
         state = self._state()

@@ -44,7 +44,7 @@ class Logs:
         self._errors: dict[int, str] = {}
 
     def line(self, start: int, rank: int | None, text: str) -> None:
-        """Log a line of a rank. start: number of the job, since two jobs may run at a time."""
+        """Log a line of a rank. start: number of the job."""
         if text.startswith(_ERROR):
             self._errors.setdefault(start, text.removeprefix(_ERROR))
             if len(self._errors) > _STARTS:

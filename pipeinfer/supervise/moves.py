@@ -1,9 +1,8 @@
-"""Moves the job of `pipeinfer up` to other hosts or options. The next job loads alongside the
-serving one and takes over when it is ready; if memory does not allow that, the serving job ends
-first.
+"""Moves the job of `pipeinfer up` to other hosts or options: the serving job ends, and the next
+one starts.
 
 The HTTP process keeps every client and passes open requests on; if answers could differ, open
-requests complete first. If the next job cannot serve, everything stays as it was.
+requests complete first. If the next job does not start, the one before starts again.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from typing import Any
 from typing_extensions import override
 
 from pipeinfer.errors import UsageError
-from pipeinfer.server.orders import Hold, Look, Move, Standby, Swap
-from pipeinfer.supervise import room
+from pipeinfer.server.orders import Hold, Move
 from pipeinfer.supervise.commands_socket import Report
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.overlap import Overlap, OverlapChoice, choose, inherits
 from pipeinfer.supervise.serving import Serving
 from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Running, Supervisor
 
 _END = 2.0  #: seconds for a moved job to end before it is killed
 _BEGIN = 600.0  #: seconds for the next one to be ready
-_LOOK = 0.2  #: seconds between two checks whether it is ready
 _HISTORY = 20
 
 
@@ -40,7 +36,6 @@ class JobChange:
 
     why: reason, for the user.
     undo: restores the settings of the job before.
-    overlap: whether both jobs run at the same time.
     words: other options, None for the same.
     waits: why open requests must complete first, "" if they continue.
     wait: most seconds for that. force: continue after that with requests still open.
@@ -49,22 +44,11 @@ class JobChange:
 
     why: str
     undo: Callable[[], None]
-    overlap: Overlap
     words: list[str] | None = None
     waits: str = ""
     wait: float = 0.0
     force: bool = False
     new_model: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Next:
-    """A job that loads alongside the serving one, and its purpose. inherits: whether it takes
-    over after the other one has died."""
-
-    running: Running
-    change: JobChange
-    inherits: asyncio.Future[bool]
 
 
 class Mover(Supervisor):
@@ -81,17 +65,14 @@ class Mover(Supervisor):
         self._meant = False  #: the running job is ended in order to move
         self._undo: Callable[[], None] | None = None  #: restores the settings that worked
         self._refused = ""  #: why the new settings were not used
-        self._next: _Next | None = None
         self._failed_move = ""  #: why the last move failed
         self._model: tuple[object, ...] = ()
         self._served: dict[str, Any] = {}  #: place and options of the job that serves
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Handle a request to end, see `Supervisor.stop`; a job that still loads is killed."""
+        """Handle a request to end, see `Supervisor.stop`."""
         super().stop(at_once=at_once)
         self._phase = "ending"
-        if self._next is not None:
-            self._next.running.job.kill()
 
     # --- the loop's events --------------------------------------------------------------------
 
@@ -106,11 +87,7 @@ class Mover(Supervisor):
     async def ended(self, running: Running, status: int, lived: float) -> bool:
         running.row |= {"exit": status, "lived": round(lived, 1), "moved": self._meant,
                         "why": self._serving.logs.error(running.row["number"])}
-        if self._next is not None:
-            return await self._inherit(self._next)
         meant, self._meant = self._meant, False
-        if self.heir is not None:
-            return True  # it serves already
         self._ready.clear()
         if meant or self._undo is None:
             return meant
@@ -158,24 +135,6 @@ class Mover(Supervisor):
 
         Raises UsageError if that was not done.
         """
-        before = self._serving.words
-        if change.words is not None:
-            self._serving.use(change.words)
-        choice = await asyncio.to_thread(self._choose, change.overlap)
-        if choice.both:
-            report(f"the next job loads while this one serves ({choice.why})")
-            return await self._standby(report, change)
-        self._serving.use(before)
-        report(f"this job ends before the next one loads ({choice.why})")
-        return await self._one_after_the_other(report, change)
-
-    def _choose(self, overlap: Overlap) -> OverlapChoice:
-        serving = self._serving
-        known = ([], "") if overlap != "auto" else room.rooms(
-            serving.config.job, serving.ranks, serving.roster)
-        return choose(overlap, *known)
-
-    async def _one_after_the_other(self, report: Report, change: JobChange) -> str:
         if change.waits:
             await self._until_none_is_open(report, change)
         running = self.current
@@ -219,17 +178,15 @@ class Mover(Supervisor):
         running.job.end()
         asyncio.get_running_loop().call_later(_END, kill)
 
-    async def _until_none_is_open(self, report: Report, change: JobChange,
-                                  following: _Next | None = None) -> None:
-        """Hold new requests and wait until the open ones have ended, at most for a time, or
-        until the serving job has died while `following` loads.
+    async def _until_none_is_open(self, report: Report, change: JobChange) -> None:
+        """Hold new requests and wait until the open ones have ended, at most for a time.
 
         Raises UsageError if requests are still open, unless the change forces the move.
         """
         wait, waited = change.wait, False
         deadline = time.monotonic() + wait
         found = await self._http.ask(Hold(on=True))
-        while found.open and not self.asked and self._next is following:
+        while found.open and not self.asked:
             if not waited:
                 waited = True
                 report(f"{change.waits}: waiting for {found.open} open requests, {wait:g} s at "
@@ -244,120 +201,6 @@ class Mover(Supervisor):
                                  "for them")
             await asyncio.sleep(0.25)
             found = await self._http.ask(Hold(on=True))  # a job that came meanwhile let all in
-
-    # --- both at a time -----------------------------------------------------------------------
-
-    async def _standby(self, report: Report, change: JobChange) -> str:
-        """Start the next job, wait until it is ready, and let it take over."""
-        began, self._refused = time.monotonic(), ""
-        following: _Next | None = None
-        try:
-            await self._http.ask(Standby(on=True, new_model=change.new_model))
-            following = self._next = _Next(
-                self.start(self._row()), change, asyncio.get_running_loop().create_future())
-            self.say(f"{change.why}: the next job loads while this one serves")
-            await self._until_it_could(following)
-            if change.waits and self._next is following:
-                await self._until_none_is_open(report, change, following)
-            if self._next is following:
-                return await self._swap(following, began)
-        except BaseException as error:
-            if following is None or self._next is following:
-                self._next = None
-                change.undo()
-                await self._http.ask(Hold(on=False))
-                await self._discard(following)
-            if isinstance(error, UsageError):
-                self.say(f"{change.why}: not done, the job that serves goes on ({error})")
-            raise
-        if not await following.inherits:
-            raise UsageError("the job that served has died, and starts again as it was")
-        return await self._until_ready(f"{change.why}: ready", began, 0)
-
-    async def _until_it_could(self, following: _Next) -> None:
-        """Wait until the next job is ready, or is the only one left. Raises UsageError if it
-        fails."""
-        deadline, running = time.monotonic() + _BEGIN, following.running
-        logs = self._folder.path / "logs"
-        while self._next is following:
-            found = await self._http.ask(Look())
-            if found.standby == "ready":
-                return
-            if self.asked:
-                raise UsageError("the server is ending")
-            if running.ends.done():
-                why = self._serving.logs.error(running.row["number"])
-                running.row |= {"exit": _status(running), "why": why, "lived": round(
-                    time.monotonic() - running.began, 1)}
-                raise UsageError(f"the next job does not start (exit code {running.row['exit']}; "
-                                 f"{why or f'see {logs}'}): nothing was changed")
-            if found.standby == "gone":  # it ends by itself; then its exit code gives the reason
-                deadline = min(deadline, time.monotonic() + 10 * _END)
-            if time.monotonic() > deadline:
-                raise UsageError(f"the next job is not ready after {_BEGIN:g} s (see {logs}): "
-                                 "nothing was changed")
-            await asyncio.sleep(_LOOK)
-
-    async def _swap(self, following: _Next, began: float) -> str:
-        """Let the next job serve from now on, and end the old one."""
-        change, old = following.change, self.current
-        found = await self._http.ask(Swap(why=change.why, lost=False))
-        if not found.state:  # it has been too busy to answer in time
-            found = await self._http.ask(Swap(why=change.why, lost=False))
-        if not found.swapped or old is None:
-            raise UsageError("the next job has failed just before it took over: nothing was "
-                             "changed")
-        self._next, self.heir, self._meant = None, following.running, True
-        self._take_note()
-        self._model = identity(found.model)
-        self._end(old)
-        while self.current is not following.running and not following.running.ends.done():
-            await asyncio.sleep(0.05)
-        return self._done(f"{change.why}: the next job has taken over", began, found.open)
-
-    async def _inherit(self, following: _Next) -> bool:
-        """Handle the death of the serving job while the next one loads; return whether that one
-        follows."""
-        self._next = None
-        follows = await self._follows(following)
-        following.inherits.set_result(follows)
-        return follows
-
-    async def _follows(self, following: _Next) -> bool:
-        change = following.change
-        self._ready.clear()
-        seen = await self._http.ask(Look())
-        takes = inherits(reachable=bool(seen.state), same=not change.waits,
-                         open_requests=seen.open, force=change.force)
-        if takes and not following.running.ends.done() and (
-                await self._http.ask(Swap(why="the job has ended", lost=True))).swapped:
-            self.say("the job has ended while the next one loads, which follows it")
-            self.heir, self._undo, self._phase = following.running, change.undo, "starting"
-            self._take_note()
-            return True
-        self.say("the job has ended while the next one loads, and starts again as it was")
-        change.undo()
-        await self._discard(following)
-        return False
-
-    async def _discard(self, following: _Next | None) -> None:
-        """End a job that never served."""
-        await self._http.ask(Standby(on=False, new_model=False))
-        if following is None:
-            return
-        running = following.running
-        self._end(running)
-        await asyncio.wait((running.ends,), timeout=2 * _END)
-        await self.clean(running.job.number, running.hosts)
-        await asyncio.wait((running.ends,), timeout=2 * _END)
-        running.row |= {"exit": _status(running), "lived": round(
-            time.monotonic() - running.began, 1), "gave_up": True}
-
-
-def _status(running: Running) -> int:
-    """Return the exit status of a job that has ended, 1 if it has none."""
-    ends = running.ends
-    return 1 if not ends.done() or ends.cancelled() or ends.exception() else ends.result()
 
 
 def identity(path: str) -> tuple[object, ...]:

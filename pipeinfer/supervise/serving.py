@@ -10,7 +10,6 @@ import click
 
 from pipeinfer.cli.options import JOB, parse
 from pipeinfer.cli.serve import PARALLEL
-from pipeinfer.cluster.cleanup import VARIABLE, numbered
 from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
@@ -85,9 +84,9 @@ class Serving:
             self._ranks = ranks
 
     def job(self) -> SupervisedJob:
-        """Return the next job, with a number of its own."""
+        """Return the next job."""
         self.starts += 1
-        environ = self.environ | {VARIABLE: numbered(self.name, self.starts)}
+        environ = dict(self.environ)
         line = partial(self.logs.line, self.starts)
         if self.roster is None and self.ranks == 1:
             return SupervisedJob([*program(), *self.words], environ, lambda _, text: line(0, text),

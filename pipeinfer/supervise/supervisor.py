@@ -1,5 +1,4 @@
-"""The loop of every supervisor: start the job, wait for its end, decide, start it again; or
-continue with the next job, which was started alongside.
+"""The loop of every supervisor: start the job, wait for its end, decide, start it again.
 
 A `JobSource` provides the jobs; `keeper` adds the further functions of `pipeinfer up`.
 """
@@ -83,7 +82,6 @@ class Supervisor:
         self.patience = Patience(restarts)
         self._restarts = restarts
         self.current: Running | None = None
-        self.heir: Running | None = None  #: the job that follows, if it was started already
         self.asked = 0  #: number of requests to end
         self._woken = asyncio.Event()
 
@@ -101,9 +99,8 @@ class Supervisor:
         the job at once."""
         self.asked += 1
         self._woken.set()
-        for running in (self.current, self.heir):
-            if running is not None:
-                running.job.interrupt(at_once=at_once)
+        if self.current is not None:
+            self.current.job.interrupt(at_once=at_once)
 
     def start(self, row: dict[str, Any]) -> Running:
         """Start the job that the source provides now."""
@@ -132,18 +129,15 @@ class Supervisor:
         while True:
             if self.door is not None:
                 await self.door.open()
-            running, self.heir = self.heir, None
-            if running is None:
-                if self.asked:
-                    return INTERRUPTED
-                running = self.start(self.begun())
-            self.current = running
+            if self.asked:
+                return INTERRUPTED
+            running = self.current = self.start(self.begun())
             status = await running.ends
             lived = time.monotonic() - running.began
             self.current = None
             follows = await self.ended(running, status, lived)
-            if self.heir is not None or (follows and not self.asked):
-                await self.clean(running.job.number, running.hosts)
+            if follows and not self.asked:
+                await self.clean(self.source.name, running.hosts)
                 continue
             verdict = self.patience.after(status, lived, asked=self.asked > 0)
             if isinstance(verdict, End):

@@ -65,7 +65,7 @@ def test_streams_outlive_a_host_that_leaves_and_comes_back(tmp_path):
             client = ask()
             begun = read_until(client, 30, 30.0)
             cluster.plug(3)
-            said = call("rescale")  # both jobs at the same time, where memory allows it
+            said = call("rescale")
             assert "moved to 3 ranks: " in said, said
             assert text_of(client, begun) == whole
             hosts_are("used", "used", "used")

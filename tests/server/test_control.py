@@ -94,70 +94,38 @@ async def gone(client, *engines):
     await until(lambda: client.state == "restarting" and not client._reading)
 
 
-def test_the_next_engine_waits_for_its_turn_and_the_old_one_is_not_heard_any_more():
+def test_the_next_engine_follows_when_the_one_before_has_gone():
     async def run():
         client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
         old = await Engine.into(client)
         old.say(Ready(FACTS | {"bits": "old"}))
         await until(lambda: client.state == "ready")
-        client.wait_for_swap(True, False)
-        assert client.standby() == ("expected", "")
-        assert not client.swap("nobody has come", False)
         new = await Engine.into(client)
         new.say(Loading({"1": {}}), Ready(FACTS | {"bits": "new"}), Status(1.0, {}))
-        await until(lambda: client.standby()[0] == "ready")
-        assert (client.state, client.facts["bits"], client.loading) == ("ready", "old", {})
-        assert client.swap("moved", False)
-        assert (client.state, client.facts["bits"], client.standby()[0]) == ("ready", "new", "")
-        assert client.swap("said again", False)
-        old.say(Failed("the old one"), Bye())
-        old.die()
-        new.say(Status(2.0, {"x": 1}))
-        await until(lambda: client.status.get("x"))
-        assert (client.state, client.facts["bits"]) == ("ready", "new")
-        await gone(client, new)
-
-    asyncio.run(run())
-
-
-def test_one_that_fails_before_its_turn_changes_nothing():
-    async def run():
-        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
-        old = await Engine.into(client)
-        old.say(Ready(FACTS))
-        await until(lambda: client.state == "ready")
-        client.wait_for_swap(True, False)
-        new = await Engine.into(client)
-        new.say(Failed("no memory"))
-        await until(lambda: client.standby()[0] == "gone")
-        assert client.standby()[1] == "no memory"
-        assert not client.swap("moved", False)
-        client.wait_for_swap(False, False)
-        assert (client.state, client.standby()[0]) == ("ready", "")
         old.say(Status(2.0, {"x": 1}))
         await until(lambda: client.status.get("x"))
-        await gone(client, old, new)
+        assert (client.state, client.facts["bits"], client.loading) == ("ready", "old", {})
+        old.die()
+        await until(lambda: client.facts["bits"] == "new")
+        assert client.state == "ready"
+        await gone(client, new)
 
     asyncio.run(run())
 
 
-def test_where_the_old_one_dies_the_next_one_takes_over_when_it_is_told_to():
+def test_one_that_fails_before_it_follows_changes_nothing():
     async def run():
         client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
         old = await Engine.into(client)
         old.say(Ready(FACTS))
         await until(lambda: client.state == "ready")
-        client.wait_for_swap(True, False)
         new = await Engine.into(client)
-        new.say(Loading({"1": {}}))
-        old.die()
-        await until(lambda: client.state == "restarting")
-        assert client.standby()[0] == "loading"
-        assert client.swap("the job has ended", True)
-        assert client.state == "restarting"
-        new.say(Ready(FACTS | {"bits": "new"}))
-        await until(lambda: client.state == "ready")
-        assert client.facts["bits"] == "new"
-        await gone(client, new)
+        new.say(Failed("no memory"))
+        new.die()
+        await until(lambda: len(client._reading) == 1)
+        old.say(Status(2.0, {"x": 1}))
+        await until(lambda: client.status.get("x"))
+        assert (client.state, client.reason) == ("ready", "")
+        await gone(client, old)
 
     asyncio.run(run())

@@ -84,7 +84,7 @@ def test_a_command_gets_what_is_said_and_one_answer(folder, monkeypatch):
         assert (folder.path / "control").stat().st_mode & 0o777 == 0o600
         assert call(folder, heard.append, 10, Rescale(3))["ranks"] == 3
         assert heard == ["wait"]
-        for command, says in ((Down(), "who?"), (Rescale(overlap="bad"), "no such command: .*bad")):
+        for command, says in ((Down(), "who?"), (Rescale("bad"), "no such command: .*ranks")):
             with pytest.raises(RequestError, match=says):
                 call(folder, heard.append, 10, command)
         monkeypatch.setattr(commands_socket, "is_ours", lambda link: False)

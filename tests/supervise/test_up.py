@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import threading
 
-import psutil
 import pytest
-import requests
 
-from pipeinfer.cluster import cleanup
 from pipeinfer.errors import RequestError
 from pipeinfer.supervise.commands_socket import Reload, Rescale, Status, call
 from pipeinfer.supervise.state import Folder
@@ -78,110 +73,34 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert len(whole) == 120
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
-        said = call(Folder("default"), print, 120, Rescale(3, overlap="never")
-                    )["message"]
+        said = call(Folder("default"), print, 120, Rescale(3))["message"]
         assert "moved to 3 ranks: ready again after" in said
         assert stream.ended().tokens == whole
         assert stream.last["timings"]["restarts_n"] == 1
         assert stream.last["timings"]["same_arithmetic"] is True
         status = json.loads(one.call("status", "--json")[1])
         assert (status["ready"], status["ranks"], status["words"]) == (True, 3, words)
+        stream = Stream(served)
+        served.until(lambda: len(stream.tokens) > 5, "tokens")
+        with pytest.raises(RequestError, match=r"the changed job does not start \(exit code 3; "):
+            call(Folder("default"), print, 120, Reload([*words, "-md", str(tmp_path / "none")]))
+        assert stream.ended().tokens == whole  # the former job has come back
+        assert stream.last["timings"]["restarts_n"] == 1
+        status = one.status()
+        assert (status["ready"], status["ranks"], status["words"]) == (True, 3, words)
+        assert "does not start" in status["not_moved"]
         logs = tmp_path / "state" / "default" / "logs"
         assert " with 2 stages" in (logs / "rank-0.log").read_text()
         assert "the job is moved to 3 ranks" in (logs / "up.log").read_text()
         code, shown, err = one.call("top", "--once", "--interval", "0.2")
         assert (code, f"embedded at {served.url}  ready" in shown) == (0, True), err
-        assert "ended: 2 length" in shown
-        assert "new jobs 1" in shown
+        assert "ended: 3 length" in shown
+        assert "new jobs 2" in shown
         code, _, err = one.call("up", "-np", "2")
         assert (code, "is up already" in err) == (2, True)
         assert one.call("down")[0] == 0
         assert served.process.wait(30) == 0
         assert one.call("status")[0] == 2
-
-
-class Asked(threading.Thread):
-    """A command to the supervisor, meanwhile."""
-
-    def __init__(self, command):
-        super().__init__(daemon=True)
-        self.heard, self.message = [], ""
-        self._command = command
-        self.start()
-
-    def run(self):
-        self.message = call(Folder("default"), self.heard.append, 150, self._command)["message"]
-
-
-def new_jobs(served):
-    """How often another job has taken over."""
-    text = requests.get(f"{served.url}/metrics", timeout=20).text
-    return float(re.search(r"^pipeinfer_restarts_total (\S+)$", text, re.MULTILINE)[1])
-
-
-def stopped_in(number):
-    """The processes of a start that a fault has stopped."""
-    job = cleanup.numbered(Folder("default").read()["job"], number)
-    found = []
-    for process in job_processes(job).values():
-        with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                found.append(process)
-    return found
-
-
-@contextlib.contextmanager
-def stopped(served, number):
-    """Waits until a fault has stopped a rank of a start, and lets it go on afterwards."""
-    served.until(lambda: stopped_in(number), "a stopped rank")
-    (rank,) = stopped_in(number)
-    try:
-        yield
-    finally:
-        rank.resume()
-
-
-def test_the_next_job_loads_while_this_one_serves(tmp_path, monkeypatch):
-    """The old ranks' tokens come while the new ranks are there; one that cannot load changes
-    nothing; where the old job dies meanwhile, the new one follows."""
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
-    words = [*SERVE, "--speculation", "off", "--heartbeat", "60",
-             "--port", str(launch.free_port())]
-    slow = [*words, "--hook", "pace=400"]
-    # stopped while it loads: a small model is there within a token's time
-    quick = [*words, "--hook", "pace=1", "--hook", "fault=stop@1:load"]
-    with up(tmp_path, "-np", "2", "--overlap", "always", "--", *slow) as one:
-        served = one.served
-        stream = Stream(served)
-        with pytest.raises(RequestError, match=r"the next job does not start \(exit code 3"):
-            call(Folder("default"), print, 120, Reload([
-                *slow, "-m", str(tmp_path / "none")]))
-        assert new_jobs(served) == 0
-        assert "does not start" in one.status()["not_moved"]
-        order = Asked(Reload(quick))
-        with stopped(served, 3):
-            seen = len(stream.tokens)
-            served.until(lambda: len(stream.tokens) > seen + 2, "tokens of the old ranks")
-            assert new_jobs(served) == 0
-        order.join(120)
-        assert "the next job has taken over" in order.message
-        assert "; 1 open requests went on" in order.message
-        whole = Stream(served).ended().tokens
-        assert len(whole) == 120
-        assert stream.ended().tokens == whole
-        assert stream.last["timings"]["restarts_n"] == 1
-        assert stream.last["timings"]["same_arithmetic"] is True
-        assert one.status()["words"] == quick
-
-        call(Folder("default"), print, 120, Reload(slow))
-        stream = Stream(served)
-        served.until(lambda: stream.tokens, "tokens of the old ranks")
-        order = Asked(Reload(quick))
-        with stopped(served, 5):
-            assert cleanup.end(cleanup.numbered(one.status()["job"], 4))  # its launcher, too
-        order.join(120)
-        assert order.message.startswith("the server is reloaded: ready after"), order.heard
-        assert stream.ended().tokens == whole
 
 
 def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):
@@ -201,8 +120,8 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
         (tmp_path / "new.gguf").replace(model)
         heard = []
         with pytest.raises(RequestError, match="1 requests still run after 0 s, so nothing was ch"):
-            call(folder, heard.append, 60, Reload(overlap="never"))
-        call(folder, heard.append, 90, Reload(wait=60, overlap="never"))
+            call(folder, heard.append, 60, Reload())
+        call(folder, heard.append, 90, Reload(wait=60))
         assert heard[-1].startswith("the model's file is another one: waiting for 1 open")
         assert stream.ended().tokens == whole
         assert stream.last["timings"].get("restarts_n") is None
@@ -227,6 +146,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
     (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
     full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
     full(["--", "--port", "many"], "Invalid value for '--port'"),
+    (["--overlap", "auto", "--", "serve"], "--overlap has gone: a move ends the job before"),
     full(["--name", "a/b", "--", "serve"], "--name 'a/b'"),
 ])
 def test_wrong_use_is_one_line(tmp_path, words, says):
