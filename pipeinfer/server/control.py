@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from typing import assert_never
 
@@ -22,15 +23,28 @@ from pipeinfer.server.orders import (
     number_of,
 )
 
+_log = logging.getLogger("pipeinfer.server")
+
 
 async def obey(client: EngineClient, sock: socket.socket) -> None:
     """Execute orders until the other end is closed."""
     reader, writer = await asyncio.open_connection(sock=sock)
     with contextlib.suppress(OSError):
         while line := await reader.readline():
-            writer.write(encode_answer(_answer(client, line)))
+            writer.write(encode_answer(_guarded(client, line)))
             await writer.drain()
     writer.close()
+
+
+def _guarded(client: EngineClient, line: bytes) -> ServerState:
+    """Return the answer to an order, and one with the error where that cannot be carried out:
+    without any answer the supervisor would kill this process and with it every stream."""
+    try:
+        return _answer(client, line)
+    except Exception as error:
+        _log.exception("an order of the supervisor cannot be carried out")
+        return ServerState(number=number_of(line), state=client.state,
+                           error=f"{type(error).__name__}: {error} (this is a bug)")
 
 
 def _answer(client: EngineClient, line: bytes) -> ServerState:

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from pipeinfer.cli import inherited
 from pipeinfer.cluster.cleanup import VARIABLE
@@ -35,18 +36,25 @@ class _Words:
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
                  roster: Roster | None) -> None:
         self.name, self._words, self._environ, self._roster = name, words, environ, roster
+        self.logs_at = "its output"
 
     @property
     def hostfile(self) -> str:
         return str(self._roster.out) if self._roster else ""
 
     def job(self) -> SupervisedJob:
-        ranks = str(self._roster.ranks) if self._roster else "@NP@"
+        ranks = str(self._roster.place.ranks) if self._roster else "@NP@"
         return SupervisedJob([ranks if word == "@NP@" else word for word in self._words],
                              self._environ)
 
     def ask_hosts(self) -> list[str]:
         return [] if self._roster is None else self._roster.ask()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def error(self) -> str:
+        return ""
 
 
 def say(text: str) -> None:
@@ -73,7 +81,7 @@ def main() -> int:
     roster = None
     if given.hosts:
         hostfile, ranks, kind, out = given.hosts
-        roster = Roster(hostfile, kind, Path(out), int(ranks), int(ranks))
+        roster = Roster(hostfile, kind, Path(out), int(ranks))
     door = HttpDoor(environ, say) if int(restarts) and "serve" in given.words else None
     chats = "chat" in given.words
     source = _Words(given.job, given.words, environ, roster)

@@ -7,8 +7,7 @@ these.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.cli import doctor_hosts
@@ -17,64 +16,85 @@ from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, nodes_file_beside, read_hostfile
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job runs.
+
+    asked: requested number of ranks, 0 for one per slot.
+    hosts: that answer, none for this host alone. gone: the problems of the others.
+    """
+
+    asked: int
+    hosts: tuple[HostEntry, ...] = ()
+    gone: tuple[Finding, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks: one per slot, at most the requested number."""
+        slots = sum(entry.slots for entry in self.hosts)
+        return min(self.asked or slots, slots) if self.hosts else self.asked
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """The reason why each of the other hosts is not used, by its name."""
+        return {one.what.removeprefix("host "): one.detail for one in self.gone}
+
+    @property
+    def used(self) -> list[HostEntry]:
+        """The hosts that get ranks."""
+        found, free = [], self.ranks
+        for entry in self.hosts:
+            if free > 0:
+                found.append(entry)
+            free -= entry.slots
+        return found
+
+
 class Roster:
     """The hosts of `hostfile`.
 
     kind: of the launcher, openmpi or hydra.
     out: path of the launcher's hostfile.
     asked: requested number of ranks, 0 for one per slot.
-    ranks: number of ranks of the present or next job.
-    used: the hostfile's entries of that job.
-    absent: the reason why each of the other hosts is not used.
+    place: of the present or next job.
     """
 
-    hostfile: str
-    kind: str
-    out: Path
-    asked: int = 0
-    ranks: int = 0
-    used: list[HostEntry] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
+    def __init__(self, hostfile: str, kind: str, out: Path, asked: int = 0) -> None:
+        self.hostfile, self.kind, self.out = hostfile, kind, out
+        self.place = Place(asked)
 
-    def choose(self) -> list[Finding]:
-        """Check every host; use those that answer.
+    def found(self, asked: int) -> Place:
+        """Check every host; return where a job with so many ranks would run now.
 
-        The job gets as many ranks as these have slots, at most the requested number. Returns the
-        problems of the other hosts. Raises UsageError when the file cannot be used, or rank 0's
-        host is not among them.
+        Raises UsageError when the file cannot be used, or rank 0's host does not answer.
         """
         entries, gone = doctor_hosts.living(self.hostfile)
-        self.take(entries)
-        self.absent |= {f.what.removeprefix("host "): f.detail for f in gone}
-        return gone
+        return Place(asked, tuple(entries), tuple(gone))
 
-    def ask(self) -> list[str]:
-        """See `choose`; return notes for the user."""
-        lines = [f"note: {finding.what} {finding.detail}: going on without it"
-                 + (f" ({finding.remedy})" if finding.remedy else "") for finding in self.choose()]
-        if self.ranks != self.wanted:
-            lines.append(f"{self.ranks} ranks instead of {self.wanted}")
-        return lines
-
-    def take(self, entries: Sequence[HostEntry]) -> None:
+    def take(self, place: Place) -> None:
         """Use these hosts for the next job. Raises UsageError if the hostfile cannot be written."""
         write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"
                  else doctor_hosts.openmpi_hostfile)
         replacement = self.out.with_name(f"{self.out.name}.new")
         try:
-            replacement.write_text(write(entries), encoding="utf-8")
+            replacement.write_text(write(place.hosts), encoding="utf-8")
             replacement.replace(self.out)
         except OSError as error:  # a full disk; the hosts of before are still in the file
             raise UsageError(f"cannot write {self.out}: {error.strerror}") from error
-        slots = sum(entry.slots for entry in entries)
-        self.ranks = min(self.asked or slots, slots)
-        self.used, free = [], self.ranks
-        for entry in entries:
-            if free > 0:
-                self.used.append(entry)
-            free -= entry.slots
-        self.absent = {}
+        self.place = place
+
+    def ask(self) -> list[str]:
+        """Use the hosts that answer; return notes for the user. Raises as `found` and `take`."""
+        self.take(self.found(self.place.asked))
+        return self.notes(self.place)
+
+    def notes(self, place: Place) -> list[str]:
+        """Return notes for the user about the hosts that a place lacks."""
+        lines = [f"note: {finding.what} {finding.detail}: going on without it"
+                 + (f" ({finding.remedy})" if finding.remedy else "") for finding in place.gone]
+        if place.ranks != (wanted := self._slots(place.asked)):
+            lines.append(f"{place.ranks} ranks instead of {wanted}")
+        return lines
 
     @property
     def missing(self) -> list[HostEntry]:
@@ -84,24 +104,26 @@ class Roster:
             entries = read_hostfile(self.hostfile)
         except UsageError:
             return []  # it is being edited
-        used = {entry.host for entry in self.used}
-        if self.asked and self.ranks >= self.asked:
+        if self.place.asked and self.place.ranks >= self.place.asked:
             return []
+        used = {entry.host for entry in self.place.used}
         return [entry for entry in entries if entry.host not in used]
 
     @property
     def wanted(self) -> int:
         """The ranks that the job would have with all hosts."""
+        return self._slots(self.place.asked)
+
+    def _slots(self, asked: int) -> int:
         try:
-            slots = sum(entry.slots for entry in read_hostfile(self.hostfile))
+            return Place(asked, tuple(read_hostfile(self.hostfile))).ranks
         except UsageError:
-            return self.asked or self.ranks
-        return min(self.asked or slots, slots)
+            return asked or self.place.ranks
 
     @property
     def network(self) -> str:
         """The network of this host that contains all used hosts."""
-        return doctor_hosts.common_network(self.used)
+        return doctor_hosts.common_network(self.place.used)
 
     @property
     def nodes(self) -> str:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any, assert_never
-
-from typing_extensions import override
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
@@ -23,17 +22,20 @@ from pipeinfer.supervise.commands_socket import (
     Rescale,
     Status,
 )
-from pipeinfer.supervise.moves import JobChange, Mover, identity
-from pipeinfer.supervise.rules import BackOff, Comeback
-from pipeinfer.supervise.serving import Serving, command_of
+from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.lifecycle import Phase, Ready
+from pipeinfer.supervise.moves import Plan, move
+from pipeinfer.supervise.rules import Comeback
+from pipeinfer.supervise.serving import JobSettings, Serving, command_of
 from pipeinfer.supervise.state import Folder
-from pipeinfer.supervise.supervisor import Running
+from pipeinfer.supervise.supervisor import Supervisor
 
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
+_SERVES = (Phase.READY, Phase.ORDERED)
 
 
-class Keeper(Mover):
+class Keeper:
     """The supervisor of `pipeinfer up`.
 
     left: the id and hosts of a job that an earlier supervisor in this folder has left, ("", []) if
@@ -44,10 +46,13 @@ class Keeper(Mover):
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report, *,
                  left: tuple[str, list[str]], every: float, auto: bool) -> None:
-        super().__init__(serving, restarts, folder, say)
-        self._auto = auto
+        self._serving, self._folder, self._say, self._auto = serving, folder, say, auto
+        self._http = HttpDoor(serving.environ, say)
+        self._supervisor = Supervisor(serving, restarts, self._http, say, changed=self._write)
         self._left, self._comeback = left, Comeback(every)
         self._seen = ServerState()
+        self._model: tuple[object, ...] = ()  #: `identity` of the served model
+        self._quiet_since = 0.0
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
         self._since = time.time()
@@ -58,38 +63,16 @@ class Keeper(Mover):
         commands = Commands(self._folder, self._execute)
         await commands.start()
         if self._left[0]:
-            await self.clean(*self._left)
+            await self._supervisor.clean(*self._left)
+        self._write()
         tending = asyncio.create_task(self._tend())
         try:
-            return await super().run()
+            return await self._supervisor.run()
         finally:
             tending.cancel()
             await asyncio.gather(tending, return_exceptions=True)
             await commands.close()
-            self._phase = "ended"
             self._write()
-
-    # --- the loop's events --------------------------------------------------------------------
-
-    @override
-    def begun(self) -> dict[str, Any]:
-        row = super().begun()
-        self._seen = ServerState()
-        self._back.clear()
-        self._write()
-        return row
-
-    @override
-    async def ended(self, running: Running, status: int, lived: float) -> bool:
-        follows = await super().ended(running, status, lived)
-        self._write()
-        return follows
-
-    @override
-    async def paused(self, status: int, verdict: BackOff) -> None:
-        del status
-        self._phase = f"starting again in {verdict.pause:.0f} s, {verdict.left} more after that"
-        self._write()
 
     # --- monitoring ---------------------------------------------------------------------------
 
@@ -101,38 +84,37 @@ class Keeper(Mover):
                 await self._ask_missing()
                 await self._move_if_quiet()
             except UsageError as error:
-                self.say(str(error))
+                self._say(str(error))
             except Exception as error:  # a bug here must not end the job
-                self.say(f"{type(error).__name__}: {error} (this is a bug)")
+                self._say(f"{type(error).__name__}: {error} (this is a bug)")
             self._write()
 
     async def _look(self) -> None:
-        seen = await self._http.ask(Look())
-        if self.current is None:
-            return
-        self._seen = seen
-        if seen.state != "ready" or self._meant:
-            return
-        if not self._ready.is_set() and not self.asked:
-            self._phase, self._undo = "ready", None
-            self._model, self._quiet_since = identity(seen.model), time.monotonic()
-            self._ready.set()
+        job, phase = self._supervisor.running, self._supervisor.state.phase
+        self._seen = seen = await self._http.ask(Look())
+        if seen.state == "ready" and phase not in _SERVES:
+            self._supervisor.feed(Ready(job))
+            if self._is(Phase.READY):
+                self._model, self._quiet_since = identity(seen.model), time.monotonic()
         if seen.open:
             self._quiet_since = time.monotonic()
 
+    def _is(self, *phases: Phase) -> bool:
+        return self._supervisor.state.phase in phases
+
     async def _ask_missing(self) -> None:
         """Check the missing hosts that are due, and those whose ranks were lost."""
-        if not self._ready.is_set() or self._busy.locked():
+        if not self._is(Phase.READY):
             return
         now, roster = time.monotonic(), self._serving.roster
         entries = self._serving.hosts_of(self._seen.lost)
         if roster is not None:
             entries |= {entry.host: entry for entry in roster.missing}
-        known = {entry.host for entry in roster.used} if roster is not None else {"this host"}
+        known = {entry.host for entry in roster.place.used} if roster is not None else {"this host"}
         for host in {*known, *self._absent} - set(entries):
             self._comeback.present(host)
-        self._absent = {host: self._absent.get(host) or (roster.absent.get(host, "") if roster
-                                                          else "") for host in entries}
+        why = roster.place.absent if roster is not None else {}
+        self._absent = {host: self._absent.get(host) or why.get(host, "") for host in entries}
         self._back &= set(entries)
         for host in entries:
             self._comeback.missing(host, now)
@@ -146,49 +128,13 @@ class Keeper(Mover):
             elif host not in self._back:
                 self._back.add(host)
                 when = "at the next quiet moment" if self._auto else "when you say so"
-                self.say(f"{'host ' * (host != 'this host')}{host} can take ranks again: the job "
-                         f"moves {when}; `pipeinfer rescale` moves it now")
+                self._say(f"{'host ' * (host != 'this host')}{host} can take ranks again: the job "
+                          f"moves {when}; `pipeinfer rescale` moves it now")
 
     async def _move_if_quiet(self) -> None:
         quiet = time.monotonic() - self._quiet_since > _QUIET
-        if self._back and self._auto and quiet and self._ready.is_set() and not self._busy.locked():
-            await self._with_hosts(self.say, 0, 1.0)
-
-    async def _with_hosts(self, report: Report, ranks: int, wait: float) -> str:
-        """Move the job to the hosts that answer now; return the outcome in words.
-
-        report: called with each line of progress. ranks: number of ranks, 0 for as many as before.
-        wait: seconds for open requests to end, if they must.
-        """
-        async with self._only():
-            serving, roster = self._serving, self._serving.roster
-            before = (roster.asked if roster else serving.ranks, serving.place)
-
-            def undo() -> None:
-                serving.want(before[0])
-                if roster is not None:
-                    roster.take(before[1][1])
-
-            if ranks:
-                serving.want(ranks)
-            try:
-                for line in await asyncio.to_thread(serving.ask_hosts):
-                    report(line)
-                if serving.place == before[1] and not self._seen.lost:
-                    self._back.clear()
-                    return f"nothing to move: the job has all {serving.ranks} ranks that it can"
-                waits = "with slices another number of ranks may compute otherwise" \
-                    if is_wide(serving.values) else ""
-                said = await self._move(report, JobChange(
-                    f"the job is moved to {serving.ranks} ranks", undo, waits=waits, wait=wait))
-                for host in self._back:  # so that a further loss lengthens the next wait
-                    self._comeback.present(host)
-                self._back.clear()
-                return said
-            except UsageError:
-                if self._ready.is_set():
-                    undo()
-                raise
+        if self._back and self._auto and quiet and self._is(Phase.READY):
+            await self._rescale(self._say, 0, 1.0)
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -199,34 +145,63 @@ class Keeper(Mover):
                 return self._state()
             case Down(now):
                 report(f"{self._seen.open} requests are open")
-                self.stop(at_once=now)
+                self._supervisor.stop(at_once=now)
                 return {"message": "ending"}
             case Rescale(ranks, wait):
-                return {"message": await self._with_hosts(report, ranks or 0, wait)}
+                return {"message": await self._rescale(report, ranks or 0, wait)}
             case Reload():
                 return {"message": await self._reload(command, report)}
             case _:
                 assert_never(command)
 
+    async def _rescale(self, report: Report, ranks: int, wait: float) -> str:
+        """Move the job to the hosts that answer now; return the outcome in words.
+
+        report: called with each line of progress. ranks: number of ranks, 0 for as many as before.
+        wait: seconds for open requests to end, if they must.
+        """
+        serving = self._serving
+
+        async def plan() -> Plan | str:
+            place, now = await asyncio.to_thread(serving.found, ranks), serving.settings.place
+            for line in serving.roster.notes(place) if serving.roster else ():
+                report(line)
+            if (place.ranks, place.used) == (now.ranks, now.used) and not self._seen.lost:
+                self._back.clear()
+                return f"nothing to move: the job has all {now.ranks} ranks that it can"
+            waits = "with slices another number of ranks may compute otherwise" \
+                if is_wide(serving.values) else ""
+            return Plan(f"the job is moved to {place.ranks} ranks",
+                        JobSettings(serving.words, place), waits=waits, wait=wait)
+
+        said = await move(self._supervisor, serving, self._http, report, plan)
+        for host in self._back:  # so that a further loss lengthens the next wait
+            self._comeback.present(host)
+        self._back.clear()
+        return said
+
     async def _reload(self, command: Reload, report: Report) -> str:
-        words = command_of(command.words) if command.words else self._serving.words
-        async with self._only():
-            differ = self._serving.risky(words)
-            new_model = bool({"model", "hf_repo", "hf_file"} & set(differ))
+        serving = self._serving
+        words = command_of(command.words) if command.words else serving.words
+
+        async def plan() -> Plan:
+            differ = serving.risky(words)
             why = f"answers depend on {', '.join(differ)}" if differ else ""
-            if not new_model and identity(self._seen.model) != self._model:
-                new_model, why = True, "the model's file is another one"
-            old = self._serving.words
-            return await self._move(report, JobChange(
-                "the server is reloaded", lambda: self._serving.use(old),
-                words if command.words else None, why, command.wait, command.force, new_model))
+            if new_model := identity(self._seen.model) != self._model:
+                why = "the model's file is another one"
+            return Plan("the server is reloaded",
+                        JobSettings(words, serving.settings.place), new_model, why,
+                        command.wait, command.force)
+
+        return await move(self._supervisor, serving, self._http, report, plan)
 
     # --- reporting ----------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        seen, served = self._seen, self._served
-        used = [{"host": e.host, "slots": e.slots, "state": "used", "why": ""}
-                for e in served.get("used", [])]
+        seen, state = self._seen, self._supervisor.state
+        words, ranks, entries = self._serving.served
+        more = f", {state.patience.left} more after that" * (state.phase is Phase.PAUSING)
+        used = [{"host": e.host, "slots": e.slots, "state": "used", "why": ""} for e in entries]
         names = {one["host"] for one in used}
         for one in used:
             if one["host"] in self._absent:
@@ -240,17 +215,26 @@ class Keeper(Mover):
             elif one["state"] != "used":
                 one["why"] = self._absent.get(str(one["host"]), "")
         return {"name": self._folder.name, "pid": os.getpid(), "job": self._serving.name,
-                "since": self._since, "phase": self._phase, "ready": self._ready.is_set(),
+                "since": self._since, "phase": state.phase.value + more,
+                "ready": state.phase in _SERVES,
                 "url": seen.url, "model": seen.name, "server": seen.state, "reason": seen.reason,
                 "open": seen.open, "held": seen.waiting,
-                "door_pid": self._http.pid, "words": served.get("words", []),
-                "ranks": served.get("ranks", 0), "wanted": self._serving.wanted,
-                "not_moved": self._failed_move,
-                "lost": list(seen.lost), "hosts": hosts,
-                "starts": self._history, "logs": str(self._folder.path / "logs")}
+                "door_pid": self._http.pid, "words": words, "ranks": ranks,
+                "wanted": self._serving.wanted, "not_moved": self._supervisor.failed_move,
+                "lost": list(seen.lost), "hosts": hosts, "starts": self._supervisor.history,
+                "logs": str(self._folder.path / "logs")}
 
     def _write(self) -> None:
         state = self._state()
         if state != self._written:
-            self._written = {**state, "starts": [dict(one) for one in self._history]}
+            self._written = {**state, "starts": [dict(one) for one in state["starts"]]}
             self._folder.write(state)
+
+
+def identity(path: str) -> tuple[object, ...]:
+    """Return a value that changes if the file is replaced or modified."""
+    try:
+        info = Path(path).stat()
+    except OSError:
+        return ()
+    return path, info.st_ino, info.st_size, info.st_mtime_ns

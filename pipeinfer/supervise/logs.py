@@ -39,7 +39,7 @@ class Logs:
     """
 
     def __init__(self, folder: Path, show: Callable[[int | None, str], None]) -> None:
-        self._folder, self._show = folder, show
+        self.folder, self._show = folder, show
         self._files: dict[str, logging.Handler] = {}
         self._errors: dict[int, str] = {}
 
@@ -61,7 +61,7 @@ class Logs:
         """Append a line to the log `name`."""
         if name not in self._files:
             try:
-                file = _Private(self._folder / f"{name}.log", maxBytes=MOST_BYTES,
+                file = _Private(self.folder / f"{name}.log", maxBytes=MOST_BYTES,
                                 backupCount=COPIES)
             except OSError:
                 return

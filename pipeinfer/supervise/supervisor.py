@@ -1,4 +1,5 @@
-"""The loop of every supervisor: start the job, wait for its end, decide, start it again.
+"""The loop of every supervisor: it performs the actions that `lifecycle` returns, and sends it what
+happens.
 
 A `JobSource` provides the jobs; `keeper` adds the further functions of `pipeinfer up`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -14,24 +16,54 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, assert_never
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
+from pipeinfer.server import orders
+from pipeinfer.supervise import lifecycle
 from pipeinfer.supervise.hosts import others
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
-from pipeinfer.supervise.rules import INTERRUPTED, BackOff, End, Patience
+from pipeinfer.supervise.lifecycle import (
+    Action,
+    Admit,
+    Announce,
+    Answer,
+    Apply,
+    Due,
+    Elapsed,
+    Ended,
+    EndJob,
+    Event,
+    Exit,
+    Interrupt,
+    Order,
+    Phase,
+    Restore,
+    Say,
+    Start,
+    Stop,
+    Wait,
+    Withdraw,
+)
+from pipeinfer.supervise.rules import INTERRUPTED
 
 _CLEAN = 15.0  #: seconds for a host to end what is left there
+_END = 2.0  #: seconds for a moved job to end before it is killed
+_HISTORY = 20
 
 
 class JobSource(Protocol):
-    """Provides the jobs of a supervisor. name: id of the job, which its processes have in their
-    environment."""
+    """Provides the jobs of a supervisor.
+
+    name: id of the job, which its processes have in their environment.
+    logs_at: where the output of its jobs is.
+    """
 
     name: str
+    logs_at: str
 
     @property
     def hostfile(self) -> str:
@@ -50,20 +82,30 @@ class JobSource(Protocol):
         """
         ...
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the history has about the next job."""
+        ...
+
+    def error(self) -> str:
+        """Return the error that the last job has printed, "" if none."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """A job that was started.
+class JobChange:
+    """A move that is prepared.
 
-    hosts: its other hosts. began: by `time.monotonic`. ends: returns its exit status.
-    row: of the history.
+    why: for the user. use, undo: set its settings, and those from before it, for the next job.
+    new_model: whether the model may be another one under the same path.
+    began, open: when the job was ended (`time.monotonic`), and how many requests were open then.
     """
 
-    job: SupervisedJob
-    hosts: list[str]
-    began: float
-    ends: asyncio.Task[int]
-    row: dict[str, Any]
+    why: str
+    use: Callable[[], None]
+    undo: Callable[[], None]
+    new_model: bool = False
+    began: float = 0.0
+    open: int = 0
 
 
 class Supervisor:
@@ -73,91 +115,190 @@ class Supervisor:
         none.
     say: prints a line for the user. last: signals that end the job at once. The others let what
         runs complete first; a conversation would wait for the next message.
+    changed: called when `state` or `history` has changed.
     """
 
     def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
                  say: Callable[[str], None], *,
-                 last: Sequence[signal.Signals] = (signal.SIGHUP,)) -> None:
+                 last: Sequence[signal.Signals] = (signal.SIGHUP,),
+                 changed: Callable[[], None] = lambda: None) -> None:
         self.source, self.door, self.say, self._last = source, door, say, last
-        self.patience = Patience(restarts)
-        self._restarts = restarts
-        self.current: Running | None = None
-        self.asked = 0  #: number of requests to end
-        self._woken = asyncio.Event()
+        self.running = 0  #: number of the job that runs, 0 if none does
+        self.history: list[dict[str, Any]] = []
+        self.failed_move = ""  #: why the last move failed
+        self._changed = changed
+        self.state, actions = lifecycle.begin(restarts)
+        self._todo: asyncio.Queue[Action | BaseException] = asyncio.Queue()
+        self._add(actions)
+        self._change: JobChange | None = None
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._job: SupervisedJob | None = None
+        self._hosts: list[str] | None = None  #: other hosts of the last job, None before the first
+        self._began = 0.0
+        self._running: asyncio.Task[int] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> int:
-        """Run jobs until the end; return the exit status of the last one."""
+        """Run jobs until the end; return the exit status of the last one.
+
+        Raises ChildProcessError if the launcher cannot be started.
+        """
         self._heed_signals()
         try:
-            return await self._run()
+            while not isinstance(action := await self._todo.get(), Exit):
+                if isinstance(action, BaseException):
+                    raise action
+                await self._perform(action)
+            return action.status
         finally:
+            self.state = replace(self.state, phase=Phase.STOPPED)
+            if self._timer is not None:
+                self._timer.cancel()
             if self.door is not None:
                 await self.door.close()
 
     def stop(self, *, at_once: bool = False) -> None:
         """Handle a request to end: the first lets running requests complete, further ones end
         the job at once."""
-        self.asked += 1
-        self._woken.set()
-        if self.current is not None:
-            self.current.job.interrupt(at_once=at_once)
+        self.feed(Stop(at_once))
 
-    def start(self, row: dict[str, Any]) -> Running:
-        """Start the job that the source provides now."""
-        job = self.source.job()
-        return Running(job, others(self.source.hostfile), time.monotonic(),
-                       asyncio.create_task(job.run()), row)
+    def feed(self, event: Event) -> None:
+        """Handle an event."""
+        self.state, actions = lifecycle.next_state(self.state, event)
+        self._add(actions)
+        self._changed()
 
-    # --- overridden by `keeper` ---------------------------------------------------------------
+    # --- moves --------------------------------------------------------------------------------
 
-    def begun(self) -> dict[str, Any]:
-        """Called before a job starts; return its row of the history."""
-        return {}
+    def order(self) -> tuple[int, asyncio.Future[str]]:
+        """Order a move, which `due` or `withdraw` follows.
 
-    async def ended(self, running: Running, status: int, lived: float) -> bool:
-        """Called when a job has ended; return whether that was intended, and the next one
-        follows at once."""
-        del running, status, lived
-        return False
+        Returns its number and its answer: an error, "" when it is done.
+        """
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self.feed(Order(number))
+        return number, answer
 
-    async def paused(self, status: int, verdict: BackOff) -> None:
-        """Called before the pause between two starts."""
+    def due(self, number: int, change: JobChange) -> None:
+        """Carry out a move that is prepared."""
+        if self.state.order == number:
+            self._change = change
+        self.feed(Due(number))
 
-    # --- the loop -----------------------------------------------------------------------------
+    def withdraw(self, number: int, why: str = "") -> None:
+        """Take an order back. why: what prevents the move, "" if there is nothing to move."""
+        self.feed(Withdraw(number, why))
 
-    async def _run(self) -> int:
-        while True:
-            if self.door is not None:
-                await self.door.open()
-            if self.asked:
-                return INTERRUPTED
-            running = self.current = self.start(self.begun())
-            status = await running.ends
-            lived = time.monotonic() - running.began
-            self.current = None
-            follows = await self.ended(running, status, lived)
-            if follows and not self.asked:
-                await self.clean(self.source.name, running.hosts)
-                continue
-            verdict = self.patience.after(status, lived, asked=self.asked > 0)
-            if isinstance(verdict, End):
-                if verdict.used_up:
-                    self.say(f"the job has ended with exit code {status}, and every restart is "
-                             "used up")
-                return status
-            self.say(f"the job has ended with exit code {status}: starting again in "
-                     f"{verdict.pause:.0f} s ({verdict.left} more after that)")
-            await self.paused(status, verdict)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), verdict.pause)
-            if self.asked:
-                return INTERRUPTED
-            await self.clean(self.source.name, running.hosts)
-            try:
-                for line in await asyncio.to_thread(self.source.ask_hosts):
-                    self.say(line)
-            except UsageError as error:
-                self.say(f"error: {error}")  # they may be back soon
+    # --- actions ------------------------------------------------------------------------------
+
+    def _add(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._todo.put_nowait(action)
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case Start(again):
+                self._running = asyncio.create_task(self._run(again))
+                self._running.add_done_callback(self._ended)
+            case Interrupt(at_once):
+                self._end(lambda job: job.interrupt(at_once=at_once))
+            case EndJob():
+                self._end(self._end_soon)
+            case Wait(seconds, job):
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = asyncio.get_running_loop().call_later(
+                    seconds, self.feed, Elapsed(job))
+            case Announce(back):
+                await self._announce(back)
+            case Apply() | Restore():
+                self._set(isinstance(action, Apply))
+            case Admit():
+                if self.door is not None:
+                    await self.door.ask(orders.Hold(on=False))
+            case Answer(order, error, refused):
+                if not refused:
+                    self.failed_move = error
+                    self._changed()
+                if not (answer := self._answers.pop(order)).done():
+                    answer.set_result(error)
+            case Say(text):
+                self.say(text)
+            case Exit():
+                pass
+            case _:
+                assert_never(action)
+
+    async def _run(self, again: bool) -> int:
+        """Run a job from its start to its end; return its exit status."""
+        if self._hosts is not None:
+            await self.clean(self.source.name, self._hosts)
+        if again:
+            await self._ask_hosts()
+        if self.door is not None:
+            await self.door.open()
+        self._hosts, self._began = others(self.source.hostfile), time.monotonic()
+        row = {"number": self.state.job, "at": time.time(), **self.source.facts(), "exit": None}
+        self.history = [*self.history, row][-_HISTORY:]
+        self._job, self.running = self.source.job(), self.state.job
+        self._changed()
+        return await self._job.run()
+
+    def _ended(self, run: asyncio.Task[int]) -> None:
+        """Handle the end of a job, or of its preparation."""
+        if not run.cancelled() and (error := run.exception()) is not None:
+            self._todo.put_nowait(error)
+            return
+        status = INTERRUPTED if run.cancelled() else run.result()
+        lived, why = 0.0, ""
+        if self._job is not None:
+            lived, why = time.monotonic() - self._began, self.source.error()
+            self.history[-1] |= {"exit": status, "lived": round(lived, 1), "why": why,
+                                 "moved": self.state.phase is Phase.MOVING}
+        self._job, self.running = None, 0
+        self.feed(Ended(status, lived, why or f"see {self.source.logs_at}"))
+
+    def _end(self, how: Callable[[SupervisedJob], None]) -> None:
+        if self._job is not None:
+            how(self._job)
+        elif self._running is not None:
+            self._running.cancel()
+
+    def _end_soon(self, job: SupervisedJob) -> None:
+        def kill() -> None:
+            if self._job is job:
+                job.kill()
+
+        job.end()
+        asyncio.get_running_loop().call_later(_END, kill)
+
+    async def _announce(self, back: bool) -> None:
+        """Tell the HTTP process that another engine follows the present one."""
+        change = self._change
+        assert change is not None
+        why = "back to what there was before" if back else change.why
+        if self.door is not None:
+            seen = await self.door.ask(orders.Move(why=why, new_model=change.new_model))
+            change.open = seen.open
+        if not back:
+            change.began = time.monotonic()
+            self.say(f"{why}; {change.open} open requests wait")
+
+    def _set(self, new: bool) -> None:
+        assert self._change is not None
+        try:
+            (self._change.use if new else self._change.undo)()
+        except UsageError as error:  # such as a full disk; the job starts as it was
+            self.say(f"error: {error}")
+
+    async def _ask_hosts(self) -> None:
+        try:
+            for line in await asyncio.to_thread(self.source.ask_hosts):
+                self.say(line)
+        except UsageError as error:
+            self.say(f"error: {error}")  # they may be back soon
 
     def _heed_signals(self) -> None:
         """Handle signals, except those that were ignored when this process started (nohup)."""

@@ -14,6 +14,8 @@ from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, Failed, Loading, Ready, Status, encode
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.orders import Look, Move, decode_answer
+from pipeinfer.server.orders import encode as encode_order
 from pipeinfer.server.settings import Settings
 from tests.rig.server_peer import FACTS
 
@@ -58,6 +60,30 @@ def test_new_requests_wait_for_the_next_engine_and_its_predecessors_goodbye_is_n
             assert (await ask(5, **order))["error"]
         writer.close()
         await asyncio.wait_for(orders, 10)
+
+    asyncio.run(run())
+
+
+def test_an_order_that_fails_is_answered_and_so_are_later_ones(monkeypatch):
+    """The supervisor kills an HTTP process that does not answer, with every stream."""
+    async def run():
+        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
+        ours, theirs = socket.socketpair()
+        obeying = asyncio.create_task(obey(client, theirs))
+        reader, writer = await asyncio.open_connection(sock=ours)
+
+        async def ask(order):
+            writer.write(encode_order(order, 7))
+            return decode_answer(await asyncio.wait_for(reader.readline(), 10))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "move", None)
+            failed = await ask(Move(why="x", new_model=False))
+        assert (failed.number, failed.state) == (7, "loading")
+        assert failed.error.startswith("TypeError: ")
+        assert (await ask(Look())).error == ""
+        writer.close()
+        await asyncio.wait_for(obeying, 10)
 
     asyncio.run(run())
 

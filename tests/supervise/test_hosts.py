@@ -36,31 +36,33 @@ def test_the_job_has_the_hosts_that_answer(tmp_path, answering):
     hosts, out = tmp_path / "hosts", tmp_path / "out"
     hosts.write_text("head slots=2\nann@b slots=3\nc\n")
     roster = Roster(str(hosts), "openmpi", out, 4)
-    gone = roster.choose()
-    assert [finding.what for finding in gone] == ["host b", "host c"]
-    assert (roster.ranks, roster.wanted, out.read_text()) == (2, 4, "head slots=2\n")
+    notes = roster.ask()
+    assert [note.partition(" does")[0] for note in notes] == [
+        "note: host b", "note: host c", "2 ranks instead of 4"]
+    assert roster.place.absent == dict.fromkeys("bc", "does not answer")
+    assert (roster.place.ranks, roster.wanted, out.read_text()) == (2, 4, "head slots=2\n")
     assert [entry.host for entry in roster.missing] == ["b", "c"]
     answering.add("b")
-    roster.choose()
-    assert (roster.ranks, roster.missing) == (4, [])
-    assert [entry.host for entry in roster.used] == ["head", "b"]
+    roster.ask()
+    assert (roster.place.ranks, roster.missing) == (4, [])
+    assert [entry.host for entry in roster.place.used] == ["head", "b"]
     assert others(str(out)) == ["head", "ann@b"]
     answering.remove("head")
     with pytest.raises(UsageError, match="host head, on which rank 0 runs, does not answer"):
-        roster.choose()
+        roster.ask()
 
 
 def test_hosts_that_were_added_are_missing_until_they_are_used(tmp_path, answering):
     hosts = tmp_path / "hosts"
     hosts.write_text("head\n")
     roster = Roster(str(hosts), "hydra", tmp_path / "out")
-    roster.choose()
-    assert (roster.ranks, roster.missing) == (1, [])
+    roster.ask()
+    assert (roster.place.ranks, roster.missing) == (1, [])
     hosts.write_text("head\nnew slots=2\n")
     answering.add("new")
     assert ([entry.host for entry in roster.missing], roster.wanted) == (["new"], 3)
-    roster.choose()
-    assert roster.ranks == 3
+    roster.ask()
+    assert roster.place.ranks == 3
     hosts.write_text("head\nbroken slots=\n")
     assert (roster.missing, roster.wanted) == ([], 3)
 
@@ -69,12 +71,12 @@ def test_on_a_full_disk_the_hosts_of_before_stay(tmp_path, answering, monkeypatc
     hosts, out = tmp_path / "hosts", tmp_path / "out"
     hosts.write_text("head slots=2\nb slots=3\n")
     roster = Roster(str(hosts), "openmpi", out)
-    roster.choose()
+    roster.ask()
     answering.add("b")
     (tmp_path / "out.new").symlink_to("/dev/full")
     with pytest.raises(UsageError, match=r"cannot write .*out: No space left on device"):
-        roster.choose()
-    assert (out.read_text(), roster.ranks) == ("head slots=2\n", 2)
+        roster.ask()
+    assert (out.read_text(), roster.place.ranks) == ("head slots=2\n", 2)
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "hydra"])

@@ -12,25 +12,29 @@ from pipeinfer.supervise.logs import Splitter
 from pipeinfer.supervise.rules import BackOff, Comeback, End, Patience, outcome
 
 
+def verdicts(patience, *ends):
+    """What follows each of these ends, (exit status, seconds of life)."""
+    for status, lived in ends:
+        patience, verdict = patience.after(status, lived)
+        yield verdict
+
+
 def test_pauses_double_up_to_half_a_minute_and_tries_end():
-    patience = Patience(7)
-    verdicts = [patience.after(6, 0.1, asked=False) for _ in range(8)]
-    assert [v.pause for v in verdicts[:7]] == [1, 2, 4, 8, 16, 30, 30]
-    assert [v.left for v in verdicts[:7]] == [6, 5, 4, 3, 2, 1, 0]
-    assert verdicts[7] == End(used_up=True)
-    assert Patience(0).after(6, 0.1, asked=False) == End()
+    *found, last = verdicts(Patience.of(7), *[(6, 0.1)] * 8)
+    assert [v.pause for v in found] == [1, 2, 4, 8, 16, 30, 30]
+    assert [v.left for v in found] == [6, 5, 4, 3, 2, 1, 0]
+    assert last == End(used_up=True)
+    assert list(verdicts(Patience.of(0), (6, 0.1))) == [End()]
 
 
 def test_a_life_counts():
-    patience = Patience(3)
-    assert [patience.after(6, 1, asked=False).pause for _ in range(2)] == [1, 2]
-    assert patience.after(6, 20, asked=False) == BackOff(1, 0)
-    assert patience.after(6, 600, asked=False) == BackOff(1, 2)
+    assert list(verdicts(Patience.of(3), (6, 1), (6, 1), (6, 20), (6, 600))) == [
+        BackOff(1, 2), BackOff(2, 1), BackOff(1, 0), BackOff(1, 2)]
 
 
-@pytest.mark.parametrize(("status", "asked"), [(0, False), (2, False), (130, False), (6, True)])
-def test_what_is_not_tried_again(status, asked):
-    assert Patience(3).after(status, 1, asked=asked) == End()
+@pytest.mark.parametrize("status", [0, 2, 130])
+def test_what_is_not_tried_again(status):
+    assert list(verdicts(Patience.of(3), (status, 1))) == [End()]
 
 
 @pytest.mark.parametrize(("launcher", "said", "asked", "status"), [
