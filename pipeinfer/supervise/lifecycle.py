@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias, assert_never
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pipeinfer.supervise.rules import INTERRUPTED, End, Patience
 
@@ -32,8 +34,7 @@ class Phase(Enum):
 _MOVES = (Phase.ORDERED, Phase.MOVING, Phase.TRYING, Phase.FAILING, Phase.RETURNING)
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True):
     """The state of a supervisor.
 
     job: number of the last start. order: number of the move in progress, 0 if there is none.
@@ -50,15 +51,13 @@ class State:
 # --- events -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """The job of this number serves."""
 
     job: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """The last job has ended after `lived` seconds. why: for the user."""
 
     status: int
@@ -66,36 +65,31 @@ class Ended:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Elapsed:
+class Elapsed(Struct, frozen=True):
     """The time of a `Wait` is over."""
 
     job: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """The user ends the supervisor. at_once: without waiting for running requests."""
 
     at_once: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(Struct, frozen=True):
     """A move is to be prepared. number: positive, another one for each order."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(Struct, frozen=True):
     """The move is prepared: the job may end."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(Struct, frozen=True):
     """There is nothing to move, or (why) it is not possible."""
 
     number: int
@@ -107,57 +101,48 @@ Event: TypeAlias = Ready | Ended | Elapsed | Stop | Order | Due | Withdraw
 # --- actions ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """Start the job; an `Ended` follows. again: after a failure, on the hosts that answer."""
 
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EndJob:
+class EndJob(Struct, frozen=True):
     """End the job at once: the next one takes its requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(Struct, frozen=True):
     """Let the job complete its requests and end. at_once: without them."""
 
     at_once: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """Send `Elapsed` for this job after some seconds. Replaces the `Wait` before."""
 
     seconds: float
     job: int
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Struct, frozen=True):
     """Let the HTTP process expect another engine. back: one with the former settings."""
 
     back: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Struct, frozen=True):
     """Use the settings of the move for the next job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Struct, frozen=True):
     """Use the settings from before the move for the next job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True):
     """Let new requests in, if they were held."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Answer an order. error: "" if it is done. refused: it was never in progress."""
 
     order: int
@@ -165,15 +150,13 @@ class Answer:
     refused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(Struct, frozen=True):
     """Print a line for the user."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Struct, frozen=True):
     """End the supervisor with this exit status."""
 
     status: int

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
+
+from msgspec import structs
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
@@ -26,28 +28,7 @@ from pipeinfer.supervise import lifecycle
 from pipeinfer.supervise.hosts import others
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
-from pipeinfer.supervise.lifecycle import (
-    Action,
-    Admit,
-    Announce,
-    Answer,
-    Apply,
-    Due,
-    Elapsed,
-    Ended,
-    EndJob,
-    Event,
-    Exit,
-    Interrupt,
-    Order,
-    Phase,
-    Restore,
-    Say,
-    Start,
-    Stop,
-    Wait,
-    Withdraw,
-)
+from pipeinfer.supervise.lifecycle import Action, Event, Exit, Phase
 from pipeinfer.supervise.rules import INTERRUPTED
 
 _CLEAN = 15.0  #: seconds for a host to end what is left there
@@ -152,7 +133,7 @@ class Supervisor:
                 await self._perform(action)
             return action.status
         finally:
-            self.state = replace(self.state, phase=Phase.STOPPED)
+            self.state = structs.replace(self.state, phase=Phase.STOPPED)
             if self._timer is not None:
                 self._timer.cancel()
             if self.door is not None:
@@ -161,7 +142,7 @@ class Supervisor:
     def stop(self, *, at_once: bool = False) -> None:
         """Handle a request to end: the first lets running requests complete, further ones end
         the job at once."""
-        self.feed(Stop(at_once))
+        self.feed(lifecycle.Stop(at_once))
 
     def feed(self, event: Event) -> None:
         """Handle an event."""
@@ -178,18 +159,18 @@ class Supervisor:
         """
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.feed(Order(number))
+        self.feed(lifecycle.Order(number))
         return number, answer
 
     def due(self, number: int, change: JobChange) -> None:
         """Carry out a move that is prepared."""
         if self.state.order == number:
             self._change = change
-        self.feed(Due(number))
+        self.feed(lifecycle.Due(number))
 
     def withdraw(self, number: int, why: str = "") -> None:
         """Take an order back. why: what prevents the move, "" if there is nothing to move."""
-        self.feed(Withdraw(number, why))
+        self.feed(lifecycle.Withdraw(number, why))
 
     # --- actions ------------------------------------------------------------------------------
 
@@ -199,32 +180,32 @@ class Supervisor:
 
     async def _perform(self, action: Action) -> None:
         match action:
-            case Start(again):
+            case lifecycle.Start(again):
                 self._running = asyncio.create_task(self._run(again))
                 self._running.add_done_callback(self._ended)
-            case Interrupt(at_once):
+            case lifecycle.Interrupt(at_once):
                 self._end(lambda job: job.interrupt(at_once=at_once))
-            case EndJob():
+            case lifecycle.EndJob():
                 self._end(self._end_soon)
-            case Wait(seconds, job):
+            case lifecycle.Wait(seconds, job):
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer = asyncio.get_running_loop().call_later(
-                    seconds, self.feed, Elapsed(job))
-            case Announce(back):
+                    seconds, self.feed, lifecycle.Elapsed(job))
+            case lifecycle.Announce(back):
                 await self._announce(back)
-            case Apply() | Restore():
-                self._set(isinstance(action, Apply))
-            case Admit():
+            case lifecycle.Apply() | lifecycle.Restore():
+                self._set(isinstance(action, lifecycle.Apply))
+            case lifecycle.Admit():
                 if self.door is not None:
                     await self.door.ask(orders.Hold(on=False))
-            case Answer(order, error, refused):
+            case lifecycle.Answer(order, error, refused):
                 if not refused:
                     self.failed_move = error
                     self._changed()
                 if not (answer := self._answers.pop(order)).done():
                     answer.set_result(error)
-            case Say(text):
+            case lifecycle.Say(text):
                 self.say(text)
             case Exit():
                 pass
@@ -258,7 +239,7 @@ class Supervisor:
             self.history[-1] |= {"exit": status, "lived": round(lived, 1), "why": why,
                                  "moved": self.state.phase is Phase.MOVING}
         self._job, self.running = None, 0
-        self.feed(Ended(status, lived, why or f"see {self.source.logs_at}"))
+        self.feed(lifecycle.Ended(status, lived, why or f"see {self.source.logs_at}"))
 
     def _end(self, how: Callable[[SupervisedJob], None]) -> None:
         if self._job is not None:
