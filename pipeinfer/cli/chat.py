@@ -9,27 +9,22 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import structs
+from typing_extensions import override
 
 from pipeinfer import host
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
 from pipeinfer.cli.chat_terminal import INPUT, TERMINAL, capable, own_terminal
-from pipeinfer.cli.client import Remote
-from pipeinfer.cli.loading import progress_hook
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import (
-    INTERRUPTED,
-    Stopped,
-    fetch_models,
-    leave,
-    note,
-    note_forwarded_input,
-)
-from pipeinfer.config import AUTO, Config, RequestConfig, Resolved, SamplingConfig
-from pipeinfer.errors import ClusterError, PipeinferError, RequestError, UsageError
+from pipeinfer.cli.terminal import INTERRUPTED, Stopped, note_forwarded_input
+from pipeinfer.config import AUTO, Config, JobConfig, Resolved, SamplingConfig
+from pipeinfer.errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from pipeinfer.cli.chat_server import OwnServer
+    from pipeinfer.cli.client import Remote
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 #: names of our options in the OpenAI API and llama.cpp's server
@@ -72,31 +67,31 @@ def chat_command(
 
             join(config.job).serve()
         return
-    if own:
-        fetch_models(config.job)
     if not {INPUT, TERMINAL} & set(os.environ):
         note_forwarded_input("launch/run")
+
+    def fields() -> dict[str, Any]:
+        return request_fields(config, resolved.origin) | {"max_tokens": n_predict}
+
     interrupts = Interrupts()
     with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
         if own:
             partner: Partner = stack.enter_context(
-                _own_ranks(config, n_predict)
-            )
+                _own_ranks(config.job, config.sampling, fields))
         else:
+            from pipeinfer.cli.client import Remote
+
             remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
-            partner = ServerConnection(
-                remote, request_fields(config, resolved.origin) | {"max_tokens": n_predict}
-            )
+            partner = ServerConnection(remote, fields())
+        formatted = lines.by_hand and out.isatty() and capable()
         try:
-            formatted = lines.by_hand and out.isatty() and capable()
             failed = ChatLoop(partner, lines, out, interrupts, system, config.sampling.seed,
-                          formatted=formatted and not plain).run()
+                              formatted=formatted and not plain).run()
         except Stopped:
-            if own:
-                leave(INTERRUPTED)
             raise SystemExit(INTERRUPTED) from None
-    if failed:
-        raise SystemExit(RequestError.exit_code)
+        interrupts.expect(Stopped)
+        if failed:
+            raise SystemExit(RequestError.exit_code)
 
 
 # --- a server ---------------------------------------------------------------------------------
@@ -175,61 +170,48 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
 # --- own ranks --------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _own_ranks(config: Config, n_predict: int) -> Iterator[Partner]:
-    from pipeinfer.cluster.generate import compiled_grammar, sampling_params
-    from pipeinfer.cluster.launch import join
-    from pipeinfer.models.locate import advice, model_paths
-    from pipeinfer.models.text import apart, chat_template
+class OwnRanks(ServerConnection):
+    """A `Partner` behind this job's own server."""
 
-    job, sampling = config.job, config.sampling
-    chat_template.prepare()
-    helper = None  # for conversations that grow long; a process that uses MPI must not fork
-    if host.launched_size() > 1:
-        helper = apart.started(model_paths(job)[0])
-    if advised := advice(job):
-        note(advised)
-    params = structs.replace(
-        sampling_params(sampling, 0), grammar=compiled_grammar(config.grammar, model_paths(job)[0]))
-    leading = join(job).lead(progress_hook(RequestConfig()), grammars=bool(params.grammar))
-    with leading as session:
-        session.tokenizer.apart = helper or session.tokenizer.apart
-        yield Own(session, params, n_predict, sampling)
+    def __init__(self, server: OwnServer, fields: dict[str, Any]) -> None:
+        """Wait until the server is ready. Raises SystemExit if the job ends before that."""
+        server.wait_until_ready()
+        super().__init__(server.remote, fields)
+        self._server = server
+        facts = server.remote.facts()
+        stages = len({stage["stage"] for stage in facts["stages"]})
+        self.name = f"{facts['model']} on {stages} stage{'s' * (stages != 1)}"
 
-
-class Own:
-    """A `Partner` that uses this job's ranks."""
-
-    def __init__(self, session: Any, params: Any, n_predict: int, sampling: SamplingConfig
-                 ) -> None:
-        self._session, self._params, self._n_predict = session, params, n_predict
-        self._sampling = sampling
-        stages = session.n_stages
-        self.name = f"{session.model_name} on {stages} stage{'s' * (stages != 1)}"
-
+    @override
     def answer(
         self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
-        """See `Partner.answer`."""
-        from pipeinfer.cluster.generate import draw_seed, run_request
-        from pipeinfer.core.noise import noise_key
-
-        tokenizer = self._session.tokenizer
-        prompt = tokenizer.encode_chat(messages)
-        seed = draw_seed(self._sampling) if wishes.seed is None else wishes.seed
-        params = structs.replace(self._params, key=noise_key(seed))
-        if wishes.temperature is not None:
-            params = structs.replace(params, temperature=wishes.temperature)
-        interrupts.expect(None)
         try:
-            out = run_request(
-                self._session, prompt, params, self._n_predict, on_text=write,
-                interrupted=lambda: interrupts.count > 0)
-        except ClusterError:
+            return super().answer(messages, wishes, interrupts, write)
+        except RequestError:
+            if self._server.has_failed():  # the job prints why
+                raise SystemExit(self._server.joined()) from None
             raise
-        except RequestError as error:
-            raise RequestError(f"{error} (/clear starts a new conversation)") from error
-        except PipeinferError as error:
-            raise RequestError(str(error)) from error
-        return _summary(len(out.tokens), out.tokens_per_second, out.reason)
+
+
+@contextlib.contextmanager
+def _own_ranks(job: JobConfig, sampling: SamplingConfig, fields: Callable[[], dict[str, Any]]
+               ) -> Iterator[Partner]:
+    """Yield a job of this command's own, and end it with the exit status of the conversation.
+
+    fields: returns what every request has.
+    """
+    from pipeinfer.cli.chat_server import OwnServer
+
+    server, status = OwnServer(job, sampling), 0
+    try:
+        yield OwnRanks(server, fields())
+    except Stopped:
+        status = INTERRUPTED
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        server.end(INTERRUPTED)
+        raise
+    raise SystemExit(server.end(status))

@@ -43,7 +43,7 @@ class Wishes:
 
 
 class Partner(Protocol):
-    """The source of answers: a server, or this job's own ranks."""
+    """The source of answers."""
 
     name: str
 
@@ -63,17 +63,16 @@ class Interrupts:
     """Handles Ctrl-C: the first one stops the present action, the second one leaves.
 
     count: number of interrupts since `expect` was called. The first one raises what `expect` was
-        given: Stopped during the start, KeyboardInterrupt while waiting for a line or a server;
-        with None it only increases `count`.
+        given: Stopped during the start, KeyboardInterrupt while waiting for a line or a server.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._first: type[BaseException] | None = Stopped
+        self._first: type[BaseException] = Stopped
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
-    def expect(self, first: type[BaseException] | None) -> None:
+    def expect(self, first: type[BaseException]) -> None:
         """Begin a new phase: count from 0, and let the first Ctrl-C raise `first`."""
         self.count, self._first = 0, first
 
@@ -82,8 +81,7 @@ class Interrupts:
         self.count += 1
         if self.count > 1 or number == signal.SIGTERM:
             raise Stopped
-        if self._first is not None:
-            raise self._first
+        raise self._first
 
 
 class ChatLoop:

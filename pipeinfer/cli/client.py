@@ -16,7 +16,7 @@ import click
 
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.transport import http_client
-from pipeinfer.transport.http_client import HttpFailure
+from pipeinfer.transport.http_client import HttpAnswer, HttpFailure
 
 _POLL_SECONDS = 0.5  #: between two checks whether a server has loaded its model
 _TELL_SECONDS = 10.0  #: between two notes that a server is loading
@@ -26,12 +26,15 @@ class Remote:
     """A server at `url`, such as http://host:8080; a path in it is put before every request's
     path.
 
-    The path may end in /v1, as in the addresses for other clients.
+    The path may end in /v1, as in the addresses for other clients. unix:PATH is a Unix socket.
     """
 
     def __init__(self, url: str, api_key: str = "", timeout: float = 300.0) -> None:
         """Raises UsageError for a text that is not such an address."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        scheme, _, rest = url.partition(":")
+        self._socket = rest if scheme == "unix" else ""
+        address = "http://localhost" if self._socket else url
+        parts = urlsplit(address if "://" in address else f"http://{address}")
         try:
             parts.port  # noqa: B018  (a property that checks)
         except ValueError as error:
@@ -43,9 +46,9 @@ class Remote:
         self._base = f"{parts.scheme}://{parts.netloc}{path}"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def wait_until_ready(self, tell: Callable[[str], None]) -> None:
+    def wait_until_ready(self, tell: Callable[[str], None], every: float = _POLL_SECONDS) -> None:
         """Return once requests are accepted. tell: called now and then with the reason
-        of a delay.
+        of a delay. every: seconds between two checks.
 
         Raises RequestError when there is no server, the cluster has failed, or nothing changes
         before the timeout.
@@ -65,7 +68,7 @@ class Remote:
                 text = loading_text(health.get("stages", {}))
                 tell(f"the model at {self.url} is loading{f' ({text})' if text else ''}")
                 told = time.monotonic() + _TELL_SECONDS
-            time.sleep(_POLL_SECONDS)
+            time.sleep(every)
         if state in ("failed", "stopped"):
             raise RequestError(f"the cluster at {self.url} has failed: "
                                f"{health.get('reason') or 'see its log'}; restart it")
@@ -73,8 +76,7 @@ class Remote:
     def rebalance(self) -> dict[str, Any]:
         """Let the server move its layers; return its answer. Raises RequestError."""
         try:
-            answer = http_client.ask("POST", f"{self._base}/rebalance", {}, timeout=self._timeout,
-                                     headers=self._headers)
+            answer = self._ask("POST", "/rebalance", {})
         except HttpFailure as error:
             raise RequestError(f"no server answers at {self.url} ({error})") from error
         if answer.status != 200:
@@ -93,6 +95,17 @@ class Remote:
                                "--url") from (
                 error)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a server of pipeinfer reports of its job, {} for another one."""
+        return dict(self._get("/props")[1].get("pipeinfer") or {})
+
+    def state(self) -> str:
+        """Return the state of the server, "" if it does not answer."""
+        try:
+            return str(self._get("/health")[1].get("status", ""))
+        except RequestError:
+            return ""
+
     def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]
              ) -> Generator[dict[str, Any], None, None]:
         """Yield the chunks of the answer as they arrive. Closing the iterator ends the request.
@@ -102,7 +115,8 @@ class Remote:
         body = {**fields, "messages": list(messages), "stream": True}
         try:
             with http_client.stream("POST", f"{self._base}/v1/chat/completions", body,
-                                    timeout=self._timeout, headers=self._headers) as response:
+                                    timeout=self._timeout, headers=self._headers,
+                                    socket_path=self._socket) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, _object(response.read()),
                                    response.headers.get("retry-after"))
@@ -115,13 +129,16 @@ class Remote:
 
     def _get(self, path: str) -> tuple[int, dict[str, Any]]:
         try:
-            answer = http_client.ask("GET", self._base + path, timeout=self._timeout,
-                                     headers=self._headers)
+            answer = self._ask("GET", path)
         except HttpFailure as error:
             raise RequestError(
                 f"no server answers at {self.url} ({error}): start `pipeinfer serve` there, give "
                 "another --url, or load a model here with -m") from error
         return answer.status, _object(answer.body)
+
+    def _ask(self, method: str, path: str, body: Any = None) -> HttpAnswer:
+        return http_client.ask(method, self._base + path, body, timeout=self._timeout,
+                               headers=self._headers, socket_path=self._socket)
 
 
 def _refusal(status: int, answer: Mapping[str, Any], retry_after: str | None) -> RequestError:

@@ -9,7 +9,7 @@ import contextlib
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from pipeinfer.cli.terminal import Stopped, fetch_models
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
+from pipeinfer.cluster.session import Session
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import advice, model_paths, open_model, targeted
@@ -54,28 +55,39 @@ def serve_command(resolved: Resolved) -> None:
     fetch_models(config.job)
     if note := advice(config.job):
         click.echo(f"pipeinfer: note: {note}", err=True)
-    serve(config.job, config.serve, child_settings(config.job, config.serve, config.sampling),
-          progress_hook(config.request))
-
-
-def serve(job: JobConfig, config: ServeConfig, settings: Settings,
-          show: ProgressHook | None) -> None:
-    """Run rank 0's part.
-
-    settings: of the HTTP process. show: called with the stages' loading progress.
-    Raises whatever ends the job, after sending it to the HTTP process.
-    """
-    signals = _Signals()
-    if job.cluster.trace:
-        raise UsageError("--trace keeps every run in memory, so a server cannot use it: use it "
-                         "with generate or bench")
+    settings, signals = child_settings(config.job, config.serve, config.sampling), _Signals()
+    check_no_trace(config.job)
 
     def listener() -> socket.socket:
-        return http_process.listen(config.host, config.port, config.client_timeout)
+        return http_process.listen(config.serve.host, config.serve.port,
+                                   config.serve.client_timeout)
 
     door = http_process.door_here()
     child = http_process.start_own(settings, listener()) if door is None \
         else http_process.enter(door, settings, listener)
+
+    def begin(engine: Engine, session: Session) -> None:
+        signals.engine = engine
+        _show(config.serve, settings, child, session)
+
+    serve(config.job, config.serve, child, progress_hook(config.request), begin)
+
+
+def check_no_trace(job: JobConfig) -> None:
+    """Raise UsageError if the job is to keep a trace."""
+    if job.cluster.trace:
+        raise UsageError("--trace keeps every run in memory, so a server cannot use it: use it "
+                         "with generate or bench")
+
+
+def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
+          show: ProgressHook | None, begin: Callable[[Engine, Session], None]) -> None:
+    """Run rank 0's part.
+
+    child: the HTTP process. show: called with the stages' loading progress.
+    begin: called when the engine is about to serve.
+    Raises whatever ends the job, after sending it to the HTTP process.
+    """
 
     def progress(states: Any) -> None:
         child.link.send(Loading({
@@ -87,20 +99,24 @@ def serve(job: JobConfig, config: ServeConfig, settings: Settings,
 
     with _telling(child), join(job).lead(progress) as session:
         engine = Engine(session, child.link, config.drain_seconds)
-        signals.engine = engine
-        click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
-                   f"stage{'s' * (session.n_stages != 1)}", err=True)
-        for note in filter(None, [session.fatal, *session.notes]):
-            click.echo(f"pipeinfer: note: {note}", err=True)
-        if settings.remember_answers and not session.looks_up:
-            click.echo("pipeinfer: note: nobody guesses from texts here, so --remember-answers "
-                       "brings nothing: add --proposer prompt-lookup", err=True)
-        if not settings.api_keys and config.host not in _LOCAL:
-            click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
-                       "require keys with --api-key-file", err=True)
+        begin(engine, session)
         with _telling(child):  # before the session ends, which takes longer than a launcher waits
             engine.run()
     child.end(_CHILD_SECONDS)
+
+
+def _show(config: ServeConfig, settings: Settings, child: http_process.Child, session: Session
+          ) -> None:
+    click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
+               f"stage{'s' * (session.n_stages != 1)}", err=True)
+    for note in filter(None, [session.fatal, *session.notes]):
+        click.echo(f"pipeinfer: note: {note}", err=True)
+    if settings.remember_answers and not session.looks_up:
+        click.echo("pipeinfer: note: nobody guesses from texts here, so --remember-answers "
+                   "brings nothing: add --proposer prompt-lookup", err=True)
+    if not settings.api_keys and config.host not in _LOCAL:
+        click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
+                   "require keys with --api-key-file", err=True)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,15 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
     return sock
 
 
+def listen_privately(path: str) -> socket.socket:
+    """Return a listening Unix socket that only this user can use. Raises UsageError."""
+    mask = os.umask(0o177)
+    try:
+        return entrance(path)
+    finally:
+        os.umask(mask)
+
+
 def _bind(sock: socket.socket, address: Any, host: str, port: int) -> None:
     """Bind a socket; wait for a server that shuts down there, because a restart should not fail
     while the last answers end. Raises OSError."""
@@ -145,7 +154,8 @@ def _shuts_down(host: str, port: int) -> bool:
 
 
 def entrance(path: str) -> socket.socket:
-    """Return the socket at which engines enter. Raises UsageError if it cannot be made."""
+    """Return a listening Unix socket, such as that at which engines enter. Raises UsageError if it
+    cannot be made."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.bind(path)
@@ -236,7 +246,9 @@ def _exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
 
 
 def url_of(listener: socket.socket, settings: Settings) -> str:
-    """Return the address for clients."""
+    """Return the address for clients, "unix:PATH" for a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.certificate else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -246,7 +258,8 @@ def _send_settings(link: socket.socket, settings: Settings, url: str,
                    listener: socket.socket | None = None) -> None:
     """Send the first frame and the listening socket. On a loopback address only this host's names
     are accepted."""
-    local = ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback
+    host = urlsplit(url).hostname
+    local = host is None or ipaddress.ip_address(host).is_loopback
     body = encode(structs.replace(settings, check_hosts=True) if local else settings)
     sent = socket.send_fds(link, [body], [listener.fileno()] if listener is not None else [])
     link.sendall(body[sent:])

@@ -50,25 +50,31 @@ class HttpAnswer(Struct, frozen=True):
 
 
 def ask(method: str, url: str, body: Any = None, *, timeout: float,
-        headers: Mapping[str, str] | None = None, proxies: bool = False) -> HttpAnswer:
+        headers: Mapping[str, str] | None = None, proxies: bool = False, socket_path: str = ""
+        ) -> HttpAnswer:
     """Send one request and return the whole answer.
 
     body: sent as JSON.
     timeout: seconds for each wait: to connect, to send, for a part of the answer.
     proxies: whether to use the proxies of the environment.
+    socket_path: of the Unix socket at which the server listens, "" for TCP.
     Raises HttpFailure.
     """
-    with stream(method, url, body, timeout=timeout, headers=headers, proxies=proxies) as response:
+    with stream(method, url, body, timeout=timeout, headers=headers, proxies=proxies,
+                socket_path=socket_path) as response:
         return _whole(response, response.read())
 
 
 @contextlib.contextmanager
 def stream(method: str, url: str, body: Any = None, *, timeout: float,
-           headers: Mapping[str, str] | None = None, proxies: bool = False
-           ) -> Iterator[httpx2.Response]:
+           headers: Mapping[str, str] | None = None, proxies: bool = False,
+           socket_path: str = "") -> Iterator[httpx2.Response]:
     """Send one request and yield the response before its body is read. Parameters as for `ask`;
     leaving the context early closes the connection."""
-    with _failures(), httpx2.Client(**_options(url, timeout, proxies)) as client, client.stream(
+    options = _options(url, timeout, proxies)
+    if socket_path:
+        options["transport"] = httpx2.HTTPTransport(uds=socket_path)
+    with _failures(), httpx2.Client(**options) as client, client.stream(
             method, url, headers=_headers(headers, body), content=_content(body)) as response:
         yield response
 

@@ -11,9 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
@@ -180,6 +183,46 @@ def test_own_ranks_answer_as_generate_does():
                            "--json"])
     assert done.returncode == 0, done.stderr
     assert done.stdout == json.loads(other.stdout)["text"] + "\n"
+
+
+@contextlib.contextmanager
+def own_ranks():
+    """A conversation with a model of its own that has answered; its process, that which is rank 0,
+    and the folder for temporary files."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for a socket's name
+        process = launch.start([*CHAT, "-m", str(EMBEDDED / "target.gguf"), *GREEDY], timeout=90,
+                               stdin=True, TMPDIR=folder)
+        try:
+            process.stdin.write("def fib(n):\n")
+            process.stdin.flush()
+            assert os.read(process.stdout.fileno(), 1)
+            (rank,) = psutil.Process(process.pid).children()
+            yield process, rank, Path(folder)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def test_own_ranks_are_reached_by_nobody_else_and_end_with_their_terminal():
+    with own_ranks() as (process, rank, folder):
+        (path,) = folder.glob("pipeinfer-chat-*/socket")
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert path.stat().st_mode & 0o777 == 0o600
+        family = [rank, *rank.children(recursive=True)]
+        assert any("pipeinfer.server" in one.cmdline() for one in family)
+        assert [one.net_connections("inet") for one in family] == [[] for _ in family]
+        process.kill()
+        assert psutil.wait_procs(family, timeout=30)[1] == []
+        assert list(folder.glob("pipeinfer-chat-*")) == []
+
+
+def test_a_job_that_dies_ends_the_conversation_with_its_exit_code():
+    with own_ranks() as (process, rank, _):
+        rank.kill()
+        _, err = process.communicate("another one\n", timeout=30)
+        assert process.returncode == 137
+        assert "rank 0 was ended by signal 9" in err
 
 
 @pytest.mark.mpi
