@@ -6,37 +6,19 @@ import pytest
 from hypothesis import event as note
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pipeinfer.supervise import lifecycle as on
 from pipeinfer.supervise.lifecycle import (
     LIMIT,
-    Admit,
-    Announce,
     Answer,
-    Apply,
     Due,
     Elapsed,
     Ended,
-    EndJob,
-    Exit,
-    Interrupt,
     Order,
     Phase,
     Ready,
-    Restore,
-    Say,
-    Start,
     Stop,
-    Wait,
-    Withdraw,
-    begin,
-    next_state,
 )
 from pipeinfer.supervise.rules import End, Patience
 from tests.support.sample import examples
@@ -56,12 +38,12 @@ class World(RuleBasedStateMachine):
         self.orders, self.answers = 0, {}
         self.settings = self.wanted = 0  #: of the next job, and those that the last answer gave
         self.patience = Patience.of(restarts)
-        self.state, actions = begin(restarts)
+        self.state, actions = on.begin(restarts)
         self.perform(actions)
 
     def feed(self, event):
         before = self.state
-        self.state, actions = next_state(before, event)
+        self.state, actions = on.next_state(before, event)
         note(f"{before.phase.name} {type(event).__name__}")
         self.perform(actions)
 
@@ -69,24 +51,24 @@ class World(RuleBasedStateMachine):
         for action in actions:
             assert self.exit is None or (isinstance(action, Answer) and action.refused)
             match action:
-                case Start():
+                case on.Start():
                     assert not self.alive, "two jobs at a time"
                     self.alive = True
-                case EndJob() | Interrupt():
+                case on.EndJob() | on.Interrupt():
                     assert self.alive
-                case Apply():
+                case on.Apply():
                     self.settings = self.state.order
-                case Restore():
+                case on.Restore():
                     self.settings = self.wanted
                 case Answer(number, error):
                     assert number not in self.answers, "a second answer"
                     self.answers[number] = error
                     if not error and self.settings == number:
                         self.wanted = number
-                case Exit(status):
+                case on.Exit(status):
                     assert not self.alive
                     self.exit = status
-                case Announce() | Wait() | Say() | Admit():
+                case on.Announce() | on.Wait() | on.Say() | on.Admit():
                     pass
 
     @rule(status=STATUS, lived=LIVED)
@@ -122,7 +104,7 @@ class World(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2), why=st.sampled_from(["", "requests still run"]))
     def a_move_is_withdrawn(self, back, why):
-        self.feed(Withdraw(max(1, self.orders - back), why))
+        self.feed(on.Withdraw(max(1, self.orders - back), why))
 
     @rule(at_once=st.booleans(), really=st.integers(0, 9))
     def the_user_stops_it(self, at_once, really):
@@ -183,7 +165,7 @@ class World(RuleBasedStateMachine):
         assert self.exit is not None
         assert set(self.answers) == set(range(1, self.orders + 1))
         for event in (Stop(), Ready(self.state.job), Elapsed(self.state.job), Ended(1, 1.0)):
-            assert next_state(self.state, event) == (self.state, ())
+            assert on.next_state(self.state, event) == (self.state, ())
 
 
 TestAnyOrderOfEvents = World.TestCase
@@ -192,9 +174,9 @@ TestAnyOrderOfEvents.settings = settings(examples(300), stateful_step_count=40)
 
 def after(*events, restarts=3):
     """The last state and the actions of the last event."""
-    state, actions = begin(restarts)
+    state, actions = on.begin(restarts)
     for event in events:
-        state, actions = next_state(state, event)
+        state, actions = on.next_state(state, event)
     return state, actions
 
 
@@ -202,9 +184,9 @@ MOVED = (Ready(1), Order(1), Due(1), Ended(143, 9.0))
 
 
 def test_a_move_ends_the_job_and_starts_the_next_one():
-    assert after(*MOVED[:3])[1] == (Announce(), EndJob())
+    assert after(*MOVED[:3])[1] == (on.Announce(), on.EndJob())
     state, actions = after(*MOVED)
-    assert (state.phase, actions) == (Phase.TRYING, (Apply(), Start(), Wait(LIMIT, 2)))
+    assert (state.phase, actions) == (Phase.TRYING, (on.Apply(), on.Start(), on.Wait(LIMIT, 2)))
     state, actions = after(*MOVED, Ready(2))
     assert (state.phase, actions) == (Phase.READY, (Answer(1),))
 
@@ -217,7 +199,7 @@ def test_where_the_next_job_does_not_start_the_one_before_comes_back(events, say
     assert state.phase is Phase.RETURNING
     said, *rest = actions
     assert said.text.startswith(says)
-    assert rest == [Restore(), Announce(back=True), Start(), Wait(LIMIT, 3)]
+    assert rest == [on.Restore(), on.Announce(back=True), on.Start(), on.Wait(LIMIT, 3)]
     for last in (Ready(3), Elapsed(3), Ended(1, 1.0), Stop()):
         then, actions = after(*MOVED, *events, last)
         assert actions[0] == Answer(1, said.text)
@@ -237,12 +219,12 @@ def test_an_order_at_another_time_is_refused(events, says):
 def test_a_job_that_dies_while_a_move_is_prepared_starts_again_as_it_was():
     state, actions = after(Ready(1), Order(1), Ended(6, 30.0))
     assert state.phase is Phase.PAUSING
-    assert actions[:2] == (Admit(), Answer(1, "the job has ended meanwhile"))
-    assert actions[-1] == Wait(1.0, 1)
-    assert after(Ready(1), Order(1), Ended(6, 30.0), Elapsed(1))[1] == (Start(again=True),)
+    assert actions[:2] == (on.Admit(), Answer(1, "the job has ended meanwhile"))
+    assert actions[-1] == on.Wait(1.0, 1)
+    assert after(Ready(1), Order(1), Ended(6, 30.0), Elapsed(1))[1] == (on.Start(again=True),)
 
 
 def test_an_end_that_the_user_wants_is_no_failure():
-    assert after(Stop(), Ended(6, 1.0))[1] == (Exit(6),)
-    assert after(Ended(6, 1.0), Stop())[1] == (Exit(130),)
-    assert after(Stop(), Stop(True))[1] == (Interrupt(True),)
+    assert after(Stop(), Ended(6, 1.0))[1] == (on.Exit(6),)
+    assert after(Ended(6, 1.0), Stop())[1] == (on.Exit(130),)
+    assert after(Stop(), Stop(True))[1] == (on.Interrupt(True),)
