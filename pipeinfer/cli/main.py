@@ -52,6 +52,9 @@ class _Main(click.Group):
         return sorted({*super().list_commands(ctx), *(one.name for one in plug_ins(GROUP))})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if not plug_ins(GROUP):
+            raise UsageError("this installation names no commands (it is older than its sources): "
+                             "install pipeinfer again, or call launch/test --version in a checkout")
         for one in plug_ins(GROUP):
             if one.name == cmd_name:
                 try:

@@ -37,7 +37,7 @@ from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.job import Job
-from pipeinfer.cluster.resolve import Facts, resolve
+from pipeinfer.cluster.resolve import JobFacts, resolve
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import exact_rows, ids_for, rows_and_cells, stream_cells
@@ -309,7 +309,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     for one in (model, None if draft_path is None else open_model(draft_path)):
         if isinstance(one, ModelFile):
             check_whole(one)
-    what = resolve(config, Facts(model, draft_path, hosts, host.numa_nodes()))
+    what = resolve(config, JobFacts(model, draft_path, hosts, host.numa_nodes()))
     config = what.config
     ensure_llama(config.model.numa)
     n_ctx = context_size(config.model, model)

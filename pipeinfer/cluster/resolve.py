@@ -37,7 +37,7 @@ from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
 
 
-class Facts(Struct, frozen=True):
+class JobFacts(Struct, frozen=True):
     """What a job is resolved from, besides its options.
 
     model: the target's header
@@ -52,7 +52,7 @@ class Facts(Struct, frozen=True):
     numa_nodes: int = 1
 
 
-class Choice(Struct, frozen=True):
+class Drafting(Struct, frozen=True):
     """How a job proposes tokens, which may change while its stages stay loaded.
 
     config: with the proposers that are used
@@ -64,7 +64,7 @@ class Choice(Struct, frozen=True):
     head: HeadPlan | None
 
 
-class Resolved(Choice, frozen=True):
+class JobPlan(Drafting, frozen=True):
     """What a job is.
 
     turns: whether ranks take turns on the cores of one host
@@ -85,7 +85,7 @@ class Resolved(Choice, frozen=True):
     stages: int
 
 
-def resolve(config: JobConfig, facts: Facts) -> Resolved:
+def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     """Return what a job with these options is. Raises UsageError and ModelError."""
     features.check(Config(job=config))
     model, draft, hosts, size = facts.model, facts.draft, facts.hosts, len(facts.hosts)
@@ -113,12 +113,12 @@ def resolve(config: JobConfig, facts: Facts) -> Resolved:
     stages = size if config.cluster.head_stage or size == 1 else size - 1
     if stages > 1 and "llamacpp" in backends:
         check_splittable(model)
-    return Resolved(config, policy, chosen.head, turns, chains, gaps, tuple(own),
+    return JobPlan(config, policy, chosen.head, turns, chains, gaps, tuple(own),
                     tuple(draft_models(config, draft, policy)), tuple(backends), stages)
 
 
-def choose(config: JobConfig, facts: Facts, backends: Sequence[str], *, turns: bool,
-           own: bool = False, heads: bool = True) -> Choice:
+def choose(config: JobConfig, facts: JobFacts, backends: Sequence[str], *, turns: bool,
+           own: bool = False, heads: bool = True) -> Drafting:
     """Return how a job proposes tokens: what the user named, else lookup, head and draft.
 
     own: whether ranks have proposers of their own
@@ -128,5 +128,5 @@ def choose(config: JobConfig, facts: Facts, backends: Sequence[str], *, turns: b
     found = with_lookup(config, facts.draft, 1 if turns else len(facts.hosts))
     if heads:
         found = with_head(config, found, facts.model, facts.draft, backends)
-    return Choice(found, choose_policy(found, facts.draft, own=own),
+    return Drafting(found, choose_policy(found, facts.draft, own=own),
                   head_for(found, facts.model, backends))

@@ -33,7 +33,7 @@ from pipeinfer.cluster.policy_choice import (
     for_chains,
 )
 from pipeinfer.cluster.proposers import remotes_of, sources_of
-from pipeinfer.cluster.resolve import Facts, choose
+from pipeinfer.cluster.resolve import JobFacts, choose
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
@@ -212,7 +212,7 @@ class Session:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
         job = self.loaded.job
-        chosen = choose(config, Facts(job.model, job.draft, self.hosts), ("llamacpp",),
+        chosen = choose(config, JobFacts(job.model, job.draft, self.hosts), ("llamacpp",),
                         turns=job.turns, own=bool(job.own), heads=job.head is not None)
         if chosen.head is not None and not chosen.head.is_that(job.head):
             raise UsageError("the stages give no rows for that head: start a job with this "

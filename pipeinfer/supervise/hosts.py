@@ -17,7 +17,7 @@ from pipeinfer.nodes import HostEntry, nodes_file_beside, read_hostfile
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobPlace:
     """Where a job runs.
 
     asked: requested number of ranks, 0 for one per slot.
@@ -61,17 +61,17 @@ class Roster:
 
     def __init__(self, hostfile: str, kind: str, out: Path, asked: int = 0) -> None:
         self.hostfile, self.kind, self.out = hostfile, kind, out
-        self.place = Place(asked)
+        self.place = JobPlace(asked)
 
-    def found(self, asked: int) -> Place:
+    def found(self, asked: int) -> JobPlace:
         """Check every host; return where a job with so many ranks would run now.
 
         Raises UsageError when the file cannot be used, or rank 0's host does not answer.
         """
         entries, gone = doctor_hosts.living(self.hostfile)
-        return Place(asked, tuple(entries), tuple(gone))
+        return JobPlace(asked, tuple(entries), tuple(gone))
 
-    def take(self, place: Place) -> None:
+    def take(self, place: JobPlace) -> None:
         """Use these hosts for the next job. Raises UsageError if the hostfile cannot be written."""
         write = (doctor_hosts.hydra_hostfile if self.kind == "hydra"
                  else doctor_hosts.openmpi_hostfile)
@@ -88,7 +88,7 @@ class Roster:
         self.take(self.found(self.place.asked))
         return self.notes(self.place)
 
-    def notes(self, place: Place) -> list[str]:
+    def notes(self, place: JobPlace) -> list[str]:
         """Return notes for the user about the hosts that a place lacks."""
         lines = [f"note: {finding.what} {finding.detail}: going on without it"
                  + (f" ({finding.remedy})" if finding.remedy else "") for finding in place.gone]
@@ -116,7 +116,7 @@ class Roster:
 
     def _slots(self, asked: int) -> int:
         try:
-            return Place(asked, tuple(read_hostfile(self.hostfile))).ranks
+            return JobPlace(asked, tuple(read_hostfile(self.hostfile))).ranks
         except UsageError:
             return asked or self.place.ranks
 

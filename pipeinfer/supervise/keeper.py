@@ -24,7 +24,7 @@ from pipeinfer.supervise.commands_socket import (
 )
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.lifecycle import Phase, Ready
-from pipeinfer.supervise.moves import Plan, move
+from pipeinfer.supervise.moves import Move, move
 from pipeinfer.supervise.rules import Comeback
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
 from pipeinfer.supervise.state import Folder
@@ -162,7 +162,7 @@ class Keeper:
         """
         serving = self._serving
 
-        async def plan() -> Plan | str:
+        async def plan() -> Move | str:
             place, now = await asyncio.to_thread(serving.found, ranks), serving.settings.place
             for line in serving.roster.notes(place) if serving.roster else ():
                 report(line)
@@ -171,7 +171,7 @@ class Keeper:
                 return f"nothing to move: the job has all {now.ranks} ranks that it can"
             waits = "with slices another number of ranks may compute otherwise" \
                 if is_wide(serving.values) else ""
-            return Plan(f"the job is moved to {place.ranks} ranks",
+            return Move(f"the job is moved to {place.ranks} ranks",
                         JobSettings(serving.words, place), waits=waits, wait=wait)
 
         said = await move(self._supervisor, serving, self._http, report, plan)
@@ -184,12 +184,12 @@ class Keeper:
         serving = self._serving
         words = command_of(command.words) if command.words else serving.words
 
-        async def plan() -> Plan:
+        async def plan() -> Move:
             differ = serving.risky(words)
             why = f"answers depend on {', '.join(differ)}" if differ else ""
             if new_model := identity(self._seen.model) != self._model:
                 why = "the model's file is another one"
-            return Plan("the server is reloaded",
+            return Move("the server is reloaded",
                         JobSettings(words, serving.settings.place), new_model, why,
                         command.wait, command.force)
 

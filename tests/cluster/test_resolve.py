@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.cluster.resolve import Facts, choose, resolve
+from pipeinfer.cluster.resolve import JobFacts, choose, resolve
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.random_architectures import STATEFUL
@@ -34,24 +34,24 @@ def stateful(tmp_path_factory):
 
 
 def test_ranks_of_one_host_take_turns_and_look_up_before_the_draft(target):
-    found = resolve(job_config(), Facts(target, DRAFT, ranks(3, hosts=1)))
+    found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3, hosts=1)))
     assert found.turns
     assert found.config.speculation.proposer == ("prompt-lookup", "draft")
     assert (found.policy, found.stages, found.drafts) == (Policy.PIPEINFER, 2, (DRAFT,))
-    apart = resolve(job_config(turns="off"), Facts(target, None, ranks(3, hosts=1)))
+    apart = resolve(job_config(turns="off"), JobFacts(target, None, ranks(3, hosts=1)))
     assert not apart.turns
     assert apart.config.cluster.turns == "off"
     assert apart.config.speculation.proposer == ("prompt-lookup",)
 
 
 def test_ranks_of_several_hosts_do_not(target):
-    found = resolve(job_config(), Facts(target, DRAFT, ranks(3)))
+    found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3)))
     assert not found.turns
     assert found.config.cluster.turns == "off"
 
 
 def test_a_state_bounds_requests_unless_their_number_is_given(stateful):
-    facts = Facts(stateful, None, ranks(1))
+    facts = JobFacts(stateful, None, ranks(1))
     assert resolve(job_config(parallel=16), facts).config.speculation.parallel == 4
     given = job_config(parallel=16, given=frozenset({"parallel"}))
     assert resolve(given, facts).config.speculation.parallel == 16
@@ -64,11 +64,11 @@ def test_a_state_bounds_requests_unless_their_number_is_given(stateful):
     ({"proposer": ("mtp",)}, "--proposer mtp")])
 def test_what_cannot_be_is_refused_before_anything_loads(target, options, says):
     with pytest.raises(UsageError, match=says):
-        resolve(job_config(**options), Facts(target, None, ranks(2)))
+        resolve(job_config(**options), JobFacts(target, None, ranks(2)))
 
 
 def test_a_change_within_a_job_is_decided_as_its_start(target):
-    facts = Facts(target, DRAFT, ranks(3))
+    facts = JobFacts(target, DRAFT, ranks(3))
     begun = resolve(job_config(), facts)
     again = choose(job_config(), facts, begun.backends, turns=begun.turns)
     assert (again.policy, again.head) == (begun.policy, begun.head)
@@ -76,5 +76,5 @@ def test_a_change_within_a_job_is_decided_as_its_start(target):
 
 
 def test_the_same_facts_give_the_same_job(target):
-    facts = Facts(target, DRAFT, ranks(4))
+    facts = JobFacts(target, DRAFT, ranks(4))
     assert resolve(job_config(), facts) == resolve(job_config(), facts)

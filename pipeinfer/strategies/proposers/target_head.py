@@ -33,7 +33,7 @@ _KEEP_OWN = 96  #: of the head's own rows, the last so many of a sequence
 _KEEP_TRUE = 512  #: rows of the target that are kept of a lane
 
 
-class Head(Backend, Protocol):
+class RowHead(Backend, Protocol):
     """A head as a backend, whose rows have a token and a hidden row.
 
     shift: by how much positions differ from the index of the token
@@ -79,7 +79,7 @@ class HeadRows:
     lanes: how many lanes' rows are kept
     """
 
-    def __init__(self, head: Head, lanes: int) -> None:
+    def __init__(self, head: RowHead, lanes: int) -> None:
         self.info, self.capabilities = head.info, head.capabilities
         self._head, self._lanes = head, lanes
         self._true: OrderedDict[int, dict[int, FloatArray]] = OrderedDict()
@@ -196,7 +196,7 @@ class HeadRows:
 class TargetHead(DraftModel):
     """A proposer over a head of the target; arguments as for `DraftModel`."""
 
-    def __init__(self, head: Head, n_vocab: int | None = None, *, paths: int = 1,
+    def __init__(self, head: RowHead, n_vocab: int | None = None, *, paths: int = 1,
                  vocabulary: Vocabulary | None = None) -> None:
         self._rows = HeadRows(head, paths)
         super().__init__(self._rows, n_vocab, paths=paths, vocabulary=vocabulary)
@@ -237,7 +237,7 @@ class TargetHead(DraftModel):
 
 def make_heads(setup: ProposerSetup) -> list[TargetHead]:
     """Return proposers over the heads of a setup."""
-    return [TargetHead(cast("Head", head), setup.n_vocab, paths=setup.paths,
+    return [TargetHead(cast("RowHead", head), setup.n_vocab, paths=setup.paths,
                        vocabulary=setup.vocabulary) for head in setup.drafts]
 
 
