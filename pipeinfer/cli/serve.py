@@ -36,6 +36,7 @@ from pipeinfer.strategies.decomposers.prompts import methods_for
 
 PARALLEL = 16  #: requests decoded at the same time unless --parallel says otherwise
 _CHILD_SECONDS = 10.0
+_COMMENT = re.compile(r"(^|\s)#.*")  #: of a key file; a key may have this sign inside
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -214,13 +215,13 @@ def api_keys(config: ServeConfig) -> dict[str, Allowance]:
     keys = dict.fromkeys(config.api_key, Allowance())
     if config.api_key_file:
         try:
-            lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
+            text = Path(config.api_key_file).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read --api-key-file {config.api_key_file}: {error}") from (
                 error)
-        found = dict(parse_line(line.strip(), f"--api-key-file {config.api_key_file}, line {i}")
-                     for i, line in enumerate(lines, 1)
-                     if line.strip() and not line.startswith("#"))
+        lines = [_COMMENT.sub("", line).strip() for line in text.splitlines()]
+        found = dict(parse_line(line, f"--api-key-file {config.api_key_file}, line {i}")
+                     for i, line in enumerate(lines, 1) if line)
         if not found:
             raise UsageError(f"--api-key-file {config.api_key_file} contains no key: write one key "
                              "per line")

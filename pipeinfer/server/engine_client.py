@@ -290,7 +290,8 @@ class EngineClient:
                 self.facts = facts
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
             case Rebalanced(number):
-                if (waiting := self._rebalances.pop(number, None)) is not None:
+                waiting = self._rebalances.pop(number, None)
+                if waiting is not None and not waiting.done():  # its client may have left
                     waiting.set_result(frame)
             case Draining() | Bye() if self._moving:
                 pass

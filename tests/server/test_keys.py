@@ -7,6 +7,8 @@ import time
 import pytest
 import requests
 
+from pipeinfer.cli.serve import api_keys
+from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
 from pipeinfer.server.middleware import scopes_of
@@ -120,3 +122,14 @@ def test_keys_with_scopes_and_bounds():
         while ask("one").status_code == 429:  # until it is noticed that the client has left
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_a_comment_of_a_key_file_is_no_key(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("\ufeff# all keys\n   # of the laboratory\n\nalpha  # for Ann\nbe#ta scopes=ask"
+                    " # for Bo\n\t#gamma\n", encoding="utf-8")
+    assert api_keys(ServeConfig(api_key_file=str(file))) == {
+        "alpha": Allowance(), "be#ta": Allowance(("ask",))}
+    file.write_text("  # note\n")
+    with pytest.raises(UsageError, match="contains no key"):
+        api_keys(ServeConfig(api_key_file=str(file)))
