@@ -106,7 +106,7 @@ class BackendError(ClusterError):
 
 
 class InvariantError(ClusterError):
-    """The scheduler's state contradicts itself: a bug, found by `--set debug=true` or a test."""
+    """The scheduler's state contradicts itself: a bug, found by a test."""
 
 
 class RankRefused(ClusterError):

@@ -38,6 +38,7 @@ GONE = {
                      "--hf-repo-draft"), _ON_HUB),
     **dict.fromkeys(("-mds", "--model-draft-small"),
                     "a second draft model gained nothing: leave it out"),
+    "--debug": "tests check the scheduler's state: leave it out",
     "--verify": "draft tokens are always verified exactly: leave it out",
     "--pace-ms": "write --hook pace=MS", "--pace-row-ms": "write --hook pace=MS+ROW_MS",
     "--fault": "write --hook fault=SPEC", "--draft": "write --set draft_max=N",

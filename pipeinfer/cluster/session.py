@@ -229,8 +229,7 @@ class Session:
                 worker.close(timeout=5.0)
             raise
         self.head.replace(
-            Scheduler(setup.limits, setup.rows, drafts=worker is not None,
-                      validate=config.cluster.debug), worker,
+            Scheduler(setup.limits, setup.rows, drafts=worker is not None), worker,
                           setup.controller)
         self.limits, self.config, self.draft = setup.limits, config, self.head.draft
         self.watch_draft()
@@ -333,8 +332,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
             port, replicas, trace=bool(config.cluster.trace), timeout=config.cluster.timeout
         )
     else:
-        scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None,
-                              validate=config.cluster.debug)
+        scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None)
         head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
                     trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
                     controller=setup.controller)

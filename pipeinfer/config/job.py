@@ -173,9 +173,6 @@ class ClusterConfig:
                          choices=("auto", "off"), changes_tokens=False,
                          help="serve: redistribute the layers between requests when a stage has "
                               "become slow and at least 25 % more speed is expected.")
-    debug: bool = setting(False, kind="flag", changes_tokens=False,
-                          help="Check the scheduler's state after every event, and end the job if "
-                               "it is inconsistent.")
     hook: tuple[str, ...] = opt((), "--hook", kind="list", changes_tokens=False,
                                 help="For experiments: a development tool that wraps parts of each "
                                      "rank (repeatable). pace=MS or pace=MS+ROW_MS: each decode of "

@@ -1,7 +1,6 @@
 """The invariants of the scheduler's state between two events.
 
-The error of each check states what it found. Used by the tests after every event, and by
-`--set debug=true`.
+The error of each check states what it found. Used by the tests after every event.
 """
 
 from __future__ import annotations

@@ -108,7 +108,3 @@ class Comeback:
         for host in found:
             self._due[host] = now + self._every
         return found
-
-    def soon(self, now: float) -> None:
-        """Make every missing host due now."""
-        self._due = dict.fromkeys(self._due, now)
