@@ -22,9 +22,9 @@ from pipeinfer.models.gguf_parts import (
     all_of,
     bands_of,
     blocks_of,
+    entry,
     header_of,
     total_bytes,
-    uint_entry,
 )
 
 ARCHITECTURE = "eagle3"
@@ -148,4 +148,4 @@ def _entries(head: ModelFile, target: ModelFile) -> list[bytes]:
     if "tokenizer.ggml.model" not in own:
         entries += [target.raw_entry(key) for key in target.meta_keys()
                     if key.startswith("tokenizer.") and key not in own]
-    return [*entries, uint_entry("general.alignment", DEFAULT_ALIGNMENT)]
+    return [*entries, entry("general.alignment", DEFAULT_ALIGNMENT)]

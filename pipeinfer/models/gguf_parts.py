@@ -135,29 +135,19 @@ def aligned(size: int) -> int:
     return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
-def uint_entry(key: str, value: int) -> bytes:
-    """Return a metadata entry with an unsigned 32-bit integer."""
-    return _string(key) + struct.pack("<II", _UINT32, value)
-
-
-def float_entry(key: str, value: float) -> bytes:
-    """Return a metadata entry with a float32."""
-    return _string(key) + struct.pack("<If", _FLOAT32, value)
-
-
-def numbers_entry(key: str, values: Sequence[int]) -> bytes:
-    """Return a metadata entry with a list of signed 32-bit integers."""
-    return _string(key) + struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
-
-
-def bools_entry(key: str, values: Sequence[bool]) -> bytes:
-    """Return a metadata entry with a list of booleans."""
-    return _string(key) + struct.pack(f"<IIQ{len(values)}?", _ARRAY, _BOOL, len(values), *values)
-
-
-def text_entry(key: str, value: str) -> bytes:
-    """Return a metadata entry with a text."""
-    return _string(key) + struct.pack("<I", _STRING) + _string(value)
+def entry(key: str, value: str | int | float | Sequence[int]) -> bytes:
+    """Return a metadata entry with a text, a float32, an unsigned 32-bit integer, or a list of
+    booleans or of signed 32-bit integers.
+    """
+    name = _string(key)
+    if isinstance(value, str):
+        return name + struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, float):
+        return name + struct.pack("<If", _FLOAT32, value)
+    if isinstance(value, int):
+        return name + struct.pack("<II", _UINT32, value)
+    kind, code = (_BOOL, "?") if isinstance(value[0], bool) else (_INT32, "i")
+    return name + struct.pack(f"<IIQ{len(value)}{code}", _ARRAY, kind, len(value), *value)
 
 
 def renamed_entry(model: ModelFile, old: str, new: str) -> bytes:

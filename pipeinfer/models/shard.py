@@ -23,15 +23,9 @@ from msgspec import structs
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
-from pipeinfer.models.architectures import (
-    ARCHITECTURES,
-    CutRule,
-    check_range,
-    entries,
-    refusal,
-    unused,
-)
+from pipeinfer.models.architectures import TABLE, declared, keys
 from pipeinfer.models.cache_room import make_room
+from pipeinfer.models.cuts import check_range, entries, unused
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
 from pipeinfer.models.gguf_parts import (
@@ -39,12 +33,11 @@ from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
     blocks_of,
+    entry,
     header_of,
     renamed_entry,
     rows_of,
-    text_entry,
     total_bytes,
-    uint_entry,
     zeros,
 )
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
@@ -55,7 +48,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/backends/test_split_parity.py splits at every layer, bit-equal
-SPLITTABLE = tuple(sorted(ARCHITECTURES))
+SPLITTABLE = tuple(sorted(name for name, one in TABLE.items() if one.splits))
 #: metadata under which layers differ from each other, or a scale hits every stage's input
 TRAPS = (
     "attention.scale",
@@ -111,20 +104,21 @@ def check_splittable(model: ModelFile) -> None:
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
             f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}"
         )
-    if why := refusal(model):
+    cut, prefix = declared(model.architecture).cut, architecture + "."
+    windows = (keys.WINDOW, keys.PATTERN) if cut.period else ()
+    if why := cut.refuses(model):
         raise UnsupportedArchitecture(f"{model.path.name}: cannot be split: {why}; {way_out}")
-    cut, prefix = ARCHITECTURES.get(architecture, CutRule()), architecture + "."
     for key in model.meta_keys():
         if not key.startswith(prefix):
             continue
         short = key[len(prefix) :]
-        if short.startswith(TRAPS) and not short.startswith(cut.traps) \
+        if short.startswith(TRAPS) and not short.startswith((*cut.traps, *windows)) \
                 and model.get(key) not in (0, False):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: {key} = {model.get(key)!r} makes layers depend on their "
                 f"position in the model; {way_out}"
             )
-        if model.is_array(key) and short not in (*_PLAIN_ARRAYS, *cut.arrays):
+        if model.is_array(key) and short not in (*_PLAIN_ARRAYS, *cut.arrays, *windows[1:]):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: {key} has a value per layer; {way_out}"
             )
@@ -159,7 +153,7 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
     tensors = model.tensors
     last = stop == model.n_layers
     parts = _vocabulary(model, piece, first=start == 0 and piece is None, last=last)
-    norm = ARCHITECTURES.get(model.architecture, CutRule()).norm
+    norm = declared(model.architecture).cut.norm
     parts += [all_of(tensors[name], name) for name in (f"{norm}.weight", _NORM_BIAS)
               if name in tensors]
     if last and _OUTPUT_BIAS in tensors:
@@ -193,7 +187,7 @@ def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: boo
     tensors, width = model.tensors, model.n_embd
     head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
     own = all_of(head, _EMBEDDING) if piece is None else rows_of(head, _EMBEDDING, piece.vocab)
-    if ARCHITECTURES.get(model.architecture, CutRule()).head:
+    if declared(model.architecture).cut.head:
         rows = own.shape[-1] if first or last else 1
         return [all_of(tensors[_EMBEDDING], _EMBEDDING) if first
                 else zeros(_EMBEDDING, (width, rows)),
@@ -222,7 +216,7 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
     names = {key: arch + key[len(old):] if key.startswith(old + ".") else key
              for key in model.meta_keys()}
     count = f"{arch}.block_count"
-    layers = own.pop(count, uint_entry(count, model.n_layers_all if last and start == 0 else
+    layers = own.pop(count, entry(count, model.n_layers_all if last and start == 0 else
                                        stop - start))
     dropped = {"general.alignment", count, f"{arch}.vocab_size", *own}
     found = [
@@ -231,15 +225,15 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
         if name not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
     ]
     found += [
-        uint_entry("general.alignment", DEFAULT_ALIGNMENT),
+        entry("general.alignment", DEFAULT_ALIGNMENT),
         layers,
-        uint_entry(f"{arch}.vocab_size", n_vocab),
-        text_entry("tokenizer.ggml.model", "none"),
-        text_entry("pipeinfer.fingerprint", model.fingerprint),
-        uint_entry("pipeinfer.layer_start", start),
-        uint_entry("pipeinfer.layer_stop", stop),
-        uint_entry("pipeinfer.layer_total", model.n_layers),
-        uint_entry("pipeinfer.vocab_size", model.n_vocab),
+        entry(f"{arch}.vocab_size", n_vocab),
+        entry("tokenizer.ggml.model", "none"),
+        entry("pipeinfer.fingerprint", model.fingerprint),
+        entry("pipeinfer.layer_start", start),
+        entry("pipeinfer.layer_stop", stop),
+        entry("pipeinfer.layer_total", model.n_layers),
+        entry("pipeinfer.vocab_size", model.n_vocab),
         *filter(None, own.values()),
     ]
     return header_of(found, parts)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
@@ -32,12 +33,6 @@ from pipeinfer.models.gguf_parts import (
     without_values,
 )
 
-#: architectures whose shared expert has so many columns for each column of an expert
-_TIED = ("deepseek2", "glm4moe", "llama4")
-#: architectures whose experts' weights are the softmax of the products of those that are drawn,
-#: and those of them that compute it last instead of dividing by its sum
-_SOFTMAX = ("gpt-oss", "granitemoe", "llama", "qwen35moe", "qwen3moe", "qwen3next")
-SOFTMAX_LAST = ("gpt-oss",)
 _FLOAT32 = 0
 Range = tuple[int, int]
 Floats = npt.NDArray[np.float32]
@@ -91,7 +86,7 @@ def mixture_of(model: ModelFile) -> Mixture | None:
     if not both:
         return Mixture(count, columns, block, drawn=_drawn(model))
     shared, shared_block = both[0].shape[0], common_block(both)
-    if model.architecture not in _TIED:
+    if not declared(model.architecture).shared_tied:
         return Mixture(count, columns, block, shared, shared_block, drawn=_drawn(model))
     if shared % columns:
         raise ModelError(f"{model.path}: its shared experts have {shared} columns, no multiple of "
@@ -119,7 +114,7 @@ def _drawn(model: ModelFile) -> int:
     routers = tensors_of(model, "ffn_gate_inp")
     plain = model.arch_get("expert_weights_scale", 0) in (0, 1) and not tensors_of(
         model, "ffn_down")
-    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or drawn < 1 \
+    if not declared(model.architecture).drawn or not isinstance(drawn, int) or drawn < 1 \
             or not plain or any(
             tensor.type != _FLOAT32 for tensor in routers):
         return 0
