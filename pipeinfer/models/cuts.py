@@ -12,6 +12,7 @@ Uses metadata; writes no file and does not plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -76,14 +77,13 @@ def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
     """Return the ranges of layers that cannot be a stage, and the reason for the first of them."""
     found: dict[tuple[int, int], str] = {}
     if isinstance(model, ModelFile) and declared(model.architecture).splits:
-        for start in range(model.n_layers):
-            for stop in range(start + 1, model.n_layers + 1):
-                if (start, stop) == (0, model.n_layers):
-                    continue
-                try:
-                    check_range(model, start, stop)
-                except (PlanError, UnsupportedArchitecture) as error:
-                    found[start, stop] = str(error)
+        for start, stop in itertools.combinations(range(model.n_layers + 1), 2):
+            if (start, stop) == (0, model.n_layers):
+                continue
+            try:
+                check_range(model, start, stop)
+            except (PlanError, UnsupportedArchitecture) as error:
+                found[start, stop] = str(error)
     return frozenset(found), next(iter(found.values()), "")
 
 

@@ -20,10 +20,10 @@ from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
-    bands_of,
     blocks_of,
     entry,
     header_of,
+    rows_of,
     total_bytes,
 )
 
@@ -125,7 +125,7 @@ def _taken(head: ModelFile, target: ModelFile) -> Iterator[TensorPart]:
         if source is None:
             raise ModelError(f"{target.path}: has no {name}; give the file of the whole model")
         if name == _OUTPUT and _CHOSEN in head.tensors:
-            yield bands_of(source, name, *_bands(head, head.tensors[_CHOSEN], source.shape[1]))
+            yield rows_of(source, name, *_bands(head, head.tensors[_CHOSEN], source.shape[1]))
         else:
             yield all_of(source, name)
 

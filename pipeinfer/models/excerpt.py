@@ -18,21 +18,12 @@ from msgspec import Struct
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.cuts import kind_of_place
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import (
-    TensorPart,
-    all_of,
-    blocks_of,
-    entry,
-    header_of,
-    rows_of,
-    zeros,
-)
+from pipeinfer.models.gguf_parts import all_of, blocks_of, entry, header_of, rows_of, zeros
 from pipeinfer.models.layers import LayerKind, keeps_state, layer_kinds
 
 _ROWS = 4096  #: of the output matrix that are tried: each is a product of its own
 _HEAD, _EMBEDDING, _NORM = "output.weight", "token_embd.weight", "output_norm.weight"
 _SMALL = 32  #: size of the empty layer's one head and of its feed forward
-_F32 = 0
 
 
 class Kinds(Struct, frozen=True):
@@ -100,7 +91,7 @@ def write_head(model: ModelFile, path: str | os.PathLike[str], *, tied: bool) ->
                         ("attn_output", (_SMALL, width)), ("ffn_norm", (width,)),
                         ("ffn_gate", (width, _SMALL)), ("ffn_up", (width, _SMALL)),
                         ("ffn_down", (_SMALL, width))):
-        parts.append(_empty(f"blk.0.{name}.weight", shape))
+        parts.append(zeros(f"blk.0.{name}.weight", shape, floats=True))
     sizes = {"block_count": 1, "context_length": 1 << 12, "embedding_length": width,
              "feed_forward_length": _SMALL, "attention.head_count": 1,
              "attention.head_count_kv": 1, "attention.key_length": _SMALL,
@@ -113,11 +104,6 @@ def write_head(model: ModelFile, path: str | os.PathLike[str], *, tied: bool) ->
     with Path(path).open("wb") as file:
         for block in blocks_of(model, header_of(entries, parts), parts):
             file.write(block)
-
-
-def _empty(name: str, shape: tuple[int, ...]) -> TensorPart:
-    count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    return TensorPart(name, _F32, shape, 4 * count, None)
 
 
 def _name(kind: object) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import struct
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -23,9 +22,10 @@ from typing_extensions import override
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
+from pipeinfer.models.gguf_parts import entry, renamed_entry
 
 _WITH_NORMS = "qwen3vl"  #: has norms of heads
-_ARRAY, _INT32, _STRING, _F32 = 9, 5, 8, 0
+_F32 = 0
 _ZEROS = -1  #: `TensorInfo.part` of a bias that the file does not have
 
 
@@ -99,11 +99,10 @@ class GapModel(ModelFile):
             sections = (half, 0, 0, 0)
             if self._to == _WITH_NORMS:  # interleaved; all three sections get the same positions
                 sections = (-(-half // 3),) * 3 + (0,)
-            return _name(key) + struct.pack("<IIQ4i", _ARRAY, _INT32, 4, *sections)
+            return entry(key, sections)
         if key == "general.architecture":
-            return _name(key) + struct.pack("<I", _STRING) + _name(self._to)
-        old = self._original(key)
-        return _name(key) + super().raw_entry(old)[len(_name(old)):]
+            return entry(key, self._to)
+        return renamed_entry(self._source, self._original(key), key)
 
     @override
     def read_tensor(self, tensor: TensorInfo, chunk: int = 1 << 22) -> Iterator[bytes]:
@@ -155,8 +154,3 @@ def half_split(rows: int, heads: int) -> np.ndarray:
     within = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
     order: np.ndarray = (np.arange(heads)[:, None] * size + within).ravel()
     return order
-
-
-def _name(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw

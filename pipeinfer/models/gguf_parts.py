@@ -64,19 +64,16 @@ def all_of(tensor: TensorInfo, name: str) -> TensorPart:
     return TensorPart(name, tensor.type, tensor.shape, tensor.nbytes, tensor)
 
 
-def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
-    """Take rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
-    return bands_of(tensor, name, rows)
-
-
-def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
-    """Take several ranges of rows, one after the other."""
+def rows_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
+    """Take rows `[a, b)` of a matrix, or elements `[a, b)` of a vector; of several such ranges one
+    after the other.
+    """
     count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
     return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
                    nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, ((0, row_bytes),)))
 
 
-def bands_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
+def rows_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
                   *bands: tuple[int, int]) -> TensorPart:
     """Take the same ranges of rows of matrices `[a, b)` of a stack, such as of each expert's."""
     columns, rows, stacked = tensor.shape
@@ -89,19 +86,13 @@ def bands_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
         window=FileWindow(row_bytes, every, ((0, row_bytes),)))
 
 
-def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int],
+def columns_of(tensor: TensorInfo, name: str, *columns: tuple[int, int],
                last: tuple[int, int] | None = None) -> TensorPart:
     """Take columns `[a, b)` of a matrix, or of each of a stack, which begin and end at blocks or
-    with the row.
+    with the row; of several such ranges one after the other.
 
     last: `[a, b)` of the last dimension: rows of a matrix, matrices of a stack; None: all
     """
-    return columns_in_bands(tensor, name, columns, last=last)
-
-
-def columns_in_bands(tensor: TensorInfo, name: str, *columns: tuple[int, int],
-                     last: tuple[int, int] | None = None) -> TensorPart:
-    """Take several ranges of columns, one after the other. last: as for `columns_of`"""
     first, stop = last or (0, tensor.shape[-1])
     each = math.prod(tensor.shape[1:-1])  # rows of a matrix of a stack, 1 in a matrix
     row_bytes, block = tensor.nbytes // math.prod(tensor.shape[1:]), block_size(tensor)
@@ -120,14 +111,17 @@ def without_values(part: TensorPart) -> TensorPart:
     return structs.replace(part, source=None, window=None)
 
 
-def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
-    """Make a matrix that is never read, in the smallest type that its rows can have."""
-    kinds = GGMLQuantizationType
-    for kind in (kinds.IQ1_S, kinds.Q4_0, kinds.F16) if shape[1] > 1 else (kinds.F32,):
+def zeros(name: str, shape: tuple[int, ...], *, floats: bool = False) -> TensorPart:
+    """Make a matrix of zeros, in the smallest type that its rows can have.
+
+    floats: in float32, as vectors and single rows are
+    """
+    kinds, count = GGMLQuantizationType, math.prod(shape[1:])
+    for kind in (kinds.F32,) if floats or count == 1 else (kinds.IQ1_S, kinds.Q4_0, kinds.F16):
         block, size = GGML_QUANT_SIZES[kind]
         if shape[0] % block == 0:
             break
-    return TensorPart(name, int(kind), shape, shape[0] // block * size * shape[1], None)
+    return TensorPart(name, int(kind), shape, shape[0] // block * size * count, None)
 
 
 def aligned(size: int) -> int:

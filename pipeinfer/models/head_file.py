@@ -16,7 +16,7 @@ from msgspec import Struct
 from pipeinfer.errors import ModelError
 from pipeinfer.models.architectures import TABLE, declared
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.gguf_parts import all_of, bands_of, entry, header_of, total_bytes
+from pipeinfer.models.gguf_parts import all_of, entry, header_of, rows_of, total_bytes
 from pipeinfer.models.hub_files import EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
 
@@ -137,7 +137,7 @@ class HeadSource(ShardSource):
         if not has_head(model):
             raise ModelError(f"{model.path}: has no head for further tokens (no {_PROJECTION})")
         self.small = small
-        parts = [bands_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
+        parts = [rows_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
                  else all_of(tensor, name) for name, tensor in model.tensors.items()
                  if tensor.layer is None or tensor.layer >= model.n_layers]
         kept = [model.raw_entry(key) for key in model.meta_keys()

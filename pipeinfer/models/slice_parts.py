@@ -27,7 +27,7 @@ from pipeinfer.models.architectures import declared
 from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import TensorPart, all_of, bands_of, columns_of, entry, rows_of
+from pipeinfer.models.gguf_parts import TensorPart, all_of, columns_of, entry, rows_of
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.layers import positive, windows_of
 from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
@@ -325,7 +325,7 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
             tensor, name, kind, sizes.among(piece), piece.expert_columns, sizes.shared(piece),
             1 if sizes.mixture is None else sizes.mixture.shared_block)
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
-        return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
+        return rows_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
         "attn_q": (low * sizes.query, high * sizes.query),
         "attn_k": (first * sizes.key, last * sizes.key),
@@ -344,20 +344,18 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
     Sizes that the loader would derive from the number of heads are written explicitly.
     """
     arch, sizes = architecture_of(model), sizes_of(model)
-    ranged = cuts.entries(model, start, stop, takes_tokens=False) \
-        if arch == model.architecture else {}
     low, high = sizes.queries(piece)
+    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
+    ranged = cuts.entries(model, start, stop, takes_tokens=False, given=given) \
+        if arch == model.architecture else {}
     numbers = {
         f"{arch}.attention.head_count": high - low,
         f"{arch}.attention.head_count_kv": piece.heads[1] - piece.heads[0],
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
-    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
-    if given:
-        ranged = cuts.entries(model, start, stop, takes_tokens=False, given=given)
-        numbers = {key: value for key, value in numbers.items()
-                   if key.removeprefix(f"{arch}.") not in given}
+    numbers = {key: value for key, value in numbers.items()
+               if key.removeprefix(f"{arch}.") not in given}
     if not (declared(arch).latent or declared(arch).varied):  # whose lengths are others, or differ
         numbers |= {
             f"{arch}.attention.key_length": sizes.key,

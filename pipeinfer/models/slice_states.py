@@ -22,7 +22,7 @@ from msgspec import Struct
 from pipeinfer.errors import ModelError
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import TensorPart, bands_of, columns_in_bands
+from pipeinfer.models.gguf_parts import TensorPart, columns_of, rows_of
 from pipeinfer.models.layers import positive
 from pipeinfer.models.slice_experts import Range, common_block, tensors_of
 
@@ -166,6 +166,6 @@ def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet | Scan, head
     heads: key heads, or groups, `[a, b)` of the slice
     """
     if kind == "ssm_out.weight":
-        return columns_in_bands(tensor, name, *net.columns(heads))
+        return columns_of(tensor, name, *net.columns(heads))
     bands = net.rows(heads).get(kind)
-    return None if bands is None else bands_of(tensor, name, *bands)
+    return None if bands is None else rows_of(tensor, name, *bands)

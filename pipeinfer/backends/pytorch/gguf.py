@@ -40,8 +40,6 @@ class GgufTensors:
 
     def __init__(self, model: ModelFile) -> None:
         self._model, self._own = model, declared(model.architecture)
-        assert self._own.torch is not None  # `options.check_family` refuses others
-        self._torch = self._own.torch
 
     def has(self, name: str) -> bool:
         """Return whether the file has the tensor."""
@@ -60,8 +58,8 @@ class GgufTensors:
             if ".attn_k." in stored:
                 heads = int(model.arch_get("attention.head_count_kv", heads))  # type: ignore[arg-type]
             array = _paired_halves(array, heads)
-        if self._torch.norm_offset and stored.endswith("norm.weight"):
-            array = array - self._torch.norm_offset
+        if self._own.torch.norm_offset and stored.endswith("norm.weight"):
+            array = array - self._own.torch.norm_offset
         return torch.from_numpy(np.array(array, np.float32))  # the file's bytes are read-only
 
     def rope_factors(self) -> Any:
@@ -89,7 +87,7 @@ class GgufTensors:
         match = _LAYER.match(name)
         if match is None:
             return name
-        names = {**_PARTS, **self._torch.names}
+        names = {**_PARTS, **self._own.torch.names}
         return f"blk.{match[1]}.{names.get(match[2], match[2])}.{match[3]}"
 
 
@@ -127,16 +125,14 @@ def config_of(model: ModelFile) -> dict[str, Any]:
     if int(number("rope.dimension_count", size)) != size:
         raise UnsupportedArchitecture(f"{model.path}: only part of each head is rotated, which the "
                                       "torch backend does not support")
-    for kind in ("attention.value_length",):
-        if int(number(kind, size)) != size:
-            raise UnsupportedArchitecture(f"{model.path}: keys and values have different sizes, "
-                                          "which the torch backend does not support")
+    if int(number("attention.value_length", size)) != size:
+        raise UnsupportedArchitecture(f"{model.path}: keys and values have different sizes, which "
+                                      "the torch backend does not support")
     if "rope_factors_long.weight" in model.tensors:
         raise UnsupportedArchitecture(f"{model.path}: its rotations depend on the length of the "
                                       "text so far (longrope), which the torch backend does not "
                                       "support")
-    torch_of = declared(model.architecture).torch
-    own = torch_of.config(model, number) if torch_of is not None else {}
+    own = declared(model.architecture).torch.config(model, number)
     if "sliding_window" not in own and model.arch_get(keys.WINDOW) not in (None, 0):
         raise UnsupportedArchitecture(f"{model.path}: sliding windows in a GGUF file are not "
                                       "supported by the torch backend; use the Hugging Face folder")

@@ -124,7 +124,7 @@ class Architecture(Struct, frozen=True):
     mtp: whether its prediction head was shown to give llama.cpp's own proposals. assistant: whether
     it reads the caches of another model. paired: rotated elements are neighbours in the file.
     with_gaps: the architecture that its layers are written as where positions have gaps (`gaps`).
-    torch: how the torch backend takes it; None: not at all.
+    torch: how the torch backend takes it.
     """
 
     names: tuple[str, ...]
@@ -159,7 +159,7 @@ class Architecture(Struct, frozen=True):
     assistant: bool = False
     paired: bool = False
     with_gaps: str = ""
-    torch: Torch | None = None
+    torch: Torch = Torch((), gguf=False)
 
     @property
     def why_not_sliced(self) -> str:
