@@ -24,7 +24,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
-from pipeinfer.models.architectures import keeps_state
+from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import find, open_model
 from pipeinfer.models.shard import extract_shard

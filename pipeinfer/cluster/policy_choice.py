@@ -15,8 +15,8 @@ from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
-from pipeinfer.models.architectures import has_windows, keeps_state
 from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.models.layers import has_windows, keeps_state
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import Need

@@ -50,7 +50,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import Loss, RankLost, UsageError, WorkerFailed
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
-from pipeinfer.models.architectures import keeps_state, no_embeddings
+from pipeinfer.models.layers import keeps_state, no_embeddings
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.nodes import RankInfo

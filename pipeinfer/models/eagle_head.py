@@ -20,11 +20,11 @@ from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
-    bands_of,
     blocks_of,
+    entry,
     header_of,
+    rows_of,
     total_bytes,
-    uint_entry,
 )
 
 ARCHITECTURE = "eagle3"
@@ -125,7 +125,7 @@ def _taken(head: ModelFile, target: ModelFile) -> Iterator[TensorPart]:
         if source is None:
             raise ModelError(f"{target.path}: has no {name}; give the file of the whole model")
         if name == _OUTPUT and _CHOSEN in head.tensors:
-            yield bands_of(source, name, *_bands(head, head.tensors[_CHOSEN], source.shape[1]))
+            yield rows_of(source, name, *_bands(head, head.tensors[_CHOSEN], source.shape[1]))
         else:
             yield all_of(source, name)
 
@@ -148,4 +148,4 @@ def _entries(head: ModelFile, target: ModelFile) -> list[bytes]:
     if "tokenizer.ggml.model" not in own:
         entries += [target.raw_entry(key) for key in target.meta_keys()
                     if key.startswith("tokenizer.") and key not in own]
-    return [*entries, uint_entry("general.alignment", DEFAULT_ALIGNMENT)]
+    return [*entries, entry("general.alignment", DEFAULT_ALIGNMENT)]

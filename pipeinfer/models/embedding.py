@@ -15,17 +15,9 @@ import numpy as np
 from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
-from pipeinfer.models.architectures import embedding_factor
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import (
-    all_of,
-    blocks_of,
-    float_entry,
-    header_of,
-    text_entry,
-    total_bytes,
-    uint_entry,
-)
+from pipeinfer.models.gguf_parts import all_of, blocks_of, entry, header_of, total_bytes
+from pipeinfer.models.layers import embedding_factor
 from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from pipeinfer.models.shard import shard_name
 
@@ -86,14 +78,14 @@ class EmbeddingSource:
         self._model, self._parts = model, [all_of(_tensor(model), _NAME)]
         arch, factor = model.architecture, embedding_factor(model)
         self.header = header_of([
-            text_entry("general.architecture", arch),
-            uint_entry("general.alignment", DEFAULT_ALIGNMENT),
-            uint_entry(f"{arch}.block_count", model.n_layers),
-            uint_entry(f"{arch}.embedding_length", model.n_embd),
-            uint_entry(f"{arch}.vocab_size", model.n_vocab),
-            text_entry("pipeinfer.fingerprint", model.fingerprint),
-            text_entry("pipeinfer.piece", PIECE),
-            *([] if factor == 1 else [float_entry(_FACTOR, factor)]),
+            entry("general.architecture", arch),
+            entry("general.alignment", DEFAULT_ALIGNMENT),
+            entry(f"{arch}.block_count", model.n_layers),
+            entry(f"{arch}.embedding_length", model.n_embd),
+            entry(f"{arch}.vocab_size", model.n_vocab),
+            entry("pipeinfer.fingerprint", model.fingerprint),
+            entry("pipeinfer.piece", PIECE),
+            *([] if factor == 1 else [entry(_FACTOR, factor)]),
         ], self._parts)
         self.total = total_bytes(self.header, self._parts)
         self.name = shard_name(model.fingerprint, 0, 0, PIECE)

@@ -15,30 +15,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipeinfer.models.architectures import (
-    ARCHITECTURES,
-    LayerKind,
-    keeps_state,
-    kind_of_place,
-    layer_kinds,
-)
+from pipeinfer.models.architectures import declared
+from pipeinfer.models.cuts import kind_of_place
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import (
-    TensorPart,
-    all_of,
-    blocks_of,
-    float_entry,
-    header_of,
-    rows_of,
-    text_entry,
-    uint_entry,
-    zeros,
-)
+from pipeinfer.models.gguf_parts import all_of, blocks_of, entry, header_of, rows_of, zeros
+from pipeinfer.models.layers import LayerKind, keeps_state, layer_kinds
 
 _ROWS = 4096  #: of the output matrix that are tried: each is a product of its own
 _HEAD, _EMBEDDING, _NORM = "output.weight", "token_embd.weight", "output_norm.weight"
 _SMALL = 32  #: size of the empty layer's one head and of its feed forward
-_F32 = 0
 
 
 class Kinds(Struct, frozen=True):
@@ -58,7 +43,7 @@ def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | 
 
     last: whether they are a last stage, whose output matrix is used.
     """
-    if model.architecture not in ARCHITECTURES:
+    if not declared(model.architecture).splits:
         return None
     layers: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
     for tensor in model.tensors.values():
@@ -99,31 +84,26 @@ def write_head(model: ModelFile, path: str | os.PathLike[str], *, tied: bool) ->
     width, rows = model.n_embd, min(head.shape[-1], _ROWS)
     own = rows_of(head, _EMBEDDING if tied else head.name, (0, rows))
     parts = [own] if own.name == _EMBEDDING else [zeros(_EMBEDDING, (width, rows)), own]
-    norm = ARCHITECTURES[model.architecture].norm + ".weight"
+    norm = declared(model.architecture).cut.norm + ".weight"
     parts.append(all_of(model.tensors[norm], _NORM))
     for name, shape in (("attn_norm", (width,)), ("attn_q", (width, _SMALL)),
                         ("attn_k", (width, _SMALL)), ("attn_v", (width, _SMALL)),
                         ("attn_output", (_SMALL, width)), ("ffn_norm", (width,)),
                         ("ffn_gate", (width, _SMALL)), ("ffn_up", (width, _SMALL)),
                         ("ffn_down", (_SMALL, width))):
-        parts.append(_empty(f"blk.0.{name}.weight", shape))
+        parts.append(zeros(f"blk.0.{name}.weight", shape, floats=True))
     sizes = {"block_count": 1, "context_length": 1 << 12, "embedding_length": width,
              "feed_forward_length": _SMALL, "attention.head_count": 1,
              "attention.head_count_kv": 1, "attention.key_length": _SMALL,
              "attention.value_length": _SMALL, "rope.dimension_count": _SMALL, "vocab_size": rows}
-    entries = [text_entry("general.architecture", "llama"),
-               uint_entry("general.alignment", DEFAULT_ALIGNMENT),
-               text_entry("tokenizer.ggml.model", "none"),
-               float_entry("llama.attention.layer_norm_rms_epsilon", 1e-5),
-               *(uint_entry(f"llama.{key}", value) for key, value in sizes.items())]
+    entries = [entry("general.architecture", "llama"),
+               entry("general.alignment", DEFAULT_ALIGNMENT),
+               entry("tokenizer.ggml.model", "none"),
+               entry("llama.attention.layer_norm_rms_epsilon", 1e-5),
+               *(entry(f"llama.{key}", value) for key, value in sizes.items())]
     with Path(path).open("wb") as file:
         for block in blocks_of(model, header_of(entries, parts), parts):
             file.write(block)
-
-
-def _empty(name: str, shape: tuple[int, ...]) -> TensorPart:
-    count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    return TensorPart(name, _F32, shape, 4 * count, None)
 
 
 def _name(kind: object) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import struct
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -21,11 +20,12 @@ from msgspec import structs
 from typing_extensions import override
 
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo, Value
+from pipeinfer.models.gguf_parts import entry, renamed_entry
 
-#: the architecture that an architecture's layers are written as; qwen3vl has norms of heads
-_WRITTEN_AS = {"llama": "qwen2vl", "qwen2": "qwen2vl", "qwen3": "qwen3vl"}
-_ARRAY, _INT32, _STRING, _F32 = 9, 5, 8, 0
+_WITH_NORMS = "qwen3vl"  #: has norms of heads
+_F32 = 0
 _ZEROS = -1  #: `TensorInfo.part` of a bias that the file does not have
 
 
@@ -37,7 +37,8 @@ class GapModel(ModelFile):
 
     def __init__(self, model: ModelFile) -> None:
         self._source, self._from = model, model.architecture
-        self._to = _WRITTEN_AS.get(model.architecture, "")
+        self._to = declared(model.architecture).with_gaps
+        self._paired = declared(model.architecture).paired
         self._sections = f"{self._to}.rope.dimension_sections"
         if not self._to:
             self._refuse(f"layers of architecture {self._from!r} are not known to work with gaps")
@@ -55,7 +56,7 @@ class GapModel(ModelFile):
             problem = "it scales rotations by frequency"
         elif model.arch_get("rope.dimension_count", head) != head:
             problem = "it rotates only a part of each head"
-        elif self._from == "llama" and "blk.0.attn_q.bias" in model.tensors:
+        elif self._paired and "blk.0.attn_q.bias" in model.tensors:
             problem = "it has biases in its attention"
         if problem:
             self._refuse(problem)
@@ -69,7 +70,7 @@ class GapModel(ModelFile):
         """The elements of a head's key."""
         whole = self._count("embedding_length") // self._count("attention.head_count")
         size = self.arch_get("attention.key_length", whole)
-        return size if self._from == "qwen3" and isinstance(size, int) else whole
+        return size if self._to == _WITH_NORMS and isinstance(size, int) else whole
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -96,13 +97,12 @@ class GapModel(ModelFile):
         if key == self._sections:
             half = self._head() // 2
             sections = (half, 0, 0, 0)
-            if self._to == "qwen3vl":  # interleaved; all three sections get the same positions
+            if self._to == _WITH_NORMS:  # interleaved; all three sections get the same positions
                 sections = (-(-half // 3),) * 3 + (0,)
-            return _name(key) + struct.pack("<IIQ4i", _ARRAY, _INT32, 4, *sections)
+            return entry(key, sections)
         if key == "general.architecture":
-            return _name(key) + struct.pack("<I", _STRING) + _name(self._to)
-        old = self._original(key)
-        return _name(key) + super().raw_entry(old)[len(_name(old)):]
+            return entry(key, self._to)
+        return renamed_entry(self._source, self._original(key), key)
 
     @override
     def read_tensor(self, tensor: TensorInfo, chunk: int = 1 << 22) -> Iterator[bytes]:
@@ -111,7 +111,7 @@ class GapModel(ModelFile):
             return
         kind = tensor.name.rsplit(".", 2)[-2]
         blocks = super().read_tensor(tensor, chunk)
-        if self._from != "llama" or kind not in ("attn_q", "attn_k"):
+        if not self._paired or kind not in ("attn_q", "attn_k"):
             yield from blocks
             return
         rows = tensor.shape[1]
@@ -129,7 +129,7 @@ class GapModel(ModelFile):
                                  f"{list(tensor.shape)} does not divide into "
                                  f"{self._heads[part[-2]]} heads; the file is damaged, fetch it "
                                  "again")
-            if self._from == "llama":
+            if self._paired:
                 rows = tensor.shape[1]
                 yield structs.replace(
                     tensor, name=".".join((*part[:-1], "bias")), type=_F32, shape=(rows,),
@@ -154,8 +154,3 @@ def half_split(rows: int, heads: int) -> np.ndarray:
     within = np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
     order: np.ndarray = (np.arange(heads)[:, None] * size + within).ravel()
     return order
-
-
-def _name(text: str) -> bytes:
-    raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw

@@ -64,19 +64,16 @@ def all_of(tensor: TensorInfo, name: str) -> TensorPart:
     return TensorPart(name, tensor.type, tensor.shape, tensor.nbytes, tensor)
 
 
-def rows_of(tensor: TensorInfo, name: str, rows: tuple[int, int]) -> TensorPart:
-    """Take rows `[a, b)` of a matrix, or elements `[a, b)` of a vector."""
-    return bands_of(tensor, name, rows)
-
-
-def bands_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
-    """Take several ranges of rows, one after the other."""
+def rows_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
+    """Take rows `[a, b)` of a matrix, or elements `[a, b)` of a vector; of several such ranges one
+    after the other.
+    """
     count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
     return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
                    nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, ((0, row_bytes),)))
 
 
-def bands_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
+def rows_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
                   *bands: tuple[int, int]) -> TensorPart:
     """Take the same ranges of rows of matrices `[a, b)` of a stack, such as of each expert's."""
     columns, rows, stacked = tensor.shape
@@ -89,19 +86,13 @@ def bands_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
         window=FileWindow(row_bytes, every, ((0, row_bytes),)))
 
 
-def columns_of(tensor: TensorInfo, name: str, columns: tuple[int, int],
+def columns_of(tensor: TensorInfo, name: str, *columns: tuple[int, int],
                last: tuple[int, int] | None = None) -> TensorPart:
     """Take columns `[a, b)` of a matrix, or of each of a stack, which begin and end at blocks or
-    with the row.
+    with the row; of several such ranges one after the other.
 
     last: `[a, b)` of the last dimension: rows of a matrix, matrices of a stack; None: all
     """
-    return columns_in_bands(tensor, name, columns, last=last)
-
-
-def columns_in_bands(tensor: TensorInfo, name: str, *columns: tuple[int, int],
-                     last: tuple[int, int] | None = None) -> TensorPart:
-    """Take several ranges of columns, one after the other. last: as for `columns_of`"""
     first, stop = last or (0, tensor.shape[-1])
     each = math.prod(tensor.shape[1:-1])  # rows of a matrix of a stack, 1 in a matrix
     row_bytes, block = tensor.nbytes // math.prod(tensor.shape[1:]), block_size(tensor)
@@ -120,14 +111,17 @@ def without_values(part: TensorPart) -> TensorPart:
     return structs.replace(part, source=None, window=None)
 
 
-def zeros(name: str, shape: tuple[int, int]) -> TensorPart:
-    """Make a matrix that is never read, in the smallest type that its rows can have."""
-    kinds = GGMLQuantizationType
-    for kind in (kinds.IQ1_S, kinds.Q4_0, kinds.F16) if shape[1] > 1 else (kinds.F32,):
+def zeros(name: str, shape: tuple[int, ...], *, floats: bool = False) -> TensorPart:
+    """Make a matrix of zeros, in the smallest type that its rows can have.
+
+    floats: in float32, as vectors and single rows are
+    """
+    kinds, count = GGMLQuantizationType, math.prod(shape[1:])
+    for kind in (kinds.F32,) if floats or count == 1 else (kinds.IQ1_S, kinds.Q4_0, kinds.F16):
         block, size = GGML_QUANT_SIZES[kind]
         if shape[0] % block == 0:
             break
-    return TensorPart(name, int(kind), shape, shape[0] // block * size * shape[1], None)
+    return TensorPart(name, int(kind), shape, shape[0] // block * size * count, None)
 
 
 def aligned(size: int) -> int:
@@ -135,29 +129,19 @@ def aligned(size: int) -> int:
     return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
-def uint_entry(key: str, value: int) -> bytes:
-    """Return a metadata entry with an unsigned 32-bit integer."""
-    return _string(key) + struct.pack("<II", _UINT32, value)
-
-
-def float_entry(key: str, value: float) -> bytes:
-    """Return a metadata entry with a float32."""
-    return _string(key) + struct.pack("<If", _FLOAT32, value)
-
-
-def numbers_entry(key: str, values: Sequence[int]) -> bytes:
-    """Return a metadata entry with a list of signed 32-bit integers."""
-    return _string(key) + struct.pack(f"<IIQ{len(values)}i", _ARRAY, _INT32, len(values), *values)
-
-
-def bools_entry(key: str, values: Sequence[bool]) -> bytes:
-    """Return a metadata entry with a list of booleans."""
-    return _string(key) + struct.pack(f"<IIQ{len(values)}?", _ARRAY, _BOOL, len(values), *values)
-
-
-def text_entry(key: str, value: str) -> bytes:
-    """Return a metadata entry with a text."""
-    return _string(key) + struct.pack("<I", _STRING) + _string(value)
+def entry(key: str, value: str | int | float | Sequence[int]) -> bytes:
+    """Return a metadata entry with a text, a float32, an unsigned 32-bit integer, or a list of
+    booleans or of signed 32-bit integers.
+    """
+    name = _string(key)
+    if isinstance(value, str):
+        return name + struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, float):
+        return name + struct.pack("<If", _FLOAT32, value)
+    if isinstance(value, int):
+        return name + struct.pack("<II", _UINT32, value)
+    kind, code = (_BOOL, "?") if isinstance(value[0], bool) else (_INT32, "i")
+    return name + struct.pack(f"<IIQ{len(value)}{code}", _ARRAY, kind, len(value), *value)
 
 
 def renamed_entry(model: ModelFile, old: str, new: str) -> bytes:

@@ -14,21 +14,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.architectures import TABLE, declared
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.gguf_parts import (
-    all_of,
-    bands_of,
-    header_of,
-    text_entry,
-    total_bytes,
-    uint_entry,
-)
+from pipeinfer.models.gguf_parts import all_of, entry, header_of, rows_of, total_bytes
 from pipeinfer.models.hub_files import EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
 
 #: architectures whose head was shown to give llama.cpp's own proposals
-WITH_HEAD = ("deepseek2", "glm4moe", "qwen35", "qwen35moe")
-_ASSISTANT = "gemma4-assistant"
+WITH_HEAD = tuple(sorted(name for name, one in TABLE.items() if one.mtp))
 #: names of matrices that have a row for each token
 _BY_TOKEN = ("token_embd.weight", "output.weight", "nextn.embed_tokens.weight",
              "nextn.shared_head_head.weight")
@@ -44,7 +37,7 @@ def has_head(model: ModelFile) -> bool:
 
 def check_whole(model: ModelFile) -> None:
     """Raise ModelError for a file that has a head and no layers that choose tokens."""
-    if model.architecture == _ASSISTANT:
+    if declared(model.architecture).assistant:
         raise ModelError(f"{model.path}: this assistant reads the KV cache of Gemma 4's last "
                          "layers, which a rank that drafts does not have: leave it out; prompt "
                          "lookup or a draft model guesses instead")
@@ -144,16 +137,16 @@ class HeadSource(ShardSource):
         if not has_head(model):
             raise ModelError(f"{model.path}: has no head for further tokens (no {_PROJECTION})")
         self.small = small
-        parts = [bands_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
+        parts = [rows_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
                  else all_of(tensor, name) for name, tensor in model.tensors.items()
                  if tensor.layer is None or tensor.layer >= model.n_layers]
         kept = [model.raw_entry(key) for key in model.meta_keys()
                 if not key.startswith(("tokenizer.", "split.", "general.alignment"))
                 and key != f"{model.architecture}.vocab_size"]
         self.header = header_of([
-            *kept, uint_entry(f"{model.architecture}.vocab_size",
+            *kept, entry(f"{model.architecture}.vocab_size",
                               small.size if small else model.n_vocab),
-            text_entry("tokenizer.ggml.model", "none")], parts)
+            entry("tokenizer.ggml.model", "none")], parts)
         self.model, self.layers = model, (0, model.n_layers)
         self._parts = parts
         self.total = total_bytes(self.header, parts)

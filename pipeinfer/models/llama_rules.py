@@ -14,19 +14,9 @@ import os
 from collections.abc import Collection
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import STRING, ModelFile
 
-#: architectures whose graphs these rules cover wholly; of others only what all share is checked
-#: (qwen2vl, qwen3vl: see `gaps`; seed_oss: slices of qwen2, see `slice_parts`)
-COVERED = ("llama", "qwen2", "qwen3", "qwen2vl", "qwen3vl", "seed_oss", "cohere2", "deepseek2",
-           "falcon", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
-           "granitemoe", "llama4", "minicpm", "mistral3", "olmo2", "phi3", "qwen2moe", "qwen3moe",
-           "smollm3", "arctic", "bailingmoe2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone4",
-           "hunyuan-dense", "hunyuan-moe", "minimax-m2", "olmoe")
-#: of these, whose heads may be rotated in part, and whose heads add up to the model's width
-_PARTLY = ("cohere2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "phi3", "bailingmoe2",
-           "minimax-m2")
-_WIDE = ("cohere2", "falcon", "olmo2", "phi3", "qwen2moe", "arctic", "exaone4", "olmoe")
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
 VOCABULARIES = ("gemma4", "gpt2", "llama")
 _MOST_LAYERS, _MOST_EXPERTS = 512, 512  # llama.cpp's own
@@ -38,7 +28,6 @@ _F32 = 0
 _FLOATS = frozenset({0, 1, 30})
 _MATRICES = _FLOATS | {2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 34, 35, 39}
 _META_F32, _META_I32, _META_U32 = 6, 5, 4
-_WITHOUT_HEADS = ("mamba", "rwkv")
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _LEAST_TOKENS = 12  #: llama.cpp uses token 11 if a byte-level vocabulary has no end-of-text token
 _NONE = ("none", "no_vocab")
@@ -81,19 +70,20 @@ def check_numbers(model: ModelFile, *, head: bool = False) -> None:
     if scaling is not None and scaling not in _SCALINGS:
         raise _bad(model, f"{model.architecture}.rope.scaling.type", scaling)
     _check_experts(model)
-    if model.architecture == "gemma4":
+    own = declared(model.architecture)
+    if own.varied:
         _check_shared_caches(model)
-    if not model.architecture.startswith(_WITHOUT_HEADS):  # sizes are divided by their number
+    if not own.headless:  # sizes are divided by their number
         heads = _integers(model, "attention.head_count", 0, _MOST_HEADS)
         if max(heads, default=0) == 0:
             raise _bad(model, f"{model.architecture}.attention.head_count", heads or None)
-    if model.architecture in COVERED:
+    if own.checked:
         _check_heads(model)
 
 
 def check_types(model: ModelFile) -> None:
     """Check the types of the tensors, where their use is known. Raises ModelError."""
-    if model.architecture not in COVERED:
+    if not declared(model.architecture).checked:
         return
     for tensor in model.tensors.values():
         vector = sum(size > 1 for size in tensor.shape) <= 1 and "token_embd" not in tensor.name
@@ -163,11 +153,11 @@ def _check_heads(model: ModelFile) -> None:
     for count, groups in zip(heads, shared, strict=True):
         if groups > count or count % groups:
             raise _bad(model, f"{model.architecture}.attention.head_count_kv", groups)
-    if model.architecture == "deepseek2":
+    if declared(model.architecture).latent:
         _check_latent(model)
     else:
         _check_rotation(model, heads[0], "")
-        if model.architecture == "gemma4":
+        if declared(model.architecture).varied:
             _check_rotation(model, heads[0], "_swa")
     for name in ("feed_forward_length", "context_length"):
         _integers(model, name, 1, 2**31 - 1)
@@ -179,20 +169,20 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
     key, value = ((_integers(model, f"attention.{part}_length{kind}", 1, 1 << 16) or [default])[0]
                   for part in ("key", "value"))
     rotated = (_integers(model, f"rope.dimension_count{kind}", 1, 1 << 16) or [key])[0]
-    arch = model.architecture
-    fits = rotated <= key if arch in _PARTLY else rotated == key
+    arch, own = model.architecture, declared(model.architecture)
+    fits = rotated <= key if own.partly else rotated == key
     if key != value or not fits or rotated % 2:
-        rule = "the first two must be equal, the last even and no more" if arch in _PARTLY \
+        rule = "the first two must be equal, the last even and no more" if own.partly \
             else "these must be equal and even"
         raise ModelError(
             f"{model.path}: heads of {key} and {value} elements of which {rotated} are "
             f"rotated; in a {arch} model {rule}")
-    if arch in _WIDE and heads * key != model.n_embd:
+    if own.fills_width and heads * key != model.n_embd:
         raise _bad(model, f"{arch}.attention.head_count", heads)
 
 
 def _check_latent(model: ModelFile) -> None:
-    """Check sizes of a deepseek2's heads and of its compressed cache."""
+    """Check sizes of heads that read one compressed cache, and of that."""
     rotated, latent, key, value = (
         (_integers(model, name, 1, 1 << 16) or [0])[0] for name in (
             "rope.dimension_count", "attention.kv_lora_rank", "attention.key_length",
@@ -200,7 +190,7 @@ def _check_latent(model: ModelFile) -> None:
     parts = [_integers(model, f"attention.{part}_length_mla", 1, 1 << 16)
              for part in ("key", "value")]
     if parts[0] and _integers(model, "attention.head_count_kv", 1, _MOST_HEADS)[:1] != [1]:
-        raise _bad(model, "deepseek2.attention.head_count_kv",
+        raise _bad(model, f"{model.architecture}.attention.head_count_kv",
                    model.arch_get("attention.head_count_kv"))
     whole = parts[0][0] if parts[0] else key
     compressed = (key, value) == (latent + rotated, latent)
@@ -208,7 +198,8 @@ def _check_latent(model: ModelFile) -> None:
             0 < rotated < whole) or rotated % 2:
         raise ModelError(
             f"{model.path}: heads of {whole} elements of which {rotated} are rotated, over a cache "
-            f"of {key} and {value} for {latent}; these do not fit each other in a deepseek2 model")
+            f"of {key} and {value} for {latent}; these do not fit each other in a "
+            f"{model.architecture} model")
 
 
 def _check_experts(model: ModelFile) -> None:

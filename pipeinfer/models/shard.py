@@ -23,15 +23,9 @@ from msgspec import structs
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
-from pipeinfer.models.architectures import (
-    ARCHITECTURES,
-    CutRule,
-    check_range,
-    entries,
-    refusal,
-    unused,
-)
+from pipeinfer.models.architectures import TABLE, declared, keys
 from pipeinfer.models.cache_room import make_room
+from pipeinfer.models.cuts import check_range, entries, unused
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
 from pipeinfer.models.gguf_parts import (
@@ -39,12 +33,11 @@ from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
     blocks_of,
+    entry,
     header_of,
     renamed_entry,
     rows_of,
-    text_entry,
     total_bytes,
-    uint_entry,
     zeros,
 )
 from pipeinfer.models.shard_cache import Progress, cache_directory, store
@@ -55,28 +48,16 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/backends/test_split_parity.py splits at every layer, bit-equal
-SPLITTABLE = tuple(sorted(ARCHITECTURES))
+SPLITTABLE = tuple(sorted(name for name, one in TABLE.items() if one.splits))
 #: metadata under which layers differ from each other, or a scale hits every stage's input
-TRAPS = (
-    "attention.scale",
-    "attention.sliding_window",
-    "attention.temperature_scale",
-    "embedding_scale",
-    "full_attention_interval",
-    "interleave_moe_layer_step",
-    "leading_dense_block_count",
-    "logit_scale",
-    "nextn_predict_layers",
-    "residual_scale",
-    "ssm.",
-)
+TRAPS = (*keys.SCALES, keys.WINDOW, keys.INTERVAL, keys.MOE_STEP, keys.DENSE, keys.NEXTN,
+         "attention.temperature_scale", "ssm.")
 #: arrays in an architecture's metadata that are not one value per layer
 _PLAIN_ARRAYS = ("rope.dimension_sections",)
 _EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _EMBEDDING, _NORM, _OUTPUT = "token_embd.weight", "output_norm.weight", "output.weight"
 _OUTPUT_BIAS, _NORM_BIAS = "output.bias", "output_norm.bias"
 _KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _NORM_BIAS, _OUTPUT, _OUTPUT_BIAS}
-_F32 = 0
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
@@ -109,35 +90,31 @@ def check_splittable(model: ModelFile) -> None:
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
-            f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}"
-        )
-    if why := refusal(model):
+            f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}")
+    cut, prefix = declared(model.architecture).cut, architecture + "."
+    windows = (keys.WINDOW, keys.PATTERN) if cut.period else ()
+    if why := cut.refuses(model):
         raise UnsupportedArchitecture(f"{model.path.name}: cannot be split: {why}; {way_out}")
-    cut, prefix = ARCHITECTURES.get(architecture, CutRule()), architecture + "."
     for key in model.meta_keys():
         if not key.startswith(prefix):
             continue
         short = key[len(prefix) :]
-        if short.startswith(TRAPS) and not short.startswith(cut.traps) \
+        if short.startswith(TRAPS) and not short.startswith((*cut.traps, *windows)) \
                 and model.get(key) not in (0, False):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: {key} = {model.get(key)!r} makes layers depend on their "
-                f"position in the model; {way_out}"
-            )
-        if model.is_array(key) and short not in (*_PLAIN_ARRAYS, *cut.arrays):
+                f"position in the model; {way_out}")
+        if model.is_array(key) and short not in (*_PLAIN_ARRAYS, *cut.arrays, *windows[1:]):
             raise UnsupportedArchitecture(
-                f"{model.path.name}: {key} has a value per layer; {way_out}"
-            )
+                f"{model.path.name}: {key} has a value per layer; {way_out}")
     norm = f"{cut.norm}.weight"
     for tensor in model.tensors.values():
         layer = tensor.layer
         if (layer is None and tensor.name not in {*_KNOWN_GLOBALS, norm}) or (
-            layer is not None and layer >= model.n_layers_all
-        ):
+                layer is not None and layer >= model.n_layers_all):
             raise UnsupportedArchitecture(
                 f"{model.path.name}: has the tensor {tensor.name!r}, which is unknown in "
-                f"{architecture} models; {way_out}"
-            )
+                f"{architecture} models; {way_out}")
     for name in (_EMBEDDING, norm,
                  *(f"blk.{i}.{cut.always}.weight" for i in range(model.n_layers))):
         if name not in model.tensors:
@@ -159,7 +136,7 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
     tensors = model.tensors
     last = stop == model.n_layers
     parts = _vocabulary(model, piece, first=start == 0 and piece is None, last=last)
-    norm = ARCHITECTURES.get(model.architecture, CutRule()).norm
+    norm = declared(model.architecture).cut.norm
     parts += [all_of(tensors[name], name) for name in (f"{norm}.weight", _NORM_BIAS)
               if name in tensors]
     if last and _OUTPUT_BIAS in tensors:
@@ -193,13 +170,13 @@ def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: boo
     tensors, width = model.tensors, model.n_embd
     head = tensors.get(_OUTPUT, tensors[_EMBEDDING])
     own = all_of(head, _EMBEDDING) if piece is None else rows_of(head, _EMBEDDING, piece.vocab)
-    if ARCHITECTURES.get(model.architecture, CutRule()).head:
+    if declared(model.architecture).cut.head:
         rows = own.shape[-1] if first or last else 1
         return [all_of(tensors[_EMBEDDING], _EMBEDDING) if first
                 else zeros(_EMBEDDING, (width, rows)),
                 structs.replace(own, name=_OUTPUT) if last else zeros(_OUTPUT, (width, rows))]
     if not first:
-        return [own] if last else [TensorPart(_EMBEDDING, _F32, (width, 1), width * 4, None)]
+        return [own] if last else [zeros(_EMBEDDING, (width, 1))]
     parts = [all_of(tensors[_EMBEDDING], _EMBEDDING)]
     if last and _OUTPUT in tensors:
         parts.append(all_of(tensors[_OUTPUT], _OUTPUT))
@@ -222,24 +199,23 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
     names = {key: arch + key[len(old):] if key.startswith(old + ".") else key
              for key in model.meta_keys()}
     count = f"{arch}.block_count"
-    layers = own.pop(count, uint_entry(count, model.n_layers_all if last and start == 0 else
-                                       stop - start))
+    layers = own.pop(count, entry(count, model.n_layers_all if last and start == 0
+                                  else stop - start))
     dropped = {"general.alignment", count, f"{arch}.vocab_size", *own}
     found = [
         renamed_entry(model, key, name)
         for key, name in names.items()
         if name not in dropped and not key.startswith(("tokenizer.", "split.", "quantize."))
     ]
+    notes = {"layer_start": start, "layer_stop": stop, "layer_total": model.n_layers,
+             "vocab_size": model.n_vocab}
     found += [
-        uint_entry("general.alignment", DEFAULT_ALIGNMENT),
+        entry("general.alignment", DEFAULT_ALIGNMENT),
         layers,
-        uint_entry(f"{arch}.vocab_size", n_vocab),
-        text_entry("tokenizer.ggml.model", "none"),
-        text_entry("pipeinfer.fingerprint", model.fingerprint),
-        uint_entry("pipeinfer.layer_start", start),
-        uint_entry("pipeinfer.layer_stop", stop),
-        uint_entry("pipeinfer.layer_total", model.n_layers),
-        uint_entry("pipeinfer.vocab_size", model.n_vocab),
+        entry(f"{arch}.vocab_size", n_vocab),
+        entry("tokenizer.ggml.model", "none"),
+        entry("pipeinfer.fingerprint", model.fingerprint),
+        *(entry(f"pipeinfer.{key}", number) for key, number in notes.items()),
         *filter(None, own.values()),
     ]
     return header_of(found, parts)
@@ -322,7 +298,6 @@ def extract_shard(
     Raises UnsupportedArchitecture, PlanError for a slice that this model does not have, or
     ModelError when the disk is full or the model cannot be read; no temporary file stays behind.
     """
-    _check_range(model, start, stop)
     if piece is None and _is_whole(model, start, stop):
         return model.path
     path = store(ShardSource(model, start, stop, piece), cache_directory(cache_dir), progress)

@@ -20,24 +20,19 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
     TensorPart,
     aligned,
     all_of,
-    bands_of_each,
     block_size,
     columns_of,
     rows_of,
+    rows_of_each,
     without_values,
 )
 
-#: architectures whose shared expert has so many columns for each column of an expert
-_TIED = ("deepseek2", "glm4moe", "llama4")
-#: architectures whose experts' weights are the softmax of the products of those that are drawn,
-#: and those of them that compute it last instead of dividing by its sum
-_SOFTMAX = ("gpt-oss", "granitemoe", "llama", "qwen35moe", "qwen3moe", "qwen3next")
-SOFTMAX_LAST = ("gpt-oss",)
 _FLOAT32 = 0
 Range = tuple[int, int]
 Floats = npt.NDArray[np.float32]
@@ -88,10 +83,8 @@ def mixture_of(model: ModelFile) -> Mixture | None:
                          "missing; the file is damaged, fetch it again")
     columns, block = down[0].shape[0], common_block(down)
     both = tensors_of(model, "ffn_down_shexp")
-    if not both:
-        return Mixture(count, columns, block, drawn=_drawn(model))
-    shared, shared_block = both[0].shape[0], common_block(both)
-    if model.architecture not in _TIED:
+    shared, shared_block = (both[0].shape[0], common_block(both)) if both else (0, 1)
+    if not (both and declared(model.architecture).shared_tied):
         return Mixture(count, columns, block, shared, shared_block, drawn=_drawn(model))
     if shared % columns:
         raise ModelError(f"{model.path}: its shared experts have {shared} columns, no multiple of "
@@ -119,7 +112,7 @@ def _drawn(model: ModelFile) -> int:
     routers = tensors_of(model, "ffn_gate_inp")
     plain = model.arch_get("expert_weights_scale", 0) in (0, 1) and not tensors_of(
         model, "ffn_down")
-    if model.architecture not in _SOFTMAX or not isinstance(drawn, int) or drawn < 1 \
+    if not declared(model.architecture).drawn or not isinstance(drawn, int) or drawn < 1 \
             or not plain or any(
             tensor.type != _FLOAT32 for tensor in routers):
         return 0
@@ -206,15 +199,15 @@ def part_of(tensor: TensorInfo, name: str, kind: str, among: Range, experts: Ran
         return without_values(part_of(tensor, name, kind, among, experts, (0, least), least))
     shared = shared or (0, 0)
     if kind == "ffn_down_exps.bias":
-        own = columns_of(tensor, name, (0, tensor.shape[0]), among)
+        own = columns_of(tensor, name, (0, tensor.shape[0]), last=among)
         return own if experts[0] == 0 else without_values(own)
     if kind in ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.weight"):
-        return columns_of(tensor, name, experts, among)
+        return columns_of(tensor, name, experts, last=among)
     if kind == "ffn_down_shexp.weight":
         return columns_of(tensor, name, shared)
     if kind in ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"):
         return rows_of(tensor, name, shared)
     if kind == "ffn_gate_up_exps.weight":  # the rows of the gate before the others
         half, (low, high) = tensor.shape[1] // 2, experts
-        return bands_of_each(tensor, name, among, experts, (half + low, half + high))
-    return bands_of_each(tensor, name, among, experts)
+        return rows_of_each(tensor, name, among, experts, (half + low, half + high))
+    return rows_of_each(tensor, name, among, experts)

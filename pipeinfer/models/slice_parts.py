@@ -17,23 +17,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.models import architectures, slice_experts, slice_states
+from pipeinfer.models import cuts, slice_experts, slice_states
+from pipeinfer.models.architectures import declared
+from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import (
-    TensorPart,
-    all_of,
-    bands_of,
-    columns_of,
-    rows_of,
-    text_entry,
-    uint_entry,
-)
+from pipeinfer.models.gguf_parts import TensorPart, all_of, columns_of, entry, rows_of
 from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.layers import positive, windows_of
 from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
 from pipeinfer.models.slice_states import DeltaNet, Scan, states_of
 
@@ -47,38 +43,12 @@ _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_n
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
-#: The architecture of slices where llama.cpp requires a model's heads to add up to its width, which
-#: those of a slice do not: an architecture whose graph is the same (tests/models/test_slices.py
-#: shows equal bits) and whose heads may have any size. With the new names of tensors.
-_WRITTEN_AS = {"qwen2": ("seed_oss", {"ffn_norm.weight": "post_attention_norm.weight"})}
 _WAY_OUT = "run it as a plain pipeline, without --grid"
-#: architectures that can be sliced, and why others cannot
-_SLICED = ("deepseek2", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt-oss", "granite",
-           "granitemoe", "llama", "llama4", "minicpm", "mistral3", "nemotron_h", "qwen2", "qwen3",
-           "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "smollm3")
-_WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
-_NORMS = "its norm of queries and keys goes over all heads, of which a slice has some"
-_REASONS = {
-    **dict.fromkeys(("arctic", "exaone4", "olmoe"), _WIDTH),
-    **dict.fromkeys(("bailingmoe2", "dots1", "ernie4_5", "ernie4_5-moe", "falcon-h1",
-                     "hunyuan-dense", "hunyuan-moe", "jamba", "lfm2moe", "nemotron_h_moe",
-                     "seed_oss"), "it was not tried"),
-    "minimax-m2": _NORMS, "olmo2": _NORMS,
-    "cohere2": _WIDTH, "falcon": _WIDTH, "phi3": _WIDTH, "qwen2moe": _WIDTH,
-    **dict.fromkeys(("mamba", "mamba2"), "its layers keep a state, which is not cut"),
-    "granitehybrid": "its norm of states goes over all heads, of which a slice has some",
-    "lfm2": "llama.cpp wants its convolutions to be as wide as the model, which those of a slice "
-            "are not",
-}
-_TWO_IN_ONE = ("glm4",)  #: whose ffn_up has the rows of the gate before its own
-_LATENT = ("deepseek2",)  #: whose heads all read one compressed cache
-_VARIED = ("gemma4",)  #: whose layers with a sliding window have other heads than the rest
-
-
-_NAME = re.compile(r"h(\d{1,9})-(\d{1,9})(?:q(\d{1,9})-(\d{1,9}))?"
-                   r"(?:d(\d{1,9})-(\d{1,9}))?\.f(\d{1,9})-(\d{1,9})(?:\.e(\d{1,9})-(\d{1,9}))?"
-                   r"(?:\.x(\d{1,9})-(\d{1,9}))?(?:\.s(\d{1,9})-(\d{1,9}))?"
-                   r"\.v(\d{1,9})-(\d{1,9})", re.ASCII)
+#: what begins each range in a slice's name, in order
+_LETTERS = {"h": "heads", "q": "queries", "d": "delta", ".f": "ff", ".e": "experts", ".x": "among",
+            ".s": "shared", ".v": "vocab"}
+_NAME = re.compile("".join(rf"(?:{re.escape(letter)}(\d{{1,9}})-(\d{{1,9}}))?"
+                           for letter in _LETTERS), re.ASCII)
 
 
 class Slice(Struct, frozen=True):
@@ -107,9 +77,7 @@ class Slice(Struct, frozen=True):
     @property
     def name(self) -> str:
         """All ranges in a text without blanks or slashes: "h0-2.f0-768.v0-24576"."""
-        ranges = (("h", self.heads), ("q", self.queries), ("d", self.delta), (".f", self.ff),
-                  (".e", self.experts), (".x", self.among), (".s", self.shared),
-                  (".v", self.vocab))
+        ranges = ((letter, getattr(self, field)) for letter, field in _LETTERS.items())
         return "".join(f"{letter}{own[0]}-{own[1]}" for letter, own in ranges if own is not None)
 
     @property
@@ -122,19 +90,14 @@ class Slice(Struct, frozen=True):
         """Return the slice with this name. Raises ProtocolError for any other text."""
         match = _NAME.fullmatch(text)
         if match is not None:
-            numbers = [None if part is None else int(part) for part in match.groups()]
-            heads, queries, delta, ff, experts, among, shared, vocab = (
-                None if low is None or high is None else (low, high)
-                for low, high in zip(numbers[::2], numbers[1::2], strict=True))
-            assert heads is not None
-            assert ff is not None
-            assert vocab is not None
-            found = cls(heads, ff, vocab, queries, experts, shared, among, delta)
-            ranges = (heads, ff, vocab, *(own or ff for own in (
-                queries, experts, shared, among, delta)))
-            # a number with leading zeros would give one slice two names
-            if all(low < high for low, high in ranges) and found.name == text:
-                return found
+            ends = match.groups()
+            ranges = {field: (int(low), int(high)) for field, low, high in zip(
+                _LETTERS.values(), ends[::2], ends[1::2], strict=True) if low is not None}
+            if {"heads", "ff", "vocab"} <= ranges.keys() and all(
+                    low < high for low, high in ranges.values()):
+                found = cls(**ranges)
+                if found.name == text:  # leading zeros would give one slice two names
+                    return found
         raise ProtocolError(f"{text[:80]!r} is no name of a slice; start the same version of "
                             "pipeinfer on every host")
 
@@ -166,7 +129,7 @@ class Sizes(Struct, frozen=True):
     vocab: int
     head_block: int
     ff_block: int
-    new_names: dict[str, str]
+    new_names: Mapping[str, str]
     mixture: Mixture | None = None
     both: bool = False
     layers: tuple[tuple[int, int], ...] = ()
@@ -219,10 +182,8 @@ class Sizes(Struct, frozen=True):
 
 def why_not_sliced(architecture: str) -> str:
     """Return why llama.cpp's layers of this architecture are not sliced; empty where they are."""
-    if architecture in _SLICED:
-        return ""
-    why = _REASONS.get(architecture, "it is not known how its layers could be")
-    return f"layers of a {architecture} are not sliced: {why}"
+    why = declared(architecture).why_not_sliced
+    return why and f"layers of a {architecture} are not sliced: {why}"
 
 
 def sizes_of(model: ModelFile | ModelDir) -> Sizes:
@@ -238,15 +199,16 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
             f"{_WAY_OUT}, or choose a decomposer that leaves no gaps")
     if why := why_not_sliced(model.architecture):
         raise UnsupportedArchitecture(f"{model.path.name}: {why}: {_WAY_OUT}")
-    heads, mixture = _number(model, "attention.head_count"), mixture_of(model)
+    heads, mixture = positive(model, "attention.head_count"), mixture_of(model)
     layers: tuple[tuple[int, int], ...] = ()
-    if model.architecture in _VARIED:
+    own = declared(model.architecture)
+    if own.varied:
         layers = _varied(model)
         kv_heads = min(kv_heads for kv_heads, _ in layers)
     else:
         kv_heads = _same(model, "attention.head_count_kv", heads)
-    suffix = "_mla" if model.architecture in _LATENT else ""
-    key, value = (_number(model, f"attention.{name}_length{suffix}", model.n_embd // heads)
+    suffix = "_mla" if own.latent else ""
+    key, value = (positive(model, f"attention.{name}_length{suffix}", model.n_embd // heads)
                   for name in ("key", "value"))
     if layers:
         key = value = math.gcd(*(head for _, head in layers))
@@ -254,11 +216,11 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     ff, block = (mixture.columns, mixture.block) if mixture is not None and not down else (
         _same(model, "feed_forward_length"), common_block(down))
     sizes = Sizes(
-        heads, kv_heads, key, value, _number(model, "rope.dimension_count", key), ff,
+        heads, kv_heads, key, value, positive(model, "rope.dimension_count", key), ff,
         model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
-        _WRITTEN_AS.get(model.architecture, ("", {}))[1], mixture,
+        own.renamed, mixture,
         both=mixture is not None and bool(down), layers=layers, delta=states_of(model))
-    if model.architecture in _WRITTEN_AS and "output.bias" in model.tensors:
+    if own.slices_as and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
             f"{model.architecture} models cannot have one: {_WAY_OUT}")
@@ -278,7 +240,7 @@ def _sizes_of_folder(folder: ModelDir) -> Sizes:
 
     Sizes that a config may omit are taken from the tensors.
     """
-    width, heads = folder.n_embd, _number(folder, "attention.head_count")
+    width, heads = folder.n_embd, positive(folder, "attention.head_count")
     first = {tensor.name.split(".", 3)[3]: tensor.shape for tensor in folder.tensors.values()
              if tensor.layer == 0}
     try:
@@ -332,7 +294,7 @@ def is_whole(kind: str) -> bool:
 
 def architecture_of(model: ModelFile) -> str:
     """Return the architecture that is written into slices of the model."""
-    return _WRITTEN_AS.get(model.architecture, (model.architecture, {}))[0]
+    return declared(model.architecture).slices_as or model.architecture
 
 
 def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> TensorPart:
@@ -363,7 +325,7 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
             tensor, name, kind, sizes.among(piece), piece.expert_columns, sizes.shared(piece),
             1 if sizes.mixture is None else sizes.mixture.shared_block)
     if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
-        return bands_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
+        return rows_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
     rows = {
         "attn_q": (low * sizes.query, high * sizes.query),
         "attn_k": (first * sizes.key, last * sizes.key),
@@ -382,21 +344,19 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
     Sizes that the loader would derive from the number of heads are written explicitly.
     """
     arch, sizes = architecture_of(model), sizes_of(model)
-    ranged = architectures.entries(model, start, stop, takes_tokens=False) \
-        if arch == model.architecture else {}
     low, high = sizes.queries(piece)
+    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
+    ranged = cuts.entries(model, start, stop, takes_tokens=False, given=given) \
+        if arch == model.architecture else {}
     numbers = {
         f"{arch}.attention.head_count": high - low,
         f"{arch}.attention.head_count_kv": piece.heads[1] - piece.heads[0],
         f"{arch}.feed_forward_length": piece.ff[1] - piece.ff[0],
         "pipeinfer.vocab_start": piece.vocab[0],
     }
-    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
-    if given:
-        ranged = architectures.entries(model, start, stop, takes_tokens=False, given=given)
-        numbers = {key: value for key, value in numbers.items()
-                   if key.removeprefix(f"{arch}.") not in given}
-    if arch not in (*_LATENT, *_VARIED):  # whose lengths are others, or differ
+    numbers = {key: value for key, value in numbers.items()
+               if key.removeprefix(f"{arch}.") not in given}
+    if not (declared(arch).latent or declared(arch).varied):  # whose lengths are others, or differ
         numbers |= {
             f"{arch}.attention.key_length": sizes.key,
             f"{arch}.attention.value_length": sizes.value,
@@ -416,9 +376,8 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
         if sizes.mixture.apart:
             low, high = shared or (0, sizes.mixture.shared_block)
             numbers[f"{arch}.expert_shared_feed_forward_length"] = high - low
-    return ranged | {key: uint_entry(key, value) for key, value in numbers.items()} | {
-        "general.architecture": text_entry("general.architecture", arch),
-        "pipeinfer.piece": text_entry("pipeinfer.piece", piece.name)}
+    texts = {"general.architecture": arch, "pipeinfer.piece": piece.name}
+    return ranged | {key: entry(key, value) for key, value in (numbers | texts).items()}
 
 
 def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
@@ -463,17 +422,17 @@ def _has_among(among: tuple[int, int], mixture: Mixture) -> bool:
 
 def _varied(model: ModelFile) -> tuple[tuple[int, int], ...]:
     """The KV heads, and the elements of a head, of each layer."""
-    windows = architectures.windows_of(model, 0)
-    counts = architectures.values_of(model, "attention.head_count_kv")
-    return tuple((count, _number(model, f"attention.key_length{'_swa' if near else ''}"))
+    windows = windows_of(model, 0)
+    counts = values_of(model, "attention.head_count_kv")
+    return tuple((count, positive(model, f"attention.key_length{'_swa' if near else ''}"))
                  for count, near in zip(counts, windows, strict=False))
 
 
 def _same(model: ModelFile, key: str, default: int | None = None) -> int:
     """A number that is the same in all layers which have it."""
     if not model.is_array(f"{model.architecture}.{key}"):
-        return _number(model, key, default)
-    found = {*architectures.values_of(model, key)[:model.n_layers]} - {0}
+        return positive(model, key, default)
+    found = {*values_of(model, key)[:model.n_layers]} - {0}
     if len(found) != 1 or min(found) < 1:
         raise UnsupportedArchitecture(
             f"{model.path.name}: its layers have different values of {key}, so they are not "
@@ -488,23 +447,15 @@ def _by_layer(model: ModelFile, sizes: Sizes, piece: Slice) -> dict[str, list[in
     if model.is_array(f"{model.architecture}.{kv}"):
         keys = (sizes.of_layer(layer).keys(piece) for layer in range(model.n_layers))
         found[kv] = [high - low if count else 0 for (low, high), count in zip(
-            keys, architectures.values_of(model, kv), strict=False)]
+            keys, values_of(model, kv), strict=False)]
     if model.is_array(f"{model.architecture}.{ff}"):
         found[ff] = [piece.ff[1] - piece.ff[0] if count else 0
-                     for count in architectures.values_of(model, ff)[:model.n_layers]]
+                     for count in values_of(model, ff)[:model.n_layers]]
     return found
 
 
 def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:
     return columns is None or (columns[1] <= size and not any(end % block for end in columns))
-
-
-def _number(model: ModelFile | ModelDir, key: str, default: int | None = None) -> int:
-    value = model.arch_get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{model.path}: {model.architecture}.{key} is {str(value)[:40]!r}, not a "
-                         "number of at least 1; the file is damaged, fetch it again")
-    return value
 
 
 def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
@@ -519,7 +470,7 @@ def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
         "attn_v.weight": (width, values), "attn_v.bias": (values,),
         "attn_output.weight": (sizes.heads * sizes.value, width),
         "ffn_gate.weight": (width, sizes.ff), "ffn_gate.bias": (sizes.ff,),
-        "ffn_up.weight": (width, sizes.ff * (1 + (model.architecture in _TWO_IN_ONE))),
+        "ffn_up.weight": (width, sizes.ff * (1 + declared(model.architecture).two_in_one)),
         "ffn_up.bias": (sizes.ff,),
         "ffn_down.weight": (sizes.ff, width),
         "attn_sinks.weight": (sizes.heads,),

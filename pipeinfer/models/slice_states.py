@@ -20,20 +20,18 @@ import math
 from msgspec import Struct
 
 from pipeinfer.errors import ModelError
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import TensorPart, bands_of, columns_in_bands
+from pipeinfer.models.gguf_parts import TensorPart, columns_of, rows_of
+from pipeinfer.models.layers import positive
 from pipeinfer.models.slice_experts import Range, common_block, tensors_of
 
-DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
-_SCANS = ("nemotron_h",)
-_TOGETHER = ("qwen3next",)  #: whose value heads of a key head follow each other
 
+class States(Struct, frozen=True):
+    """The part of a model's layers with a state that can be cut.
 
-class DeltaNet(Struct, frozen=True):
-    """The delta net of a model's layers.
-
-    keys: key heads
-    groups: value heads per key head
+    keys: key heads of a delta net, groups of heads of a scan
+    groups: value heads per key head, heads of each group
     size: elements of a head
     block: columns of ssm_out can be cut at multiples of this in all layers
     together: whether the value heads of a key head follow each other
@@ -43,7 +41,7 @@ class DeltaNet(Struct, frozen=True):
     groups: int
     size: int
     block: int
-    together: bool = False
+    together: bool
 
     @property
     def step(self) -> int:
@@ -60,6 +58,27 @@ class DeltaNet(Struct, frozen=True):
         """Return the columns of ssm_out of a slice."""
         return self.bands(heads, self.size)
 
+    def bands(self, heads: Range, size: int, start: int = 0) -> tuple[Range, ...]:
+        """Return where the value heads of key heads `[a, b)` lie, from `start` on; size: elements
+        of a head.
+        """
+        low, high = heads
+        if self.together:
+            return ((start + low * self.groups * size, start + high * self.groups * size),)
+        firsts = [start + group * self.keys * size for group in range(self.groups)]
+        return tuple((first + low * size, first + high * size) for first in firsts)
+
+    def entries(self, heads: Range) -> dict[str, int]:
+        """Return the metadata of a slice with key heads `[a, b)`."""
+        count = heads[1] - heads[0]
+        values = count * self.groups
+        return {"ssm.group_count": count, "ssm.time_step_rank": values,
+                "ssm.inner_size": values * self.size}
+
+
+class DeltaNet(States, frozen=True):
+    """A delta net."""
+
     def rows(self, heads: Range) -> dict[str, tuple[Range, ...]]:
         """Return the rows of a slice by tensors' names."""
         half = self.keys * self.size
@@ -71,16 +90,6 @@ class DeltaNet(Struct, frozen=True):
             "attn_qkv.weight": mixed, "ssm_conv1d.weight": mixed,
             "attn_gate.weight": self.bands(heads, self.size),
             "ssm_ba.weight": self.bands(heads, 2)}  # of a key head both rates of its value heads
-
-    def bands(self, heads: Range, size: int, start: int = 0) -> tuple[Range, ...]:
-        """Return where the value heads of key heads `[a, b)` lie, from `start` on; size: elements
-        of a head.
-        """
-        low, high = heads
-        if self.together:
-            return ((start + low * self.groups * size, start + high * self.groups * size),)
-        firsts = [start + group * self.keys * size for group in range(self.groups)]
-        return tuple((first + low * size, first + high * size) for first in firsts)
 
     def shapes(self, width: int, kernel: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors by their names.
@@ -98,102 +107,54 @@ class DeltaNet(Struct, frozen=True):
             "ssm_dt.bias": (values,), "ssm_a": (values,), "ssm_norm.weight": (self.size,),
             "ssm_out.weight": (values * self.size, width)}
 
-    def entries(self, heads: Range) -> dict[str, int]:
-        """Return the metadata of a slice with key heads `[a, b)`."""
-        count = heads[1] - heads[0]
-        values = count * self.groups
-        return {"ssm.group_count": count, "ssm.time_step_rank": values,
-                "ssm.inner_size": values * self.size}
 
+class Scan(States, frozen=True):
+    """A scan. state: elements of a group's input and output of the state."""
 
-class Scan(Struct, frozen=True):
-    """The scan of a model's layers.
-
-    keys: groups of heads
-    groups: heads of each
-    size: elements of a head
-    block: columns of ssm_out can be cut at multiples of this in all layers
-    state: elements of a group's input and output of the state
-    """
-
-    keys: int
-    groups: int
-    size: int
-    block: int
     state: int
-
-    @property
-    def each(self) -> int:
-        """The elements of a group of heads."""
-        return self.groups * self.size
-
-    @property
-    def step(self) -> int:
-        """The number of groups at whose multiples it can be cut."""
-        return math.lcm(self.block, self.each) // self.each
-
-    @property
-    def most(self) -> int:
-        """The most slices with some groups each."""
-        return max(1, self.keys // self.step)
-
-    def columns(self, heads: Range) -> tuple[Range, ...]:
-        """Return the columns of ssm_out of a slice."""
-        return ((heads[0] * self.each, heads[1] * self.each),)
 
     def rows(self, heads: Range) -> dict[str, tuple[Range, ...]]:
         """Return the rows of a slice by tensors' names."""
+        each = self.groups * self.size
+        inner, state = self.keys * each, self.keys * self.state
+
         def of(size: int, start: int) -> Range:
             return start + heads[0] * size, start + heads[1] * size
 
-        inner, state = self.keys * self.each, self.keys * self.state
-        mixed = (of(self.each, 0), of(self.state, inner), of(self.state, inner + state))
+        mixed = (of(each, 0), of(self.state, inner), of(self.state, inner + state))
         one = (of(self.groups, 0),)
         return {
-            "ssm_in.weight": (of(self.each, 0), *((inner + a, inner + b) for a, b in mixed),
+            "ssm_in.weight": (of(each, 0), *((inner + a, inner + b) for a, b in mixed),
                               of(self.groups, 2 * (inner + state))),
             "ssm_conv1d.weight": mixed, "ssm_conv1d.bias": mixed, "ssm_norm.weight": (heads,),
             "ssm_dt.bias": one, "ssm_a": one, "ssm_d": one}
 
     def shapes(self, width: int, kernel: int) -> dict[str, tuple[int, ...]]:
-        """See `DeltaNet.shapes`."""
-        inner, heads = self.keys * self.each, self.keys * self.groups
+        """Return the shapes of the tensors by their names, as in `DeltaNet.shapes`."""
+        each, heads = self.groups * self.size, self.keys * self.groups
+        inner = self.keys * each
         channels = inner + 2 * self.keys * self.state
         return {
             "ssm_in.weight": (width, inner + channels + heads),
             "ssm_conv1d.weight": (kernel, channels), "ssm_conv1d.bias": (channels,),
-            "ssm_norm.weight": (self.each, self.keys), "ssm_dt.bias": (heads,),
+            "ssm_norm.weight": (each, self.keys), "ssm_dt.bias": (heads,),
             "ssm_a": (1, heads), "ssm_d": (1, heads), "ssm_out.weight": (inner, width)}
-
-    def entries(self, heads: Range) -> dict[str, int]:
-        """See `DeltaNet.entries`."""
-        count = heads[1] - heads[0]
-        return {"ssm.group_count": count, "ssm.time_step_rank": count * self.groups,
-                "ssm.inner_size": count * self.each}
 
 
 def states_of(model: ModelFile) -> DeltaNet | Scan | None:
     """Return the delta net or scan of a model's layers, None if they have none that can be cut."""
-    if model.architecture not in (*DELTA_NETS, *_SCANS):
+    kind = declared(model.architecture).state
+    if not kind:
         return None
-    keys, values, size, inner = (_number(model, f"ssm.{name}") for name in (
+    keys, values, size, inner = (positive(model, f"ssm.{name}") for name in (
         "group_count", "time_step_rank", "state_size", "inner_size"))
     if values % keys or inner % values:
         raise ModelError(f"{model.path}: {keys} groups do not share {values} heads, or these "
                          f"{inner} elements, evenly; the file is damaged, fetch it again")
-    if model.architecture in _SCANS:
-        return Scan(keys, values // keys, inner // values,
-                    common_block(tensors_of(model, "ssm_out")), size)
-    return DeltaNet(keys, values // keys, size, common_block(tensors_of(model, "ssm_out")),
-                    model.architecture in _TOGETHER)
-
-
-def _number(model: ModelFile, key: str) -> int:
-    value = model.arch_get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{model.path}: {model.architecture}.{key} is {str(value)[:40]!r}, not a "
-                         "number of at least 1; the file is damaged, fetch it again")
-    return value
+    block = common_block(tensors_of(model, "ssm_out"))
+    if kind == "scan":
+        return Scan(keys, values // keys, inner // values, block, together=True, state=size)
+    return DeltaNet(keys, values // keys, size, block, kind == "grouped")
 
 
 def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet | Scan, heads: Range
@@ -205,6 +166,6 @@ def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet | Scan, head
     heads: key heads, or groups, `[a, b)` of the slice
     """
     if kind == "ssm_out.weight":
-        return columns_in_bands(tensor, name, *net.columns(heads))
+        return columns_of(tensor, name, *net.columns(heads))
     bands = net.rows(heads).get(kind)
-    return None if bands is None else bands_of(tensor, name, *bands)
+    return None if bands is None else rows_of(tensor, name, *bands)

@@ -22,6 +22,8 @@ from pipeinfer.backends.factory import backends_of
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.models.cuts import barred
+from pipeinfer.models.layers import cache_bytes, has_latent_cache, per_layer
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.judge import LINK, gain
 from pipeinfer.planning.measure import Figures
@@ -44,60 +46,9 @@ WORTH = 1.1  #: least speed-up of the slowest stage for which a plan differs fro
 _SCRATCH = 32 << 20
 
 
-def _cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -> list[float]:
-    """Each layer's KV cache; two bytes per element on llama.cpp (quantised caches need less).
-
-    Layers with a state have one for each of `n_ids` sequences in its place, or beside it.
-    """
-    from pipeinfer.models.architectures import LayerKind, layer_kinds
-
-    kinds = layer_kinds(model)
-    heads = _per_layer(model, "attention.head_count", 1)
-    kv_heads = _per_layer(model, "attention.head_count_kv", 0)
-    near = _per_layer(model, "attention.sliding_window_pattern", 0)
-    latent = _is_latent(model)  # values are part of the keys
-    found: list[float] = []
-    for i, layer_keeps in enumerate(kinds):
-        state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
-        found.append(n_ids * _state_bytes(model) if state else 0.0)
-        if layer_keeps not in (LayerKind.CACHE, LayerKind.BOTH):
-            continue
-        size, width = model.n_embd // heads[i], 0
-        for kind in ("key",) if latent else ("key", "value"):
-            own = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
-            width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
-        found[i] += n_cells * (kv_heads[i] or heads[i]) * width * item_bytes
-    return found
-
-
-def _is_latent(model: Any) -> bool:
-    """Return whether all heads read one compressed cache."""
-    return model.arch_get("attention.key_length_mla") is not None
-
-
-def _state_bytes(model: Any) -> float:
-    """A layer's state of one sequence: that of its scan, and the last inputs of its convolution.
-    Other kinds of states count as nothing."""
-    def size(key: str) -> int:
-        return int(model.arch_get(key) or 0)
-
-    width = int(model.n_embd)
-    inner, state = size("ssm.inner_size"), size("ssm.state_size")
-    channels = inner + 2 * max(1, size("ssm.group_count")) * state
-    return 4.0 * (inner * state + max(0, size("ssm.conv_kernel") - 1) * channels
-                  + max(0, size("shortconv.l_cache") - 1) * width)
-
-
-def _per_layer(model: Any, key: str, default: int) -> list[int]:
-    """Return a number of each layer: metadata has one for all, or a list."""
-    value = model.arch_get(key)
-    values = value if isinstance(value, list) else [value or default] * model.n_layers
-    return [int(one) for one in values]
-
-
 def _widest(model: Any) -> int:
     """Return the FFN columns of the widest layer, for the scratch memory of a decode."""
-    return max(_per_layer(model, "feed_forward_length", 4 * model.n_embd))
+    return max(per_layer(model, "feed_forward_length", 4 * model.n_embd))
 
 
 # --- plans ------------------------------------------------------------------------------------
@@ -185,13 +136,12 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
         any case: speeds of different backends are measured per such byte.
     n_ids: sequences of the KV cache, which all have a state where layers keep one.
     """
-    from pipeinfer.models.architectures import barred
     from pipeinfer.models.hf_folder import torch_parts
     from pipeinfer.models.shard import shard_bytes
 
     if item_bytes or model.path.is_dir():
         layers, embedding, head = torch_parts(model, item_bytes)
-        cache = _cache_bytes(model, n_cells, item_bytes or 4)
+        cache = cache_bytes(model, n_cells, item_bytes or 4)
         _, _, head_cost = torch_parts(model, 0)
         return Load(
             tuple(map(float, model.layer_bytes)),
@@ -201,7 +151,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
     n = model.n_layers
     layers = [shard_bytes(model, i, i + 1) for i in range(n)]
     plain = list(model.layer_bytes)
-    cache = _cache_bytes(model, n_cells, n_ids=n_ids)
+    cache = cache_bytes(model, n_cells, n_ids=n_ids)
     head = layers[-1] - plain[-1] if n > 1 else 0
     bars, why = barred(model)
     return Load(
@@ -209,7 +159,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
         tuple(map(operator.add, plain, cache)),
         first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
         scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + _widest(model))),
-        whole=tuple(cache) if _is_latent(model) else (), barred=bars, bar=why)
+        whole=tuple(cache) if has_latent_cache(model) else (), barred=bars, bar=why)
 
 
 def with_text(load: Load, model: Any, length: int) -> Load:
@@ -219,11 +169,11 @@ def with_text(load: Load, model: Any, length: int) -> Load:
     window at most those inside it.
     """
     window = int(model.arch_get("attention.sliding_window", 0) or 0) or length
-    near = _per_layer(model, "attention.sliding_window_pattern", 0)
+    near = per_layer(model, "attention.sliding_window_pattern", 0)
     cells = (min(length, window) if one else length for one in near)
     return structs.replace(load, costs=tuple(
         cost + each * count for cost, each, count in zip(
-            load.costs, _cache_bytes(model, 1), cells, strict=True)))
+            load.costs, cache_bytes(model, 1), cells, strict=True)))
 
 
 def with_head(load: Load, figures: Iterable[Figures]) -> Load:

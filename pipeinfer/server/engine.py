@@ -18,7 +18,7 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ClusterError, ContextOverflow, ModelError, ProtocolError, UsageError
-from pipeinfer.models.architectures import pooling_of
+from pipeinfer.models.layers import pooling_of
 from pipeinfer.planning.wide import is_cut, widths_of
 from pipeinfer.scheduler.events import Emit, Finish, Refuse
 from pipeinfer.server.frames import (

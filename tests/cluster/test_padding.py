@@ -16,8 +16,8 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import PortName, Ready
 from pipeinfer.core.policy import Policy
 from pipeinfer.lab.random_model import tiny, write_random_model
-from pipeinfer.models.architectures import has_windows
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.layers import has_windows
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
 

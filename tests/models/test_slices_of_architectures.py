@@ -12,7 +12,7 @@ from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models import slice_experts
-from pipeinfer.models.architectures import barred
+from pipeinfer.models.cuts import barred
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard

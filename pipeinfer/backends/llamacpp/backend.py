@@ -43,17 +43,11 @@ from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
 
-
-#: where hidden rows are put into the graphs of architectures that do not take them as llama.cpp's
-#: embedding rows: glm4's end the process, gemma2's scale them as they scale tokens
-_ENTRIES = {"gemma2": "inp_scaled", "glm4": "embd", "glm4moe": "embd"}
-#: names of layers' outputs in other graphs
-_OUTPUTS = dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out")
-_SECTIONS = ("qwen35", "qwen35moe")  #: architectures whose positions have four sections
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied: only whole sequences can")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
@@ -111,8 +105,9 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
             takes_back=not self.keeps_state,
         )
-        self._enters = info.architecture in _ENTRIES and not options.head
-        sections = options.gaps or (info.architecture in _SECTIONS and not options.head)
+        own = declared(info.architecture)
+        self._enters = bool(own.entry) and not options.head
+        sections = options.gaps or (own.sections and not options.head)
         self._batch = RowBatch(info, sections=sections, enters=self._enters,
                                both=bool(options.head))
 
@@ -543,12 +538,12 @@ def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers
     source: the routers of a slice with some of the experts, or the file that they are read from
     """
     architecture = metadata(model, "general.architecture")
-    entry, output = _ENTRIES.get(architecture, ""), _OUTPUTS.get(architecture, "l_out")
+    own = declared(architecture)
     pools = last and int(metadata(model, f"{architecture}.pooling_type") or 0) > 0
-    if last and not (_is_slice(model) or entry or options.layer_callbacks or chooses_experts
+    if last and not (_is_slice(model) or own.entry or options.layer_callbacks or chooses_experts
                      or pools):
         return None
-    probe = kind(layers[1] - layers[0] - 1, layers[0], entry, output)
+    probe = kind(layers[1] - layers[0] - 1, layers[0], own.entry, own.output)
     probe.sum_experts_at(_expert_sum(model))
     if metadata(model, "pipeinfer.experts"):
         if not chooses_experts:

@@ -18,6 +18,7 @@ from pipeinfer.backends.llamacpp.tensors import source_of, weight_of
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.models import slice_experts
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 
 #: decodes of at most so many rows have their routers' products row by row; longer ones are chunks
@@ -58,8 +59,7 @@ class Routers:
                              f"a row draws {self.drawn}; remove the file, it is then made again")
         self.own = first, own
         self._arrays = slice_experts.read_routers(model)
-        softmax = "softmax" if model.architecture in slice_experts.SOFTMAX_LAST else "norm"
-        self.weights = f"ffn_moe_weights_{softmax}-".encode()
+        self.weights = f"ffn_moe_weights_{declared(model.architecture).drawn}-".encode()
         self._table = (_Router * model.n_layers)(*(
             _Router(weights.ctypes.data, None if biases is None else biases.ctypes.data)
             for weights, biases in self._arrays))

@@ -17,16 +17,7 @@ from pipeinfer.backends.base import ShardInfo
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
-
-#: architectures whose graphs name the inputs of their layers; with others llama.cpp ends the
-#: process
-LAYER_INPUTS = frozenset({
-    "gpt-oss", "lfm2", "llama", "minimax-m2", "nemotron_h", "qwen3", "qwen35", "qwen35moe",
-    "qwen3moe", "qwen3next"})
-#: architectures whose graphs name what the output matrix reads
-FINAL_ROWS = frozenset({
-    "deepseek2", "glm4moe", "gpt-oss", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
-    "qwen3next"})
+from pipeinfer.models.architectures import declared
 
 
 def refusal(architecture: str, layers: tuple[int, ...], n_layers: int) -> str:
@@ -36,10 +27,11 @@ def refusal(architecture: str, layers: tuple[int, ...], n_layers: int) -> str:
     """
     if not binding.has_heads():
         return "this llama.cpp library does not give the rows that a head reads"
-    for known, wanted, what in (
-            (LAYER_INPUTS, [one for one in layers if one < n_layers], "inputs of its layers"),
-            (FINAL_ROWS, [one for one in layers if one == n_layers], "rows of its last norm")):
-        if wanted and architecture not in known:
+    own = declared(architecture)
+    for given, wanted, what in (
+            (own.layer_inputs, any(one < n_layers for one in layers), "inputs of its layers"),
+            (own.final_rows, n_layers in layers, "rows of its last norm")):
+        if wanted and not given:
             return f"llama.cpp does not give the {what} in a {architecture}"
     return ""
 

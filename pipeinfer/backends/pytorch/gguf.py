@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
+from pipeinfer.models.architectures import declared, keys
 from pipeinfer.models.gaps import half_split
 from pipeinfer.models.gguf import ModelFile
 
@@ -28,9 +29,6 @@ _PARTS = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",  # phi3: both in one
 }
-_GEMMA2 = {"post_attention_layernorm": "post_attention_norm",
-           "pre_feedforward_layernorm": "ffn_norm",
-           "post_feedforward_layernorm": "post_ffw_norm"}
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
 #: metadata whose effect is not reproduced here
 _REFUSED = ("expert_count", "attention.scale", "logit_scale", "residual_scale", "embedding_scale",
@@ -41,7 +39,7 @@ class GgufTensors:
     """A GGUF file's tensors by their Hugging Face names, dequantised to float32."""
 
     def __init__(self, model: ModelFile) -> None:
-        self._model = model
+        self._model, self._own = model, declared(model.architecture)
 
     def has(self, name: str) -> bool:
         """Return whether the file has the tensor."""
@@ -54,14 +52,14 @@ class GgufTensors:
         if info is None:
             raise ModelError(f"{model.path}: tensor {stored!r} is missing; fetch the model again")
         array = self._array(stored)
-        if model.architecture == "llama" and stored.endswith(
+        if self._own.paired and stored.endswith(
                 (".attn_q.weight", ".attn_k.weight", ".attn_q.bias", ".attn_k.bias")):
             heads = int(model.arch_get("attention.head_count") or 1)  # type: ignore[arg-type]
             if ".attn_k." in stored:
                 heads = int(model.arch_get("attention.head_count_kv", heads))  # type: ignore[arg-type]
             array = _paired_halves(array, heads)
-        if model.architecture.startswith("gemma") and stored.endswith("norm.weight"):
-            array = array - 1.0
+        if self._own.torch.norm_offset and stored.endswith("norm.weight"):
+            array = array - self._own.torch.norm_offset
         return torch.from_numpy(np.array(array, np.float32))  # the file's bytes are read-only
 
     def rope_factors(self) -> Any:
@@ -89,7 +87,7 @@ class GgufTensors:
         match = _LAYER.match(name)
         if match is None:
             return name
-        names = {**_PARTS, **(_GEMMA2 if self._model.architecture == "gemma2" else {})}
+        names = {**_PARTS, **self._own.torch.names}
         return f"blk.{match[1]}.{names.get(match[2], match[2])}.{match[3]}"
 
 
@@ -127,28 +125,18 @@ def config_of(model: ModelFile) -> dict[str, Any]:
     if int(number("rope.dimension_count", size)) != size:
         raise UnsupportedArchitecture(f"{model.path}: only part of each head is rotated, which the "
                                       "torch backend does not support")
-    for kind in ("attention.value_length",):
-        if int(number(kind, size)) != size:
-            raise UnsupportedArchitecture(f"{model.path}: keys and values have different sizes, "
-                                          "which the torch backend does not support")
-    if model.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
-        values["attention_bias"] = True
+    if int(number("attention.value_length", size)) != size:
+        raise UnsupportedArchitecture(f"{model.path}: keys and values have different sizes, which "
+                                      "the torch backend does not support")
     if "rope_factors_long.weight" in model.tensors:
         raise UnsupportedArchitecture(f"{model.path}: its rotations depend on the length of the "
                                       "text so far (longrope), which the torch backend does not "
                                       "support")
-    if model.architecture in ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"):
-        if model.arch_get("attention.sliding_window") not in (None, 0):
-            raise UnsupportedArchitecture(f"{model.path}: sliding windows in a GGUF file are not "
-                                          "supported by the torch backend; use the Hugging Face "
-                                          "folder")
-    if model.architecture == "gemma2":
-        values |= {"sliding_window": int(number("attention.sliding_window", 4096)),
-                   "attn_logit_softcapping": float(number("attn_logit_softcapping", 50.0)),
-                   "final_logit_softcapping": float(number("final_logit_softcapping", 30.0)),
-                   "query_pre_attn_scalar": model.n_embd // heads if model.n_layers == 46
-                   else size}
-    return values
+    own = declared(model.architecture).torch.config(model, number)
+    if "sliding_window" not in own and model.arch_get(keys.WINDOW) not in (None, 0):
+        raise UnsupportedArchitecture(f"{model.path}: sliding windows in a GGUF file are not "
+                                      "supported by the torch backend; use the Hugging Face folder")
+    return values | own
 
 
 def _rope(model: ModelFile, base: float) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from importlib.util import find_spec
 from msgspec import Struct, structs
 
 from pipeinfer.errors import UnsupportedArchitecture, UsageError
+from pipeinfer.models.architectures import TABLE
 
 #: model types that tests compare with transformers' own forward pass
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
+FAMILIES = tuple(sorted(kind for one in TABLE.values() for kind in one.torch.types))
 #: of these, what can be read from GGUF; Mistral is named "llama" there
-GGUF_FAMILIES = ("gemma", "gemma2", "llama", "phi3", "qwen2", "qwen3")
+GGUF_FAMILIES = tuple(sorted(name for name, one in TABLE.items() if one.torch.gguf))
 _PACKAGES = ("torch", "transformers", "safetensors")
 #: rows of one matrix product. Fixed, or a row's bits would depend on how many come with it; these
 #: cost no more than a single row (docs/torch.md). 0: as many as there are, exact where measured.

@@ -1,0 +1,11 @@
+"""Names of metadata of an architecture, without the architecture's own."""
+
+from __future__ import annotations
+
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+DENSE, NEXTN = "leading_dense_block_count", "nextn_predict_layers"
+EMBEDDING_SCALE, RESIDUAL_SCALE = "embedding_scale", "residual_scale"
+INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
+MOE_STEP = "interleave_moe_layer_step"
+KV_HEADS, FF = "attention.head_count_kv", "feed_forward_length"
+SCALES = (EMBEDDING_SCALE, RESIDUAL_SCALE, "logit_scale", "attention.scale")

@@ -1,0 +1,35 @@
+"""Architectures of which some layers have a sliding window or attention in chunks."""
+
+from __future__ import annotations
+
+from pipeinfer.models.architectures import keys
+from pipeinfer.models.architectures.declaration import Architecture, Cut
+from pipeinfer.models.architectures.mixtures import NORMS
+from pipeinfer.models.gguf import ModelFile
+
+_WITH_WINDOWS = 64  #: number of layers from which llama.cpp knows an exaone4 with windows
+
+
+def _exaone4_refuses(model: ModelFile) -> str:
+    return "" if model.n_layers != _WITH_WINDOWS else (
+        f"llama.cpp tells by its {_WITH_WINDOWS} layers that most of them have a sliding window, "
+        "and a part of it has fewer")
+
+
+def _llama4_refuses(model: ModelFile) -> str:
+    return "" if model.arch_get(keys.WINDOW) != 0 else (
+        "without chunked attention llama.cpp treats the last layer it has as another kind")
+
+
+ARCHITECTURES = (
+    Architecture(("cohere2",), Cut(("logit_scale",), period=4, near_first=True), partly=True,
+                 fills_width=True),
+    Architecture(("exaone4",), Cut((keys.WINDOW, keys.NEXTN), always="attn_output",
+                                   refuses=_exaone4_refuses), fills_width=True),
+    Architecture(("gpt-oss",), Cut(period=2, head=True), sliced=True, drawn="softmax",
+                 layer_inputs=True, final_rows=True),
+    Architecture(("llama4",), Cut((keys.MOE_STEP,), period=4, step=4, near_first=True, far=True,
+                                  refuses=_llama4_refuses), sliced=True, shared_tied=True),
+    Architecture(("olmo2",), Cut(period=4, plain=True, head=True, always="attn_output"),
+                 fills_width=True, unsliced=NORMS),
+)
