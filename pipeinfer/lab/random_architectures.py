@@ -619,10 +619,8 @@ STATEFUL = {
     "nemotron_h-groups": Recipe(
         "nemotron_h", lambda s: _parted_keys(s) | {"ssm.group_count": 4},
         lambda s, i: _parted(s, i, 4), layers=7),
-    "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, lambda s: {"token_embd_norm.weight": (s.width,)},
-                   tied=True, layers=7),
-    "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe,
-                      lambda s: {"token_embd_norm.weight": (s.width,)}, tied=True, layers=7),
+    "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, tied=True, layers=7),
+    "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe, tied=True, layers=7),
     "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
     "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),

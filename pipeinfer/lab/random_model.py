@@ -31,6 +31,7 @@ from pipeinfer.lab.random_architectures import (
     Sizes,
     tensors_of,
 )
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 
 #: mixes: the type of most matrices, and that of `output`, `attn_v` and `ffn_down`
@@ -171,18 +172,15 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Key) -> None:
 def _by_recipe(spec: RandomSpec, recipe: Recipe) -> dict[str, FloatArray]:
     """Like `_weights`, of a recipe's tensors."""
     rng = np.random.default_rng(spec.seed)
-    shapes = {"token_embd.weight": (spec.n_vocab, spec.n_embd),
-              "output_norm.weight": (spec.n_embd,)}
-    if recipe.architecture in ("lfm2", "lfm2moe"):  # their last norm has another name
-        del shapes["output_norm.weight"]
+    norm = f"{declared(recipe.architecture).cut.norm}.weight"
+    shapes = {"token_embd.weight": (spec.n_vocab, spec.n_embd), norm: (spec.n_embd,)}
     if not (spec.tied or recipe.tied):
         shapes["output.weight"] = (spec.n_vocab, spec.n_embd)
     weights = {name: drawn(rng, name, shape)
                for name, shape in (shapes | dict(tensors_of(recipe, _sizes(spec)))).items()}
     if "output.weight" not in weights:
         # or the likeliest token is the last one again, for ever
-        norm = "output_norm" if "output_norm.weight" in weights else "token_embd_norm"
-        weights[f"{norm}.weight"] *= rng.choice((-1.0, 1.0), spec.n_embd)
+        weights[norm] *= rng.choice((-1.0, 1.0), spec.n_embd)
     return weights
 
 

@@ -147,10 +147,9 @@ def _check_bytes(model: ModelFile, known: set[bytes]) -> None:
 def _check_heads(model: ModelFile) -> None:
     heads = _integers(model, "attention.head_count", 1, _MOST_HEADS)
     shared = _integers(model, "attention.head_count_kv", 1, _MOST_HEADS) or heads
-    if len(shared) != len(heads):
-        shared, heads = (shared * len(heads), heads) if len(shared) == 1 else (
-            shared, heads * len(shared))
-    for count, groups in zip(heads, shared, strict=True):
+    most = max(len(heads), len(shared))  # a list has one number for all layers or one for each
+    for count, groups in zip(heads * (most // len(heads)), shared * (most // len(shared)),
+                             strict=True):
         if groups > count or count % groups:
             raise _bad(model, f"{model.architecture}.attention.head_count_kv", groups)
     if declared(model.architecture).latent:

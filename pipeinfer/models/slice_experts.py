@@ -113,8 +113,7 @@ def _drawn(model: ModelFile) -> int:
     plain = model.arch_get("expert_weights_scale", 0) in (0, 1) and not tensors_of(
         model, "ffn_down")
     if not declared(model.architecture).drawn or not isinstance(drawn, int) or drawn < 1 \
-            or not plain or any(
-            tensor.type != _FLOAT32 for tensor in routers):
+            or not plain or any(tensor.type != _FLOAT32 for tensor in routers):
         return 0
     return drawn
 

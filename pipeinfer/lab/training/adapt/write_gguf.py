@@ -16,6 +16,7 @@ from pipeinfer.backends.pytorch.gguf import GgufTensors
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.training.adapt.merged import Merged
 from pipeinfer.lab.training.network.export import copy_field, finish
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gaps import half_split
 from pipeinfer.models.gguf import ModelFile
 
@@ -68,7 +69,8 @@ def write_gguf(out: Path, merged: Merged, like: Path, dtype: str = "float16") ->
 def _as_stored(model: ModelFile, stored: str, array: Any) -> Any:
     """An array of the Hugging Face layout as the converter would have written it."""
     array = np.ascontiguousarray(array, np.float32)
-    if model.architecture == "llama" and stored.endswith(
+    own = declared(model.architecture)
+    if own.paired and stored.endswith(
             (".attn_q.weight", ".attn_k.weight", ".attn_q.bias", ".attn_k.bias")):
         heads: Any = model.arch_get("attention.head_count")
         if ".attn_k." in stored:
@@ -76,9 +78,7 @@ def _as_stored(model: ModelFile, stored: str, array: Any) -> Any:
         turned = np.empty_like(array)
         turned[half_split(len(array), int(heads))] = array
         return turned
-    if model.architecture.startswith("gemma") and stored.endswith("norm.weight"):
-        return array + 1.0
-    return array
+    return array + own.torch.norm_offset if stored.endswith("norm.weight") else array
 
 
 def _add_metadata(writer: gguf.GGUFWriter, like: Path, model: ModelFile, merged: Merged) -> None:
