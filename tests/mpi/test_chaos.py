@@ -72,7 +72,7 @@ def test_further_choices_follow_the_first_however_they_were_mixed():
 @FULL
 def test_requests_of_every_kind_outlive_a_stage_and_rank_0():
     done = launch.run(1, [*CHAOS, "--mixed", "--runs", "2", "--requests", "7", "--ranks", "4",
-                          "--hook", "fault=kill", "--hook", "fault=kill-head", "--moment", "decode",
+                          "--fault", "kill", "--fault", "kill-head", "--moment", "decode",
                           "--tokens", "60", "--seconds", "120", "--json"], timeout=400)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["clean"] == 2
@@ -157,12 +157,12 @@ def test_a_turn_waits_for_the_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (["--hook", "fault=flood"], "flood"),
+    (["--fault", "flood"], "flood"),
     (["--ranks", "3", "--spares", "2"], "leave no rank for a stage"),
     (["--moment", "lunch"], "lunch"),
     (["--victim", "leader"], "needs --grid"),
     (["--grid", "2x2", "--ranks", "4"], "has 4 members, but 3 ranks"),
-    (["--ranks", "2", "--hook", "fault=cut-link"], "needs two ranks beside the head")])
+    (["--ranks", "2", "--fault", "cut-link"], "needs two ranks beside the head")])
 def test_wrong_use(args, says):
     code, said = refusal(chaos_command, args)
     assert code == 2
@@ -188,7 +188,7 @@ def chaos(*args, ranks=3, runs=1):
 @pytest.mark.full
 def test_what_cannot_be_survived_is_called_lost(tmp_path):
     """The only stage dies, and nobody else is there."""
-    code, found = chaos("--hook", "fault=kill", "--moment", "decode", "--keep-logs", str(tmp_path),
+    code, found = chaos("--fault", "kill", "--moment", "decode", "--keep-logs", str(tmp_path),
                         ranks=2)
     (run,) = found["outcomes"]
     assert (code, found["kept"]) == (1, 0)

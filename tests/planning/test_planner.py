@@ -323,7 +323,7 @@ def test_a_dry_run_fills_the_memory_of_gpus(plan, desk):
 
     assert bytes_on_desk(device="gpu") <= 8 * GIB  # both ranks have one GPU
     assert 8 * GIB < bytes_on_desk(device="per-rank") <= 16 * GIB
-    error = plan("dolphin-70b", *desk("2 GiB", device="per-rank"), "--set", "split=equal", code=4)
+    error = plan("dolphin-70b", *desk("2 GiB", device="per-rank"), "--split", "equal", code=4)
     assert "on desk, GPU of rank 0 needs" in error
     assert "use a lower -ngl" in error
 
@@ -343,7 +343,7 @@ def test_a_dry_run_leaves_the_memory_of_a_gpu_to_layers_where_the_draft_is_on_th
 
 
 def test_planned_beats_equal_on_unequal_nodes(plan):
-    speeds = {split: json.loads(plan("dolphin-70b", *HETERO, "--set", f"split={split}", "--json"))
+    speeds = {split: json.loads(plan("dolphin-70b", *HETERO, "--split", split, "--json"))
               ["tokens_per_second"]["pipeinfer"] for split in ("planned", "equal")}
     assert speeds["planned"] > 1.3 * speeds["equal"]
 

@@ -41,7 +41,7 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
               help="Ranks of the job, including the head and spares.")
 @click.option("--spares", default=0, show_default=True, type=click.IntRange(0),
               help="Ranks that stay idle until they replace one that dies.")
-@click.option("--hook", "fault=faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
+@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
               default=("kill",), show_default=True,
               help="Fault to cause; several take turns, one per run (repeatable).")
 @click.option("--moment", "moments", multiple=True, type=click.Choice([*MOMENTS, "random"]),
