@@ -19,7 +19,7 @@ class Page:
     def __init__(self, browser, url, path="/", **options):
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 800},
                                               **options})
-        self.context.set_default_timeout(20_000)
+        self.context.set_default_timeout(60_000)  # a page of 1,000 tokens took 18 s alone
         self.tab = self.context.new_page()
         self.said = []
         self.tab.on("console", lambda message: self.said.append(message.text))
