@@ -141,7 +141,7 @@ def cache_sizes(config: JobConfig, cells: int, model: Any, spec: ProposerSpec) -
     cells: of each stage's cache. model: the draft. spec: of what evaluates it.
     Raises UsageError where a proposer needs paths that the draft cannot have.
     """
-    paths, own = paths_of(config, [model]), config.speculation
+    paths, own = paths_of(config, model), config.speculation
     branches = spec.branches(registry.values_of(spec, own))
     if branches and keeps_state(model):
         raise UsageError(f"--proposer {spec.name} evaluates several paths at once, and layers of "
@@ -154,10 +154,9 @@ def cache_sizes(config: JobConfig, cells: int, model: Any, spec: ProposerSpec) -
     return {"n_ctx": cells + 64 * paths, "n_seq_max": count, "n_batch": BATCH}
 
 
-def paths_of(config: JobConfig, models: Sequence[Any]) -> int:
-    """Return how many paths drafts keep in their KV caches."""
-    states = any(map(keeps_state, models))
-    return (_STATE_PATHS if states else DRAFT_PATHS) + config.speculation.parallel - 1
+def paths_of(config: JobConfig, model: Any) -> int:
+    """Return how many paths a draft keeps in its KV cache."""
+    return (_STATE_PATHS if keeps_state(model) else DRAFT_PATHS) + config.speculation.parallel - 1
 
 
 def setups_of(config: JobConfig, own: OwnProposer, hosts: Sequence[RankInfo], cells: int,
@@ -189,7 +188,7 @@ def setups_of(config: JobConfig, own: OwnProposer, hosts: Sequence[RankInfo], ce
     ends = [model.n_layers * k // len(ranks) for k in range(len(ranks) + 1)]
     return [DraftSetup(
         ranks, own.spec.name, str(path), model.fingerprint, model.n_layers, start, stop,
-        **cache_sizes(config, cells, model, own.spec), paths=paths_of(config, [model]),
+        **cache_sizes(config, cells, model, own.spec), paths=paths_of(config, model),
         n_vocab=n_vocab, settings=structs.asdict(hosts[rank].settings),
         vocabulary=words if stop == model.n_layers else None, options=options)
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]

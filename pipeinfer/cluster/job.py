@@ -12,7 +12,7 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.draft_ranks import OwnProposer
 from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.placement import Survey
-from pipeinfer.cluster.policy_choice import draft_models
+from pipeinfer.cluster.policy_choice import draft_model
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import survivable
@@ -146,12 +146,12 @@ class LoadedCluster(Struct, frozen=True):
         """
         if policy is Policy.ITERATIVE:
             return None
-        drafts = draft_models(config, self.job.draft, policy)
-        for path in [*drafts, *(one.draft for one in self.job.own if one.draft)]:
+        draft = draft_model(config, self.job.draft, policy)
+        for path in filter(None, [draft, *(one.draft for one in self.job.own)]):
             draft_tokenizer = open_tokenizer(path)
             check_draft_vocab(self.tokenizer, draft_tokenizer)
             draft_tokenizer.close()
-        return load_proposers(config, self.place, drafts, self.cells, self.tokenizer.n_vocab,
+        return load_proposers(config, self.place, draft, self.cells, self.tokenizer.n_vocab,
                               self.port, self.hosts, self.vocabulary, self.job.head, self.job.own)
 
 

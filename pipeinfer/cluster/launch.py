@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -319,7 +319,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     found = placement.agree(
         config, place, model, target_path, hosts, what.policy, cells, n_batch,
-        _draft_bytes(what.drafts, None if any(one.has_head for one in what.own) else what.head,
+        _draft_bytes(what.draft, None if any(one.has_head for one in what.own) else what.head,
                      hosts), meeting)
     if what.turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
@@ -328,9 +328,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
                what.gaps, what.head, what.chains, what.own)
 
 
-def _draft_bytes(drafts: Sequence[Path], head: HeadPlan | None, hosts: list[RankInfo]) -> int:
-    """Return the bytes of the drafts, or of the head, that rank 0 itself holds."""
+def _draft_bytes(draft: Path | None, head: HeadPlan | None, hosts: list[RankInfo]) -> int:
+    """Return the bytes of the draft, or of the head, that rank 0 itself holds."""
     away = bool(draft_ranks_of(hosts))
-    here = drafts[:-1] if away else drafts
-    own = 0 if head is None or (away and not drafts) else head.source.total
-    return own + sum(sum(open_model(path).layer_bytes) for path in here)
+    own = 0 if head is None or (away and draft is None) else head.source.total
+    return own + (0 if away or draft is None else sum(open_model(draft).layer_bytes))

@@ -4,7 +4,6 @@ seem to, and the members of wide stages. Texts only; this module decides nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeinfer.config import ModelConfig, SpeculationConfig
@@ -22,14 +21,13 @@ if TYPE_CHECKING:
     from pipeinfer.cluster.job import Job
 
 
-def why(config: SpeculationConfig, job: Job, drafts: Sequence[Path]) -> str:
-    """Return the policy in use, and the reason for it. drafts: the models, the smallest first."""
+def why(config: SpeculationConfig, job: Job) -> str:
+    """Return the policy in use, and the reason for it."""
     guessers = [spec.name for spec in registry.named(config)]
     if job.plan.whole:
         guessers = [spec.name for spec in filter(None, [registry.inline(config)])]
     elif job.draft is not None:
-        models = " with ".join(path.name for path in reversed(drafts)) or job.draft.name
-        guessers = [models if name == "draft" else name for name in guessers or ["draft"]]
+        guessers = [job.draft.name if name == "draft" else name for name in guessers or ["draft"]]
     guessers += [one.name for one in job.own if one.name not in guessers]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"

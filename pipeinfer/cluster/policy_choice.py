@@ -154,11 +154,11 @@ def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[st
             learned.check(model.n_layers, model.n_embd)
 
 
-def draft_models(config: JobConfig, draft: Path | None, policy: Policy) -> list[Path]:
+def draft_model(config: JobConfig, draft: Path | None, policy: Policy) -> Path | None:
     """Return the draft model to load, if there is one. Raises UsageError."""
     named = registry.named(config.speculation)
     wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
     if policy is Policy.ITERATIVE or draft is None or not wanted \
             or config.speculation.layout == "replicate":
-        return []
-    return [draft]
+        return None
+    return draft

@@ -51,27 +51,27 @@ from pipeinfer.transport.base import Port
 
 
 def load_proposers(
-    config: JobConfig, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int, port: Port,
+    config: JobConfig, place: Place, draft: Path | None, cells: int, n_vocab: int, port: Port,
     hosts: list[RankInfo], vocabulary: Vocabulary | None = None, head: HeadPlan | None = None,
     own: Sequence[OwnProposer] = (),
 ) -> Drafts | None:
     """Load the proposers that `--proposer` and the nodes file name; None if none of them needs a
     worker.
 
-    drafts: paths of the draft models. If there are draft ranks, the last one is loaded there, or
-        the head if there are none; it is not ready when this returns.
+    draft: path of the draft model. If there are draft ranks, it is loaded there, or the head if
+        there is none; it is not ready when this returns.
     cells: of each stage's KV cache. n_vocab: of the target. vocabulary: for grammars. head: of the
     target, if a proposer needs one. own: see `own_proposers`.
     """
     posts, shared, known = DraftPosts(port), draft_ranks_of(hosts), registry.proposers()
     away = list(own)
-    if drafts and shared:
+    if draft is not None and shared:
         asked = [one for one in registry.named(config.speculation) if Need.DRAFT in one.needs]
         if len(asked) > 1:
             raise UsageError(f"--proposer {' and '.join(one.name for one in asked)}: draft ranks "
                              "run one of them: leave one out")
-        away.append(OwnProposer((*asked, known[DRAFT])[0], shared, drafts[-1]))
-        drafts = drafts[:-1]
+        away.append(OwnProposer((*asked, known[DRAFT])[0], shared, draft))
+        draft = None
     elif head is not None and shared and proposers_of(config):
         away.append(OwnProposer(known[head.kind], shared))
     remotes: list[Drafts] = []
@@ -84,7 +84,7 @@ def load_proposers(
         remotes.append(RemoteDraft(posts, setups, name, free=not one.spec.needs))
     if any(one.has_head for one in away):
         head = None
-    local = _local(config, place, drafts, cells, n_vocab, port.wake, vocabulary, head,
+    local = _local(config, place, draft, cells, n_vocab, port.wake, vocabulary, head,
                    {one.spec.name for one in own if not one.spec.needs})
     free = sum(one.free for one in remotes)
     found = [*remotes[:free], *([] if local is None else [local]), *remotes[free:]]
@@ -97,7 +97,7 @@ def _quality(one: OwnProposer) -> tuple[bool, float]:
 
 
 def _local(
-    config: JobConfig, place: Place, drafts: Sequence[Path], cells: int, n_vocab: int,
+    config: JobConfig, place: Place, draft: Path | None, cells: int, n_vocab: int,
     notify: Callable[[], None], vocabulary: Vocabulary | None, head: HeadPlan | None,
     elsewhere: Collection[str],
 ) -> DraftWorker | None:
@@ -108,11 +108,13 @@ def _local(
     found: list[Proposer] = []
     for spec in registry.named(config.speculation) or (registry.proposers()[DRAFT],):
         if spec.worker is not None and spec.name not in elsewhere:
-            models = [open_model(path) for path in drafts if Need.DRAFT in spec.needs]
-            loaded: list[Backend] = [
-                load_draft(config, place, model.path, (0, model.n_layers),
-                           cache_sizes(config, cells, model, spec))[0] for model in models]
-            paths = paths_of(config, models)
+            loaded: list[Backend] = []
+            paths = 1
+            if Need.DRAFT in spec.needs and draft is not None:
+                model = open_model(draft)
+                paths = paths_of(config, model)
+                loaded = [load_draft(config, place, draft, (0, model.n_layers),
+                                     cache_sizes(config, cells, model, spec))[0]]
             if spec.needs & HEADS and head is not None:
                 paths = head_paths(config)
                 loaded = [load_head(config, place, head, head_sizes(config, cells))]

@@ -21,7 +21,7 @@ from pipeinfer.cluster.heads import HeadPlan, check_heads, head_for, with_head
 from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
-    draft_models,
+    draft_model,
     for_chains,
     for_state,
     on_gpus,
@@ -71,7 +71,7 @@ class JobPlan(Drafting, frozen=True):
     chains: whether each request has one chain of speculative tokens, see `on_gpus`
     gaps: whether positions may leave gaps
     own: proposers of single ranks
-    drafts: the draft model to load, if any
+    draft: the draft model to load; None without one
     backends: of the stages
     stages: the most that there may be
     """
@@ -80,7 +80,7 @@ class JobPlan(Drafting, frozen=True):
     chains: bool
     gaps: bool
     own: tuple[OwnProposer, ...]
-    drafts: tuple[Path, ...]
+    draft: Path | None
     backends: tuple[str, ...]
     stages: int
 
@@ -114,7 +114,7 @@ def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     if stages > 1 and "llamacpp" in backends:
         check_splittable(model)
     return JobPlan(config, policy, chosen.head, turns, chains, gaps, tuple(own),
-                    tuple(draft_models(config, draft, policy)), tuple(backends), stages)
+                    draft_model(config, draft, policy), tuple(backends), stages)
 
 
 def choose(config: JobConfig, facts: JobFacts, backends: Sequence[str], *, turns: bool,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
 from pipeinfer.cluster.policy_choice import (
     LOOKUP,
-    draft_models,
+    draft_model,
     for_chains,
 )
 from pipeinfer.cluster.proposers import remotes_of, sources_of
@@ -311,11 +311,11 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     remotes = remotes_of(worker)
     for one in remotes:
         one.await_ready(config.cluster.timeout)
-    drafts = draft_models(config, job.draft, job.policy)
-    name = label(drafts[-1]) if drafts else "" if job.head is None else job.head.name
+    draft = draft_model(config, job.draft, job.policy)
+    name = label(draft) if draft is not None else "" if job.head is None else job.head.name
     name = name or (remotes[-1].name if remotes else "")
-    sharing = _sharing(job, assembly, hosts, drafts, worker)
-    notes = [why(config.speculation, job, drafts), *notes_on(hosts),
+    sharing = _sharing(job, assembly, hosts, draft, worker)
+    notes = [why(config.speculation, job), *notes_on(hosts),
              *unmet(config, hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
@@ -380,7 +380,7 @@ def scheduler_setup(
 
 
 def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
-             drafts: Sequence[Path], worker: Drafts | None) -> Sharing:
+             draft: Path | None, worker: Drafts | None) -> Sharing:
     config = job.config.model
     stages, remotes = assembly.ready.values(), remotes_of(worker)
     where = {hosts[rank].host for one in remotes if not one.free for rank in one.ranks}
@@ -392,9 +392,9 @@ def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
     weights = sum(one.weight_bytes for one in stages if job.turns or one.rank == 0)
-    own = 0 if job.head is None else job.head.reads
-    return Sharing(contended, max((sum(map(_model_bytes, drafts)) + own) / max(weights, 1),
-                                  NO_MODEL))
+    own = (0 if job.head is None else job.head.reads) + (
+        0 if draft is None else _model_bytes(draft))
+    return Sharing(contended, max(own / max(weights, 1), NO_MODEL))
 
 
 def _model_bytes(path: Path) -> int:

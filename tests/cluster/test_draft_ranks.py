@@ -40,7 +40,7 @@ def ranks(count, **settings):
 def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     head, port = local_ports(2)
     found = load_proposers(
-        registry.job_config(proposer=(name,)), Place(0, 2, None, 1, 0, 2), [DRAFT], 512, 4096, head,
+        registry.job_config(proposer=(name,)), Place(0, 2, None, 1, 0, 2), DRAFT, 512, 4096, head,
         ranks(2, rank1=NodeSettings(role="draft")))
     _, setup = port.take_post()
     assert isinstance(setup, DraftSetup)
@@ -51,7 +51,7 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
 def test_draft_ranks_run_one_proposer_of_the_draft():
     with pytest.raises(UsageError, match="draft and draft-lookahead: draft ranks run one of them"):
         load_proposers(registry.job_config(proposer=("draft", "draft-lookahead")),
-                       Place(0, 2, None, 1, 0, 2), [DRAFT], 512, 4096, local_ports(2)[0],
+                       Place(0, 2, None, 1, 0, 2), DRAFT, 512, 4096, local_ports(2)[0],
                        ranks(2, rank1=NodeSettings(role="draft")))
 
 

@@ -37,7 +37,7 @@ def test_ranks_of_one_host_take_turns_and_look_up_before_the_draft(target):
     found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3, hosts=1)))
     assert found.turns
     assert found.config.speculation.proposer == ("prompt-lookup", "draft")
-    assert (found.policy, found.stages, found.drafts) == (Policy.PIPEINFER, 2, (DRAFT,))
+    assert (found.policy, found.stages, found.draft) == (Policy.PIPEINFER, 2, DRAFT)
     apart = resolve(job_config(turns="off"), JobFacts(target, None, ranks(3, hosts=1)))
     assert not apart.turns
     assert apart.config.cluster.turns == "off"
