@@ -13,6 +13,7 @@ from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -29,10 +30,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@cache
 def plug_ins(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group, of this package and of others."""
-    return tuple(entry_points(group=group))  # it reads a file of every installed package
+    return tuple(_installed().select(group=group))
+
+
+@cache
+def _installed() -> Any:
+    return entry_points()  # once for all groups, as it reads a file of every installed package
 
 
 def c_part(name: str, folder: Path) -> str | None:

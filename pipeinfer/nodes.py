@@ -259,7 +259,7 @@ def _host_entry(words: list[str], line: int, where: str) -> HostEntry:
         key, equals, value = word.partition("=")
         known = _KEYS.get(key)
         if known is None or not equals:
-            raise UsageError(f"{where}: unknown key {key!r}{_near(key, _KEYS)} (known: slots=N, "
+            raise UsageError(f"{where}: unknown key {key!r}{near(key, _KEYS)} (known: slots=N, "
                              "max_slots=N)")
         slots[known] = _slots(value, where)
     count_asked = slots.get("slots", min(1, slots.get("max_slots", 1)))
@@ -305,7 +305,7 @@ def read_nodes(path: str | Path) -> Nodes:
     known = ("layers", "link", "defaults", "node", "rank")
     for key in data:
         if key not in known:
-            raise UsageError(f"{where} has an unknown key {key!r}{_near(key, known)} (known: "
+            raise UsageError(f"{where} has an unknown key {key!r}{near(key, known)} (known: "
                              f"{', '.join(known)})")
     layers, link = data.get("layers"), data.get("link", "")
     if layers is not None and not (isinstance(layers, list) and layers and
@@ -345,7 +345,7 @@ def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in names:
-            raise UsageError(f"{where} has an unknown key {key!r}{_near(name, names)}")
+            raise UsageError(f"{where} has an unknown key {key!r}{near(name, names)}")
         values[name] = _setting(name, value, f"{where}: {key}")
     return values
 
@@ -354,12 +354,12 @@ def _setting(name: str, value: Any, where: str) -> Any:
     match name:
         case "role":
             if value not in ROLES:
-                raise UsageError(f"{where} is {value!r}{_near(value, ROLES)}; choose from "
+                raise UsageError(f"{where} is {value!r}{near(value, ROLES)}; choose from "
                                  f"{', '.join(ROLES)}")
         case "numa":
             value = str(value) if _is_int(value) else value
             if value not in NUMA and not (isinstance(value, str) and value.isdigit()):
-                raise UsageError(f"{where} is {value!r}{_near(value, NUMA)}; choose from "
+                raise UsageError(f"{where} is {value!r}{near(value, NUMA)}; choose from "
                                  f"{', '.join(filter(None, NUMA))} or a NUMA node's number")
         case "device":
             if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
@@ -367,7 +367,7 @@ def _setting(name: str, value: Any, where: str) -> Any:
                                  "gpu:1, ...")
         case "backend":
             if value not in BACKENDS:
-                raise UsageError(f"{where} is {value!r}{_near(value, BACKENDS)}; choose from "
+                raise UsageError(f"{where} is {value!r}{near(value, BACKENDS)}; choose from "
                                  f"{', '.join(filter(None, BACKENDS))}")
         case "memory" | "gpu_memory":
             value = parse_bytes(value, where)
@@ -425,9 +425,11 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _near(word: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), [k for k in known if k], 1)
-    return f"; did you mean {near[0]}?" if near else ""
+def near(word: Any, known: Iterable[str]) -> str:
+    """Return the end of an error message that names the known word next to this one; "" if none is
+    like it."""
+    close = difflib.get_close_matches(str(word), [k for k in known if k], 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _reason(error: Exception) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.methods.settings_table import between
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.errors import PipeinferError
@@ -180,9 +181,7 @@ def main(arguments: Sequence[str]) -> None:
     if given.write is None:
         print(table)
         return
-    text = given.write.read_text()
-    before, _, rest = text.partition(BEGIN)
-    given.write.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    given.write.write_text(between(given.write.read_text(), BEGIN, END, table))
 
 
 if __name__ == "__main__":

@@ -20,17 +20,21 @@ def table() -> str:
     for name, option in declared().items():
         if option.flags:
             continue
-        default = default_of(name)
         values = ", ".join(option.choices) or (
             "true, false" if option.kind == "flag" else f"{option.low:g} to {option.high:g}")
-        rows.append(f"| `{name}` | {str(default).lower()} | {values} | {option.help} |")
+        rows.append(f"| `{name}` | {str(default_of(name)).lower()} | {values} | {option.help} |")
     return "\n".join(rows)
 
 
+def between(text: str, begin: str, end: str, table: str) -> str:
+    """Return a page with a table between two marks."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+
+
 def page(text: str) -> str:
-    """Return a page with the table between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    """Return a page with the table of settings between its marks."""
+    return between(text, BEGIN, END, table())
 
 
 if __name__ == "__main__":

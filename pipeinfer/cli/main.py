@@ -52,20 +52,20 @@ class _Main(click.Group):
         return sorted({*super().list_commands(ctx), *(one.name for one in plug_ins(GROUP))})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if not plug_ins(GROUP):
+        found = {one.name: one for one in plug_ins(GROUP)}
+        if not found:
             raise UsageError("this installation names no commands (it is older than its sources): "
                              "install pipeinfer again, or call launch/test --version in a checkout")
-        for one in plug_ins(GROUP):
-            if one.name == cmd_name:
-                try:
-                    with uncollected():
-                        command: click.Command = one.load()
-                except ModuleNotFoundError as error:
-                    if not one.module.startswith(str(error.name)):
-                        raise
-                    return _stripped(cmd_name, str(error.name))
-                return command
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in found:
+            return super().get_command(ctx, cmd_name)
+        try:
+            with uncollected():
+                command: click.Command = found[cmd_name].load()
+        except ModuleNotFoundError as error:
+            if not found[cmd_name].module.startswith(str(error.name)):
+                raise
+            return _stripped(cmd_name, str(error.name))
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

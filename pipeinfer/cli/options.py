@@ -6,11 +6,10 @@ TOML file (`--config`), the file over defaults; click records the origin of each
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -117,17 +116,18 @@ class _Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See click. Raises UsageError for options that are gone, with what to write."""
+        settings = _settings(*self._sections)
         for flag in (part.split("=")[0] for part in itertools.takewhile("--".__ne__, args)):
-            if instead := self._instead(flag):
+            if instead := self._instead(flag, settings):
                 raise UsageError(f"there is no option {flag} any more: {instead}")
         return super().parse_args(ctx, args)
 
-    def _instead(self, flag: str) -> str:
+    def _instead(self, flag: str, settings: Mapping[str, Option]) -> str:
         """Return what to write instead of an option that is gone; "" for any other word."""
         name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        if not flag.startswith("--") or name not in _settings(*self._sections):
+        if not flag.startswith("--") or name not in settings:
             return GONE.get(flag, "") if "model" in self._sections else ""
-        flagged = declared()[name].kind == "flag"
+        flagged = settings[name].kind == "flag"
         value = str("--no-" not in flag).lower() if flagged else "VALUE"
         return f"write --set {name}={value}"
 
@@ -189,9 +189,9 @@ def declared(*sections: str) -> Mapping[str, Option]:
     return found
 
 
-def _settings(*sections: str) -> list[str]:
-    """Return the names of what --set takes."""
-    return [name for name, option in declared(*sections).items() if not option.flags]
+def _settings(*sections: str) -> Mapping[str, Option]:
+    """Return what --set takes, by name."""
+    return {name: option for name, option in declared(*sections).items() if not option.flags}
 
 
 def _params(sections: Sequence[str], defaults: Mapping[str, Any]) -> list[click.Parameter]:
@@ -206,16 +206,15 @@ def _params(sections: Sequence[str], defaults: Mapping[str, Any]) -> list[click.
     return found
 
 
-def _check_set(known: Sequence[str], ctx: click.Context, param: click.Parameter,
+def _check_set(known: Collection[str], ctx: click.Context, param: click.Parameter,
                words: Sequence[str]) -> None:
     """Raise click.BadParameter for a word of --set that names no setting, or has no value."""
     for word in words:
         name, equals, value = word.partition("=")
         if name.replace("-", "_") not in known:
-            near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+            meant = nodes.near(name.replace("-", "_"), known)
             raise click.BadParameter(f"there is no setting {name!r}" + (
-                f"; did you mean {near[0]}?" if near else f": choose from {', '.join(known)}"),
-                ctx, param)
+                meant or f": choose from {', '.join(known)}"), ctx, param)
         if not equals or not value:
             raise click.BadParameter(f"write {name}=VALUE.", ctx, param)
 
@@ -303,9 +302,8 @@ def _from_file(path: str) -> dict[str, Any]:
     for key, value in read_toml(path, "config file").items():
         known = names.get(key.replace("-", "_"))
         if known is None:
-            near = difflib.get_close_matches(key.replace("-", "_"), names, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"config file {path} has an unknown key {key!r}{hint}")
+            raise UsageError(f"config file {path} has an unknown key {key!r}"
+                             f"{nodes.near(key.replace('-', '_'), names)}")
         option = known_options[known]
         wanted, name = _KINDS[option.kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and option.kind != "flag") or (
