@@ -122,8 +122,8 @@ def _stripped(name: str, module: str) -> click.Command:
     """Return a replacement for a command whose module was removed from the installation. It raises
     UsageError when run."""
     def refuse(**_given: Any) -> None:
-        raise UsageError(f"{name} is in {module}, which this installation was stripped of: install "
-                         "pipeinfer again")
+        raise UsageError(f"{name} is one of pipeinfer's development tools ({module}), which this "
+                         "installation was stripped of: install pipeinfer again")
 
     return click.Command(name, callback=refuse, help="Not installed.", add_help_option=False,
                          context_settings={"ignore_unknown_options": True},
