@@ -203,10 +203,10 @@ def _prompts(path: Path) -> None:
 
 def _grammar(path: Path) -> None:
     from pipeinfer.cluster.generate import grammar_text
-    from pipeinfer.config import SamplingConfig
+    from pipeinfer.config import GrammarConfig
     from pipeinfer.models.text.gbnf import to_lark
 
-    to_lark(grammar_text(SamplingConfig(grammar_file=str(path)))[1], {"<a>": 1}.get, (2,))
+    to_lark(grammar_text(GrammarConfig(grammar_file=str(path)))[1], {"<a>": 1}.get, (2,))
 
 
 def _schema(path: Path) -> None:

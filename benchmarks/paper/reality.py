@@ -88,7 +88,7 @@ class Way:
     def flags(self) -> list[str]:
         """The options as a command line has them."""
         return [word for name, value in self.options.items()
-                for word in (f"--{name.replace('_', '-')}", str(value))]
+                for word in ("--set", f"{name}={value}")]
 
 
 WAYS = (Way("iterative", Policy.ITERATIVE), Way("speculative", Policy.SPECULATIVE),
