@@ -29,11 +29,11 @@ from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import devices, grid_choice, launch, placement
-from pipeinfer.cluster.draft_ranks import own_proposers
+from pipeinfer.cluster.draft_ranks import with_draft_ranks
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.notes import lines_of
-from pipeinfer.cluster.policy_choice import for_state
+from pipeinfer.cluster.resolve import JobFacts, resolve
 from pipeinfer.cluster.shutdown import part
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import JobConfig
@@ -42,7 +42,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
 from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
-from pipeinfer.models.shard import check_splittable, shard_bytes
+from pipeinfer.models.shard import shard_bytes
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import Nodes, RankInfo
 from pipeinfer.nodes import load as load_nodes
@@ -287,21 +287,20 @@ def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
 def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Finding]:
     """Check whether the model fits, assuming that all ranks are equally fast."""
     try:
-        path, _ = locate.model_paths(config)
+        path, draft = locate.model_paths(config)
         model = locate.open_model(path)
         candidates = range(
             0 if config.cluster.head_stage or len(everyone) == 1 else 1, len(everyone)
         )
         nodes = load_nodes(config.cluster)
-        if len(candidates) > 1 and not path.is_dir():
-            check_splittable(model)
+        ranks = with_draft_ranks(config, [
+            RankInfo(one["rank"], one["host"], float(one["memory_available"]), one["cores"],
+                     one["cores_host"], (nodes or Nodes("")).of(one["host"], one["rank"]))
+            for one in everyone])
+        config = resolve(config, JobFacts(model, draft, ranks, host.numa_nodes())).config
         load = planner.load_of(
             model, locate.context_size(config.model, model), config.speculation.chunk,
-            n_ids=states_for(for_state(config, model).speculation, len(candidates)))
-        ranks = [RankInfo(one["rank"], one["host"], float(one["memory_available"]),
-                          settings=(nodes or Nodes("")).of(one["host"], one["rank"]))
-                 for one in everyone]
-        own_proposers(config, ranks, path)  # the job may have a draft, so one is assumed
+            n_ids=states_for(config.speculation, len(candidates)))
         ranks = devices.on_their_gpus(config, model, ranks, {
             one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
         missing = _missing_gpus(config, [ranks[rank] for rank in candidates])

@@ -25,6 +25,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies import registry
+from pipeinfer.strategies.resources import class_of
 
 Uses = Callable[[Config], object]
 
@@ -33,6 +34,9 @@ TIME_SHARING = "time sharing of one host's cores"
 LOOKUP = "prompt lookup without --proposer"
 LOOKUP_ALONE = "prompt lookup without --proposer, on one rank"
 STATE = "layers with a state"  #: a property of the model
+OWN = "a proposer with ranks of its own (nodes file)"
+GAPS = "positions with gaps (--decomposer)"  #: properties of a job
+HEAD = "a prediction head (--proposer)"
 
 
 class Exclusion(Struct, frozen=True):
@@ -135,6 +139,7 @@ def exclusions() -> tuple[Exclusion, ...]:
             "--speculation off", "--ablate", "--grid", "--slices", "--draft-ranks"),
             "{feature} distributes the rows of lookahead decoding, with the whole model on every "
             "rank; it cannot be combined with {found}"),
+        *_of_draft_ranks_and_heads(),
         Exclusion("--grid auto", ("--slices", "--layers"),
                   "{feature} chooses slices and layers itself: leave out {found}, or name the "
                   "grid"),
@@ -163,6 +168,19 @@ def exclusions() -> tuple[Exclusion, ...]:
     return tuple(found)
 
 
+def _of_draft_ranks_and_heads() -> list[Exclusion]:
+    heads = [one.name for one in registry.proposers().values()
+             if (kind := class_of(one)) and kind.reads_rows]
+    return [
+        Exclusion(OWN, ("--layout replicate",), "{feature} cannot be combined with {found}, which "
+                  "verifies candidates of lookahead alone: remove it"),
+        Exclusion(GAPS, (HEAD,), "stages that allow {feature} give no rows to {found}: leave one "
+                  "out"),
+        *(Exclusion(f"--proposer {one}", tuple(f"--proposer {other}" for other in heads[k + 1:]),
+                    "{feature} and {found}: a job uses one prediction head: leave one out")
+          for k, one in enumerate(heads[:-1]))]
+
+
 def _of_states(inline: tuple[str, ...]) -> Exclusion:
     """Return what layers with a state exclude. inline: proposers that add rows to runs."""
     return Exclusion(STATE, (
@@ -186,6 +204,16 @@ def check(config: Config) -> None:
     for one in exclusions():
         if used([one.feature], config) and (found := used(one.others, config)):
             raise UsageError(one.message.format(feature=one.feature, found=" and ".join(found)))
+
+
+def check_found(found: Mapping[str, bool], job: JobConfig) -> None:
+    """Raise UsageError if properties that a job was found to have exclude one another, or an
+    option of its config. found: whether it has each property."""
+    for one in exclusions():
+        if found.get(one.feature) and (others := [
+                *(name for name in one.others if found.get(name)),
+                *used(one.others, Config(job=job))]):
+            raise UsageError(one.message.format(feature=one.feature, found=" and ".join(others)))
 
 
 def _of(config: SpeculationConfig) -> Config:

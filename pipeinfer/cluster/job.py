@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
-from pipeinfer.cluster.draft_ranks import OwnProposer
-from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.placement import Survey
-from pipeinfer.cluster.policy_choice import draft_model
 from pipeinfer.cluster.proposers import load_proposers
+from pipeinfer.cluster.resolve import Drafting, JobFacts, JobPlan
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import survivable
 from pipeinfer.cluster.sizing import (
@@ -30,7 +28,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.host import Place
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
@@ -41,26 +39,21 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Port
 
-if TYPE_CHECKING:
-    from pipeinfer.models.gguf import ModelFile
 
+class Job(JobPlan, frozen=True):
+    """What is decided before any stage loads.
 
-class Job(Struct, frozen=True):
-    """What is decided before any stage loads. chains: see `on_gpus`; own: see `own_proposers`."""
+    facts: from which it was resolved
+    target: the model's file
+    n_ctx: tokens of a request. width: most rows of a verifying run. n_batch: of any run
+    """
 
-    config: JobConfig
+    facts: JobFacts
     target: Path
-    draft: Path | None
-    model: ModelFile
-    policy: Policy
     n_ctx: int
     width: int
     n_batch: int
     survey: Survey
-    gaps: bool
-    head: HeadPlan | None = None
-    chains: bool = False
-    own: tuple[OwnProposer, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -68,9 +61,9 @@ class Job(Struct, frozen=True):
         return self.survey.plan
 
     @property
-    def turns(self) -> bool:
-        """Whether ranks take turns on the cores of one host, see `takes_turns`."""
-        return self.config.cluster.turns != "off"
+    def model(self) -> Any:
+        """The target's header."""
+        return self.facts.model
 
 
 class LoadedCluster(Struct, frozen=True):
@@ -130,7 +123,7 @@ class LoadedCluster(Struct, frozen=True):
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
                 stream=stream_cells(job.n_ctx) if job.chains else 0,
                 cores=self.hosts[holding.rank].cores_host if job.turns else 0,
-                taps=() if job.head is None else job.head.taps,
+                taps=job.taps,
                 half_taps=config.cluster.hidden_type == "f16",
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
@@ -139,20 +132,18 @@ class LoadedCluster(Struct, frozen=True):
             job.survey.members, self.hosts, setup_of,
             partial(source_of, source), progress, survives=survivable(self.place))
 
-    def proposers(self, config: JobConfig, policy: Policy) -> Drafts | None:
-        """Load the proposers of a config. A draft on ranks of its own may not be ready yet.
+    def proposers(self, chosen: Drafting) -> Drafts | None:
+        """Load proposers. A draft on ranks of its own may not be ready yet.
 
         Raises MismatchError for a draft with another vocabulary.
         """
-        if policy is Policy.ITERATIVE:
+        if chosen.policy is Policy.ITERATIVE:
             return None
-        draft = draft_model(config, self.job.draft, policy)
-        for path in filter(None, [draft, *(one.draft for one in self.job.own)]):
-            draft_tokenizer = open_tokenizer(path)
-            check_draft_vocab(self.tokenizer, draft_tokenizer)
-            draft_tokenizer.close()
-        return load_proposers(config, self.place, draft, self.cells, self.tokenizer.n_vocab,
-                              self.port, self.hosts, self.vocabulary, self.job.head, self.job.own)
+        for one in chosen.proposers:
+            if one.resource is not None:
+                one.resource.check(self.tokenizer)
+        return load_proposers(chosen.proposers, chosen.config, self.place, self.cells,
+                              self.tokenizer.n_vocab, self.port, self.hosts, self.vocabulary)
 
 
 class RunningJob(Protocol):

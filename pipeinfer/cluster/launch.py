@@ -22,18 +22,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer import host
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
-from pipeinfer.cluster.draft_ranks import draft_ranks_of, with_draft_ranks
+from pipeinfer.cluster.draft_ranks import with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
-from pipeinfer.cluster.heads import HeadPlan
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.job import Job
@@ -309,7 +307,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     for one in (model, None if draft_path is None else open_model(draft_path)):
         if isinstance(one, ModelFile):
             check_whole(one)
-    what = resolve(config, JobFacts(model, draft_path, hosts, host.numa_nodes()))
+    facts = JobFacts(model, draft_path, hosts, host.numa_nodes())
+    what = resolve(config, facts)
     config = what.config
     ensure_llama(config.model.numa)
     n_ctx = context_size(config.model, model)
@@ -319,17 +318,9 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     found = placement.agree(
         config, place, model, target_path, hosts, what.policy, cells, n_batch,
-        _draft_bytes(what.draft, None if any(one.has_head for one in what.own) else what.head,
-                     hosts), meeting)
+        sum(one.held for one in what.evaluated), meeting)
     if what.turns:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
-    return Job(config, target_path, draft_path, model, what.policy, n_ctx, width, n_batch, found,
-               what.gaps, what.head, what.chains, what.own)
-
-
-def _draft_bytes(draft: Path | None, head: HeadPlan | None, hosts: list[RankInfo]) -> int:
-    """Return the bytes of the draft, or of the head, that rank 0 itself holds."""
-    away = bool(draft_ranks_of(hosts))
-    own = 0 if head is None or (away and draft is None) else head.source.total
-    return own + (0 if away or draft is None else sum(open_model(draft).layer_bytes))
+    return Job(**{**structs.asdict(what), "config": config}, facts=facts, target=target_path,
+               n_ctx=n_ctx, width=width, n_batch=n_batch, survey=found)

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 def why(config: SpeculationConfig, job: Job) -> str:
     """Return the policy in use, and the reason for it."""
-    guessers = [spec.name for spec in registry.named(config)]
-    if job.plan.whole:
-        guessers = [spec.name for spec in filter(None, [registry.inline(config)])]
-    elif job.draft is not None:
-        guessers = [job.draft.name if name == "draft" else name for name in guessers or ["draft"]]
-    guessers += [one.name for one in job.own if one.name not in guessers]
+    inline = registry.inline(config)
+    guessers = [spec.name for spec in registry.named(config) if spec.inline is not None]
+    if job.plan.whole and inline is not None:
+        guessers = [inline.name]
+    guessers += [one.name for one in job.proposers]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
     if config.speculation == "off":
@@ -88,7 +87,8 @@ def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo], job: Job
     idle = [str(one.rank) for one in hosts
             if one.rank and one.settings.drafts and not one.dead and one.rank not in busy]
     reason = (f"policy {job.policy} takes no guesses" if job.policy is Policy.ITERATIVE else
-              "there is no draft model" if job.draft is None else "no --proposer asks the draft")
+              "there is no draft model" if job.facts.draft is None else
+              "no --proposer asks the draft")
     notes = [f"rank {', '.join(idle)} is there to draft and has nothing to do: {reason}"
              ] if idle else []
     for remote in remotes:

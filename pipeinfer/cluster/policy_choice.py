@@ -5,12 +5,12 @@ Depends on options, strategies and models' headers. Sizes follow from the choice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeinfer.backends.factory import backend_for
 from pipeinfer.cluster import features
+from pipeinfer.cluster.draft_ranks import Placed
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
@@ -19,10 +19,9 @@ from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.layers import has_windows, keeps_state
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.spec import Need
+from pipeinfer.strategies.resources import Asked, class_of
 
 _STATES, _REQUESTS = 8, 4  #: copies of a state for speculative runs; requests at a time
-LOOKUP = "prompt-lookup"  #: the proposer that copies from texts
 
 
 def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobConfig:
@@ -69,22 +68,37 @@ def for_chains(config: JobConfig) -> JobConfig:
     return config if "parallel" in config.given else config.replace(parallel=few)
 
 
-def with_lookup(config: JobConfig, draft: Path | None, ranks: int) -> JobConfig:
-    """Return the config, with prompt lookup added before the draft if that costs next to
-    nothing.
+def with_usual(asked: Asked, ranks: int, *, heads: bool = True) -> JobConfig:
+    """Return the config, with the proposers of a job whose user has chosen none.
 
-    It is added only if the user has not chosen proposers: over several stages without a draft,
-    with a draft, and on one rank, where every speculative token has to pay for its row. The
-    paper's policy uses the draft alone. ranks: 1 for ranks that take turns.
+    Prompt lookup is one of them if that costs next to nothing: over several stages without a draft,
+    with a draft, and on one rank, where every speculative token has to pay for its row. A
+    prediction head is one if the target has one, and a draft model that comes along.
+    ranks: 1 for ranks that take turns. heads: whether the stages give rows to a head.
     """
-    if features.excluding(features.LOOKUP, config):
+    config, given = asked.config, asked.config.speculation
+    if registry.named(given) or given.layout == "replicate" or given.speculation == "off":
         return config
+    why = set(features.excluding(features.LOOKUP, config))
     if ranks < 2:
-        if features.excluding(features.LOOKUP_ALONE, config):
-            return config
-    elif draft is None and most_stages(config, ranks) < 2:
-        return config
-    return config.replace(proposer=(LOOKUP,) if draft is None else (LOOKUP, "draft"))
+        lookup = not why and not features.excluding(features.LOOKUP_ALONE, config)
+    else:
+        lookup = not why and (asked.draft is not None or most_stages(config, ranks) > 1)
+    if asked.draft is None:
+        why.discard(f"--policy {Policy.PUBLISHED}")  # that needs one source of draft tokens
+    heads = heads and not why and not config.speculation.decomposer
+    names, own = [], dict(config.speculation.own)
+    for spec in registry.usual():
+        kind = class_of(spec)
+        if kind is None:
+            used: Mapping[str, Any] | None = {} if lookup else None
+        else:
+            used = None if kind.reads_rows and not heads else kind.usual(asked)
+            heads = heads and not (kind.reads_rows and used is not None)  # one head
+        if used is not None:
+            names.append(spec.name)
+            own |= used
+    return config.replace(proposer=tuple(names), own=own) if names else config
 
 
 def most_stages(config: JobConfig, ranks: int) -> int:
@@ -94,10 +108,10 @@ def most_stages(config: JobConfig, ranks: int) -> int:
     return max(1, ranks if config.cluster.head_stage else ranks - 1)
 
 
-def choose_policy(config: JobConfig, draft: Path | None, *, own: bool = False) -> Policy:
+def choose_policy(config: JobConfig, found: Sequence[Placed]) -> Policy:
     """Return the policy of a config that `features.check` accepts.
 
-    own: whether ranks have proposers of their own (`own_proposers`).
+    found: the proposers that threads call
     Raises UsageError if a proposer or a policy lacks what it needs.
     """
     if config.speculation.layout == "replicate":
@@ -106,12 +120,10 @@ def choose_policy(config: JobConfig, draft: Path | None, *, own: bool = False) -
         return Policy.ITERATIVE
     named = registry.named(config.speculation)
     for spec in named:
-        if Need.DRAFT in spec.needs and draft is None:
-            raise UsageError(f"--proposer {spec.name} needs a draft model: give one with -md")
         if spec.adapter and not registry.adapter_of(spec, config.speculation):
             raise UsageError(f"--proposer {spec.name} needs an adapter: give one with "
                              f"--{spec.adapter.replace('_', '-')}")
-    guesses = draft is not None or own or bool(named)
+    guesses = bool(found) or bool(named)
     _check_components(config.speculation)
     inline = registry.inline(config.speculation)
     synchronous = inline is not None and inline.synchronous
@@ -152,13 +164,3 @@ def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[st
                              f"{', '.join(sorted(set(backends) - spec.backends))}: {spec.why}")
         if learned is not None:
             learned.check(model.n_layers, model.n_embd)
-
-
-def draft_model(config: JobConfig, draft: Path | None, policy: Policy) -> Path | None:
-    """Return the draft model to load, if there is one. Raises UsageError."""
-    named = registry.named(config.speculation)
-    wanted = not named or any(Need.DRAFT in spec.needs for spec in named)
-    if policy is Policy.ITERATIVE or draft is None or not wanted \
-            or config.speculation.layout == "replicate":
-        return None
-    return draft

@@ -11,30 +11,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import backends_of
 from pipeinfer.cluster import features
 from pipeinfer.cluster.comparable import check_ablation
-from pipeinfer.cluster.draft_ranks import OwnProposer, own_proposers
-from pipeinfer.cluster.heads import HeadPlan, check_heads, head_for, with_head
+from pipeinfer.cluster.draft_ranks import Placed, placed
 from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
-    draft_model,
     for_chains,
     for_state,
     on_gpus,
-    with_lookup,
+    with_usual,
 )
 from pipeinfer.cluster.turns import takes_turns
 from pipeinfer.config import Config, JobConfig
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import UsageError
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
+from pipeinfer.strategies.resources import Asked, Resource
 
 
 class JobFacts(Struct, frozen=True):
@@ -56,12 +54,23 @@ class Drafting(Struct, frozen=True):
     """How a job proposes tokens, which may change while its stages stay loaded.
 
     config: with the proposers that are used
-    head: the target's prediction head; None where no proposer needs one
+    proposers: those that threads call
     """
 
     config: JobConfig
     policy: Policy
-    head: HeadPlan | None
+    proposers: tuple[Placed, ...]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs proposers read."""
+        return next((one.taps for one in self.proposers if one.taps), ())
+
+    @property
+    def evaluated(self) -> list[Resource]:
+        """What rank 0 loads for its proposers."""
+        return [] if self.policy is Policy.ITERATIVE else [
+            one.resource for one in self.proposers if one.resource is not None and not one.ranks]
 
 
 class JobPlan(Drafting, frozen=True):
@@ -70,8 +79,6 @@ class JobPlan(Drafting, frozen=True):
     turns: whether ranks take turns on the cores of one host
     chains: whether each request has one chain of speculative tokens, see `on_gpus`
     gaps: whether positions may leave gaps
-    own: proposers of single ranks
-    draft: the draft model to load; None without one
     backends: of the stages
     stages: the most that there may be
     """
@@ -79,8 +86,6 @@ class JobPlan(Drafting, frozen=True):
     turns: bool
     chains: bool
     gaps: bool
-    own: tuple[OwnProposer, ...]
-    draft: Path | None
     backends: tuple[str, ...]
     stages: int
 
@@ -88,45 +93,40 @@ class JobPlan(Drafting, frozen=True):
 def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     """Return what a job with these options is. Raises UsageError and ModelError."""
     features.check(Config(job=config))
-    model, draft, hosts, size = facts.model, facts.draft, facts.hosts, len(facts.hosts)
-    backends = backends_of(config, model, list(hosts))
+    model, hosts, size = facts.model, facts.hosts, len(facts.hosts)
+    backends = tuple(backends_of(config, model, list(hosts)))
     turns, would = (takes_turns(one, hosts, backends, facts.numa_nodes)
                     for one in (config, config.replace(ablate=())))
     config = config if turns else config.replace(turns="off")
     config = for_state(config, model, in_turns=turns or size == 1)
-    own = own_proposers(config, list(hosts), draft)
-    chosen = choose(config, facts, backends, turns=turns, own=bool(own))
+    chosen = choose(config, facts, backends, turns=turns)
     config, policy = chosen.config, chosen.policy
     chains = on_gpus(config, model, hosts)
     config = for_chains(config) if chains else config
     check_ablation(config, policy, size, turns=turns or would)
     check_proposers(config.speculation, model, backends)
-    check_heads(own, chosen.head)
     method = config.speculation.decomposer
     gaps = bool(method) and registry.decomposer(method).gaps and "llamacpp" in backends
     if gaps:
         GapModel(model)  # raises if the model cannot have gaps
-    if gaps and chosen.head is not None:
-        raise UsageError(f"--decomposer {method} leaves gaps between positions, and stages that "
-                         "can do so give no rows to a prediction head: leave out --proposer "
-                         f"{chosen.head.kind}")
+    features.check_found({
+        features.GAPS: gaps, features.HEAD: bool(chosen.taps),
+        features.OWN: any(one.settings.proposer or one.settings.draft for one in hosts[1:]),
+    }, config)
     stages = size if config.cluster.head_stage or size == 1 else size - 1
     if stages > 1 and "llamacpp" in backends:
         check_splittable(model)
-    return JobPlan(config, policy, chosen.head, turns, chains, gaps, tuple(own),
-                    draft_model(config, draft, policy), tuple(backends), stages)
+    return JobPlan(config, policy, chosen.proposers, turns, chains, gaps, backends, stages)
 
 
-def choose(config: JobConfig, facts: JobFacts, backends: Sequence[str], *, turns: bool,
-           own: bool = False, heads: bool = True) -> Drafting:
+def choose(config: JobConfig, facts: JobFacts, backends: tuple[str, ...], *, turns: bool,
+           heads: bool = True) -> Drafting:
     """Return how a job proposes tokens: what the user named, else lookup, head and draft.
 
-    own: whether ranks have proposers of their own
     heads: whether the stages give rows to a head
     Raises UsageError, ModelError.
     """
-    found = with_lookup(config, facts.draft, 1 if turns else len(facts.hosts))
-    if heads:
-        found = with_head(config, found, facts.model, facts.draft, backends)
-    return Drafting(found, choose_policy(found, facts.draft, own=own),
-                  head_for(found, facts.model, backends))
+    asked = Asked(config, facts.model, facts.draft, backends)
+    config = with_usual(asked, 1 if turns else len(facts.hosts), heads=heads)
+    found = placed(structs.replace(asked, config=config), facts.hosts)
+    return Drafting(config, choose_policy(config, found), found)

@@ -17,7 +17,6 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, structs
@@ -27,13 +26,9 @@ from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
-from pipeinfer.cluster.policy_choice import (
-    LOOKUP,
-    draft_model,
-    for_chains,
-)
+from pipeinfer.cluster.policy_choice import for_chains
 from pipeinfer.cluster.proposers import remotes_of, sources_of
-from pipeinfer.cluster.resolve import JobFacts, choose
+from pipeinfer.cluster.resolve import choose
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
@@ -64,6 +59,7 @@ from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.transport.base import Port
@@ -158,9 +154,9 @@ class Session:
 
     @property
     def looks_up(self) -> bool:
-        """Whether prompt lookup proposes tokens."""
-        return self.draft is not None and LOOKUP in (
-            *self.config.speculation.proposer, *(one.spec.name for one in self.loaded.job.own))
+        """Whether a proposer looks tokens up in texts."""
+        return any(one.free for one in sources_of(self.draft)) or (registry.free(
+            self.config.speculation) and self.draft is not None)
 
     @property
     def no_embeddings(self) -> str:
@@ -212,13 +208,14 @@ class Session:
             raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
                              "start one job for each")
         job = self.loaded.job
-        chosen = choose(config, JobFacts(job.model, job.draft, self.hosts), ("llamacpp",),
-                        turns=job.turns, own=bool(job.own), heads=job.head is not None)
-        if chosen.head is not None and not chosen.head.is_that(job.head):
+        chosen = choose(config, job.facts, job.backends, turns=job.turns, heads=bool(job.taps))
+        heads, before = ({one.name for one in found.proposers if one.taps}
+                         for found in (chosen, job))
+        if heads - before or (heads and chosen.taps != job.taps):
             raise UsageError("the stages give no rows for that head: start a job with this "
                              "--proposer")
         config, policy = chosen.config, chosen.policy
-        worker = self.loaded.proposers(config, policy)
+        worker = self.loaded.proposers(chosen)
         try:
             for one in remotes_of(worker):
                 with contextlib.suppress(RankLost):
@@ -306,15 +303,14 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     config = job.config
     loaded = LoadedCluster.of(config, place, job, port, hosts, grammars=grammars)
     assembly = loaded.assembly(config, progress)
-    worker = loaded.proposers(config, job.policy)
+    worker = loaded.proposers(job)
     assembly.start()
     remotes = remotes_of(worker)
     for one in remotes:
         one.await_ready(config.cluster.timeout)
-    draft = draft_model(config, job.draft, job.policy)
-    name = label(draft) if draft is not None else "" if job.head is None else job.head.name
-    name = name or (remotes[-1].name if remotes else "")
-    sharing = _sharing(job, assembly, hosts, draft, worker)
+    used = [] if worker is None else [one for one in job.proposers if one.resource or one.ranks]
+    name = min(used, key=lambda one: (bool(one.taps), bool(one.ranks))).name if used else ""
+    sharing = _sharing(job, assembly, hosts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts),
              *unmet(config, hosts), *job.survey.notes,
              *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
@@ -380,7 +376,7 @@ def scheduler_setup(
 
 
 def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
-             draft: Path | None, worker: Drafts | None) -> Sharing:
+             worker: Drafts | None) -> Sharing:
     config = job.config.model
     stages, remotes = assembly.ready.values(), remotes_of(worker)
     where = {hosts[rank].host for one in remotes if not one.free for rank in one.ranks}
@@ -392,11 +388,5 @@ def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
     weights = sum(one.weight_bytes for one in stages if job.turns or one.rank == 0)
-    own = (0 if job.head is None else job.head.reads) + (
-        0 if draft is None else _model_bytes(draft))
+    own = sum(one.reads for one in job.evaluated)
     return Sharing(contended, max(own / max(weights, 1), NO_MODEL))
-
-
-def _model_bytes(path: Path) -> int:
-    files = path.glob("*.safetensors") if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files)

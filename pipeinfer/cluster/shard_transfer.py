@@ -29,7 +29,7 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from pipeinfer.config import ClusterConfig
-from pipeinfer.core.control import DraftSetup, PortName, Setup, ShardOffer, ShardWanted
+from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
 from pipeinfer.host import on_network
@@ -191,21 +191,6 @@ class Sender:
 
 
 # --- a stage ----------------------------------------------------------------------------------
-
-
-def own_model(setup: Setup | DraftSetup) -> Path:
-    """Return the path of the model on this host, which must be the same model as rank 0's.
-
-    Raises ModelError when it does not exist, MismatchError for another model.
-    """
-    path = Path(setup.model)
-    if not path.exists():
-        raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
-                         "the same path, or share its directory")
-    if open_model(path).fingerprint != setup.fingerprint:
-        raise MismatchError(f"{path} on {socket.gethostname()} differs from rank 0's model: copy "
-                            "the same model to every host")
-    return path
 
 
 def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report

@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from pipeinfer.backends.base import ALL_IDS
 from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cluster.features import overlaps, weighs
-from pipeinfer.cluster.policy_choice import LOOKUP
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.errors import UsageError
@@ -48,7 +48,6 @@ _CHEAP = 0.05  #: of a token's time: a draft up to this cost is tried even if it
 _HOPED, _DOUBTED = 96, 192  #: tokens with and without speculation before the contrary is tried,
 #: where it is expected to pay or not
 _FURTHER_IDS = 3  #: ids that a backend adds for its own use, at most
-ALL_IDS = 255  #: llama.cpp has 256, one of which is the grave (llamacpp.cell_order)
 
 
 def chunk_of(config: JobConfig) -> int:
@@ -267,7 +266,7 @@ def limits_for(
     }
     if take_turns and exact > 1:
         values |= by_turns(curve, draft_share, exact, weighed=weighs(config),
-                           free=LOOKUP in config.proposer)
+                           free=registry.free(config))
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
     values |= {"p_recovery": config.p_recovery, "p_decay": config.p_decay}
@@ -317,7 +316,7 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
         and "path_min" not in pinned
     judge = Trial(OVERLAP) if trial else None
     if judge is not None and limits.take_turns:
-        judge = trial_of_turns(curve, draft_share, limits, free=LOOKUP in config.proposer)
+        judge = trial_of_turns(curve, draft_share, limits, free=registry.free(config))
         if not judge.speculate:
             limits = structs.replace(limits, path_min=NEVER)
     controller = Controller(limits, pinned, curve, cells // 2, judge, draft_share)

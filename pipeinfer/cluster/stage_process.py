@@ -46,7 +46,7 @@ from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.proposers import DraftLoader
-from pipeinfer.cluster.shard_transfer import own_model, stage_shard
+from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path, exact_rows
 from pipeinfer.cluster.wide_stage import sum_seconds, team_of
@@ -69,7 +69,7 @@ from pipeinfer.llama.library import gpus, has_gpu, llama_identity
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.embedding import PIECE as EMBEDDING
 from pipeinfer.models.embedding import EmbeddingTable
-from pipeinfer.models.locate import open_model
+from pipeinfer.models.locate import open_model, same_model
 from pipeinfer.models.shard import ShardSource, shard_name
 from pipeinfer.models.shard_cache import cache_directory, turn
 from pipeinfer.models.text.vocabulary import Vocabulary
@@ -352,7 +352,8 @@ class StageProcess:
                    ) -> Embedding:
         """Return the embedding table, which is stored apart from the stage's slices."""
         if kind == "torch":
-            return torch_embedding(config.model, own_model(setup))
+            return torch_embedding(config.model, same_model(
+                setup.model, setup.fingerprint))
         path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
             setup, piece=EMBEDDING), report)
         assert isinstance(path, Path)
@@ -396,7 +397,7 @@ class StageProcess:
         shard: Path | ShardSource | None = None
         backend: Backend
         if kind == "torch":
-            path = own_model(setup)
+            path = same_model(setup.model, setup.fingerprint)
             report("loading", 0, 1)
             backend = load_torch(config.model, path, layers, {
                 "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch},

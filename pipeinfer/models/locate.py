@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
-from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.errors import MismatchError, ModelError, UsageError
 from pipeinfer.models import bundled, local_stores
 from pipeinfer.models.bundled import EMBEDDED, PAIR, SMOLLM2, TASK_MODEL
 from pipeinfer.models.hub_files import Wanted
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
 
 __all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "fetch", "find",
-           "may_fetch", "model_paths", "on_hub", "open_model", "open_tokenizer", "targeted"]
+           "may_fetch", "model_paths", "on_hub", "open_model", "open_tokenizer", "same_model",
+           "targeted"]
 
 DEFAULT_MODEL = "PIPEINFER_DEFAULT_MODEL"  #: variable that sets the meaning of `auto`
 
@@ -162,3 +164,17 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def context_size(config: ModelConfig, model: Any) -> int:
     """Return the tokens of context: the configured number, or the model's own up to 8192."""
     return config.ctx or min(int(model.arch_get("context_length", 4096) or 4096), 8192)
+
+
+def same_model(path: str, fingerprint: str) -> Path:
+    """Return the path of a model on this host, which must be the same model as rank 0's.
+
+    Raises ModelError when it does not exist, MismatchError for another model.
+    """
+    if not Path(path).exists():
+        raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
+                         "the same path, or share its directory")
+    if open_model(Path(path)).fingerprint != fingerprint:
+        raise MismatchError(f"{path} on {socket.gethostname()} differs from rank 0's model: copy "
+                            "the same model to every host")
+    return Path(path)

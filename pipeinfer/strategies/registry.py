@@ -114,6 +114,17 @@ def named(config: SpeculationConfig) -> tuple[ProposerSpec, ...]:
     return tuple(spec for spec in known.values() if adapter_of(spec, config))
 
 
+def usual() -> list[ProposerSpec]:
+    """Return the proposers that a job may use whose user names none, the quickest first."""
+    return sorted((spec for spec in proposers().values() if spec.usual),
+                  key=lambda spec: spec.usual)
+
+
+def free(config: SpeculationConfig) -> bool:
+    """Return whether `config` names a proposer that evaluates nothing, in the draft's thread."""
+    return any(spec.worker is not None and not spec.resource for spec in named(config))
+
+
 def adapter_of(spec: ProposerSpec, config: SpeculationConfig) -> str:
     """Return the path of a proposer's adapter; empty where none is given or needed."""
     return str(values_of(spec, config)[spec.adapter]) if spec.adapter else ""

@@ -6,7 +6,6 @@ point of the group `pipeinfer.strategies` in another package.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,25 +30,13 @@ def _none(_: object) -> int:
     return 0
 
 
-class Need(enum.Enum):
-    """A requirement of a proposer."""
-
-    DRAFT = "draft"  #: loaded draft models, in `ProposerSetup.drafts`
-    MTP = "mtp"  #: the head in the target's file, in `ProposerSetup.drafts`
-    EAGLE3 = "eagle3"  #: a head of its own file, there as well
-    ADAPTER = "adapter"  #: the file that its option `ProposerSpec.adapter` names
-
-
-HEADS = frozenset({Need.MTP, Need.EAGLE3})  #: needs for a prediction head
-
-
 class ProposerSetup(Struct, frozen=True):
     """The arguments of a proposer's factory.
 
     options: values of its own options
     n_vocab: the target's vocabulary; learned tokens have ids from there on
-    drafts: loaded draft models or heads, in the order in which they are queried
-    paths: how many paths each of them has in its cache
+    backend: what it evaluates, loaded; None: nothing
+    paths: how many paths that has in its cache
     vocabulary: for grammars; None where there are none
     adapter: the weights that were learned for it
     prompt_id: sequence id of learned prompts
@@ -61,7 +48,7 @@ class ProposerSetup(Struct, frozen=True):
 
     options: Mapping[str, Any]
     n_vocab: int = 0
-    drafts: Sequence[Backend] = ()
+    backend: Backend | None = None
     paths: int = 1
     vocabulary: GrammarVocabulary | None = None
     adapter: BitaAdapter | None = None
@@ -76,11 +63,12 @@ class ProposerSpec(Struct, frozen=True):
 
     name: value of --proposer
     help: text after its name in the list of proposers
-    worker: makes the proposers of the draft's thread (several are queried in order, one per draft
-        model)
+    worker: makes a proposer of the draft's thread
     inline: makes a proposer that the scheduler queries itself, and that adds hint rows to runs
     options: its own options, by name
-    needs: see `Need`
+    resource: name of what it evaluates (`strategies.resources`); empty: nothing
+    usual: its place among the proposers of a job whose user names none, the quickest first; 0: such
+        a job does not use it
     adapter: the option that names its adapter's file, where it needs one
     backends: kinds of stages that it works on if its adapter has prompts; empty: all
     why: the reason shown to the user where it does not work
@@ -89,15 +77,16 @@ class ProposerSpec(Struct, frozen=True):
     replicable: whether its rows can be distributed over ranks that each hold the whole model
     branches: by its own options, how many paths of an evaluation it has in its draft's cache; a
         draft whose layers keep a state has none
-    Raises ValueError if `worker` and `inline`, or `needs` and `adapter`, contradict each other.
+    Raises ValueError if `worker` and `inline`, or `adapter` and `options`, contradict each other.
     """
 
     name: str
     help: str
-    worker: Callable[[ProposerSetup], Sequence[Proposer]] | None = None
+    worker: Callable[[ProposerSetup], Proposer] | None = None
     inline: Callable[[ProposerSetup], InlineProposer] | None = None
     options: Mapping[str, OwnOption] = field(default_factory=dict)
-    needs: frozenset[Need] = frozenset()
+    resource: str = ""
+    usual: int = 0
     adapter: str = ""
     backends: frozenset[str] = frozenset()
     why: str = ""
@@ -108,7 +97,7 @@ class ProposerSpec(Struct, frozen=True):
     def __post_init__(self) -> None:
         if (self.worker is None) == (self.inline is None):
             raise ValueError(f"proposer {self.name} needs either `worker` or `inline`")
-        if (Need.ADAPTER in self.needs) != (self.adapter in self.options):
+        if self.adapter and self.adapter not in self.options:
             raise ValueError(f"proposer {self.name} has no option that names its adapter")
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipeinfer.backends.base import ALL_IDS
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import MAX_SEQS, LlamaOptions
+from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_model import tiny, write_random_model
@@ -96,4 +97,4 @@ def test_windows_need_sequence_ids_of_their_own(tmp_path):
     spec = tiny("gemma3", n_layer=1)
     path = write_random_model(tmp_path / "m.gguf", spec)
     with pytest.raises(BackendError, match="at most"):
-        load(path, spec, n_seq_max=MAX_SEQS)
+        load(path, spec, n_seq_max=ALL_IDS)

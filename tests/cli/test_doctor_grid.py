@@ -9,7 +9,8 @@ from pipeinfer.config import JobConfig
 
 
 def ranks(*hosts):
-    return [{"rank": rank, "host": host, "memory_available": 1 << 34, "links": [
+    return [{"rank": rank, "host": host, "memory_available": 1 << 34, "cores": 1,
+             "cores_host": 1, "links": [
         {"source": rank, "dest": rank + 1, "latency": 1e-4, "bandwidth": 1e8}]}
         for rank, host in enumerate(hosts)]
 

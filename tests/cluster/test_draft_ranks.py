@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.cluster.draft_ranks import (
-    OwnProposer,
-    cache_sizes,
+    Placed,
+    placed,
     setups_of,
     with_draft_ranks,
 )
@@ -24,10 +24,16 @@ from pipeinfer.models.locate import open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.planner import asked_counts
 from pipeinfer.strategies import registry
+from pipeinfer.strategies.resources import Asked, Draft
 from pipeinfer.transport.inproc import local_ports
 
 DRAFT, TARGET = EMBEDDED / "draft.gguf", EMBEDDED / "target.gguf"
 OWN = NodeSettings(proposer="prompt-lookup")
+DRAFTS = NodeSettings(role="draft")
+
+
+def asked(config):
+    return Asked(config, open_model(TARGET), DRAFT, ("llamacpp",))
 
 
 def ranks(count, **settings):
@@ -39,9 +45,9 @@ def ranks(count, **settings):
 @pytest.mark.parametrize("name", ["draft", "draft-lookahead"])
 def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     head, port = local_ports(2)
-    found = load_proposers(
-        registry.job_config(proposer=(name,)), Place(0, 2, None, 1, 0, 2), DRAFT, 512, 4096, head,
-        ranks(2, rank1=NodeSettings(role="draft")))
+    config, hosts = registry.job_config(proposer=(name,)), ranks(2, rank1=DRAFTS)
+    found = load_proposers(placed(asked(config), hosts), config, Place(0, 2, None, 1, 0, 2), 512,
+                           4096, head, hosts)
     _, setup = port.take_post()
     assert isinstance(setup, DraftSetup)
     assert setup.proposer == name
@@ -50,9 +56,8 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
 
 def test_draft_ranks_run_one_proposer_of_the_draft():
     with pytest.raises(UsageError, match="draft and draft-lookahead: draft ranks run one of them"):
-        load_proposers(registry.job_config(proposer=("draft", "draft-lookahead")),
-                       Place(0, 2, None, 1, 0, 2), DRAFT, 512, 4096, local_ports(2)[0],
-                       ranks(2, rank1=NodeSettings(role="draft")))
+        placed(asked(registry.job_config(proposer=("draft", "draft-lookahead"))),
+               ranks(2, rank1=DRAFTS))
 
 
 @pytest.mark.parametrize(("config", "own", "drafting", "spares"), [
@@ -81,9 +86,9 @@ def test_too_few_ranks_for_draft_ranks_beside_proposers_of_their_own():
 
 def test_a_draft_of_few_layers_is_refused_whatever_made_the_ranks_draft():
     """By the nodes file, too, so no option is named."""
-    own = OwnProposer(registry.proposers()["draft"], (1, 2, 3), DRAFT)
+    own = Placed(registry.proposers()["draft"], Draft(DRAFT), (1, 2, 3))
     with pytest.raises(UsageError, match="2 layers, too few for 3 ranks: let fewer draft"):
-        setups_of(registry.job_config(), own, ranks(4), 512, 4096, None)
+        setups_of(own, registry.job_config(), ranks(4), 512, 4096, None)
 
 
 def test_a_draft_rank_gets_no_layers():
@@ -108,18 +113,17 @@ def test_settings_of_ranks_that_cannot_follow_them_are_said(tmp_path):
     assert "rank 0 leads the job" in note
 
 
-@pytest.mark.parametrize(("own", "found"), [("prompt-lookup", True), ("draft-lookahead", False)])
-def test_texts_are_looked_up_where_a_rank_of_its_own_does_so(own, found):
-    """Else serve says that --remember-answers brings nothing."""
-    job = SimpleNamespace(own=[OwnProposer(registry.proposers()[own], (3,))])
-    session = SimpleNamespace(draft="some", config=registry.job_config(proposer=("draft",)),
-                              loaded=SimpleNamespace(job=job))
-    assert Session.looks_up.fget(session) is found
+@pytest.mark.parametrize("free", [True, False])
+def test_texts_are_looked_up_where_a_rank_of_its_own_does_so(free):
+    """Else serve says that --remember-answers has no effect."""
+    draft = SimpleNamespace(free=free)
+    session = SimpleNamespace(draft=draft, config=registry.job_config(proposer=("draft",)))
+    assert Session.looks_up.fget(session) is free
 
 
 def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_lower():
-    spec, model = registry.proposers()["draft-lookahead"], open_model(DRAFT)
-    assert cache_sizes(registry.job_config(lookahead_window=100), 512, model, spec)
+    spec, model = registry.proposers()["draft-lookahead"], Draft(DRAFT)
+    assert model.sizes(spec, registry.job_config(lookahead_window=100), 512)
     with pytest.raises(UsageError, match=r"lower its sizes .*lookahead_window.* or --parallel"):
-        cache_sizes(registry.job_config(lookahead_window=128, lookahead_candidates=128), 512,
-                    model, spec)
+        model.sizes(spec, registry.job_config(lookahead_window=128, lookahead_candidates=128),
+                    512)

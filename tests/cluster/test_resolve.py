@@ -37,7 +37,8 @@ def test_ranks_of_one_host_take_turns_and_look_up_before_the_draft(target):
     found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3, hosts=1)))
     assert found.turns
     assert found.config.speculation.proposer == ("prompt-lookup", "draft")
-    assert (found.policy, found.stages, found.draft) == (Policy.PIPEINFER, 2, DRAFT)
+    assert (found.policy, found.stages) == (Policy.PIPEINFER, 2)
+    assert [one.name for one in found.proposers] == ["prompt-lookup", "draft.gguf"]
     apart = resolve(job_config(turns="off"), JobFacts(target, None, ranks(3, hosts=1)))
     assert not apart.turns
     assert apart.config.cluster.turns == "off"
@@ -71,7 +72,7 @@ def test_a_change_within_a_job_is_decided_as_its_start(target):
     facts = JobFacts(target, DRAFT, ranks(3))
     begun = resolve(job_config(), facts)
     again = choose(job_config(), facts, begun.backends, turns=begun.turns)
-    assert (again.policy, again.head) == (begun.policy, begun.head)
+    assert (again.policy, again.proposers) == (begun.policy, begun.proposers)
     assert again.config.speculation.proposer == begun.config.speculation.proposer
 
 

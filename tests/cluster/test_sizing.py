@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.cluster import features
+from pipeinfer.cluster.draft_ranks import Placed
 from pipeinfer.cluster.notes import doubts
-from pipeinfer.cluster.policy_choice import choose_policy, with_lookup
+from pipeinfer.cluster.policy_choice import choose_policy, with_usual
 from pipeinfer.cluster.sizing import (
     cancel_path,
     cells_for,
@@ -25,15 +26,18 @@ from pipeinfer.config import Config, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.scheduler.controller import least_hope
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.resources import Asked, Draft
 
 CURVE = ((2, 1.2), (4, 1.6), (8, 2.4), (16, 4.0))
 DRAFT = Path("draft.gguf")
+PROPOSERS = [Placed(registry.proposers()["draft"], Draft(DRAFT))]
 
 
 def limits(config, n_stages=3):
     return limits_for(
         config.speculation,
-        choose_policy(config, DRAFT),
+        choose_policy(config, PROPOSERS),
         sizes_for(0.2),
         n_ctx=1000,
         chunk=64,
@@ -75,16 +79,16 @@ def test_speculation():
     ({}, DRAFT, 2, ("prompt-lookup", "draft")),
     ({}, DRAFT, 1, ("prompt-lookup", "draft")),
     ({}, None, 1, ("prompt-lookup",)),
-    ({"policy": "speculative"}, DRAFT, 1, ()),
-    ({"adapt": False}, DRAFT, 1, ()),
-    ({"credit": 3}, DRAFT, 1, ()),
+    ({"policy": "speculative"}, DRAFT, 1, ("draft",)),
+    ({"adapt": False}, DRAFT, 1, ("draft",)),
+    ({"credit": 3}, DRAFT, 1, ("draft",)),
     ({}, None, 3, ("prompt-lookup",)),
     ({}, None, 2, ()),
     ({"head_stage": True}, None, 2, ("prompt-lookup",)),
     ({"grid": "1x3"}, None, 4, ()),
     ({"grid": "2x2"}, None, 5, ("prompt-lookup",)),
     ({"policy": "speculative"}, DRAFT, 4, ("prompt-lookup", "draft")),
-    ({"policy": "published"}, DRAFT, 4, ()),
+    ({"policy": "published"}, DRAFT, 4, ("draft",)),
     ({"policy": "iterative"}, None, 4, ()),
     ({"speculation": "off"}, DRAFT, 4, ()),
     ({"draft_model": "none"}, None, 4, ()),
@@ -92,7 +96,7 @@ def test_speculation():
     ({"proposer": ("draft",)}, DRAFT, 4, ("draft",)),
 ])
 def test_who_guesses_where_nobody_has_said(given, draft, ranks, guesses):
-    found = with_lookup(JobConfig.of(**given), draft, ranks)
+    found = with_usual(Asked(JobConfig.of(**given), None, draft, ("llamacpp",)), ranks)
     assert found.speculation.proposer == guesses
 
 
@@ -199,7 +203,7 @@ def test_options_without_effect_are_named(policy, options, says):
 
 def published(**options):
     config = JobConfig.of(policy="published", **options)
-    limits, _ = limits_for(config.speculation, choose_policy(config, DRAFT),
+    limits, _ = limits_for(config.speculation, choose_policy(config, PROPOSERS),
                            sizes_for(0.9), n_ctx=100, chunk=64, exact=8, n_stages=3, curve=FOURS,
                            spare=100)
     return limits, controller_for(config.speculation, limits, frozenset(), FOURS, 100)
@@ -236,7 +240,7 @@ def test_the_published_policy_cancels_from_the_last_stage_backward():
 ])
 def test_what_a_policy_does_not_have(options, says):
     with pytest.raises(UsageError, match=says):
-        choose_policy(JobConfig.of(**options), DRAFT)
+        choose_policy(JobConfig.of(**options), PROPOSERS)
 
 
 def test_the_published_policy_takes_tokens_of_a_draft_alone():

@@ -152,7 +152,7 @@ def test_a_rank_that_drafts_is_no_replica(plain, tmp_path):
     ({"rank2": {"proposer": "lookahaed"}}, "does not exist: choose from draft"),
     full({"rank2": {"proposer": "lookahead"}}, "give --proposer lookahead instead"),
     full({"rank2": {"proposer": "prompt-lookup", "draft": DRAFT}}, "evaluates no draft"),
-    full({"rank2": {"proposer": "mtp"}}, "needs a head of the target: add --proposer mtp"),
+    full({"rank2": {"proposer": "mtp"}}, "heads of llama models are not supported"),
     full({"rank2": {"draft": "none.gguf"}},
          "the proposer draft of rank 2 (nodes file): "),
     full({"rank1": LOOKUP, "rank2": LOOKUP}, "takes one rank"),

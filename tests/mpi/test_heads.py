@@ -171,9 +171,10 @@ def test_an_eagle_head_of_another_model_is_refused(tmp_path):
 
 def test_a_file_with_a_head_is_guessed_for_by_it_unless_asked_otherwise(tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
-    assert "prompt-lookup and mtp" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    notes = "".join(generate(path, 1, count=4)["stats"]["notes"])
+    assert "prompt-lookup and the head in model.gguf" in notes
     for more in (("--proposer", "prompt-lookup"), ("--speculation", "off"), ("-md", "none")):
-        assert "mtp" not in "".join(generate(path, 1, *more, count=4)["stats"]["notes"])
+        assert "the head in" not in "".join(generate(path, 1, *more, count=4)["stats"]["notes"])
 
 
 def test_an_eagle_head_beside_the_model_is_used_if_it_fits(tmp_path):
@@ -199,7 +200,7 @@ def test_a_head_may_be_a_file_beside_the_model(tmp_path):
     assert done.returncode != 0
     assert "has only a prediction head" in done.stderr
     head.unlink()
-    assert "mtp" not in "".join(generate(model, 1, count=4)["stats"]["notes"])
+    assert "the head in" not in "".join(generate(model, 1, count=4)["stats"]["notes"])
 
 
 @pytest.mark.parametrize("option", ["-md", full("-m")])

@@ -207,4 +207,4 @@ def test_prompt_lookup_needs_no_draft_model():
     assert found["stats"]["policy"] == "pipeinfer"
     code, says = refusal(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"])
     assert code == 2
-    assert "--proposer draft needs a draft model" in says
+    assert "--proposer draft: needs a draft model" in says

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
-from pipeinfer.cluster import draft_ranks
-from pipeinfer.cluster.draft_ranks import cache_sizes
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
-from pipeinfer.strategies import registry
+from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.strategies import registry, resources
 from pipeinfer.strategies.proposers.draft_lookahead import DraftLookahead
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.strategies.proposers.lookahead import Lookahead
+from pipeinfer.strategies.resources import Draft
 from tests.rig.toy import ToyBackend
 from tests.strategies.test_draft_model import SPEC, fresh, job, never
 
@@ -81,10 +80,10 @@ def test_more_lanes_than_it_keeps_n_grams_of():
 def test_its_cache_has_room_for_its_branches_and_a_draft_with_states_is_refused(monkeypatch):
     config = registry.job_config(model="m.gguf", lookahead_window=3, lookahead_candidates=4)
     specs = registry.proposers()
-    model = SimpleNamespace(path=SimpleNamespace(name="d.gguf"))
-    alone, ahead = (cache_sizes(config, 100, model, specs[name])["n_seq_max"]
+    model = Draft(EMBEDDED / "draft.gguf")
+    alone, ahead = (model.sizes(specs[name], config, 100).n_seq_max
                     for name in ("draft", "draft-lookahead"))
     assert ahead - alone == Lookahead(3, 5, 4).paths - 1
-    monkeypatch.setattr(draft_ranks, "keeps_state", lambda _: True)
-    with pytest.raises(UsageError, match=r"d\.gguf keep a state: use --proposer draft"):
-        cache_sizes(config, 100, model, specs["draft-lookahead"])
+    monkeypatch.setattr(resources, "keeps_state", lambda _: True)
+    with pytest.raises(UsageError, match=r"draft\.gguf keep a state: use --proposer draft"):
+        model.sizes(specs["draft-lookahead"], config, 100)

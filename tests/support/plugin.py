@@ -63,8 +63,8 @@ class Shout:
 
 
 STUTTER = ProposerSpec(
-    "stutter", "the last token again", worker=lambda setup: [
-        Stutter(setup.options["times"], setup.options["stutter_fails_at"])],
+    "stutter", "the last token again", worker=lambda setup: Stutter(
+        setup.options["times"], setup.options["stutter_fails_at"]),
     options={
         "times": OwnOption(2, Option(("--stutter-times",), "int", "How often.", 1, 8)),
         "stutter_fails_at": OwnOption(0, Option((), "int", "At which job it fails.", 0, 99))})

@@ -18,13 +18,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from msgspec import structs
 
-from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
+from pipeinfer.backends.base import ALL_IDS, NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.batch import RowBatch
 from pipeinfer.backends.llamacpp.cell_order import CellOrder
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
-    MAX_SEQS,
     LlamaOptions,
     LoadProgress,
     cache_bytes,
@@ -158,9 +157,9 @@ class LlamaCppBackend:
             probe = None if options.head else probe_of(
                 file, model, layers, options, last=last, chooses_experts=chooses,
                 kind=cls.probe_type)
-            if n_seq_max + more > MAX_SEQS:
+            if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
-                                   f"{MAX_SEQS - more} sequences")
+                                   f"{ALL_IDS - more} sequences")
             sizes = (n_ctx, n_seq_max + (not options.streams) + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
+from pipeinfer.backends.base import ALL_IDS
 from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import free_memory, physical_memory
@@ -42,7 +43,6 @@ _LOAD_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p
 _CHUNK = 8 << 20  #: bytes that are read ahead at a time
 LoadProgress = Callable[[str, float], object]
 _REPORT = 0.25  #: seconds between two reports of the share that is loaded
-MAX_SEQS = 255  #: llama.cpp's 256, less one that `cell_order` needs
 
 
 class LlamaOptions(Struct, frozen=True):
@@ -147,7 +147,7 @@ def check_sizes(
     """Raise BackendError for impossible sizes or cache types."""
     for what, value, top in (
         ("context", n_ctx, 2**30),
-        ("number of sequences", n_seq_max, MAX_SEQS),
+        ("number of sequences", n_seq_max, ALL_IDS),
         ("batch", n_batch, 2**20),
         ("number of threads", n_threads, 512),
     ):

@@ -363,7 +363,8 @@ def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobC
         unknown = ASKED if base.model.model == TASK_MODEL else ()
         methods = (PLAIN, *(name for name, spec in registry.decomposers().items()
                             if (torch or not spec.gaps) and name not in unknown),
-                   *(name for name, spec in registry.proposers().items() if not spec.needs))
+                   *(name for name, spec in registry.proposers().items()
+                     if not (spec.resource or spec.adapter)))
     names = tuple(dict.fromkeys((PLAIN, *methods)))
     configs = {name: parse_method(name, base) for name in names}
     configs |= {name: parse_method(name, base) for name in normals(configs).values()}

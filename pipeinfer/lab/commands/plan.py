@@ -198,7 +198,7 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
         "this is one process: mpirun -np N, or launch/run N, plans a pipeline of N ranks"])]
     return report_of(target, machines, links,
                      "links as measured" if measured_links else "no links", profiles, given, notes,
-                     job.plan if measured_links else None, str(job.draft or ""))
+                     job.plan if measured_links else None, str(job.facts.draft or ""))
 
 
 def _measured_links(place: Place) -> list[dict[str, float]]:
@@ -221,7 +221,7 @@ def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]
     from pipeinfer.planning import measured_grid
 
     ranks, survey = job.plan.candidates, job.survey
-    policy = Policy.ITERATIVE if job.draft is None else Policy.PIPEINFER
+    policy = Policy.ITERATIVE if job.facts.draft is None else Policy.PIPEINFER
     acceptance = ACCEPTANCE if given["acceptance"] is None else given["acceptance"]
     sums = SumCost(ITEM_BYTES[given["sum_type"]], 1e-6 * given["exchange_us"])
     try:

@@ -27,7 +27,7 @@ from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice
 from pipeinfer.strategies.proposers.base import Anchor, HintRow
-from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 _HEARD = 32  #: batches of results that are stored: more than fit into a pipeline
 
@@ -290,7 +290,7 @@ SPEC = ProposerSpec(
             "every token, as many on each level (full), or the likeliest tokens alone (chain).",
             choices=tuple(shape.value for shape in Shape))),
     },
-    needs=frozenset({Need.ADAPTER}), adapter="bita", backends=frozenset({"torch"}),
+    adapter="bita", backends=frozenset({"torch"}),
     why="learned prompts need rows that look through other sequences, which llama.cpp has not: "
         "add --backend torch (on every stage), or tune an adapter without prompts (train bita "
         "--prompting none)",

@@ -21,7 +21,7 @@ from pipeinfer.core.types import END, Choice, make_rows
 from pipeinfer.strategies.proposers import lookahead
 from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.draft_model import Branch, DraftModel
-from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 _LANES = 64  #: whose n-grams are kept
 
@@ -136,12 +136,13 @@ def _sizes(options: Mapping[str, Any]) -> lookahead.Lookahead:
         prompt_pool=options["prompt_pool"])
 
 
-def _make(setup: ProposerSetup) -> list[DraftLookahead]:
-    return [DraftLookahead(backend, _sizes(setup.options), setup.n_vocab, paths=setup.paths,
-                           vocabulary=setup.vocabulary) for backend in setup.drafts]
+def _make(setup: ProposerSetup) -> DraftLookahead:
+    assert setup.backend is not None
+    return DraftLookahead(setup.backend, _sizes(setup.options), setup.n_vocab, paths=setup.paths,
+                          vocabulary=setup.vocabulary)
 
 
 SPEC = ProposerSpec(
     "draft-lookahead", "the draft model (-md), which decodes by lookahead", worker=_make,
-    options=lookahead.SPEC.options, needs=frozenset({Need.DRAFT}),
+    options=lookahead.SPEC.options, resource="draft",
     branches=lambda options: _sizes(options).paths)

@@ -23,7 +23,7 @@ from pipeinfer.core.types import END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.strategies.proposers.base import common_prefix
-from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.vocabulary import Vocabulary
@@ -339,10 +339,9 @@ class DraftModel:
         return Ranking(ids.tolist(), confidences.tolist())
 
 
-def _make(setup: ProposerSetup) -> list[DraftModel]:
-    return [DraftModel(backend, setup.n_vocab, paths=setup.paths, vocabulary=setup.vocabulary)
-            for backend in setup.drafts]
+def _make(setup: ProposerSetup) -> DraftModel:
+    assert setup.backend is not None
+    return DraftModel(setup.backend, setup.n_vocab, paths=setup.paths, vocabulary=setup.vocabulary)
 
 
-SPEC = ProposerSpec("draft", "the draft model (-md)", worker=_make,
-                    needs=frozenset({Need.DRAFT}))
+SPEC = ProposerSpec("draft", "the draft model (-md)", worker=_make, resource="draft", usual=3)

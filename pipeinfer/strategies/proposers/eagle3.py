@@ -6,13 +6,13 @@ It reads three rows of the target, the inputs of layers that its file names.
 from __future__ import annotations
 
 from pipeinfer.config import Option, OwnOption
-from pipeinfer.strategies.proposers.target_head import make_heads
-from pipeinfer.strategies.spec import Need, ProposerSpec
+from pipeinfer.strategies.proposers.target_head import make_head
+from pipeinfer.strategies.spec import ProposerSpec
 
 SPEC = ProposerSpec(
-    "eagle3", "an EAGLE-3 head of the target (--eagle)", worker=make_heads,
+    "eagle3", "an EAGLE-3 head of the target (--eagle)", worker=make_head,
     options={"eagle": OwnOption("", Option(
         ("--eagle",), "str", "EAGLE-3 head of the model (GGUF, or user/repo[:quant] of the hub); "
         "it guesses from rows of its layers. With --proposer, add --proposer eagle3, too.",
         changes_tokens=False))},
-    needs=frozenset({Need.EAGLE3}), adapter="")
+    resource="eagle3", usual=2)

@@ -195,4 +195,4 @@ def _continue(job: StartDraft, places: Sequence[_Place]) -> tuple[Proposal, ...]
 
 
 SPEC = ProposerSpec("prompt-lookup", "what followed when the same tokens came up before",
-                    worker=lambda _: [PromptLookup()])
+                    worker=lambda _: PromptLookup(), usual=1)

@@ -23,7 +23,7 @@ from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import END, FloatArray, Rows, make_rows
 from pipeinfer.strategies.proposers.draft_model import DraftModel, Ranking
-from pipeinfer.strategies.spec import Need, ProposerSetup, ProposerSpec
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.vocabulary import Vocabulary
@@ -235,17 +235,17 @@ class TargetHead(DraftModel):
         return min(common, self._rows.follow(self._here.seq_id, job.lane))
 
 
-def make_heads(setup: ProposerSetup) -> list[TargetHead]:
-    """Return proposers over the heads of a setup."""
-    return [TargetHead(cast("RowHead", head), setup.n_vocab, paths=setup.paths,
-                       vocabulary=setup.vocabulary) for head in setup.drafts]
+def make_head(setup: ProposerSetup) -> TargetHead:
+    """Return a proposer over the head of a setup."""
+    return TargetHead(cast("RowHead", setup.backend), setup.n_vocab, paths=setup.paths,
+                      vocabulary=setup.vocabulary)
 
 
 SPEC = ProposerSpec(
-    "mtp", "the head for further tokens (MTP) that the target's file has", worker=make_heads,
+    "mtp", "the head for further tokens (MTP) that the target's file has", worker=make_head,
     options={"head_vocabulary": OwnOption(32768, Option(
         ("--head-vocabulary",), "int",
         "Tokens that the model's own head can propose, where its vocabulary has at least twice as "
         "many: the frequent ones, and those of the text; 0: all.",
         0, 1 << 20, changes_tokens=False))},
-    needs=frozenset({Need.MTP}))
+    resource="mtp", usual=2)

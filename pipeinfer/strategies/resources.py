@@ -1,0 +1,490 @@
+"""What proposers evaluate: a draft model, or a prediction head of the target.
+
+A resource is found from options and models' headers on rank 0, before anything loads. The rank that
+runs the proposer loads it, from the file that a `DraftSetup` names. `ProposerSpec.resource` is the
+name of its class in `classes`; another package adds one as an entry point of the group
+`pipeinfer.resources`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from msgspec import Struct, structs
+
+from pipeinfer.backends import measuring
+from pipeinfer.backends.base import ALL_IDS, Backend
+from pipeinfer.backends.factory import llama_options, load_torch
+from pipeinfer.backends.rewinding import RewindingBackend, ids_for
+from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.config import JobConfig
+from pipeinfer.core.control import DraftSetup
+from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.host import Place, threads_of
+from pipeinfer.loading import plug_ins
+from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.eagle_head import TAPS, CompletedHead
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.head_file import WITH_HEAD, HeadSource, SmallVocabulary, head_of
+from pipeinfer.models.hub_files import EAGLE_FILE
+from pipeinfer.models.layers import keeps_state
+from pipeinfer.models.local_stores import label
+from pipeinfer.models.locate import find, open_model, open_tokenizer, same_model
+from pipeinfer.models.shard import extract_shard
+from pipeinfer.models.shard_cache import cache_directory, store
+from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from pipeinfer.strategies import registry
+from pipeinfer.strategies.spec import ProposerSpec
+
+if TYPE_CHECKING:
+    from pipeinfer.backends.llamacpp.head import LlamaHead
+
+GROUP = "pipeinfer.resources"  #: entry points
+_PATHS = 8  #: paths in the cache of a draft or a head
+_STATE_PATHS = 2  #: the same of a draft whose layers keep a state, which each path needs several of
+_BATCH = 256  #: most rows of one run
+
+
+class Asked(Struct, frozen=True):
+    """What a resource is found from.
+
+    model: the target's header
+    draft: the draft model; None without one
+    backends: of the stages
+    """
+
+    config: JobConfig
+    model: Any
+    draft: Path | None
+    backends: tuple[str, ...]
+
+
+class Sizes(Struct, frozen=True):
+    """The sizes of a cache: cells, sequence ids, rows of one run, and paths that stay in it."""
+
+    n_ctx: int = 0
+    n_seq_max: int = 0
+    n_batch: int = 0
+    paths: int = 0
+
+    @property
+    def of_backend(self) -> dict[str, int]:
+        """The arguments that backends take."""
+        return {"n_ctx": self.n_ctx, "n_seq_max": self.n_seq_max, "n_batch": self.n_batch}
+
+
+class Resource(Protocol):
+    """A file that a proposer evaluates: found and checked, not loaded.
+
+    reads_rows: whether it reads rows of the target
+    taps: layers of the target whose inputs it reads, see `backends.base.tap`
+    """
+
+    reads_rows: ClassVar[bool]
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+
+    @property
+    def held(self) -> int:
+        """The bytes of its file."""
+
+    @property
+    def reads(self) -> int:
+        """The bytes of weights that a token's step reads."""
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """The fields of a `DraftSetup` that name its files."""
+
+    @classmethod
+    def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
+        """Return the strategies' own options with which a job uses it where the user names no
+        proposer; None where it does not."""
+
+    @classmethod
+    def find(cls, spec: ProposerSpec, asked: Asked) -> Resource:
+        """Find it. Raises UsageError and ModelError, with the reason, where it cannot be used."""
+
+    @classmethod
+    def named(cls, setup: DraftSetup) -> Resource:
+        """Return what a setup names, on the rank that loads it. Raises ModelError where the files
+        are not there, MismatchError for other files."""
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise MismatchError where its tokens are not those of the target."""
+
+    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
+        """Return the sizes of its cache. cells: of each stage's cache. Raises UsageError."""
+
+    def ends(self, ranks: int) -> list[int]:
+        """Return the layers at which the parts of so many ranks begin, and the end. Raises
+        UsageError for more ranks than may hold it."""
+
+    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
+             sizes: Mapping[str, int]) -> tuple[Backend, int]:
+        """Load layers `[start, stop)`; return the backend and its number of threads.
+
+        Raises ModelError and BackendError.
+        """
+
+
+class Draft(Struct, frozen=True):
+    """A draft model: a GGUF file, or a model folder for torch."""
+
+    path: Path
+    reads_rows: ClassVar[bool] = False
+    taps: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """See `Resource.name`."""
+        return label(self.path)
+
+    @property
+    def held(self) -> int:
+        """See `Resource.held`."""
+        return sum(map(round, open_model(self.path).layer_bytes))
+
+    @property
+    def reads(self) -> int:
+        """See `Resource.reads`."""
+        files = self.path.glob("*.safetensors") if self.path.is_dir() else (self.path,)
+        total: int = sum(file.stat().st_size for file in files)
+        return total
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """See `Resource.files`."""
+        model = open_model(self.path)
+        return {"model": str(self.path), "fingerprint": model.fingerprint,
+                "n_layers": model.n_layers}
+
+    @classmethod
+    def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
+        """See `Resource.usual`."""
+        return None if asked.draft is None else {}
+
+    @classmethod
+    def find(cls, spec: ProposerSpec, asked: Asked) -> Draft:
+        """See `Resource.find`."""
+        del spec
+        if asked.draft is None:
+            raise UsageError("needs a draft model: give one with -md")
+        return cls(open_model(asked.draft).path)
+
+    @classmethod
+    def named(cls, setup: DraftSetup) -> Draft:
+        """See `Resource.named`; a bundled draft may be in another installation's place."""
+        path = Path(setup.model)
+        bundled = EMBEDDED / path.name
+        path = bundled if not path.exists() and bundled.exists() else path
+        return cls(same_model(str(path), setup.fingerprint))
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """See `Resource.check`."""
+        own = open_tokenizer(self.path)
+        check_draft_vocab(tokenizer, own)
+        own.close()
+
+    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
+        """See `Resource.sizes`."""
+        states, own = keeps_state(open_model(self.path)), config.speculation
+        paths = (_STATE_PATHS if states else _PATHS) + own.parallel - 1
+        branches = spec.branches(registry.values_of(spec, own))
+        if branches and states:
+            raise UsageError(f"--proposer {spec.name} evaluates several paths at once, and layers "
+                             f"of the draft {self.name} keep a state: use --proposer draft")
+        count = paths + max(own.branches, branches)
+        if branches and count > ALL_IDS and not self.path.is_dir():
+            raise UsageError(f"--proposer {spec.name} evaluates {branches} paths at once and "
+                             f"keeps {paths}, and llama.cpp has {ALL_IDS}: lower its sizes "
+                             f"({', '.join(spec.options)}) or --parallel")
+        return Sizes(cells + 64 * paths, count, _BATCH, paths)
+
+    def ends(self, ranks: int) -> list[int]:
+        """See `Resource.ends`."""
+        model = open_model(self.path)
+        if ranks > model.n_layers:
+            raise UsageError(f"the draft {self.name} has {model.n_layers} layers, too few for "
+                             f"{ranks} ranks: let fewer draft")
+        if ranks > 1 and keeps_state(model):
+            raise UsageError(f"layers of the draft {self.name} keep a state, which one rank holds "
+                             "whole: let one rank draft")
+        if ranks > 1 and self.path.is_dir():
+            raise UsageError(f"the draft {self.name} is a folder, which one rank holds whole: let "
+                             "one rank draft, or use a GGUF file")
+        return [model.n_layers * k // ranks for k in range(ranks + 1)]
+
+    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
+             sizes: Mapping[str, int]) -> tuple[Backend, int]:
+        """See `Resource.load`."""
+        threads = threads_of(config.model.threads_draft, place)
+        if self.path.is_dir():
+            return load_torch(dataclasses.replace(config.model, exact="off"), self.path, layers,
+                              sizes, threads), threads
+        from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+
+        model = open_model(self.path)
+        whole, states = layers == (0, model.n_layers), keeps_state(model)
+        own: dict[str, Any] = {**sizes}
+        if states:
+            own["n_seq_max"] = ids_for(sizes["n_seq_max"])
+        backend = LlamaCppBackend.load(
+            self.path if whole else extract_shard(model, *layers), layers=layers,
+            n_layers_total=model.n_layers, first=layers[0] == 0, last=layers[1] == model.n_layers,
+            n_threads=threads, options=llama_options(config.model, draft=True), **own)
+        if not config.model.threads_draft and whole:
+            with measuring.alone():
+                threads = settle_threads(backend, threads)
+        return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
+
+
+class _Head(Struct, frozen=True):
+    """A prediction head of the target, which is one layer.
+
+    file: what has it
+    target: whose head it is
+    """
+
+    file: ModelFile
+    target: ModelFile
+    reads_rows: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """See `Resource.name`."""
+        return f"the head in {self.file.path.name}"
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """See `Resource.files`."""
+        return {"model": str(self.file.path), "fingerprint": self.file.fingerprint, "n_layers": 1,
+                "target": str(self.target.path), "target_fingerprint": self.target.fingerprint}
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """See `Resource.check`; its files were compared when it was found."""
+        del tokenizer
+
+    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
+        """See `Resource.sizes`."""
+        del spec
+        paths = _PATHS + config.speculation.parallel - 1
+        return Sizes(cells + 64 * paths, paths + config.speculation.branches, _BATCH, paths)
+
+    def ends(self, ranks: int) -> list[int]:
+        """See `Resource.ends`."""
+        if ranks > 1:
+            raise UsageError(f"{self.name} is one layer, which one rank holds: use --draft-ranks 1")
+        return [0, 1]
+
+    def _read(self, layers: range, output: float) -> int:
+        """Return the bytes of weights of layers, and of an output matrix, that a token reads."""
+        drawn, experts = (self.file.arch_get(f"expert_{what}count", 0) for what in ("used_", ""))
+        share = drawn / experts if isinstance(drawn, int) and isinstance(experts, int) and \
+            experts else 1.0
+        return round(output + sum(
+            one.nbytes * (share if "_exps." in one.name else 1.0)
+            for one in self.file.tensors.values() if one.layer in layers))
+
+
+class MtpHead(_Head, frozen=True):
+    """The head for further tokens (MTP) that the target's file has, or one beside it.
+
+    small: its vocabulary; None: the target's
+    """
+
+    small: SmallVocabulary | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Resource.taps`: the last layer's result."""
+        return (self.target.n_layers,)
+
+    @property
+    def held(self) -> int:
+        """See `Resource.held`."""
+        return HeadSource(self.file, self.small).total
+
+    @property
+    def reads(self) -> int:
+        """See `Resource.reads`."""
+        tensors, n_vocab = self.file.tensors, self.target.n_vocab
+        output = tensors.get("output.weight", tensors.get("token_embd.weight"))
+        return self._read(range(self.file.n_layers, self.file.n_layers_all), output.nbytes * (
+            self.small.size if self.small else n_vocab) / n_vocab if output else 0.0)
+
+    @classmethod
+    def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
+        """See `Resource.usual`."""
+        return None if asked.config.speculation.own.get("eagle") or _refusal(asked) else {}
+
+    @classmethod
+    def find(cls, spec: ProposerSpec, asked: Asked) -> MtpHead:
+        """See `Resource.find`."""
+        if why := _refusal(asked):
+            raise UsageError(why)
+        head = head_of(asked.model)
+        assert head is not None
+        size = registry.values_of(spec, asked.config.speculation)["head_vocabulary"]
+        return cls(head, asked.model, _small(asked.model, size))
+
+    @classmethod
+    def named(cls, setup: DraftSetup) -> MtpHead:
+        """See `Resource.named`."""
+        target = _same_file(setup.target, setup.target_fingerprint)
+        return cls(_same_file(setup.model, setup.fingerprint), target,
+                   _small(target, setup.options["head_vocabulary"]))
+
+    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
+             sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
+        """See `Resource.load`."""
+        from pipeinfer.backends.llamacpp.head import LlamaHead
+
+        del layers
+        options = llama_options(config.model, draft=True, head="mtp")
+        if self.small is not None:
+            options = structs.replace(options, repack="off")  # its rows are replaced one by one
+        threads = threads_of(config.model.threads_draft, place)
+        return LlamaHead.open(HeadSource(self.file, self.small), self.file.n_layers, sizes,
+                              threads, options), threads
+
+
+class EagleHead(_Head, frozen=True):
+    """An EAGLE-3 head, in a file of its own that names the layers whose inputs it reads."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Resource.taps`. Raises ModelError where the head does not fit the target."""
+        named = self.file.arch_get("target_layers")
+        listed = named if isinstance(named, list) else []
+        found = tuple(one for one in listed
+                      if isinstance(one, int) and 0 <= one < self.target.n_layers)
+        if len(found) != TAPS or len(found) < len(listed):
+            raise ModelError(f"{self.file.path}: does not name {TAPS} layers of "
+                             f"{self.target.path.name} whose rows it reads (target_layers): give "
+                             "the EAGLE-3 head of this model")
+        return found
+
+    @property
+    def held(self) -> int:
+        """See `Resource.held`."""
+        return CompletedHead(self.file, self.target).total
+
+    @property
+    def reads(self) -> int:
+        """See `Resource.reads`."""
+        return self._read(range(self.file.n_layers_all),
+                          CompletedHead(self.file, self.target).output_bytes)
+
+    @classmethod
+    def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
+        """See `Resource.usual`: the one that is named, else one in the model's folder."""
+        if asked.config.speculation.own.get("eagle"):
+            return {}
+        if _no_stages(asked):
+            return None
+        for path in sorted(asked.model.path.parent.glob(f"{EAGLE_FILE}*.gguf")):
+            try:
+                if not _refusal(asked, cls(ModelFile(path), asked.model)._fitting()):
+                    return {"eagle": str(path)}
+            except ModelError:
+                continue  # of another model
+        return None
+
+    @classmethod
+    def find(cls, spec: ProposerSpec, asked: Asked) -> EagleHead:
+        """See `Resource.find`."""
+        given = registry.values_of(spec, asked.config.speculation)["eagle"]
+        if not given:
+            raise UsageError("needs a head: give one with --eagle")
+        if why := _no_stages(asked):
+            raise UsageError(why)
+        head = cls(ModelFile(find(str(given), offline=asked.config.model.offline).path),
+                   asked.model)
+        if why := _refusal(asked, head._fitting()):
+            raise UsageError(why)
+        return head
+
+    @classmethod
+    def named(cls, setup: DraftSetup) -> EagleHead:
+        """See `Resource.named`."""
+        return cls(_same_file(setup.model, setup.fingerprint),
+                   _same_file(setup.target, setup.target_fingerprint))
+
+    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
+             sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
+        """See `Resource.load`."""
+        from pipeinfer.backends.llamacpp.head import LlamaHead
+
+        del layers
+        threads = threads_of(config.model.threads_draft, place)
+        path = store(CompletedHead(self.file, self.target), cache_directory())
+        return LlamaHead.open(path, 1, sizes, threads, llama_options(
+            config.model, draft=True, head="eagle3")), threads
+
+    def _fitting(self) -> tuple[int, ...]:
+        """Return the taps. Raises ModelError where the head does not fit the target."""
+        taps = self.taps
+        CompletedHead(self.file, self.target)  # raises if it does not fit
+        return taps
+
+
+def _no_stages(asked: Asked) -> str:
+    return "" if isinstance(asked.model, ModelFile) and set(asked.backends) == {"llamacpp"} else \
+        "needs a GGUF file and stages on llama.cpp"
+
+
+def _refusal(asked: Asked, taps: tuple[int, ...] = ()) -> str:
+    """Return why a head cannot be used; "" if it can. taps: none for the target's own head."""
+    if why := _no_stages(asked):
+        return why
+    model = asked.model
+    if not taps:
+        if model.architecture not in WITH_HEAD:
+            return (f"heads of {model.architecture} models are not supported, but of "
+                    f"{', '.join(WITH_HEAD)}")
+        if head_of(model) is None:
+            return f"{model.path.name} has no head of one layer, nor is there an mtp-*.gguf beside"
+    from pipeinfer.backends.llamacpp.taps import refusal
+
+    return refusal(model.architecture, taps or (model.n_layers,), model.n_layers)
+
+
+def _small(target: ModelFile, size: int) -> SmallVocabulary | None:
+    """Return the vocabulary that a target's own head has; None: all of it."""
+    from pipeinfer.llama import binding
+
+    return SmallVocabulary.of(target, size) if size and binding.has_tensors() else None
+
+
+def _same_file(path: str, fingerprint: str) -> ModelFile:
+    return ModelFile(same_model(path, fingerprint))
+
+
+_BUILT_IN: Mapping[str, type[Resource]] = {"draft": Draft, "mtp": MtpHead, "eagle3": EagleHead}
+
+
+@cache
+def classes() -> Mapping[str, type[Resource]]:
+    """Return the classes of resources by name."""
+    return {**_BUILT_IN, **{entry.name: entry.load() for entry in plug_ins(GROUP)}}
+
+
+def class_of(spec: ProposerSpec) -> type[Resource] | None:
+    """Return the class of what a proposer evaluates; None: nothing. Raises UsageError for an
+    unknown name."""
+    if not spec.resource:
+        return None
+    if (found := classes().get(spec.resource)) is None:
+        raise UsageError(f"the proposer {spec.name} evaluates {spec.resource!r}, which no package "
+                         f"provides (entry points {GROUP}): install that package")
+    return found
