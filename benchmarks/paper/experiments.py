@@ -44,7 +44,7 @@ OUT = Path(__file__).parents[1] / "results" / "paper"
 @click.option("--jobs", type=click.IntRange(0), default=2, help="Processes; 0: this one.")
 @click.option("--quick", is_flag=True, help="Few points, one text, 96 tokens.")
 @click.option("--publish", default="", help="Folder for the table, its numbers and the main "
-              "plots (docs/paper).")
+              "plots (benchmarks/records/paper).")
 def main(only: tuple[str, ...], out: str, seeds: int, jobs: int, quick: bool, publish: str
          ) -> None:
     """Run what is missing, then draw."""

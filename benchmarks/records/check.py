@@ -2,7 +2,7 @@
 
     python -m benchmarks.records.check
 
-Raw results are the numbers beside the plots (docs/paper/paper-*.csv) and the files in `raw`. A
+Raw results are the numbers beside the plots (paper/paper-*.csv) and the files in `raw`. A
 record whose raw results are not kept cannot be made again; how many those are is printed.
 """
 
@@ -22,7 +22,7 @@ from benchmarks.records import paper_tables, raw_files, write
 from benchmarks.records.paper_tables import Paper
 from benchmarks.wide import grids as wide_grids
 
-PAPER = write.HERE.parents[1] / "docs" / "paper"
+PAPER = write.HERE / "paper"
 PAIRS = {
     "dolphin-tinyllama": "Dolphin 70B + TinyLlama", "dolphin-orca2": "Dolphin 70B + Orca 2 7B",
     "goliath-xwin7b": "Goliath 120B + XWin 7B", "goliath-xwin13b": "Goliath 120B + XWin 13B",

@@ -1,21 +1,21 @@
-"""Writes docs/benchmarks.md from the records beside this file.
+"""Writes docs/benchmarks.md and a page for each group from the records in this folder.
 
-    python -m benchmarks.records.write            # writes the page
-    python -m benchmarks.records.write --check    # fails when the page is not what the records give
+    python -m benchmarks.records.write            # writes the pages
+    python -m benchmarks.records.write --check    # fails when a page is not what the records give
 
 A TOML file is a group (order, title, intro, processor, perhaps command) with `[[record]]` tables:
 
     id         unique, the anchor on the page
     what       what was measured
-    value      the figure as text; or columns and rows, a table; or picture, a file under docs/
+    value      the figure as text; or columns and rows, a table; or picture, a file (from here)
     date       day on which the figure was first written down, YYYY-MM-DD
     commit     the commit that first stated it, or "unknown"
     processor, command    the group's unless given; "unknown" where nobody wrote them down
     labels     such as "emulated", "virtual time", "paced": what the figure is not
-    claim      true for what README or a page of docs states: its command is in this tree
+    claim      what README or a page of docs states of it, in a line; its command is in this tree
     kept_at    the commit that keeps the command's program (and its raw results), where this tree
                no longer has it
-    notes      what a reader has to know beside it
+    notes      what a reader has to know as well
 """
 
 from __future__ import annotations
@@ -31,29 +31,20 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+PAGES = HERE
 _UNKNOWN = "unknown"
 _FIELDS = {"id", "what", "value", "columns", "rows", "picture", "date", "commit", "processor",
            "command", "labels", "notes", "claim", "kept_at"}
 #: modules that a command runs, and its scripts
 _PROGRAM = re.compile(r"python -m ((?:benchmarks|pipeinfer)[\w.]*)|\b(benchmarks/[\w/]+\.\w+)")
 
-OPENING = """\
-# Benchmarks
-
-Every measured number of this project, and nothing else. Other pages link here.
-
-This page is written by `python -m benchmarks.records.write` from the TOML files in
-`benchmarks/records/`. Change those, not this.
-
-- **Commit** is the one that first stated the figure in this repository. The code that was measured
-  is that commit or one shortly before it. Commands have today's names; the program of a command
-  *at* a commit is kept there.
-- **Labels** say what a figure is not. *Emulated*, *virtual time* and *paced* figures were not
-  measured on the machines that they name. *Network namespaces*: several hosts on one machine, with
-  limited links and processor shares.
-- *unknown* means that nobody wrote it down. Nothing is filled in afterwards.
-- **Raw results** of some tables are kept (`docs/paper/paper-*.csv`, `benchmarks/records/raw/`):
-  `python -m benchmarks.records.check` makes these tables again and compares.
+#: of docs/benchmarks.md
+OPENING = HERE / "opening.txt"
+RECORD_OPENING = """\
+Records of this project's measurements, written by `python -m benchmarks.records.write`: change the
+TOML file, not this page. [What labels mean, and what the figures do not
+say](../../docs/benchmarks.md). A command *at* a commit has its program there. *unknown*: it was not
+written down at the time, so no page states the figure.
 """
 
 
@@ -104,10 +95,11 @@ def _check(name: str, record: dict[str, Any]) -> None:
         if "kept_at" not in record:
             raise ValueError(f"{where}: {', '.join(gone)} is not in this tree: name the commit "
                              "that keeps it, kept_at")
-        if record.get("claim"):
+        if "claim" in record:
             raise ValueError(f"{where}: {', '.join(gone)} of a claim is not in this tree")
-    if record.get("claim") and record["command"] == _UNKNOWN:
-        raise ValueError(f"{where}: a claim needs its command")
+    stated = record["command"], record["processor"]
+    if "claim" in record and any(text.startswith(_UNKNOWN) for text in stated):
+        raise ValueError(f"{where}: a claim needs its command and processor")
 
 
 def missing_programs(command: str) -> list[str]:
@@ -124,21 +116,52 @@ def missing_programs(command: str) -> list[str]:
 
 
 def page(groups: list[Group]) -> str:
-    """The whole page."""
-    parts = [OPENING, "\n".join(f"- [{g.title}](#{anchor(g.title)})" for g in groups)]
+    """Return docs/benchmarks.md: the claims of every group."""
+    parts = [OPENING.read_text()]
     for group in groups:
-        parts += [f"## {group.title}", group.intro] if group.intro else [f"## {group.title}"]
-        parts.append(f"Processor, unless said otherwise: {group.processor}.")
-        simple = [r for r in group.records if "columns" not in r and "picture" not in r]
-        if simple:
-            parts.append(table(
-                ["what", "measured", "labels", "date, commit", "command"],
-                [[f'<a id="{r["id"]}"></a>{r["what"]}', r["value"], _labels(group, r),
-                  f"{r['date']}, {r['commit']}", _code(r)] for r in simple]))
-        for record in group.records:
-            if record not in simple:
-                parts += _block(group, record)
+        if rows := [_claim(group, r) for r in group.records if "claim" in r]:
+            parts += [f"### {group.title}",
+                      table(["result", "labels", "measured on", "record"], rows)]
+    parts.append("## Records")
+    parts.append("\n".join(f"- [{g.title}](../benchmarks/records/{g.name}.md)" for g in groups))
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _claim(group: Group, record: dict[str, Any]) -> list[str]:
+    name, processor = record["id"], record["processor"]
+    machine = re.search(r"Zen \d|Intel Xeon|H200|virtual time", processor)
+    return [f'<a id="{name}"></a>{record["claim"]}', ", ".join(record["labels"]),
+            f"{machine[0] if machine else processor.partition(',')[0]}, {record['date']}",
+            f"[{name}](../benchmarks/records/{group.name}.md#{name})"]
+
+
+def pages(groups: list[Group]) -> dict[Path, str]:
+    """Return every page by its file."""
+    homes = {record["id"]: group.name for group in groups for record in group.records}
+    found = {PAGE: page(groups)}
+    for group in groups:
+        def elsewhere(link: re.Match[str], name: str = group.name) -> str:
+            home = homes.get(link[1], name)
+            return link[0] if home == name else f"]({home}.md#{link[1]})"
+
+        found[PAGES / f"{group.name}.md"] = re.sub(r"\]\(#([\w-]+)\)", elsewhere, group_page(group))
+    return found
+
+
+def group_page(group: Group) -> str:
+    """Return the page of a group: all of its records."""
+    parts = [f"# {group.title}", RECORD_OPENING, group.intro,
+             f"Processor, unless said otherwise: {group.processor}."]
+    simple = [r for r in group.records if "columns" not in r and "picture" not in r]
+    if simple:
+        parts.append(table(
+            ["what", "measured", "labels", "date, commit", "command"],
+            [[f'<a id="{r["id"]}"></a>{r["what"]}', r["value"], _labels(group, r),
+              f"{r['date']}, {r['commit']}", _code(r)] for r in simple]))
+    for record in group.records:
+        if record not in simple:
+            parts += _block(group, record)
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _block(group: Group, record: dict[str, Any]) -> list[str]:
@@ -164,12 +187,6 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def anchor(title: str) -> str:
-    """The anchor that a heading gets."""
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
-
-
 def _labels(group: Group, record: dict[str, Any]) -> str:
     found = list(record["labels"])
     if record["processor"] != group.processor and not record["processor"].startswith("none"):
@@ -183,18 +200,18 @@ def _code(record: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page, or compare it."""
-    parser = argparse.ArgumentParser(description="writes docs/benchmarks.md from the records")
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description="writes pages from the records")
     parser.add_argument("--check", action="store_true", help="only compare")
-    wanted = page(read())
-    if not parser.parse_args(argv).check:
-        PAGE.write_text(wanted)
-        return 0
-    if PAGE.exists() and PAGE.read_text() == wanted:
-        return 0
-    print("docs/benchmarks.md is not what benchmarks/records give: run "
-          "python -m benchmarks.records.write", file=sys.stderr)
-    return 1
+    check, wrong = parser.parse_args(argv).check, 0
+    for path, wanted in pages(read()).items():
+        if not check:
+            path.write_text(wanted)
+        elif not path.exists() or path.read_text() != wanted:
+            wrong = 1
+            print(f"{path.name} is not what benchmarks/records give: run "
+                  "python -m benchmarks.records.write", file=sys.stderr)
+    return wrong
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A batch of llama.cpp has either tokens or embeddings. So in a run with such a row, all others are
 looked up here, by ggml's own function, which leaves their bits as they are
-(measured: docs/benchmarks.md#bita-embedding-rows). Independent of adapters and strategies.
+(measured: benchmarks/records/bita.md#bita-embedding-rows). Independent of adapters and strategies.
 """
 
 from __future__ import annotations
