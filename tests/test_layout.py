@@ -33,7 +33,7 @@ def test_there_is_no_pickle():
         assert not set(imports(path)) & {"pickle", "marshal", "shelve", "dill"}, path
 
 
-@pytest.mark.parametrize("module", ["scheduler.scheduler", "scheduler.replicas", "core.codec",
+@pytest.mark.parametrize("module", ["scheduler.scheduler", "core.codec",
                                     "planning.partition", "planning.replan",
                                     "strategies.decomposers.pasta", "strategies.proposers.bita"])
 def test_importing_what_decides_loads_no_heavy_module(module):

@@ -75,9 +75,6 @@ ALONE = {
     "tests/namespaces/test_door.py::test_a_stream_outlives_a_host_and_rank_0":
         "rank 0 killed under a stream in tests/mpi/test_supervised.py, hosts that do not answer in "
         "tests/cli/test_doctor_hosts.py",
-    "tests/mpi/test_replicas.py::test_the_command_line_with_a_replica_on_rank_0_and_torch":
-        "replicas on llama.cpp in test_tokens_and_steps_are_those_of_one_rank, lookahead on torch "
-        "in tests/mpi/test_decomposers.py",
     "benchmarks/gpu/test_gpu.py::test_the_rehearsal_on_an_rpc_device":
         "test_rows_on_an_rpc_device_where_its_library_is_built; the steps' life beside it",
     "benchmarks/gpu/test_gpu.py::test_the_rehearsal_on_a_vulkan_device":

@@ -137,17 +137,6 @@ def test_one_of_them_dies_and_the_other_goes_on(plain, tmp_path):
     assert answer["stats"]["accepted_speculative"] > 0
 
 
-def test_a_rank_that_drafts_is_no_replica(plain, tmp_path):
-    done = launch.run(4, [*GENERATE, "-m", TARGET, "--layout", "replicate",
-                          *own(tmp_path, rank3={"role": "draft"})])
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain(1)
-    assert len(answer["stats"]["stages"]) == 2
-    assert any("rank 3 is there to draft and has nothing to do" in note
-               for note in answer["stats"]["notes"])
-
-
 @pytest.mark.parametrize(("tables", "words"), [
     ({"rank2": {"proposer": "lookahaed"}}, "does not exist: choose from draft"),
     full({"rank2": {"proposer": "lookahead"}}, "give --proposer lookahead instead"),
