@@ -21,7 +21,7 @@ from tests.mpi.test_jobs import run_matrix
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
 from tests.support.refusals import output, refusal
-from tests.support.sample import FULL, fewer, full, matrix
+from tests.support.sample import fewer, full, matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -106,7 +106,8 @@ def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, dra
     assert sum(result["accepted_speculative"] for result in answer["results"]) > 60
 
 
-@FULL
+@pytest.mark.full("widths up to 48 in tests/backends/test_torch_backend.py, windows in runs beside "
+                  "it")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wide_window_is_one_exact_run_on_torch(ranks):
     """Current token, candidates and window are 43 rows, beyond the 16 that are tried by default."""

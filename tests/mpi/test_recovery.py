@@ -64,7 +64,8 @@ def test_a_clock_that_jumps_costs_nothing(undisturbed, seconds):
     assert found["stats"]["recovered"] == 0
 
 
-@pytest.mark.full
+@pytest.mark.full("a link cut later beside it, one cut from the start in "
+                  "tests/cluster/test_assembly.py")
 def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed):
     found = out_of(generate(4, "--hook", "fault=cut-link@1:peer=2", "--timeout", "8"))
     assert found["tokens"] == undisturbed

@@ -69,7 +69,8 @@ def test_tokens_and_steps_are_those_of_one_rank(tmp_path, wanted, steps, ranks):
         assert max(rows) < 0.8 * sum(rows)
 
 
-@pytest.mark.full
+@pytest.mark.full("replicas on llama.cpp in test_tokens_and_steps_are_those_of_one_rank, lookahead "
+                  "on torch in tests/mpi/test_decomposers.py")
 def test_the_command_line_with_a_replica_on_rank_0_and_torch():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

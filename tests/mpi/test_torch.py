@@ -25,7 +25,7 @@ from tests.rig import launch
 from tests.rig.embedded_folder import write_folder
 from tests.rig.served import serve
 from tests.support.refusals import output, refusal
-from tests.support.sample import FULL, fewer, full
+from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 #: the sample's has 2 layers, not 12: to measure how many rows are exact takes seconds a rank
@@ -148,7 +148,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     assert answer["tokens"] == plain([whole], tokenizer.encode(PROMPT), 10, SamplingParams())
 
 
-@FULL
+@pytest.mark.full("the command line with a folder beside it, a server in tests/mpi/test_serve.py")
 def test_a_folder_is_served(folder):
     ask = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     with serve(2, "-m", str(folder), "-md", str(EMBEDDED / "draft.gguf"), "-c", "512", "-t", "1",

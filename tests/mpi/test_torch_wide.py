@@ -15,7 +15,7 @@ from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
 from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
 from tests.rig import launch
 from tests.rig.embedded_folder import write_folder
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 QUESTION = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"
@@ -32,6 +32,8 @@ def todo(limits):
             for params in (GREEDY, SEEDED) for one in limits]
 
 
+@pytest.mark.full("slices on torch over ranks beside it, every policy over slices in "
+                  "tests/mpi/test_wide.py")
 @pytest.mark.parametrize(("source", "slices", "ranks", "more"), [
     full("folder", "2", 3, {"grid": "1x2"}),
     full("gguf", "3", 4, {"grid": "1x3", "sum_path": "messages"}),
@@ -82,7 +84,8 @@ def test_the_members_of_a_stage_are_on_one_backend():
     assert "stage 1 would have rank 1 on llamacpp and rank 2 on torch" in lines[0]
 
 
-@FULL
+@pytest.mark.full("ranks on different backends in tests/mpi/test_torch.py, grids on torch beside "
+                  "it")
 @pytest.mark.parametrize(("few", "many"), [("1", "1|2"), ("2", "3")])
 def test_stages_of_a_grid_may_be_on_different_backends(few, many):
     """Slices on torch before a whole stage on llama.cpp, and the other way round."""

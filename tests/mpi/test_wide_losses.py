@@ -136,7 +136,7 @@ def post(url, body):
         return json.loads(answer.read())["choices"][0]["text"]
 
 
-@pytest.mark.full
+@pytest.mark.full("a member that stops in test_the_tokens_are_those_of_before")
 @pytest.mark.parametrize("rank", [2, 1])
 def test_a_member_that_wakes_up_again_disturbs_nobody(rank):
     """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""

@@ -11,7 +11,6 @@ import pytest
 
 from tests.rig.served import serve
 from tests.server.pages import CHROMIUM, Page
-from tests.support.sample import FULL
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.mpi,
@@ -90,7 +89,7 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         status.close()
 
 
-@FULL
+@pytest.mark.full("the same form in tests/server/test_page.py")
 def test_a_key_is_asked_for_on_the_operators_page(browser):
     with serve(1, "--api-key", "sesame") as served:
         served.wait_until_ready()

@@ -21,7 +21,6 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from tests.rig.toy import ToyBackend, ToySpec, draft_of
 from tests.support.driver import Driver
-from tests.support.sample import FULL
 
 pytestmark = pytest.mark.slow
 SPEC = ToySpec(n_vocab=8, n_layers=2, n_embd=8, seed=4)
@@ -74,7 +73,9 @@ def law():
     return exact_law()
 
 
-@FULL
+@pytest.mark.full("the law of one token by 8,000 draws in tests/core/test_sampling.py; every "
+                  "policy writes what plain decoding writes with the same noise in "
+                  "tests/scheduler/test_scheduler.py")
 @pytest.mark.parametrize("policy", [Policy.ITERATIVE, Policy.PIPEINFER])
 def test_the_joint_law_of_three_tokens(law, policy):
     limits = Limits(n_ctx=64, policy=policy, exact_width=4, credit=4, p_min=0.0, draft_max=2,
