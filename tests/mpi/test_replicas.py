@@ -14,7 +14,8 @@ from pipeinfer.cli.generate import generate
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
-from tests.mpi.test_jobs import EMBEDDED, run_matrix
+from tests.mpi.test_jobs import EMBEDDED
+from tests.mpi.test_matrix import run_matrix
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
 from tests.rig.served import serve
