@@ -114,8 +114,7 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_pat
     assert sum(one["accepted_speculative"] for one in results) > 100
 
 
-@pytest.mark.full("padding in tests/backends/test_padded.py, whole jobs on the RPC device beside "
-                  "it")
+@pytest.mark.full("padding in tests/backends/test_padded.py, jobs on the RPC device in this file")
 @NEEDS_LAVAPIPE
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.timeout(4800)
@@ -131,8 +130,7 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan_device(tmp_p
 _RANK_2 = '[ "$OMPI_COMM_WORLD_RANK" = 2 ] || unset GGML_BACKEND_PATH; exec "$@"'
 
 
-@pytest.mark.full("ranks that all have a device beside it, hosts without in "
-                  "tests/cluster/test_gpu_memory.py")
+@pytest.mark.full("all ranks with a device in this file, none in tests/cluster/test_gpu_memory.py")
 def test_one_rank_with_a_device_among_ranks_without(tmp_path):
     """A desktop with a GPU and old servers: rank 0 drafts, ranks 1 and 3 compute on the processor,
     though -ngl is given. Every policy writes what a plain loop on the processor writes."""

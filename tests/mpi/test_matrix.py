@@ -179,13 +179,13 @@ def test_the_sample_shows_each_number_of_ranks_and_grids():
     assert {len(layout.widths) for layout in shown} == {0, 1, 2}
 
 
-def cases(shift, state):
-    """Each policy with each prompt and each way to choose; in the sample with one of each, which
-    differ between jobs. What takes parts of a state back is refused beside such a model."""
+def cases(shift, state, few):
+    """Each policy with each prompt and each way to choose; where few are wanted with one of each,
+    which differ between jobs. What takes parts of a state back is refused beside such a model."""
     ways = list(itertools.product(PROMPTS, (GREEDY, SEEDED)))
     return [{"prompt": prompt, "params": params, "limits": limits, "count": COUNT}
             for k, limits in enumerate(POLICIES) if not (state and limits["policy"] == "published")
-            for prompt, params in fewer(ways, [ways[(k + shift) % len(ways)]])]
+            for prompt, params in ([ways[(k + shift) % len(ways)]] if few else ways)]
 
 
 def run_matrix(folder, ranks, config, todo, **options):
@@ -213,16 +213,14 @@ def loop_over(path, place, layers, config, folder):
                       cache_dir=folder)
 
 
-def plain_tokens(loop, path, todo):
-    tokenizer, known = open_tokenizer(path), {}
-    for case in todo:
-        key = case["prompt"], json.dumps(case["params"])
-        if key not in known:
-            known[key] = loop.generate(tokenizer.encode(case["prompt"]), COUNT,
-                                       SamplingParams(**case["params"]))
+def loop_tokens(loop, path, todo):
+    """What a loop of plain decoding writes of each case."""
+    tokenizer = open_tokenizer(path)
+    found = [loop.generate(tokenizer.encode(case["prompt"]), COUNT,
+                           SamplingParams(**case["params"])) for case in todo]
     loop.close()
     tokenizer.close()
-    return [known[case["prompt"], json.dumps(case["params"])] for case in todo]
+    return found
 
 
 @pytest.mark.parametrize(("kind", "layout"), cells())
@@ -237,8 +235,8 @@ def test_every_policy_writes_the_tokens_of_plain_decoding(tmp_path, kind, layout
     elif model.config is not HEAD:
         own = path.parent == tmp_path and not path.is_dir()  # is its own draft, which is right
         config["draft_model"] = str(path if own else EMBEDDED / "draft.gguf")
-    todo, layers = cases(len(kind), "state" in kind), ()
-    alone = config | {"slices": place.slices or "".join(map(str, place.widths))}
+    todo, layers = cases(len(kind), "state" in kind, fewer(False, True) or "torch" in kind), ()
+    once = {(case["prompt"], str(case["params"])): case for case in todo}
     if place.widths:
         file = ModelFile(path) if path.is_file() else ModelFile(shallow(tmp_path))
         layers = [stop - start for start, stop in (
@@ -246,14 +244,19 @@ def test_every_policy_writes_the_tokens_of_plain_decoding(tmp_path, kind, layout
         config |= {"grid": ",".join(map(str, place.widths)), "slices": place.slices,
                    "layers": ",".join(map(str, layers))}
     if "torch" in kind and place.widths:  # the slices on one rank
-        answer = run_matrix(tmp_path, 1, alone, [case | {"limits": POLICIES[0]} for case in todo])
-        expected = [result["tokens"] for result in answer["results"]]
+        alone = {**model.config, "model": str(path), "draft_model": config["draft_model"],
+                 "slices": place.slices or str(place.widths[0])}
+        answer = run_matrix(tmp_path, 1, alone, [
+            case | {"limits": POLICIES[0]} for case in once.values()])
+        plain = [result["tokens"] for result in answer["results"]]
     else:
-        expected = plain_tokens(loop_over(path, place, layers, config, tmp_path), path, todo)
+        loop = loop_over(path, place, layers, config, tmp_path)
+        plain = loop_tokens(loop, path, once.values())
+    expected = dict(zip(once, plain, strict=True))
     over_tcp = ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self") * ("tcp" in layout)
     answer = run_matrix(tmp_path, place.ranks, config, todo, mpi_args=over_tcp)
-    for case, tokens, result in zip(todo, expected, answer["results"], strict=True):
-        assert result["tokens"] == tokens, case["limits"]
+    for case, result in zip(todo, answer["results"], strict=True):
+        assert result["tokens"] == expected[case["prompt"], str(case["params"])], case["limits"]
     results, reports = answer["results"], answer["reports"]
     if answer["exact_width"] > 1 or "deepseek2" not in kind:  # of which single rows are exact
         name = "issued" if "head" in kind or "eagle" in kind else "accepted"  # weights are random

@@ -64,7 +64,7 @@ def held(path):
     (3, "1x2", "kill@1:decode=10", MESSAGES),
     (6, "2x2", "stop@2:decode=10", (*MEMORY, *SPARE, *QUICK)),
     full(5, "2x2", "kill@3:decode=10,kill@4:decode=10", ()),
-    (5, "2x2", "error@4:decode=10:layer=2", MESSAGES),
+    full(5, "2x2", "error@4:decode=10:layer=2", MESSAGES),
     full(5, "2x2", "cut-link@1:peer=2:after=200", (*MESSAGES, "--timeout", "16")),
     full(3, "1x2", "kill@1:decode=10", MEMORY),
     full(3, "1x2", "kill@2:prefill=1", MEMORY),
@@ -86,7 +86,7 @@ def held(path):
     full(6, "2x2", "kill@2:decode=10", (*SPARE, "--distribute")),
     full(5, "2x2", "kill@3:decode=10", ("--distribute",)),
 ])
-def test_the_tokens_are_those_of_before(undisturbed, np, grid, fault, more):
+def test_the_grid_goes_on_with_the_tokens_of_before(undisturbed, np, grid, fault, more):
     before = regions()
     found = out_of(generate(np, "--grid", grid, "--hook", f"fault={fault}", *more))
     if "3" not in grid:  # other slices, other roundings
@@ -173,7 +173,7 @@ def post(url, body):
         return json.loads(answer.read())["choices"][0]["text"]
 
 
-@pytest.mark.full("a member that stops in test_the_tokens_are_those_of_before")
+@pytest.mark.full("a member that stops in test_the_grid_goes_on_with_the_tokens_of_before")
 @pytest.mark.parametrize("rank", [2, 1])
 def test_a_member_that_wakes_up_again_disturbs_nobody(rank):
     """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""
