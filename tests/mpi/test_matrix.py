@@ -13,12 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.lab.random_architectures import HEADED, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.planning.wide import shares_of
@@ -43,7 +45,9 @@ POLICIES = (
     {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
     {"policy": "pipeinfer", "adapt": True},
     {"policy": "pipeinfer", "take_turns": True, "tree_max": 3, "p_min": 0.05},
-    {"policy": "pipeinfer", "join_tip": True, "draft_max": 4, "path_min": 0.0001},
+    {"policy": "pipeinfer", "join_tip": True, "draft_max": 4, "path_min": 0.0001,
+     "exact_width": 4},
+    {"policy": "speculative", "exact_width": 4},
     {"policy": "pipeinfer", "ablations": ["cancel"], "p_min": 0.0},
     {"policy": "pipeinfer", "ablations": ["continuous"], "p_min": 0.1},
     {"policy": "pipeinfer", "ablations": ["async"], "p_min": 0.1},
@@ -124,7 +128,24 @@ def with_eagle(own: bool) -> Callable[[Path], Path]:
     return write
 
 
+def adapter_at(path: Path, prompts: int) -> str:
+    """A BiTA adapter of random vectors: what it proposes is worth nothing, and harmless."""
+    chance, layers = np.random.default_rng(prompts), (12, prompts, 2, 64)
+    save_bita(path, BitaAdapter(*(chance.normal(0, 0.5, shape).astype(np.float32)
+                                  for shape in ((3, 256), layers, layers))))
+    return str(path)
+
+
+def with_masks(prompts: int) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        adapter_at(folder / "bita.safetensors", prompts)
+        return EMBEDDED / "target.gguf"
+
+    return write
+
+
 TORCH = {"backend": "torch", "device": "cpu"}
+MASKS = {"bita": "bita.safetensors", "proposer": ["bita", "draft"], "policy": "speculative"}
 HEAD = {"proposer": ["mtp"], "speculation": "on"}
 EAGLE = {"eagle": "head.gguf", "speculation": "on"}
 WIDE = {"expert_ff": 192, "n_ff": 192, "n_head": 8, "n_head_kv": 4}
@@ -135,6 +156,11 @@ KINDS = {
         *GRIDS, "1x4", "slices on one rank", "1x2 with rank 0 by messages")),
     "lookup and draft": Kind(embedded, ("4 ranks",), ("1 ranks", "3 ranks"),
                              {"proposer": ["prompt-lookup", "draft"]}),
+    "lookahead": Kind(embedded, ("3 ranks",), ("1 ranks", "4 ranks"),
+                      {"proposer": ["lookahead", "draft"]}),
+    "lookahead on torch": Kind(shallow, (), ("2 ranks",), TORCH | {"proposer": ["lookahead"]}),
+    "masks": Kind(with_masks(0), ("2 ranks",), ("1 ranks", "4 ranks"), MASKS),
+    "masks on torch": Kind(with_masks(16), (), ("1 ranks", "4 ranks"), MASKS | TORCH),
     "torch": Kind(shallow, ("3 ranks",), ("1 ranks", "1x3 unequal"), TORCH),
     "torch folder": Kind(hugging_face, (), ("2 ranks", "4 ranks", "1x2"), TORCH),
     "torch bfloat16": Kind(shallow, (), ("1x2 unequal",), TORCH | {"dtype": "bfloat16"}),
@@ -226,16 +252,16 @@ def loop_tokens(loop, path, todo):
 @pytest.mark.parametrize(("kind", "layout"), cells())
 def test_every_policy_writes_the_tokens_of_plain_decoding(tmp_path, kind, layout):
     model, place = KINDS[kind], LAYOUTS[layout]
-    for package in ("torch", "transformers", "safetensors") * ("torch" in kind):
+    for package in ("torch", "transformers", "safetensors") * (
+            "torch" in kind or "masks" in kind):
         pytest.importorskip(package)
     path = model.write(tmp_path)
     config = {"model": str(path), **place.options, **model.config}
-    if "eagle" in config:
-        config["eagle"] = str(tmp_path / "head.gguf")
-    elif model.config is not HEAD:
+    config |= {name: str(tmp_path / config[name]) for name in ("eagle", "bita") if name in config}
+    if "eagle" not in config and model.config is not HEAD:
         own = path.parent == tmp_path and not path.is_dir()  # is its own draft, which is right
         config["draft_model"] = str(path if own else EMBEDDED / "draft.gguf")
-    todo, layers = cases(len(kind), "state" in kind, fewer(False, True) or "torch" in kind), ()
+    todo, layers = cases(len(kind), "state" in kind, fewer(kind != "plain", True)), ()
     once = {(case["prompt"], str(case["params"])): case for case in todo}
     if place.widths:
         file = ModelFile(path) if path.is_file() else ModelFile(shallow(tmp_path))
