@@ -30,7 +30,6 @@ def plain():
 
 @pytest.mark.parametrize(("np", "options"), [
     (3, ["--draft-ranks", "1"]), (4, ["--draft-ranks", "2"]),
-    full(3, ["--draft-ranks", "1", "--policy", "published"]),
     full(2, ["--draft-ranks", "1", "--head-stage"]),
 ])
 def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
