@@ -105,13 +105,13 @@ class RewindingBackend:
             self._rewind(src, dst, length)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         for other in range(len(self._sequences)):
             if other != seq_id:
                 self.seq_rm(other, 0, END)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._backend.close()
 
     def _keep(self, seq_id: int) -> None:

@@ -112,7 +112,7 @@ class WideBackend:
 
     @property
     def tapped(self) -> FloatArray:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         return np.concatenate([rows() for rows in self._taps], axis=1)
 
     def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
@@ -148,22 +148,23 @@ class WideBackend:
                 shard.seq_rm(seq_id, 0 if whole else first, end)
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
         for shard in self._all():
             shard.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
         for shard in self._all():
             shard.seq_cp(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         for shard in self._all():
             shard.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where a slice cannot."""
+        """Add id `dst` to all cells of `src`, as *joined* cells. Raises BackendError where a slice
+        cannot."""
         for shard in self._all():
             apply(shard, SeqJoin(src, dst, order))
 

@@ -80,7 +80,8 @@ class DraftLoader:
         self._config, self._place, self._hooks = config, place, hooks or Hooks()
 
     def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
-        """See `Loader.layers`. Raises ModelError, MismatchError, BackendError and UsageError."""
+        """Load this rank's layers of the draft; called only if there is one. Raises ModelError,
+        MismatchError, BackendError and UsageError."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         kind = class_of(_spec(setup))
         assert kind is not None

@@ -101,7 +101,7 @@ class DraftWorker:
             self._stopped.add(job_id)
 
     def feed(self, rows: FeedDraft) -> None:
-        """See `Drafts.feed`."""
+        """Queue rows of the target for the jobs after it."""
         if isinstance(self._proposer, ReadsRows):
             self._jobs.append(rows)
             self._wanted.set()

@@ -78,7 +78,8 @@ class Recorded(Generation):
         return stopped
 
     def end(self, reason: str, stats: dict[str, Any]) -> None:
-        """See `Generation.end`. The end is journaled."""
+        """End the choice. reason: stop, length, context, or that of an abort. The end is
+        journaled."""
         if not self.ended:
             super().end(reason, stats)
             self._over()

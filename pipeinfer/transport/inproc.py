@@ -50,12 +50,12 @@ class LocalPort:
         self._own.arrived.set()
 
     def adopt(self) -> None:
-        """See `Port.adopt`."""
+        """Enter the newest epoch; `node` becomes this port's node there."""
         self._epoch = self._called
         self._own.enter(self._epoch)
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         box = self._mailboxes.get(dest)
         if box is not None:
             self.traffic.count(tag, 0)
@@ -69,7 +69,7 @@ class LocalPort:
             raise ValueError(f"node {self.node} has no way to node {dest}")
 
     def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`."""
+        """Return the oldest message of `tag` that has arrived, or None."""
         if self._called != self._epoch:
             raise Regrouped
         return self._own.take(tag)
@@ -95,16 +95,17 @@ class LocalPort:
         self._mailboxes[rank].arrived.set()
 
     def take_post(self) -> tuple[int, Message] | None:
-        """See `Port.take_post`."""
+        """Return the oldest message of no epoch that has arrived and the rank that sent it, or
+        None."""
         posts = self._posts[self.node]
         return posts.popleft() if posts else None
 
     def new_losses(self) -> set[int]:
-        """See `Port.new_losses`."""
+        """Return the ranks that were found dead since the last call."""
         return set()
 
     def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
-        """See `Port.wait`."""
+        """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed."""
         del live
         deadline = time.monotonic() + timeout
         while not self._own.has(tag):
@@ -120,7 +121,7 @@ class LocalPort:
         self._own.arrived.clear()
 
     def wake(self) -> None:
-        """See `Port.wake`."""
+        """End a `wait`; the only method that other threads may call."""
         self._own.arrived.set()
 
     def lent(self) -> LentLoop:

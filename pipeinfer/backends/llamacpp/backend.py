@@ -191,7 +191,8 @@ class LlamaCppBackend:
         self.seq_rm(ALL_SEQS, 0, END)
 
     def sum_with(self, sums: PartSum | None) -> None:
-        """See `backends.wide.SliceBackend`."""
+        """Sum partial results with `sums` from now on; None: use each partial result as if it were
+        the sum."""
         if self._probe is not None:
             self._probe.sum_with(sums, on_device=not self.options.on_cpu)
 
@@ -240,7 +241,7 @@ class LlamaCppBackend:
         return self._logits(count) if out is None else out
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         self._taps = Taps.of(self._ctx, self.info, layers)
 
     @property
@@ -350,7 +351,7 @@ class LlamaCppBackend:
             binding.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         if self._closed():
             return
         if self._order is None:
@@ -391,7 +392,7 @@ class LlamaCppBackend:
         self._all_at_work = all_of_them
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         context, self._ctx = self._ctx, None
         model, self._model = self._model, None
         if context is not None:

@@ -64,7 +64,8 @@ class LlamaHead(LlamaCppBackend):
         return self._own_rows(self._last[0])
 
     def encode(self, rows: FloatArray) -> FloatArray:
-        """See `target_head.Head.encode`. Raises BackendError."""
+        """Return the hidden rows, float32[n, n_embd], for rows of the target. Raises
+        BackendError."""
         if self.options.head != "eagle3":
             return rows
         found = []

@@ -70,7 +70,7 @@ class _FaultyBackend:
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         moment = self._moment(rows)
         self._seen[moment] += 1
         for fault in self._faults:
@@ -128,7 +128,7 @@ class _FaultyBackend:
             raise _exception(fault)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._inner.close()
 
 
@@ -188,7 +188,7 @@ class _FaultyPort(DelayingPort):
         self._seconds, self._every, self._cancels = seconds, every, 0
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         if self.node == 0 and isinstance(message, Cancel) and self._loses():
             return
         super().send(dest, tag, message)
@@ -215,7 +215,7 @@ class _CutPort(DelayingPort):
         self._fault, self._peer, self._sent = fault, peer, 0
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         layout = getattr(self._inner, "layout", None)  # of ranks other than 0, and only MPI has it
         if isinstance(layout, Layout) and layout.rank_of[dest] == self._peer:
             self._sent += 1
