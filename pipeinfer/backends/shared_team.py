@@ -305,7 +305,7 @@ class _SharedPart:
         self.address = ctypes.addressof(sums)
 
     def add(self, part: FloatArray, place: int) -> bool:
-        """See `PartSum`; used where the callback is Python's."""
+        """Replace `part` by the sum; used where the callback is Python's."""
         return bool(_library().pipeinfer_sum(
             ctypes.c_void_p(self.address), ctypes.c_void_p(part.ctypes.data),
             ctypes.c_size_t(part.size), place) == Verdict.GO)

@@ -73,7 +73,7 @@ class WideBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. Logits are complete at the leader; other members get an empty array
+        """Evaluate `rows`. Logits are complete at the leader; other members get an empty array
         of shape (0, n_vocab). Members must have begun the same run. Raises PeerFailed, too."""
         if self._embedding is not None and hidden is None:
             hidden = self._embedding.rows(rows.tokens)
@@ -105,7 +105,7 @@ class WideBackend:
         return None if left else results[0]
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`: after each sum all slices have the same rows, so one of them gives them.
+        """Store inputs of layers: all slices have the same rows after a sum, so one stores them.
         All have to be asked, as llama.cpp then sums up more rows in the last layer."""
         asked = [[tap(shard, layers) for shard in chain] for chain in self._slices]
         self._taps = asked[0]

@@ -30,7 +30,7 @@ class WrappedBackend:
         self._inner.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
+        """Add `dst` to all cells of `src`. Raises BackendError if the inner backend cannot."""
         apply(self._inner, SeqJoin(src, dst, order))
 
     def tap(self, layers: tuple[int, ...]) -> None:

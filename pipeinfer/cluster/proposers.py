@@ -91,7 +91,7 @@ class DraftLoader:
         return self._hooks.draft(backend), threads
 
     def proposer(self, setup: DraftSetup, backend: Backend | None) -> Proposer:
-        """See `Loader.proposer`. Raises UsageError for a plug-in that this host lacks."""
+        """Return the proposer. Raises UsageError for a plug-in that this host lacks."""
         vocabulary = Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None
         return _made(_spec(setup), ProposerSetup(
             setup.options, setup.n_vocab, backend, setup.paths, vocabulary))

@@ -284,7 +284,7 @@ class PartedBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. Raises RankLost and TransportTimeout if the other ranks do not
+        """Evaluate `rows`. Raises RankLost and TransportTimeout if the other ranks do not
         answer."""
         del hidden
         self._run += 1

@@ -120,7 +120,7 @@ class DraftWorker:
         return None
 
     def lose(self, why: str) -> None:
-        """See `Drafts.lose`. A thread that hangs is left alone."""
+        """Give the draft up. A thread that hangs is left alone."""
         if self.lost:
             return
         self.lost = why

@@ -122,7 +122,7 @@ class PortTeam:
     # --- sums ---------------------------------------------------------------------------------
 
     def add(self, index: int, part: FloatArray, place: int) -> bool:
-        """See `PartSum.add`, for one of the slices held here."""
+        """Replace `part` by the sum, for one of the slices held here."""
         own = shorten(part, self.shape.kind)
         if index != self.shape.own[0]:
             total = self._meeting.bring(index, own)

@@ -28,7 +28,7 @@ class ReplicaHead(Head):
 
     def restart(self, grid: Grid, limits: Limits, controller: Controller | None,
                 reason: str = "") -> None:
-        """See `Head.restart`. `controller` is ignored: replicas are not tuned."""
+        """Continue over other stages. `controller` is ignored: replicas are not tuned."""
         del controller
         assert isinstance(self.scheduler, ReplicaScheduler)
         self.scheduler.nodes = grid.n_nodes

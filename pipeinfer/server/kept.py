@@ -68,7 +68,7 @@ class Recorded(Generation):
 
     def push(self, token: int, speculated: bool, logprob: float | None,
              top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
-        """See `Generation.push`. The text is dropped, as followers make it themselves."""
+        """Store tokens; the text is dropped, as followers make it themselves."""
         before = len(self.tokens)
         stopped = super().push(token, speculated, logprob, top, seen)
         if len(self.tokens) > before:
@@ -85,7 +85,7 @@ class Recorded(Generation):
             self._over()
 
     def fail(self, failure: Failure) -> None:
-        """See `Generation.fail`. The end is journaled unless the choice continues after a
+        """End the choice with an error. The end is journaled unless the choice continues after a
         restart."""
         if not self.ended:
             super().fail(failure)

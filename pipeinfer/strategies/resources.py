@@ -183,7 +183,7 @@ class Draft(Struct, frozen=True):
 
     @classmethod
     def named(cls, setup: DraftSetup) -> Draft:
-        """See `Resource.named`; a bundled draft may be in another installation's place."""
+        """Return what a setup names; a bundled draft is taken from this installation."""
         path = Path(setup.model)
         bundled = EMBEDDED / path.name
         path = bundled if not path.exists() and bundled.exists() else path
@@ -271,7 +271,7 @@ class _Head(Struct, frozen=True):
                 "target": str(self.target.path), "target_fingerprint": self.target.fingerprint}
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """See `Resource.check`; its files were compared when it was found."""
+        """Do nothing: the files were compared when they were found."""
         del tokenizer
 
     def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
@@ -363,7 +363,7 @@ class EagleHead(_Head, frozen=True):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The layers whose rows it reads. Raises ModelError where the head does not fit the target."""
+        """The layers whose rows it reads. Raises ModelError if the head does not fit the target."""
         named = self.file.arch_get("target_layers")
         listed = named if isinstance(named, list) else []
         found = tuple(one for one in listed
@@ -387,7 +387,7 @@ class EagleHead(_Head, frozen=True):
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
-        """See `Resource.usual`: the one that is named, else one in the model's folder."""
+        """Return the options for the head that is named, else for one in the model's folder."""
         if asked.config.speculation.own.get("eagle"):
             return {}
         if _no_stages(asked):

@@ -76,21 +76,21 @@ class LocalPort:
 
     @property
     def gone(self) -> set[int]:
-        """See `Port.gone`; nodes of one process live and die together."""
+        """No rank is ever lost alone: nodes of one process live and die together."""
         return set()
 
     def order(self, rank: int, order: Order) -> None:
-        """See `Port`; does nothing, as there is no other rank."""
+        """Do nothing, as there is no other rank."""
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """See `Port`; does nothing, as there is no other rank."""
+        """Do nothing, as there is no other rank."""
 
     def take_order(self) -> Order | None:
         """Return None: every rank here has a node."""
         return None
 
     def post(self, rank: int, message: Message) -> None:
-        """See `Port.post`; nodes of one process count as ranks here."""
+        """Send a message that belongs to no epoch; nodes of one process count as ranks here."""
         self._posts[rank].append((self.node, message))
         self._mailboxes[rank].arrived.set()
 

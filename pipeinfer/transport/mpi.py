@@ -153,7 +153,7 @@ class MpiPort:
         return rank, codec.decode(frame)
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """See `Port.regroup`. A given-up rank that resumes later receives the order to leave."""
+        """Rank 0: begin an epoch. A given-up rank that resumes receives the order to leave."""
         for rank in set(given_up) - self.gone:
             self.order(rank, Leave())
         self.give_up(given_up)
@@ -204,7 +204,7 @@ class MpiPort:
         self._isend(dest, tag, frame)
 
     def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`. Raises ClusterError when rank 0 is dead."""
+        """Return the oldest message of `tag`, or None. Raises ClusterError when rank 0 is dead."""
         self.pump()
         if self._dismissed:
             raise Dismissed

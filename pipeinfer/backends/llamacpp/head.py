@@ -50,7 +50,7 @@ class LlamaHead(LlamaCppBackend):
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """See `Backend.decode`. Tokens outside of a small vocabulary have logits of -inf."""
+        """Evaluate `rows`. Tokens outside of a small vocabulary have logits of -inf."""
         if (slots := self._slots) is None:
             return super().decode(rows, hidden, should_stop)
         tokens, positions, outputs = rows.lists

@@ -111,7 +111,7 @@ class TorchBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. A hidden row on the first shard is what enters its first layer
+        """Evaluate `rows`. A hidden row on the first shard is what enters its first layer
         (an embedding as the model scales it). Positions are free unless `validate`."""
         shard, n, info = self._shard, len(rows), self.info
         if shard is None:
@@ -158,7 +158,7 @@ class TorchBackend:
             self._table.remove(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
+        """Add `dst` to cells of `src`. With `validate`, positions that `dst` has raise."""
         if p0 >= p1 or src == dst or self._shard is None:
             return
         if self.options.validate:

@@ -17,7 +17,7 @@ Due = Callable[[Tag, Envelope, float], float | None]
 
 
 class DelayingPort:
-    """See `Port`.
+    """A port that hands messages on later.
 
     due: when a message of a tag that arrives now (both by `time.monotonic`) is to be handed on,
     None for never. arrived: messages of a tag that have arrived, oldest first; by default those
@@ -62,7 +62,7 @@ class DelayingPort:
             self._inner.wait(left, live=live, tag=tag)
 
     def adopt(self) -> None:
-        """See `Port.adopt`; what was held back belongs to an earlier epoch."""
+        """Enter the newest epoch; what was held back belongs to an earlier one."""
         for held in self._held.values():
             held.clear()
         self._inner.adopt()

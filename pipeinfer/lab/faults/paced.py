@@ -21,7 +21,7 @@ _STEP = 1e-3
 
 
 class PacedBackend(WrappedBackend):
-    """See the module docstring; `seconds` maps a number of rows to a duration.
+    """A backend that takes a given time; `seconds` maps a number of rows to a duration.
 
     layers: how often a decode asks `should_stop` (0: every millisecond).
     """

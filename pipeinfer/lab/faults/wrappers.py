@@ -56,7 +56,7 @@ def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
 
 
 class _FaultyBackend:
-    """See `Backend`; in a run of a prompt's chunk at most the last row has an output."""
+    """A backend with faults; in a run of a prompt's chunk at most the last row has an output."""
 
     def __init__(self, inner: Backend, faults: list[Fault], die: Die, late: float) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities
@@ -176,7 +176,7 @@ def faulty_port(port: Port, faults: Sequence[Fault], rank: int) -> Port:
 
 
 class _FaultyPort(DelayingPort):
-    """See `Port`. received: messages by tag, as they arrived; lost: cancellations among them.
+    """A port with faults. received: messages by tag; lost: cancellations among them.
 
     Rank 0 gets no cancellations, it sends them: there it is every n-th that is not sent.
     """
@@ -208,7 +208,7 @@ class _FaultyPort(DelayingPort):
 
 
 class _CutPort(DelayingPort):
-    """See `Port`: nothing is sent to rank `peer` any more."""
+    """A port with a cut link: nothing is sent to rank `peer` any more."""
 
     def __init__(self, inner: Port, fault: Fault, peer: int) -> None:
         super().__init__(inner, lambda *_: time.monotonic())

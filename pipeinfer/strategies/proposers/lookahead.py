@@ -224,7 +224,7 @@ class Lookahead:
         state.choice = judge.choose()
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
-        """See `InlineProposer.propose`. Candidates that start alike share their tokens."""
+        """Return proposals from the pool. Candidates that start alike share their tokens."""
         last = job.suffix[-1] if job.suffix else job.accepted[job.base - 1]
         choice = self._lanes[job.lane].choice
         most = self.most if choice is None else choice.candidates

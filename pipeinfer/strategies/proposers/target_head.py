@@ -123,7 +123,7 @@ class HeadRows:
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray:
-        """See `Backend.decode`; without logits of tokens that were left out."""
+        """Evaluate rows; tokens that were left out have no logits."""
         del hidden, should_stop
         found: list[FloatArray] = []
         waiting: list[_Row] = []
@@ -207,7 +207,7 @@ class TargetHead(DraftModel):
         self._rows.feed(rows.lane, rows.index, np.asarray(rows.rows, np.float32))
 
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
-        """See `DraftModel.steps`; proposals have their distance from the target's last row."""
+        """Evaluate a job; proposals have their distance from the target's last row."""
         found = yield from super().steps(job)
         first = self._chained(job)
         depths: list[int] = []
