@@ -16,7 +16,8 @@ from pipeinfer.config import SECTIONS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 ROOT = PACKAGE.parent
-#: the most lines of code (no blanks, docstrings, full-line comments) of each part, and options
+#: the most lines of code (no blanks, docstrings, full-line comments) of each part, options, and
+#: words of documentation
 BUDGET = ROOT / "tests" / "budget.toml"
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 450, 50
 
@@ -69,9 +70,21 @@ def parts():
             "tests": set((ROOT / "tests").rglob("*.py"))}
 
 
+def documentation():
+    """Words of README, changelog and docs, of the page of benchmarks, and lines of [Unreleased]."""
+    docs = ROOT / "docs"
+    pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md",
+                                           *docs.rglob("*.md"))]
+    top = pages[1].partition("## [Unreleased]")[2].partition("\n## ")[0]
+    return {"docs_words": sum(len(text.split()) for text in pages),
+            "benchmarks_page_words": len((docs / "benchmarks.md").read_text().split()),
+            "unreleased_lines": sum(bool(line) for line in top.splitlines())}
+
+
 def test_every_part_stays_within_its_budget():
     """The numbers may fall in any commit."""
     found = {name: sum(sum(code(path)[1]) for path in paths) for name, paths in parts().items()}
+    found |= documentation()
     sections = [name for name in SECTIONS if name not in ("grammar", "request")]
     found["options"] = sum(bool(option.flags) for option in declared(*sections).values())
     budget = tomllib.loads(BUDGET.read_text())
@@ -86,7 +99,7 @@ def test_a_budget_rises_only_in_a_commit_of_its_own():
         pytest.skip("no history here")
     git = ["git", "-C", str(ROOT)]
     name = str(BUDGET.relative_to(ROOT))
-    log = subprocess.run([*git, "log", "--reverse", "--no-merges", "--format=%H %s", "--", name],
+    log = subprocess.run([*git, "log", "--reverse", "--first-parent", "--format=%H %s", "--", name],
                          capture_output=True, text=True, check=True).stdout.splitlines()
     before, rises = {}, []
     for commit, _, subject in (line.partition(" ") for line in log):

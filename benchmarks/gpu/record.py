@@ -65,7 +65,7 @@ def write(results: Sequence[Mapping[str, Any]], commit: str = "") -> Path:
     for record in records:
         lines += ["", "[[record]]", *(
             f"{name} = {json.dumps(value, ensure_ascii=False)}"
-            for name, value in {**record, "date": date, "commit": commit, "claim": True}.items())]
+            for name, value in {**record, "date": date, "commit": commit}.items())]
     PATH.write_text("\n".join(lines) + "\n")
     return PATH
 

@@ -119,20 +119,20 @@ def page(groups: list[Group]) -> str:
     """Return docs/benchmarks.md: the claims of every group."""
     parts = [OPENING.read_text()]
     for group in groups:
-        if rows := [_claim(group, r) for r in group.records if "claim" in r]:
-            parts += [f"### {group.title}",
-                      table(["result", "labels", "measured on", "record"], rows)]
+        if claims := [_claim(group, r) for r in group.records if "claim" in r]:
+            parts += [f"### {group.title}", "\n".join(claims)]
     parts.append("## Records")
     parts.append("\n".join(f"- [{g.title}](../benchmarks/records/{g.name}.md)" for g in groups))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _claim(group: Group, record: dict[str, Any]) -> list[str]:
+def _claim(group: Group, record: dict[str, Any]) -> str:
     name, processor = record["id"], record["processor"]
     machine = re.search(r"Zen \d|Intel Xeon|H200|virtual time", processor)
-    return [f'<a id="{name}"></a>{record["claim"]}', ", ".join(record["labels"]),
-            f"{machine[0] if machine else processor.partition(',')[0]}, {record['date']}",
-            f"[{name}](../benchmarks/records/{group.name}.md#{name})"]
+    where = machine[0] if machine else processor.partition(",")[0]
+    facts = [*(f"*{label}*" for label in record["labels"] if label != where), where,
+             record["date"], f"[record](../benchmarks/records/{group.name}.md#{name})"]
+    return f'- <a id="{name}"></a>{record["claim"]} ({"; ".join(facts)})'
 
 
 def pages(groups: list[Group]) -> dict[Path, str]:

@@ -30,7 +30,6 @@ from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
 from pipeinfer.lab.emulation.wide import APART, BESIDE, TURNS, WideExperiment
 from pipeinfer.lab.grids import Row, Table
 
-CLAIMS = ("grids-c-8-f32", "grids-exchange")  #: what docs/wide-planning.md states
 OUT = Path(__file__).parents[1] / "records" / "grids.toml"
 PAIRS = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")
 GROUNDS = (("c", 8, "f32"), ("c", 9, "f32"), ("c", 32, "f32"), ("a", 8, "f16"), ("a", 9, "f16"),
@@ -164,7 +163,7 @@ def records(tables: Sequence[Table], prices: Sequence[Mapping[str, Any]],
             "[[record]]", f'id = "{name}"', f'what = "{what}"', f"columns = {_list(columns)}",
             "rows = [", *(f"  {_list(row)}," for row in rows[name]), "]",
             'labels = ["emulated", "virtual time"]', f'date = "{date}"', f'commit = "{commit}"',
-            *(["claim = true"] if name in CLAIMS else []), ""]))
+            ""]))  # claims are added by hand
 
     for cluster, nodes, kind in dict.fromkeys((t.cluster, t.nodes, t.sum_type) for t in tables):
         record(f"grids-{cluster}-{nodes}-{kind}",
@@ -184,7 +183,8 @@ HEADER = f'''order = 65
 title = "Grids of wide stages on emulated clusters"
 intro = """
 Nothing here was measured on the machines that are named: the real scheduler in virtual time over
-[profiles](emulation.md), wide stages as [wide-planning.md](wide-planning.md) says, 28 us for an
+[profiles](../../docs/emulation.md), wide stages as
+[wide-planning.md](../../docs/wide-planning.md) says, 28 us for an
 exchange besides the wire. N nodes are N in all, head and draft included; *beside*: head and draft
 have this share of the first member's machine, which holds a smaller slice then; *by turns*: they
 have all of that machine while no run is under way. *Over plain*: the fastest policy over plain

@@ -49,22 +49,23 @@ class ChainBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         return self._through([part.decode for part in self._parts], rows, hidden, should_stop)
 
     def norms(self, rows: Rows, hidden: FloatArray | None = None) -> FloatArray | None:
-        """See `base.norms`."""
+        """Evaluate rows up to the norm before the output head, on a backend that has the last
+        shard."""
         *before, last = self._parts
         return self._through([*(part.decode for part in before),
                               lambda rows, hidden, _: norms(last, rows, hidden)], rows, hidden)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         self._taps = [tap(part, layers) for part in self._parts]
 
     @property
     def tapped(self) -> FloatArray:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         return np.concatenate([rows() for rows in self._taps], axis=1)
 
     def _through(self, calls: Sequence[Callable[..., FloatArray | None]], rows: Rows,
@@ -86,27 +87,28 @@ class ChainBackend:
         return result
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
         for part in self._parts:
             part.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
         for part in self._parts:
             part.seq_cp(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         for part in self._parts:
             part.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where a part cannot."""
+        """Add id `dst` to all cells of `src`, as *joined* cells. Raises BackendError where a part
+        cannot."""
         for part in self._parts:
             apply(part, SeqJoin(src, dst, order))
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         for part in self._parts:
             part.close()
 

@@ -39,7 +39,7 @@ class LearnedRows(WrappedBackend):
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         learned = rows.tokens - self.info.n_vocab
         beyond = learned >= 0
         if hidden is not None or not beyond.any():

@@ -39,7 +39,7 @@ class RewindingBackend:
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """See `Backend.decode`; it is not stopped, and rows are tokens with one id each.
+        """Evaluate `rows`; it is not stopped, and rows are tokens with one id each.
 
         Of several rows of one sequence only the last may have an output.
         """
@@ -90,7 +90,7 @@ class RewindingBackend:
         return result
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`; p1 is the end of the sequence."""
+        """Remove `seq_id` from cells; p1 is the end of the sequence."""
         del p1
         for one in range(len(self._sequences)) if seq_id == ALL_SEQS else (seq_id,):
             tokens = self._sequences[one].tokens
@@ -98,20 +98,20 @@ class RewindingBackend:
                 self._rewind(one, one, max(p0, 0))
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`; `dst` is empty and p0 is 0."""
+        """Add `dst` to cells of `src`; `dst` is empty and p0 is 0."""
         del p0
         length = min(p1, len(self._sequences[src].tokens))
         if src != dst and length:
             self._rewind(src, dst, length)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         for other in range(len(self._sequences)):
             if other != seq_id:
                 self.seq_rm(other, 0, END)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._backend.close()
 
     def _keep(self, seq_id: int) -> None:

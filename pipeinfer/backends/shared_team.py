@@ -183,21 +183,21 @@ class SharedTeam:
 
     @property
     def waited(self) -> float:
-        """See `Team`."""
+        """The seconds that this member has waited for others' partial results."""
         return float(self._first.waited_ns) / 1e9
 
     @property
     def count(self) -> int:
-        """See `Team`."""
+        """The number of sums of this member so far."""
         return int(self._first.count)
 
     @property
     def run_id(self) -> int:
-        """See `Team`."""
+        """The run that was begun last; -1 before any."""
         return int(self._first.run)
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
-        """See `Team`."""
+        """Begin a run; return whether to skip it."""
         self.forget_name()
         self._error = None
         for sums in self._sums.values():
@@ -227,16 +227,17 @@ class SharedTeam:
             self._region.forget_name()
 
     def part(self, index: int) -> _SharedPart:
-        """See `Team`."""
+        """Return the object that sums the partial results of slice `index`, which this member
+        holds."""
         return _SharedPart(self._sums[index])
 
     def arm(self, should_stop: Callable[[], bool] | None) -> None:
-        """See `Team`."""
+        """Set the function by which the leader may stop the decode that follows; None: no stop."""
         self._should_stop = should_stop
         self._first.looks = should_stop is not None and self.shape.leads
 
     def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
-        """See `Team`."""
+        """Concatenate the slices' logits after a decode."""
         shape, sums = self.shape, self._sums[index]
         check_logits(shape, index, logits)
         leads = index == shape.holders[0][0]
@@ -254,11 +255,12 @@ class SharedTeam:
         return out
 
     def fail(self, index: int) -> None:
-        """See `Team`."""
+        """Notify the other members that slice `index` cannot go on; called by the thread of that
+        slice."""
         _library().pipeinfer_sums_say(ctypes.byref(self._sums[index]), int(Verdict.FAILED))
 
     def check(self) -> None:
-        """See `Team`."""
+        """Raise the reason for which the last decode ended early, unless the leader stopped it."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -271,7 +273,7 @@ class SharedTeam:
                 raise PeerFailed(f"slice {sums.awaited} of this stage has failed in run {sums.run}")
 
     def close(self) -> None:
-        """See `Team`."""
+        """Release shared memory."""
         self._region.close()
 
     def _idle(self) -> int:
@@ -303,7 +305,7 @@ class _SharedPart:
         self.address = ctypes.addressof(sums)
 
     def add(self, part: FloatArray, place: int) -> bool:
-        """See `PartSum`; used where the callback is Python's."""
+        """Replace `part` by the sum; used where the callback is Python's."""
         return bool(_library().pipeinfer_sum(
             ctypes.c_void_p(self.address), ctypes.c_void_p(part.ctypes.data),
             ctypes.c_size_t(part.size), place) == Verdict.GO)

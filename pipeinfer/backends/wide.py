@@ -73,7 +73,7 @@ class WideBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. Logits are complete at the leader; other members get an empty array
+        """Evaluate `rows`. Logits are complete at the leader; other members get an empty array
         of shape (0, n_vocab). Members must have begun the same run. Raises PeerFailed, too."""
         if self._embedding is not None and hidden is None:
             hidden = self._embedding.rows(rows.tokens)
@@ -105,14 +105,14 @@ class WideBackend:
         return None if left else results[0]
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`: after each sum all slices have the same rows, so one of them gives them.
+        """Store inputs of layers: all slices have the same rows after a sum, so one stores them.
         All have to be asked, as llama.cpp then sums up more rows in the last layer."""
         asked = [[tap(shard, layers) for shard in chain] for chain in self._slices]
         self._taps = asked[0]
 
     @property
     def tapped(self) -> FloatArray:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         return np.concatenate([rows() for rows in self._taps], axis=1)
 
     def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
@@ -148,22 +148,23 @@ class WideBackend:
                 shard.seq_rm(seq_id, 0 if whole else first, end)
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
         for shard in self._all():
             shard.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
         for shard in self._all():
             shard.seq_cp(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         for shard in self._all():
             shard.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where a slice cannot."""
+        """Add id `dst` to all cells of `src`, as *joined* cells. Raises BackendError where a slice
+        cannot."""
         for shard in self._all():
             apply(shard, SeqJoin(src, dst, order))
 

@@ -18,30 +18,30 @@ class WrappedBackend:
         self._inner = inner
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
         self._inner.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
         self._inner.seq_cp(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         self._inner.seq_keep(seq_id)
 
     def seq_join(self, src: int, dst: int, order: int = 1) -> None:
-        """See `core.SeqJoin`. Raises BackendError where the inner backend cannot."""
+        """Add `dst` to all cells of `src`. Raises BackendError if the inner backend cannot."""
         apply(self._inner, SeqJoin(src, dst, order))
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         self._tapped = tap(self._inner, layers)
 
     @property
     def tapped(self) -> FloatArray:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         return self._tapped()
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._inner.close()

@@ -110,7 +110,7 @@ class ServerConnection:
         self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
-        """See `Partner.answer`."""
+        """Write the answer as it arrives; return a summary of it, such as its speed."""
         wanted = {"seed": wishes.seed, "temperature": wishes.temperature}
         fields = self._fields | {name: v for name, v in wanted.items() if v is not None}
         interrupts.expect(KeyboardInterrupt)

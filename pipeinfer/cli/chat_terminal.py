@@ -106,7 +106,7 @@ class TypedLines:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
-        """See `InputSource.next`."""
+        """Return the next line without its end, None at the end of the input."""
         del text
         if self.by_hand:
             write(prompt)
@@ -133,7 +133,7 @@ class Editor:
         self._session: PromptSession[str] | None = None
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
-        """See `InputSource.next`."""
+        """Return the next line without its end, None at the end of the input."""
         if self._session is None:
             self._session = _session()
         try:

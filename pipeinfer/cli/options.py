@@ -117,7 +117,7 @@ class _Command(click.Command):
         self._sections = sections
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click. Raises UsageError for options that are gone, with what to write."""
+        """Parse the words. Raises UsageError for options that are gone, with what to write."""
         settings = _settings(*self._sections)
         for flag in (part.split("=")[0] for part in itertools.takewhile("--".__ne__, args)):
             if instead := self._instead(flag, settings):
@@ -158,7 +158,7 @@ class _Option(click.Option):
     secret = False
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """See click. Raises click.BadParameter."""
+        """Convert a value; name its origin if it is bad. Raises click.BadParameter."""
         try:
             return super().process_value(ctx, value)
         except click.BadParameter as error:
@@ -174,7 +174,7 @@ class _Setting(_Option):
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]
                       ) -> tuple[Any, ParameterSource]:
-        """See click: the last word of --set that has this name wins."""
+        """Return the value and its origin: the last word of --set that has this name wins."""
         for word in reversed(opts.get("set") or ()):
             name, _, value = word.partition("=")
             if name.replace("-", "_") == self.name:

@@ -67,7 +67,8 @@ class Balance:
     _moved: float = field(default_factory=time.monotonic)
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
-        """See `Session.rebalance`."""
+        """Move layers according to the present times of the stages, and replay the open
+        requests."""
         pace = self.session.head.times.pace
         if not self._movable():
             return None

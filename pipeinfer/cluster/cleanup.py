@@ -93,7 +93,7 @@ def _is_ours(session: Path) -> bool:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Clear sessions of dead launchers and end the processes of a job."""
     if len(sys.argv) != 2 or not sys.argv[1]:
         sys.exit("usage: python -m pipeinfer.cluster.cleanup JOB")
     clear_sessions()

@@ -89,7 +89,7 @@ class Hooks:
         return cls([_load(name)(found, rank) for name, found in values.items()])
 
     def port(self, port: Port) -> Port:
-        """See `Hook.port`. Each method below calls the method of that name of every hook."""
+        """Wrap a port. Each method below calls the method of that name of every hook."""
         return self._through(lambda hook, inner: hook.port(inner), port)
 
     def progress(self, report: Report) -> Report:

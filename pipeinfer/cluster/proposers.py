@@ -80,7 +80,8 @@ class DraftLoader:
         self._config, self._place, self._hooks = config, place, hooks or Hooks()
 
     def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
-        """See `Loader.layers`. Raises ModelError, MismatchError, BackendError and UsageError."""
+        """Load this rank's layers of the draft; called only if there is one. Raises ModelError,
+        MismatchError, BackendError and UsageError."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         kind = class_of(_spec(setup))
         assert kind is not None
@@ -90,7 +91,7 @@ class DraftLoader:
         return self._hooks.draft(backend), threads
 
     def proposer(self, setup: DraftSetup, backend: Backend | None) -> Proposer:
-        """See `Loader.proposer`. Raises UsageError for a plug-in that this host lacks."""
+        """Return the proposer. Raises UsageError for a plug-in that this host lacks."""
         vocabulary = Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None
         return _made(_spec(setup), ProposerSetup(
             setup.options, setup.n_vocab, backend, setup.paths, vocabulary))

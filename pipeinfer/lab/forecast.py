@@ -259,7 +259,7 @@ def _profile_view(profile: ModelProfile, cells: int, length: int) -> View:
 
 
 def file_view(path: Path, ctx: int, length: int = 0) -> View:
-    """See `view`."""
+    """Return the view of a GGUF file. length: tokens of the text behind which a row is computed."""
     model = locate.open_model(path)
     cells = locate.context_size(ModelConfig(ctx=ctx), model)
     load = planner.load_of(model, cells, 64)

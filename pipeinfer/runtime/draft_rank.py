@@ -284,7 +284,7 @@ class PartedBackend:
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. Raises RankLost and TransportTimeout if the other ranks do not
+        """Evaluate `rows`. Raises RankLost and TransportTimeout if the other ranks do not
         answer."""
         del hidden
         self._run += 1
@@ -303,19 +303,19 @@ class PartedBackend:
             raise
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
         self._apply(SeqRemove(seq_id, p0, p1))
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
         self._apply(SeqCopy(src, dst, p0, p1))
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         self._apply(SeqKeep(seq_id))
 
     def close(self) -> None:
-        """See `Backend.close`; the other ranks release theirs themselves."""
+        """Release the model and its cache; the other ranks release theirs themselves."""
         self._own.close()
 
     def _apply(self, op: SeqOp) -> None:

@@ -101,7 +101,7 @@ class DraftWorker:
             self._stopped.add(job_id)
 
     def feed(self, rows: FeedDraft) -> None:
-        """See `Drafts.feed`."""
+        """Queue rows of the target for the jobs after it."""
         if isinstance(self._proposer, ReadsRows):
             self._jobs.append(rows)
             self._wanted.set()
@@ -120,7 +120,7 @@ class DraftWorker:
         return None
 
     def lose(self, why: str) -> None:
-        """See `Drafts.lose`. A thread that hangs is left alone."""
+        """Give the draft up. A thread that hangs is left alone."""
         if self.lost:
             return
         self.lost = why

@@ -66,7 +66,7 @@ class PortTeam:
         self._meeting = _Meeting(shape.own)
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
-        """See `Team`."""
+        """Begin a run; return whether to skip it."""
         self.run_id, self._error = run_id, None
         if self.shape.leads:
             if cancelled:
@@ -81,16 +81,17 @@ class PortTeam:
         return True
 
     def part(self, index: int) -> _PortPart:
-        """See `Team`."""
+        """Return the object that sums the partial results of slice `index`, which this member
+        holds."""
         return _PortPart(self, index)
 
     def arm(self, should_stop: Callable[[], bool] | None) -> None:
-        """See `Team`."""
+        """Set the function by which the leader may stop the decode that follows; None: no stop."""
         self._should_stop = should_stop if self.shape.leads else None
         self._meeting.open()
 
     def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
-        """See `Team`."""
+        """Concatenate the slices' logits after a decode."""
         check_logits(self.shape, index, logits)
         if index != self.shape.own[0]:
             self._meeting.bring(index, logits)
@@ -102,14 +103,15 @@ class PortTeam:
             return None
 
     def fail(self, index: int) -> None:
-        """See `Team`."""
+        """Notify the other members that slice `index` cannot go on; called by the thread of that
+        slice."""
         if index == self.shape.own[0]:
             self._turn += 1
             self._say(Verdict.FAILED)
         self._meeting.give_up()
 
     def check(self) -> None:
-        """See `Team`."""
+        """Raise the reason for which the last decode ended early, unless the leader stopped it."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -120,7 +122,7 @@ class PortTeam:
     # --- sums ---------------------------------------------------------------------------------
 
     def add(self, index: int, part: FloatArray, place: int) -> bool:
-        """See `PartSum.add`, for one of the slices held here."""
+        """Replace `part` by the sum, for one of the slices held here."""
         own = shorten(part, self.shape.kind)
         if index != self.shape.own[0]:
             total = self._meeting.bring(index, own)
@@ -292,7 +294,7 @@ class _PortPart:
         self._team, self._index = team, index
 
     def add(self, part: FloatArray, place: int) -> bool:
-        """See `PartSum`."""
+        """Replace `part`, float32[n], by the sum; return False where the decode has to be left."""
         return self._team.add(self._index, part, place)
 
 

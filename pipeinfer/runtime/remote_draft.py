@@ -116,7 +116,7 @@ class RemoteDraft:
             self._port.post(self._ranks[-1], DraftStop(job_id))
 
     def feed(self, rows: FeedDraft) -> None:
-        """See `Drafts.feed`; draft models read no rows."""
+        """Queue rows of the target for the jobs after it; draft models read no rows."""
         if self._reads_rows and not self.lost:
             self._port.post(self._ranks[-1], rows)
 
@@ -172,7 +172,7 @@ class RemoteDraft:
             self.lose(f"rank {min(dead)}, which drafted, is dead")
 
     def lose(self, why: str) -> None:
-        """See `Drafts.lose`."""
+        """Give the draft up: return all jobs, also later ones, without proposals."""
         if self.lost:
             return
         self.lost = why

@@ -113,7 +113,7 @@ class Server:
         return await self._generate("blocks", body, request)
 
     async def count_tokens(self, body: blocks.CountRequest) -> Response:
-        """The number of tokens that the prompt of a conversation has."""
+        """Count the tokens of a conversation's prompt, also of one that exceeds the context."""
         tokenizer = self.client.check_ready()
         self._check_model(body.model)
 
@@ -125,7 +125,7 @@ class Server:
         return Reply(replies.InputTokens(input_tokens=await asyncio.to_thread(count)))
 
     async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
-        """The embeddings of texts, by a model that is made for them."""
+        """Embed texts, with a model that is made for it."""
         tokenizer, settings = self.client.check_ready(), self.settings
         self._check_model(body.model)
         facts = self.client.facts
@@ -190,7 +190,7 @@ class Server:
     # --- text and tokens ----------------------------------------------------------------------
 
     async def tokenize(self, body: schema.TokenizeRequest) -> Response:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
         tokenizer = self.client.check_ready()
 
         def tokens() -> replies.Tokens:
@@ -205,14 +205,14 @@ class Server:
         return Reply(await asyncio.to_thread(tokens))
 
     async def detokenize(self, body: schema.DetokenizeRequest) -> Response:
-        """The text that token ids stand for."""
+        """Return the text of token ids."""
         tokenizer = self.client.check_ready()
         tokens = prompts.check_tokens(body.tokens, tokenizer, "tokens")
         content = await asyncio.to_thread(tokenizer.decode, tokens, True)
         return Reply(replies.Content(content=content))
 
     async def apply_template(self, body: schema.TemplateRequest) -> Response:
-        """What the model would get for a conversation."""
+        """Return the prompt that a conversation becomes."""
         tokenizer = self.client.check_ready()
         offered = chat.offered_by(body, tokenizer)
         text = await asyncio.to_thread(chat.render, body, tokenizer, offered)
@@ -221,11 +221,11 @@ class Server:
     # --- state of the server ------------------------------------------------------------------
 
     async def models(self) -> Response:
-        """The one model that is served."""
+        """List the served model with its context length and capabilities."""
         return Reply(replies.ModelList(object="list", data=[self._model()]))
 
     async def model(self, name: str) -> Response:
-        """The served model, if `name` is its name; else 404."""
+        """Return the served model if it has this name, otherwise 404."""
         self._check_model(name)
         return Reply(self._model())
 
@@ -244,7 +244,7 @@ class Server:
         return model
 
     async def health(self) -> Response:
-        """Whether requests are taken."""
+        """Return 200 if requests are taken, otherwise 503 with the state and its reason."""
         client = self.client
         state = "loading" if client.tokenizer is None and client.state == "ready" else client.state
         if state == "ready":
@@ -261,13 +261,13 @@ class Server:
         return Reply(body, 503, {"Retry-After": "2"})
 
     async def metrics(self) -> Response:
-        """The server's metrics in the text format of Prometheus."""
+        """Return the metrics for Prometheus."""
         client = self.client
         ready = client.state == "ready" and client.tokenizer is not None
         return Response(client.metrics.render(len(client.open), ready), media_type=CONTENT_TYPE)
 
     async def props(self) -> Response:
-        """What the server is and does."""
+        """Return what is served and which features the page may offer."""
         tokenizer, settings = self.client.check_ready(), self.settings
         return Reply(replies.Props(
             model_alias=settings.name, total_slots=settings.parallel, n_ctx=self._n_ctx,
@@ -279,7 +279,7 @@ class Server:
             race=self.races.offered))
 
     async def slots(self) -> Response:
-        """The places for requests and who has them, as of the engine's last report."""
+        """List the places for requests and their users, as of the engine's last report."""
         self.client.check_ready()
         lanes = list(self.client.status.get("lanes", ()))
         return Reply([
@@ -288,26 +288,26 @@ class Server:
             for i in range(max(self.settings.parallel, len(lanes)))])
 
     async def rebalance(self, body: schema.RebalanceRequest) -> Response:
-        """Deal the layers out by what each stage takes now; running requests go on."""
+        """Distribute the layers by what each stage takes now; running requests go on."""
         del body  # that it came is enough: see its class
         found = await self.client.rebalance(self.settings.request_timeout)
         return Reply(replies.Rebalanced(
             changed=found.changed, message=found.message, stages=self.client.facts["stages"]))
 
     async def rebalance_plan(self) -> Response:
-        """What a rebalance would change now; nothing is changed."""
+        """Return what a rebalance would change now; nothing is changed."""
         found = await self.client.rebalance(self.settings.request_timeout, preview=True)
         stages = list(found.stages) if found.changed else self.client.facts["stages"]
         return Reply(replies.RebalancePlan(changes=found.changed, message=found.message,
                                            gain=found.gain, stages=stages))
 
     async def watch(self) -> Response:
-        """The engine's status and runs as server-sent events, for the page."""
+        """Stream the engine's status and runs as server-sent events, for the page."""
         self.client.check_watchers()
         return EventStream(pipeline(self.client), self.settings.client_timeout)
 
     async def race(self, body: schema.RaceRequest) -> Response:
-        """A prompt answered by three policies over stages that are paced as slow hosts."""
+        """Stream the race of three policies over stages that are paced as slow hosts."""
         tokenizer = self.client.check_ready()
         self.races.check()
         return EventStream(self.races.events(body.prompt, bool(tokenizer.chat_template)),

@@ -71,8 +71,8 @@ class RepeatedRequests:
         return await self.answer(archive.begin(begun), request)
 
     async def retrieve(self, name: str, request: Request, stream: bool = False) -> Response:
-        """An answer by its id: the whole, or with stream: true its events, from the one after
-        `starting_after` on. An answer of /v1/responses comes as it is now. Raises ApiError."""
+        """Return an answer by its id, or stream it from the event after `starting_after`. An answer
+        of /v1/responses is returned as it is now. Raises ApiError."""
         kept = self._find(name, request)
         if stream:
             return await self.answer(kept, request, stream=True, after=_after(request))
@@ -83,7 +83,7 @@ class RepeatedRequests:
         return await self.answer(kept, request, stream=False)
 
     async def delete(self, name: str, request: Request) -> Response:
-        """Forget a request and its answer, and end it where it runs. Raises ApiError."""
+        """End a request if it runs, and delete its answer. Raises ApiError."""
         kept = self._find(name, request)
         kept.archive.drop(kept, "disconnected")
         return Reply(Deleted(id=name, object="response.deleted", deleted=True))

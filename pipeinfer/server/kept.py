@@ -68,7 +68,7 @@ class Recorded(Generation):
 
     def push(self, token: int, speculated: bool, logprob: float | None,
              top: Sequence[tuple[int, float]], seen: bytes | None = None) -> bool:
-        """See `Generation.push`. The text is dropped, as followers make it themselves."""
+        """Store tokens; the text is dropped, as followers make it themselves."""
         before = len(self.tokens)
         stopped = super().push(token, speculated, logprob, top, seen)
         if len(self.tokens) > before:
@@ -78,13 +78,14 @@ class Recorded(Generation):
         return stopped
 
     def end(self, reason: str, stats: dict[str, Any]) -> None:
-        """See `Generation.end`. The end is journaled."""
+        """End the choice. reason: stop, length, context, or that of an abort. The end is
+        journaled."""
         if not self.ended:
             super().end(reason, stats)
             self._over()
 
     def fail(self, failure: Failure) -> None:
-        """See `Generation.fail`. The end is journaled unless the choice continues after a
+        """End the choice with an error. The end is journaled unless the choice continues after a
         restart."""
         if not self.ended:
             super().fail(failure)

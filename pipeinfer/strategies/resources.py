@@ -146,36 +146,36 @@ class Draft(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """See `Resource.name`."""
+        """The name in messages."""
         return label(self.path)
 
     @property
     def held(self) -> int:
-        """See `Resource.held`."""
+        """The bytes of its file."""
         return sum(map(round, open_model(self.path).layer_bytes))
 
     @property
     def reads(self) -> int:
-        """See `Resource.reads`."""
+        """The bytes of weights that a token's step reads."""
         files = self.path.glob("*.safetensors") if self.path.is_dir() else (self.path,)
         total: int = sum(file.stat().st_size for file in files)
         return total
 
     @property
     def files(self) -> dict[str, Any]:
-        """See `Resource.files`."""
+        """The fields of a `DraftSetup` that name its files."""
         model = open_model(self.path)
         return {"model": str(self.path), "fingerprint": model.fingerprint,
                 "n_layers": model.n_layers}
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
-        """See `Resource.usual`."""
+        """Return the options with which a job uses it by default; None if it does not."""
         return None if asked.draft is None else {}
 
     @classmethod
     def find(cls, spec: ProposerSpec, asked: Asked) -> Draft:
-        """See `Resource.find`."""
+        """Find the resource's file."""
         del spec
         if asked.draft is None:
             raise UsageError("needs a draft model: give one with -md")
@@ -183,20 +183,20 @@ class Draft(Struct, frozen=True):
 
     @classmethod
     def named(cls, setup: DraftSetup) -> Draft:
-        """See `Resource.named`; a bundled draft may be in another installation's place."""
+        """Return what a setup names; a bundled draft is taken from this installation."""
         path = Path(setup.model)
         bundled = EMBEDDED / path.name
         path = bundled if not path.exists() and bundled.exists() else path
         return cls(same_model(str(path), setup.fingerprint))
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """See `Resource.check`."""
+        """Raise MismatchError where its tokens are not those of the target."""
         own = open_tokenizer(self.path)
         check_draft_vocab(tokenizer, own)
         own.close()
 
     def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
-        """See `Resource.sizes`."""
+        """Return the sizes of its cache. cells: of each stage's cache."""
         states, own = keeps_state(open_model(self.path)), config.speculation
         paths = (_STATE_PATHS if states else _PATHS) + own.parallel - 1
         branches = spec.branches(registry.values_of(spec, own))
@@ -211,7 +211,7 @@ class Draft(Struct, frozen=True):
         return Sizes(cells + 64 * paths, count, _BATCH, paths)
 
     def ends(self, ranks: int) -> list[int]:
-        """See `Resource.ends`."""
+        """Return the layers at which the parts of so many ranks begin, and the end."""
         model = open_model(self.path)
         if ranks > model.n_layers:
             raise UsageError(f"the draft {self.name} has {model.n_layers} layers, too few for "
@@ -226,7 +226,7 @@ class Draft(Struct, frozen=True):
 
     def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
              sizes: Mapping[str, int]) -> tuple[Backend, int]:
-        """See `Resource.load`."""
+        """Load layers `[start, stop)`; return the backend and its number of threads."""
         threads = threads_of(config.model.threads_draft, place)
         if self.path.is_dir():
             return load_torch(dataclasses.replace(config.model, exact="off"), self.path, layers,
@@ -261,27 +261,27 @@ class _Head(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """See `Resource.name`."""
+        """The name in messages."""
         return f"the head in {self.file.path.name}"
 
     @property
     def files(self) -> dict[str, Any]:
-        """See `Resource.files`."""
+        """The fields of a `DraftSetup` that name its files."""
         return {"model": str(self.file.path), "fingerprint": self.file.fingerprint, "n_layers": 1,
                 "target": str(self.target.path), "target_fingerprint": self.target.fingerprint}
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """See `Resource.check`; its files were compared when it was found."""
+        """Do nothing: the files were compared when they were found."""
         del tokenizer
 
     def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
-        """See `Resource.sizes`."""
+        """Return the sizes of its cache. cells: of each stage's cache."""
         del spec
         paths = _PATHS + config.speculation.parallel - 1
         return Sizes(cells + 64 * paths, paths + config.speculation.branches, _BATCH, paths)
 
     def ends(self, ranks: int) -> list[int]:
-        """See `Resource.ends`."""
+        """Return the layers at which the parts of so many ranks begin, and the end."""
         if ranks > 1:
             raise UsageError(f"{self.name} is one layer, which one rank holds: use --draft-ranks 1")
         return [0, 1]
@@ -306,17 +306,17 @@ class MtpHead(_Head, frozen=True):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `Resource.taps`: the last layer's result."""
+        """The layers whose rows it reads: the last one's result."""
         return (self.target.n_layers,)
 
     @property
     def held(self) -> int:
-        """See `Resource.held`."""
+        """The bytes of its file."""
         return HeadSource(self.file, self.small).total
 
     @property
     def reads(self) -> int:
-        """See `Resource.reads`."""
+        """The bytes of weights that a token's step reads."""
         tensors, n_vocab = self.file.tensors, self.target.n_vocab
         output = tensors.get("output.weight", tensors.get("token_embd.weight"))
         return self._read(range(self.file.n_layers, self.file.n_layers_all), output.nbytes * (
@@ -324,12 +324,12 @@ class MtpHead(_Head, frozen=True):
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
-        """See `Resource.usual`."""
+        """Return the options with which a job uses it by default; None if it does not."""
         return None if asked.config.speculation.own.get("eagle") or _refusal(asked) else {}
 
     @classmethod
     def find(cls, spec: ProposerSpec, asked: Asked) -> MtpHead:
-        """See `Resource.find`."""
+        """Find the resource's file."""
         if why := _refusal(asked):
             raise UsageError(why)
         head = head_of(asked.model)
@@ -339,14 +339,14 @@ class MtpHead(_Head, frozen=True):
 
     @classmethod
     def named(cls, setup: DraftSetup) -> MtpHead:
-        """See `Resource.named`."""
+        """Return what a setup names, on the rank that loads it."""
         target = _same_file(setup.target, setup.target_fingerprint)
         return cls(_same_file(setup.model, setup.fingerprint), target,
                    _small(target, setup.options["head_vocabulary"]))
 
     def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
              sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
-        """See `Resource.load`."""
+        """Load layers `[start, stop)`; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
         del layers
@@ -363,7 +363,7 @@ class EagleHead(_Head, frozen=True):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `Resource.taps`. Raises ModelError where the head does not fit the target."""
+        """The layers whose rows it reads. Raises ModelError if the head does not fit the target."""
         named = self.file.arch_get("target_layers")
         listed = named if isinstance(named, list) else []
         found = tuple(one for one in listed
@@ -376,18 +376,18 @@ class EagleHead(_Head, frozen=True):
 
     @property
     def held(self) -> int:
-        """See `Resource.held`."""
+        """The bytes of its file."""
         return CompletedHead(self.file, self.target).total
 
     @property
     def reads(self) -> int:
-        """See `Resource.reads`."""
+        """The bytes of weights that a token's step reads."""
         return self._read(range(self.file.n_layers_all),
                           CompletedHead(self.file, self.target).output_bytes)
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
-        """See `Resource.usual`: the one that is named, else one in the model's folder."""
+        """Return the options for the head that is named, else for one in the model's folder."""
         if asked.config.speculation.own.get("eagle"):
             return {}
         if _no_stages(asked):
@@ -402,7 +402,7 @@ class EagleHead(_Head, frozen=True):
 
     @classmethod
     def find(cls, spec: ProposerSpec, asked: Asked) -> EagleHead:
-        """See `Resource.find`."""
+        """Find the resource's file."""
         given = registry.values_of(spec, asked.config.speculation)["eagle"]
         if not given:
             raise UsageError("needs a head: give one with --eagle")
@@ -416,13 +416,13 @@ class EagleHead(_Head, frozen=True):
 
     @classmethod
     def named(cls, setup: DraftSetup) -> EagleHead:
-        """See `Resource.named`."""
+        """Return what a setup names, on the rank that loads it."""
         return cls(_same_file(setup.model, setup.fingerprint),
                    _same_file(setup.target, setup.target_fingerprint))
 
     def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
              sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
-        """See `Resource.load`."""
+        """Load layers `[start, stop)`; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
         del layers

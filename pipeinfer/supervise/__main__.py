@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """See the module's docstring."""
+    """Run a command under the supervisor of the launch scripts."""
     inherited.settle()
     parser = argparse.ArgumentParser("python -m pipeinfer.supervise", allow_abbrev=False)
     parser.add_argument("--hosts", nargs=4, metavar=("HOSTFILE", "NP", "KIND", "OUT"))

@@ -50,12 +50,12 @@ class LocalPort:
         self._own.arrived.set()
 
     def adopt(self) -> None:
-        """See `Port.adopt`."""
+        """Enter the newest epoch; `node` becomes this port's node there."""
         self._epoch = self._called
         self._own.enter(self._epoch)
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         box = self._mailboxes.get(dest)
         if box is not None:
             self.traffic.count(tag, 0)
@@ -69,42 +69,43 @@ class LocalPort:
             raise ValueError(f"node {self.node} has no way to node {dest}")
 
     def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`."""
+        """Return the oldest message of `tag` that has arrived, or None."""
         if self._called != self._epoch:
             raise Regrouped
         return self._own.take(tag)
 
     @property
     def gone(self) -> set[int]:
-        """See `Port.gone`; nodes of one process live and die together."""
+        """No rank is ever lost alone: nodes of one process live and die together."""
         return set()
 
     def order(self, rank: int, order: Order) -> None:
-        """See `Port`; does nothing, as there is no other rank."""
+        """Do nothing, as there is no other rank."""
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """See `Port`; does nothing, as there is no other rank."""
+        """Do nothing, as there is no other rank."""
 
     def take_order(self) -> Order | None:
         """Return None: every rank here has a node."""
         return None
 
     def post(self, rank: int, message: Message) -> None:
-        """See `Port.post`; nodes of one process count as ranks here."""
+        """Send a message that belongs to no epoch; nodes of one process count as ranks here."""
         self._posts[rank].append((self.node, message))
         self._mailboxes[rank].arrived.set()
 
     def take_post(self) -> tuple[int, Message] | None:
-        """See `Port.take_post`."""
+        """Return the oldest message of no epoch that has arrived and the rank that sent it, or
+        None."""
         posts = self._posts[self.node]
         return posts.popleft() if posts else None
 
     def new_losses(self) -> set[int]:
-        """See `Port.new_losses`."""
+        """Return the ranks that were found dead since the last call."""
         return set()
 
     def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
-        """See `Port.wait`."""
+        """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed."""
         del live
         deadline = time.monotonic() + timeout
         while not self._own.has(tag):
@@ -120,7 +121,7 @@ class LocalPort:
         self._own.arrived.clear()
 
     def wake(self) -> None:
-        """See `Port.wake`."""
+        """End a `wait`; the only method that other threads may call."""
         self._own.arrived.set()
 
     def lent(self) -> LentLoop:

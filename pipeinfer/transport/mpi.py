@@ -130,20 +130,22 @@ class MpiPort:
         return self._layout
 
     def rank_of(self, node: int) -> int:
-        """See `Port.rank_of`."""
+        """Return the rank that has a node in this epoch."""
         return self._layout.rank_of[node] if 0 <= node < len(self._layout.rank_of) else 0
 
     def order(self, rank: int, order: Order) -> None:
-        """See `Port.order`."""
+        """Rank 0: send a rank an order, which belongs to no epoch; it arrives if the rank lives."""
         if rank not in self.gone:
             self._post(rank, ORDER_TAG, pack(order))
 
     def post(self, rank: int, message: Message) -> None:
-        """See `Port.post`."""
+        """Send a rank a message that belongs to no epoch; it arrives, in order, if the rank
+        lives."""
         self._post(rank, POST_TAG, codec.encode(message))
 
     def take_post(self) -> tuple[int, Message] | None:
-        """See `Port.take_post`."""
+        """Return the oldest message of no epoch that has arrived and the rank that sent it, or
+        None."""
         self.pump()
         if not self._posts:
             return None
@@ -151,7 +153,7 @@ class MpiPort:
         return rank, codec.decode(frame)
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """See `Port.regroup`. A given-up rank that resumes later receives the order to leave."""
+        """Rank 0: begin an epoch. A given-up rank that resumes receives the order to leave."""
         for rank in set(given_up) - self.gone:
             self.order(rank, Leave())
         self.give_up(given_up)
@@ -163,13 +165,13 @@ class MpiPort:
             port.call(layout.epoch)
 
     def adopt(self) -> None:
-        """See `Port.adopt`."""
+        """Enter the newest epoch; `node` becomes this port's node there."""
         if self._called is not None:
             layout, self._called = self._called, None
             self._move_to(layout)
 
     def new_losses(self) -> set[int]:
-        """See `Port.new_losses`."""
+        """Return the ranks that were found dead since the last call."""
         silent = self.silent() - self.gone
         for rank in silent:  # a suspended rank receives the order when it resumes
             self.order(rank, Leave())
@@ -179,7 +181,8 @@ class MpiPort:
         return fresh
 
     def take_order(self) -> Order | None:
-        """See `Port.take_order`."""
+        """Return the newest order to this rank that the transport does not handle itself, or
+        None."""
         order, self._order = self._order, None
         return order
 
@@ -190,7 +193,7 @@ class MpiPort:
                 self.order(rank, Leave())
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         box = self._mailboxes.get(dest)
         if box is not None:
             self.traffic.count(tag, 0)
@@ -201,7 +204,7 @@ class MpiPort:
         self._isend(dest, tag, frame)
 
     def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`. Raises ClusterError when rank 0 is dead."""
+        """Return the oldest message of `tag`, or None. Raises ClusterError when rank 0 is dead."""
         self.pump()
         if self._dismissed:
             raise Dismissed
@@ -210,7 +213,7 @@ class MpiPort:
         return self._own.take(tag)
 
     def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
-        """See `Port.wait`."""
+        """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed."""
         start = time.monotonic()
         cap = _LIVE_CAP if live else IDLE_CAP
         while True:
@@ -255,13 +258,13 @@ class MpiPort:
         return min(max(waited * SHARE, MIN_SLEEP), cap)
 
     def wake(self) -> None:
-        """See `Port.wake`."""
+        """End a `wait`; the only method that other threads may call."""
         self._own.arrived.set()
         if self._neighbours is not None:
             self._neighbours.bell.wake()
 
     def close(self, timeout: float) -> None:
-        """See `Port.close`."""
+        """Wait up to `timeout` seconds for queued sends to leave."""
         deadline = time.monotonic() + timeout
         while (self._pending or self._outbox) and time.monotonic() < deadline:
             self.pump()

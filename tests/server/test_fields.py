@@ -1,49 +1,25 @@
-"""No field is dropped in silence: the table in docs/api.md is what the code does."""
+"""No field is dropped in silence: docs/api.md is what the code does."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.methods import api_table, settings_table
 from pipeinfer.server import schema_requests as schema
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"prompt": "x"}
 
 
-def table():
-    """Field to (where, what becomes of it)."""
-    text = TABLE.read_text().split("## Fields")[1].split("## Answers")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.+) \|$", text, re.MULTILINE)
-    return {name: (where, what) for name, where, what in rows}
-
-
-def fields(model):
-    return {info.alias or name for name, info in model.model_fields.items()}
-
-
-def test_the_table_names_every_field_once_and_where_it_belongs():
-    chat, completion = fields(schema.ChatRequest), fields(schema.CompletionRequest)
-    taken = {n: w for n, (w, what) in table().items() if not what.startswith("refused")}
-    assert set(taken) == chat | completion
-    for name, where in taken.items():
-        expected = "both" if name in chat & completion else "chat" if name in chat else \
-            "completions"
-        assert where == expected, name
-
-
-def test_the_table_tells_what_is_ignored_and_refused_and_why():
-    rows = table()
-    ignored = {n: w.removeprefix("ignored: ") for n, (_, w) in rows.items()
-               if w.startswith("ignored")}
-    refused = {n: w.removeprefix("refused: ") for n, (_, w) in rows.items()
-               if w.startswith("refused")}
-    assert ignored == schema.IGNORED
-    assert refused == schema.REFUSED
+def test_the_page_is_what_the_schema_gives():
+    text = PAGE.read_text()
+    assert text == settings_table.page(text, api_table.TABLES)
+    known = (set(model.model_fields) for model in (schema.ChatRequest, schema.CompletionRequest))
+    assert schema.IGNORED.keys() <= set.intersection(*known)
 
 
 @pytest.mark.parametrize("name", sorted(schema.REFUSED))

@@ -191,7 +191,8 @@ class LlamaCppBackend:
         self.seq_rm(ALL_SEQS, 0, END)
 
     def sum_with(self, sums: PartSum | None) -> None:
-        """See `backends.wide.SliceBackend`."""
+        """Sum partial results with `sums` from now on; None: use each partial result as if it were
+        the sum."""
         if self._probe is not None:
             self._probe.sum_with(sums, on_device=not self.options.on_cpu)
 
@@ -201,7 +202,7 @@ class LlamaCppBackend:
         hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. A hidden row on the first shard is an embedding row."""
+        """Evaluate `rows`. A hidden row on the first shard is an embedding row."""
         n, info = len(rows), self.info
         if self._ctx is None:
             raise BackendError("decode on a closed backend")
@@ -240,18 +241,19 @@ class LlamaCppBackend:
         return self._logits(count) if out is None else out
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """See `base.tap`."""
+        """Store the inputs of layers from now on."""
         self._taps = Taps.of(self._ctx, self.info, layers)
 
     @property
     def tapped(self) -> FloatArray:
-        """See `base.tap`; to be read before the next decode."""
+        """Store the inputs of layers; to be read before the next decode."""
         assert self._taps is not None
         return self._taps.read(*self._last)
 
     def norms(self, rows: Rows, hidden: FloatArray | None = None) -> FloatArray:
-        """See `base.norms`; these are llama.cpp's embeddings without pooling. Raises BackendError
-        as `decode` does, and for a shard that is not the last or has no callbacks."""
+        """Evaluate rows up to the norm before the output head: llama.cpp's embeddings without
+        pooling. Raises BackendError as `decode` does, and for a shard that is not the last or has
+        no callbacks."""
         if self._probe is None or not self.info.last:
             raise BackendError("this shard has no norm that could be read")
         self._until_norm = True
@@ -288,7 +290,7 @@ class LlamaCppBackend:
         return not stopped
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`. Raises BackendError for a part of a state."""
+        """Remove `seq_id` from cells in `[p0, p1)`. Raises BackendError for a part of a state."""
         order = self._order
         if p0 >= p1 or self._closed():
             return
@@ -312,7 +314,7 @@ class LlamaCppBackend:
             self._empty_grave()
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises.
+        """Add `dst` to cells of `src`. With `validate`, positions that `dst` has raise.
 
         Raises BackendError for a part of a state, and for an id whose state would be replaced.
         """
@@ -350,7 +352,7 @@ class LlamaCppBackend:
             binding.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         if self._closed():
             return
         if self._order is None:
@@ -391,7 +393,7 @@ class LlamaCppBackend:
         self._all_at_work = all_of_them
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         context, self._ctx = self._ctx, None
         model, self._model = self._model, None
         if context is not None:

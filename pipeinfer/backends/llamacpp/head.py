@@ -50,7 +50,7 @@ class LlamaHead(LlamaCppBackend):
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """See `Backend.decode`. Tokens outside of a small vocabulary have logits of -inf."""
+        """Evaluate `rows`. Tokens outside of a small vocabulary have logits of -inf."""
         if (slots := self._slots) is None:
             return super().decode(rows, hidden, should_stop)
         tokens, positions, outputs = rows.lists
@@ -64,7 +64,8 @@ class LlamaHead(LlamaCppBackend):
         return self._own_rows(self._last[0])
 
     def encode(self, rows: FloatArray) -> FloatArray:
-        """See `target_head.Head.encode`. Raises BackendError."""
+        """Return the hidden rows, float32[n, n_embd], for rows of the target. Raises
+        BackendError."""
         if self.options.head != "eagle3":
             return rows
         found = []

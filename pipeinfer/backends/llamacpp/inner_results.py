@@ -94,7 +94,7 @@ class InnerBackend(LlamaCppBackend):
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         self._probe.wanted = bool(rows.outputs.any())
         result = super().decode(rows, hidden, should_stop)
         inside = self._probe.rows(len(rows))

@@ -38,7 +38,7 @@ _SEARCH = 1  #: version of the search
 
 
 class PaddedBackend(LlamaCppBackend):
-    """See the module docstring. With `options.streams` off it is a LlamaCppBackend.
+    """A backend with padded runs. With `options.streams` off it is a LlamaCppBackend.
 
     width: rows of each decode of at most so many; 0: decodes are left as they are
     """

@@ -103,14 +103,15 @@ class TorchBackend:
         return cls(shard, info, options, store)
 
     def sum_with(self, sums: PartSum | None) -> None:
-        """See `backends.wide.SliceBackend`."""
+        """Sum partial results with `sums` from now on; None: use each partial result as if it were
+        the sum."""
         self._summing.sums = sums
 
     def decode(
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. A hidden row on the first shard is what enters its first layer
+        """Evaluate `rows`. A hidden row on the first shard is what enters its first layer
         (an embedding as the model scales it). Positions are free unless `validate`."""
         shard, n, info = self._shard, len(rows), self.info
         if shard is None:
@@ -151,12 +152,13 @@ class TorchBackend:
                 self._table.free(cells)
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`. Cells of a learned prefix stay."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`. Cells of a learned prefix
+        stay."""
         if p0 < p1 and self._shard is not None:
             self._table.remove(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`. With `validate`, copying onto positions that `dst` has raises."""
+        """Add `dst` to cells of `src`. With `validate`, positions that `dst` has raise."""
         if p0 >= p1 or src == dst or self._shard is None:
             return
         if self.options.validate:
@@ -167,7 +169,8 @@ class TorchBackend:
         self._table.copy(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`. Cells of a learned prefix stay."""
+        """Remove every other id from every cell, and free the cells without `seq_id`. Cells of a
+        learned prefix stay."""
         if self._shard is not None:
             self._table.keep(seq_id)
 
@@ -231,7 +234,7 @@ class TorchBackend:
         return first
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._shard, self._extra = None, None
         self._store.keys.clear()
         self._store.values.clear()

@@ -285,11 +285,11 @@ class FolderTensors:
         self._open: dict[Path, Any] = {}
 
     def has(self, name: str) -> bool:
-        """See `TensorSource`."""
+        """Return whether there is a tensor of this name."""
         return name in self._folder.tensors
 
     def read(self, name: str) -> Any:
-        """See `TensorSource`."""
+        """Return the tensor on the CPU."""
         info = self._folder.tensors.get(name)
         if info is None:
             raise ModelError(f"{self._folder.path}: tensor {name!r} is missing; the model is "

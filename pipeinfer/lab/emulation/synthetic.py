@@ -135,7 +135,7 @@ class SyntheticBackend:
         self, rows: Rows, hidden: FloatArray | None = None,  # noqa: ARG002
         should_stop: Callable[[], bool] | None = None,  # noqa: ARG002
     ) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         tokens = self._tokens
         places = list(zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
                           strict=True))
@@ -161,21 +161,21 @@ class SyntheticBackend:
         return tuple(self._tokens[seq_id, max(0, pos + 1 - TAIL) : pos + 1].tolist())
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
         self._tokens[slice(None) if seq_id == ALL_SEQS else seq_id, p0:p1] = -1
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
         self._tokens[dst, p0:p1] = self._tokens[src, p0:p1]
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         keep = self._tokens[seq_id].copy()
         self._tokens[:] = -1
         self._tokens[seq_id] = keep
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
 
 
 class SyntheticHead(SyntheticBackend):
@@ -190,12 +190,12 @@ class SyntheticHead(SyntheticBackend):
         self._pair = pair
 
     def encode(self, rows: FloatArray) -> FloatArray:
-        """See `target_head.Head.encode`."""
+        """Return the hidden rows, float32[n, n_embd], for rows of the target."""
         return np.zeros((len(rows), 1), np.float32)
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         logits = super().decode(rows, hidden, should_stop)
         assert logits is not None
         assert hidden is not None

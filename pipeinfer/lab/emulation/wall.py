@@ -126,7 +126,7 @@ class PacedDraft:
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]
                 ) -> tuple[Proposal, ...] | None:
-        """See `Proposer.propose`."""
+        """Return proposals below the job's path, parents before children, the best chain first."""
         steps = self._model.steps(job)
         end = time.perf_counter()
         while True:
@@ -142,7 +142,7 @@ class PacedDraft:
             time.sleep(max(0.0, end - time.perf_counter()))
 
     def close(self) -> None:
-        """See `Proposer.close`."""
+        """Release memory, models and threads."""
         self._model.close()
 
 

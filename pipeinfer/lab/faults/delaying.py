@@ -17,7 +17,7 @@ Due = Callable[[Tag, Envelope, float], float | None]
 
 
 class DelayingPort:
-    """See `Port`.
+    """A port that hands messages on later.
 
     due: when a message of a tag that arrives now (both by `time.monotonic`) is to be handed on,
     None for never. arrived: messages of a tag that have arrived, oldest first; by default those
@@ -32,19 +32,19 @@ class DelayingPort:
 
     @property
     def gone(self) -> set[int]:
-        """See `Port.gone`."""
+        """The ranks that are dead or were given up."""
         return self._inner.gone
 
     def rank_of(self, node: int) -> int:
-        """See `Port`."""
+        """Return the rank that has a node in this epoch."""
         return self._inner.rank_of(node)
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         self._inner.send(dest, tag, message)
 
     def take(self, tag: Tag) -> Envelope | None:
-        """See `Port.take`."""
+        """Return the oldest message of `tag` that has arrived, or None."""
         self._collect(tag)
         held = self._held[tag]
         if held and held[0][0] <= time.monotonic():
@@ -52,7 +52,7 @@ class DelayingPort:
         return None
 
     def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
-        """See `Port.wait`."""
+        """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed."""
         for kind in Tag:
             self._collect(kind)
         due = min((held[0][0] for kind, held in self._held.items()
@@ -62,42 +62,45 @@ class DelayingPort:
             self._inner.wait(left, live=live, tag=tag)
 
     def adopt(self) -> None:
-        """See `Port.adopt`; what was held back belongs to an earlier epoch."""
+        """Enter the newest epoch; what was held back belongs to an earlier one."""
         for held in self._held.values():
             held.clear()
         self._inner.adopt()
         self.node = self._inner.node
 
     def order(self, rank: int, order: Order) -> None:
-        """See `Port.order`."""
+        """Rank 0: send a rank an order, which belongs to no epoch; it arrives if the rank lives."""
         self._inner.order(rank, order)
 
     def regroup(self, layout: Layout, given_up: Collection[int]) -> None:
-        """See `Port.regroup`."""
+        """Rank 0: begin an epoch."""
         self._inner.regroup(layout, given_up)
 
     def take_order(self) -> Order | None:
-        """See `Port.take_order`."""
+        """Return the newest order to this rank that the transport does not handle itself, or
+        None."""
         return self._inner.take_order()
 
     def post(self, rank: int, message: Message) -> None:
-        """See `Port.post`."""
+        """Send a rank a message that belongs to no epoch; it arrives, in order, if the rank
+        lives."""
         self._inner.post(rank, message)
 
     def take_post(self) -> tuple[int, Message] | None:
-        """See `Port.take_post`."""
+        """Return the oldest message of no epoch that has arrived and the rank that sent it, or
+        None."""
         return self._inner.take_post()
 
     def new_losses(self) -> set[int]:
-        """See `Port.new_losses`."""
+        """Return the ranks that were found dead since the last call."""
         return self._inner.new_losses()
 
     def wake(self) -> None:
-        """See `Port.wake`."""
+        """End a `wait`; the only method that other threads may call."""
         self._inner.wake()
 
     def close(self, timeout: float) -> None:
-        """See `Port.close`."""
+        """Wait up to `timeout` seconds for queued sends to leave."""
         self._inner.close(timeout)
 
     def _taken(self, tag: Tag) -> Iterator[Envelope]:

@@ -21,7 +21,7 @@ _STEP = 1e-3
 
 
 class PacedBackend(WrappedBackend):
-    """See the module docstring; `seconds` maps a number of rows to a duration.
+    """A backend that takes a given time; `seconds` maps a number of rows to a duration.
 
     layers: how often a decode asks `should_stop` (0: every millisecond).
     """
@@ -36,7 +36,7 @@ class PacedBackend(WrappedBackend):
         self, rows: Rows, hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         seconds = self._seconds(len(rows))
         step = seconds / self._layers if self._layers else _STEP
         end = time.perf_counter() + seconds
@@ -74,47 +74,49 @@ class PacedTeam:
 
     @property
     def waited(self) -> float:
-        """See `Team`."""
+        """The seconds that this member has waited for others' partial results."""
         return self._inner.waited
 
     @property
     def count(self) -> int:
-        """See `Team`."""
+        """The number of sums of this member so far."""
         return self._inner.count
 
     @property
     def run_id(self) -> int:
-        """See `Team`."""
+        """The run that was begun last; -1 before any."""
         return self._inner.run_id
 
     def begin(self, run_id: int, *, cancelled: bool) -> bool:
-        """See `Team`."""
+        """Begin a run; return whether to skip it."""
         return self._inner.begin(run_id, cancelled=cancelled)
 
     def part(self, index: int) -> PartSum:
-        """See `Team`."""
+        """Return the object that sums the partial results of slice `index`, which this member
+        holds."""
         part = self._inner.part(index)
         return part if index != self.shape.own[0] else _PacedPart(self, part)
 
     def arm(self, should_stop: Callable[[], bool] | None) -> None:
-        """See `Team`."""
+        """Set the function by which the leader may stop the decode that follows; None: no stop."""
         self._inner.arm(should_stop)
         self._since = time.perf_counter()
 
     def gather(self, index: int, logits: FloatArray) -> FloatArray | None:
-        """See `Team`."""
+        """Concatenate the slices' logits after a decode."""
         return self._inner.gather(index, logits)
 
     def fail(self, index: int) -> None:
-        """See `Team`."""
+        """Notify the other members that slice `index` cannot go on; called by the thread of that
+        slice."""
         self._inner.fail(index)
 
     def check(self) -> None:
-        """See `Team`."""
+        """Raise the reason for which the last decode ended early, unless the leader stopped it."""
         self._inner.check()
 
     def close(self) -> None:
-        """See `Team`."""
+        """Release shared memory."""
         self._inner.close()
 
     def pause(self, count: int) -> None:
@@ -138,7 +140,7 @@ class _PacedPart:
         self._team, self._inner = team, inner
 
     def add(self, part: FloatArray, place: int) -> bool:
-        """See `PartSum`."""
+        """Replace `part`, float32[n], by the sum; return False where the decode has to be left."""
         self._team.pause(part.size)
         go_on = self._inner.add(part, place)
         self._team.start()

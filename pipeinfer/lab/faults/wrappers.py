@@ -56,7 +56,7 @@ def faulty_backend(backend: Backend, faults: Sequence[Fault], rank: int,
 
 
 class _FaultyBackend:
-    """See `Backend`; in a run of a prompt's chunk at most the last row has an output."""
+    """A backend with faults; in a run of a prompt's chunk at most the last row has an output."""
 
     def __init__(self, inner: Backend, faults: list[Fault], die: Die, late: float) -> None:
         self.info, self.capabilities = inner.info, inner.capabilities
@@ -70,7 +70,7 @@ class _FaultyBackend:
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """See `Backend.decode`."""
+        """Evaluate `rows`; each makes one cell."""
         moment = self._moment(rows)
         self._seen[moment] += 1
         for fault in self._faults:
@@ -128,7 +128,7 @@ class _FaultyBackend:
             raise _exception(fault)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._inner.close()
 
 
@@ -176,7 +176,7 @@ def faulty_port(port: Port, faults: Sequence[Fault], rank: int) -> Port:
 
 
 class _FaultyPort(DelayingPort):
-    """See `Port`. received: messages by tag, as they arrived; lost: cancellations among them.
+    """A port with faults. received: messages by tag; lost: cancellations among them.
 
     Rank 0 gets no cancellations, it sends them: there it is every n-th that is not sent.
     """
@@ -188,7 +188,7 @@ class _FaultyPort(DelayingPort):
         self._seconds, self._every, self._cancels = seconds, every, 0
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         if self.node == 0 and isinstance(message, Cancel) and self._loses():
             return
         super().send(dest, tag, message)
@@ -208,14 +208,14 @@ class _FaultyPort(DelayingPort):
 
 
 class _CutPort(DelayingPort):
-    """See `Port`: nothing is sent to rank `peer` any more."""
+    """A port with a cut link: nothing is sent to rank `peer` any more."""
 
     def __init__(self, inner: Port, fault: Fault, peer: int) -> None:
         super().__init__(inner, lambda *_: time.monotonic())
         self._fault, self._peer, self._sent = fault, peer, 0
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
-        """See `Port.send`."""
+        """Queue `message` for node `dest`; returns at once."""
         layout = getattr(self._inner, "layout", None)  # of ranks other than 0, and only MPI has it
         if isinstance(layout, Layout) and layout.rank_of[dest] == self._peer:
             self._sent += 1

@@ -41,11 +41,11 @@ class Apar(Reader):
 
     @property
     def complete(self) -> bool:
-        """See `Decomposer.complete`."""
+        """Whether the response is over."""
         return self._main.over and all(child.over for child in self._children.values())
 
     def accepted(self, thread: int, token: int) -> list[Action]:
-        """See `Decomposer.accepted`."""
+        """Handle the thread's next token, which the model chose."""
         if thread != MAIN:
             stream = self._children[thread]
             stream.add(thread, len(stream.parts), self._vocabulary.piece(token))
@@ -63,7 +63,7 @@ class Apar(Reader):
         return [Fork(child, MAIN, self._index, (self._child,), bans)]
 
     def ended(self, thread: int) -> list[Action]:
-        """See `Decomposer.ended`."""
+        """Handle the end of a thread by the model; the stop token is not part of it."""
         if thread == MAIN:
             self._main.over = True
             return []

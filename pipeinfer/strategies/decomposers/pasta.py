@@ -151,11 +151,11 @@ class Pasta(Reader):
 
     @property
     def complete(self) -> bool:
-        """See `Decomposer.complete`."""
+        """Whether the response is over."""
         return self._main.over and all(block.stream.over for block in self._blocks.values())
 
     def accepted(self, thread: int, token: int) -> list[Action]:
-        """See `Decomposer.accepted`."""
+        """Handle the thread's next token, which the model chose."""
         if thread != MAIN:
             return self._block_token(self._blocks[thread], token)
         main = self._main
@@ -189,7 +189,7 @@ class Pasta(Reader):
         return actions if found.group("n") is None else self._promise(attribute, skip)
 
     def ended(self, thread: int) -> list[Action]:
-        """See `Decomposer.ended`."""
+        """Handle the end of a thread by the model; the stop token is not part of it."""
         if thread == MAIN:
             self._main.over = True
             return []

@@ -162,11 +162,11 @@ class Pdos(Reader):
 
     @property
     def complete(self) -> bool:
-        """See `Decomposer.complete`."""
+        """Whether the response is over."""
         return self._main.over and all(branch.over for branch in self._branches)
 
     def accepted(self, thread: int, token: int) -> list[Action]:
-        """See `Decomposer.accepted`."""
+        """Handle the thread's next token, which the model chose."""
         if thread != MAIN:
             return self._branch_token(self._threads[thread], token)
         main, piece = self._main, self._vocabulary.piece(token)
@@ -184,7 +184,7 @@ class Pdos(Reader):
         return []
 
     def ended(self, thread: int) -> list[Action]:
-        """See `Decomposer.ended`."""
+        """Handle the end of a thread by the model; the stop token is not part of it."""
         if thread != MAIN:
             return self._over(self._threads[thread])
         self._main.over, self._titles = True, None

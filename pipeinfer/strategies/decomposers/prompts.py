@@ -80,13 +80,14 @@ class PromptWriter:
 
     def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
                begun: str = "") -> tuple[int, ...]:
-        """See `Writer.encode`."""
+        """Return the token ids of the text that `render` returns; arguments as there."""
         text, seam = self.render(messages, name, otherwise, begun=begun)
         return tuple(self._tokenizer.encode_guarded(text, seam))
 
     def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
                begun: str = "") -> tuple[str, str]:
-        """See `Writer.render`."""
+        """Return the prompt of a conversation and its seam, which marks contents that are plain
+        text."""
         asked = list(messages)
         if name in self.texts:
             asked = [m for m in asked if m["role"] != "system"]

@@ -78,15 +78,15 @@ class Reader:
         self._main = Stream()
 
     def settled(self, thread: int) -> list[Action]:
-        """See `Decomposer.settled`."""
+        """Handle a thread closed with `evaluate`, whose last token is now being evaluated."""
         del thread
         return []
 
     def take(self) -> Sequence[Piece]:
-        """See `Decomposer.take`."""
+        """Return the pieces of text that are final and were not returned yet."""
         return self._main.take()
 
     def flush(self) -> Sequence[Piece]:
-        """See `Decomposer.flush`."""
+        """Return all remaining pieces in reading order; the response ends here, complete or not."""
         self._main.end()
         return self._main.take()

@@ -58,16 +58,16 @@ class Skeleton(Reader):
 
     @property
     def bans(self) -> tuple[tuple[int, int, int], ...]:
-        """See `Decomposer.bans`: nothing is banned."""
+        """The bans of the main thread, as in `SamplingParams.bans`: nothing is banned."""
         return ()
 
     @property
     def complete(self) -> bool:
-        """See `Decomposer.complete`."""
+        """Whether the response is over."""
         return self._main.over and all(point.over for point in self._points.values())
 
     def accepted(self, thread: int, token: int) -> list[Action]:
-        """See `Decomposer.accepted`."""
+        """Handle the thread's next token, which the model chose."""
         piece = self._vocabulary.piece(token)
         if thread == MAIN:
             self._main.add(MAIN, len(self._outline), b"")
@@ -82,7 +82,7 @@ class Skeleton(Reader):
         return []
 
     def ended(self, thread: int) -> list[Action]:
-        """See `Decomposer.ended`."""
+        """Handle the end of a thread by the model; the stop token is not part of it."""
         if thread != MAIN:
             self._points[thread].over = True
             self._pass_on(thread)

@@ -103,16 +103,16 @@ class Bita:
         self._lanes: dict[int, _BitaLane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `InlineProposer.opened`."""
+        """Add a lane with these tokens: a prompt, or the path of a lane that got a new number."""
         self._lanes[lane] = _BitaLane(list(tokens))
 
     def accepted(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `InlineProposer.accepted`."""
+        """Append accepted tokens to the lane's path."""
         self._lanes[lane].tokens += tokens
 
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
               below: Sequence[int] | None = None) -> list[HintRow]:
-        """See `InlineProposer.hints`."""
+        """Return hints for a run that verifies `anchors`."""
         state = self._lanes[lane]
         first = int(below is not None)  # number of the first anchor
         groups: dict[int, list[int]] = {}
@@ -131,7 +131,7 @@ class Bita:
         return rows
 
     def learn(self, lane: int, choices: Sequence[Choice | None], *, batch: int = 0) -> None:
-        """See `InlineProposer.learn`."""
+        """Record the target's choices after the anchors and hints of a batch."""
         state = self._lanes[lane]
         one = state.out.pop(batch)
         for older in [number for number in state.out if number < batch]:
@@ -142,7 +142,7 @@ class Bita:
         state.heard.append(one)
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
-        """See `InlineProposer.propose`."""
+        """Return proposals below the job's path, parents before children."""
         if job.suffix:
             return ()  # there are only masks below accepted tokens
         lists = self._lists(self._lanes[job.lane])
@@ -197,7 +197,7 @@ class Bita:
         return tuple(found)
 
     def closed(self, lane: int) -> None:
-        """See `InlineProposer.closed`."""
+        """Remove a lane that has ended; no effect on one that was never opened."""
         self._lanes.pop(lane, None)
 
     def _lists(self, state: _BitaLane) -> list[tuple[tuple[int, float], ...]]:

@@ -51,14 +51,14 @@ class Cascade:
         return sum(proposer.rows_evaluated for proposer in self._proposers)
 
     def feed(self, rows: FeedDraft) -> None:
-        """See `ReadsRows.feed`."""
+        """Store rows of accepted tokens; those of a lane may come more than once."""
         for proposer in self._proposers:
             if isinstance(proposer, ReadsRows):
                 proposer.feed(rows)
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]
                 ) -> tuple[Proposal, ...] | None:
-        """See `Proposer.propose`."""
+        """Return proposals below the job's path, parents before children, the best chain first."""
         best: Judged = (), 0.0
         self._record.settle(job)
         for proposer in self._asked(job):
@@ -96,7 +96,7 @@ class Cascade:
         return [one for one in self._proposers if one.free or not job.free_only]
 
     def close(self) -> None:
-        """See `Proposer.close`."""
+        """Release memory, models and threads."""
         for proposer in self._proposers:
             proposer.close()
 

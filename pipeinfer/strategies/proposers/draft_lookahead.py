@@ -37,7 +37,7 @@ class _Row(Struct):
 
 
 class DraftLookahead(DraftModel):
-    """See the module docstring. ahead: the sizes, and the pools of all lanes; others as for
+    """A draft model that decodes by lookahead. ahead: sizes and pools of all lanes; others as in
     `DraftModel`. The backend has `ahead.paths` sequence ids beyond `paths`."""
 
     def __init__(self, backend: Backend, ahead: lookahead.Lookahead, *args: Any, **kwargs: Any
@@ -47,7 +47,7 @@ class DraftLookahead(DraftModel):
         self._lanes: OrderedDict[int, int] = OrderedDict()  # tokens of each that its pool has
 
     def _evaluate(self, job: StartDraft, branches: list[Branch]) -> Generator[int, None, None]:
-        """See `DraftModel._evaluate`; also evaluates what may follow a chain's newest token."""
+        """Evaluate rows of the draft, and what may follow a chain's newest token."""
         main, here = branches[0], self._here
         position = job.base + len(job.suffix) + len(main.tokens) - 1
         known = position < len(here.tokens) and position in here.rankings \

@@ -95,7 +95,7 @@ class DraftModel:
     def propose(
         self, job: StartDraft, stopped: Callable[[], bool]
     ) -> tuple[Proposal, ...] | None:
-        """See `Proposer.propose`."""
+        """Return proposals below the job's path, parents before children, the best chain first."""
         steps = self.steps(job)
         while True:
             try:
@@ -135,7 +135,7 @@ class DraftModel:
         return (*proposals, *alternatives)
 
     def close(self) -> None:
-        """See `Proposer.close`."""
+        """Release memory, models and threads."""
         self.backend.close()
 
     # --- the cache ----------------------------------------------------------------------------

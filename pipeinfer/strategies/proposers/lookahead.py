@@ -196,7 +196,7 @@ class Lookahead:
         self._lanes: dict[int, _Lane] = {}
 
     def opened(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `InlineProposer.opened`."""
+        """Add a lane with these tokens: a prompt, or the path of a lane that got a new number."""
         pool = Pool(self.ngram, self.most)
         if self._prompt_pool:
             pool.add_all(tokens)
@@ -204,7 +204,7 @@ class Lookahead:
                                   Window.start(max(self.window, 1), self.ngram, tokens))
 
     def accepted(self, lane: int, tokens: Sequence[int]) -> None:
-        """See `InlineProposer.accepted`."""
+        """Append accepted tokens to the lane's path."""
         state = self._lanes[lane]
         start = len(state.tokens)
         state.tokens += tokens
@@ -224,7 +224,7 @@ class Lookahead:
         state.choice = judge.choose()
 
     def propose(self, job: StartDraft) -> tuple[Proposal, ...]:
-        """See `InlineProposer.propose`. Candidates that start alike share their tokens."""
+        """Return proposals from the pool. Candidates that start alike share their tokens."""
         last = job.suffix[-1] if job.suffix else job.accepted[job.base - 1]
         choice = self._lanes[job.lane].choice
         most = self.most if choice is None else choice.candidates
@@ -254,7 +254,7 @@ class Lookahead:
 
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
               below: Sequence[int] | None = None) -> list[HintRow]:
-        """See `InlineProposer.hints`."""
+        """Return hints for a run that verifies `anchors`."""
         del batch, below
         state = self._lanes[lane]
         wanted = self.window and (state.choice is None or state.choice.window)
@@ -265,7 +265,7 @@ class Lookahead:
         return rows
 
     def learn(self, lane: int, choices: Sequence[Choice | None], *, batch: int = 0) -> None:
-        """See `InlineProposer.learn`."""
+        """Record the target's choices after the anchors and hints of a batch."""
         del batch
         state = self._lanes[lane]
         if state.tops:
@@ -286,7 +286,7 @@ class Lookahead:
             state.pool.add(ngram, made=True)
 
     def closed(self, lane: int) -> None:
-        """See `InlineProposer.closed`."""
+        """Remove a lane that has ended; no effect on one that was never opened."""
         self._lanes.pop(lane, None)
 
 

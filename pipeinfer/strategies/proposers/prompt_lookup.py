@@ -92,7 +92,7 @@ class PromptLookup:
 
     def propose(self, job: StartDraft, stopped: Callable[[], bool]
                 ) -> tuple[Proposal, ...] | None:
-        """See `Proposer.propose`."""
+        """Return proposals below the job's path, parents before children, the best chain first."""
         del stopped
         pool = self._pool(job.pool)
         index = self._grown(job, pool)
@@ -109,7 +109,7 @@ class PromptLookup:
         return _continue(job, places) if places else ()
 
     def close(self) -> None:
-        """See `Proposer.close`."""
+        """Release memory, models and threads."""
         self._lanes.clear()
         self._pools.clear()
 

@@ -123,7 +123,7 @@ class HeadRows:
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray:
-        """See `Backend.decode`; without logits of tokens that were left out."""
+        """Evaluate rows; tokens that were left out have no logits."""
         del hidden, should_stop
         found: list[FloatArray] = []
         waiting: list[_Row] = []
@@ -169,27 +169,28 @@ class HeadRows:
         return (logits,)
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_rm`; of a sequence's end alone."""
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`; of a sequence's end
+        alone."""
         self._head.seq_rm(seq_id, max(p0 + self._head.shift, 0), p1)
         one = self._sequences[seq_id]
         one.sure = min(one.sure, p0)
         one.own = {index: row for index, row in one.own.items() if index < p0}
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`; of a sequence's beginning alone."""
+        """Add `dst` to the cells of `src` in `[p0, p1)`; of a sequence's beginning alone."""
         self._head.seq_cp(src, dst, max(p0 + self._head.shift, 0), p1 + self._head.shift)
         one = self._sequences[src]
         self._sequences[dst] = _Sequence(one.lane, min(one.sure, p1), {
             index: row for index, row in one.own.items() if index < p1})
 
     def seq_keep(self, seq_id: int) -> None:
-        """See `Backend.seq_keep`."""
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
         for other in range(len(self._sequences)):
             if other != seq_id:
                 self.seq_rm(other, 0, END)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Release the model and its cache."""
         self._head.close()
 
 
@@ -202,11 +203,11 @@ class TargetHead(DraftModel):
         super().__init__(self._rows, n_vocab, paths=paths, vocabulary=vocabulary)
 
     def feed(self, rows: FeedDraft) -> None:
-        """See `ReadsRows.feed`."""
+        """Store rows of accepted tokens; those of a lane may come more than once."""
         self._rows.feed(rows.lane, rows.index, np.asarray(rows.rows, np.float32))
 
     def steps(self, job: StartDraft) -> Generator[int, None, tuple[Proposal, ...]]:
-        """See `DraftModel.steps`; proposals have their distance from the target's last row."""
+        """Evaluate a job; proposals have their distance from the target's last row."""
         found = yield from super().steps(job)
         first = self._chained(job)
         depths: list[int] = []

@@ -101,7 +101,7 @@ class Contexts:
         self._starts = starts
 
     def hook(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        """See `Hook`."""
+        """Return the attention of a layer over the stored and the new keys and values."""
         if layer in self.kept:
             key, value = (torch.cat(pair, 2) for pair in zip(self.kept[layer], (key, value),
                                                              strict=True))
