@@ -36,11 +36,11 @@ def folder(tmp_path_factory):
 
 def test_ranks_on_different_backends(tmp_path, folder):
     """A nodes file cannot tell ranks of one host apart, so each rank is asked for its own."""
-    ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 2) export PIPEINFER_BACKEND=torch;; '
+    ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 1) export PIPEINFER_BACKEND=torch;; '
              '*) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
     job = ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n", "12", "--temp",
-           "0", "-c", "512", "-t", "1", "--json", "--device", "cpu"]
-    done = launch.run(3, job)
+           "0", "-c", "512", "-t", "1", "--json", "--device", "cpu", "--head-stage"]
+    done = launch.run(2, job)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     stages = answer["stats"]["stages"]
