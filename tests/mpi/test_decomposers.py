@@ -132,7 +132,7 @@ def test_generate_streams_a_decomposed_answer(tmp_path):
     (("--decomposer", "apar", "-m", "EMBEDDED"), "single tokens"),
     (("--decomposer", "pasta", "--pasta-positions", "guess"), "pred-10x"),
 ])
-def test_what_cannot_be_is_said(options, message):
+def test_impossible_combinations_are_refused_with_the_reason(options, message):
     embedded = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
     options = [str(embedded) if option == "EMBEDDED" else option for option in options]
     code, says = refusal(generate, ["-p", "x", "-n", "4", *options])

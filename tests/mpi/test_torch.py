@@ -106,7 +106,7 @@ def test_a_folder_is_served(folder):
     (["--backend", "jax"], 2, "is not one of 'auto', 'llamacpp', 'torch'"),
     (["-m", "{folder}/nowhere"], 3, "no such file"),
 ])
-def test_what_cannot_be_done_is_said(folder, args, code, says):
+def test_impossible_options_are_refused_with_the_reason(folder, args, code, says):
     args = [arg.format(folder=folder) for arg in args]
     found, line = refusal(generate, ["-p", "x", "-n", "1", *args])
     assert found == code, line

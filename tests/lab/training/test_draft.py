@@ -140,7 +140,7 @@ def test_a_draft_learns_and_is_a_file_with_the_targets_vocabulary(tmp_path):
     (["--out", "x.bin"], "--out must end in .gguf"),
     (["--minutes", "1"], "give either --minutes or --steps"),
 ])
-def test_what_cannot_be_done_is_said(tmp_path, args, says):
+def test_impossible_options_are_refused_with_the_reason(tmp_path, args, says):
     if "--out" not in args:
         args = [*args, "--out", str(tmp_path / "x.gguf")]
     done = CliRunner().invoke(main, ["draft", str(WHOLE), "--work", str(tmp_path), "--steps", "1",

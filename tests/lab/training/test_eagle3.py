@@ -229,7 +229,7 @@ def test_the_file_runs_in_llama_cpp_as_the_head_in_torch(trained, target):
     (["--out", "x.bin"], "--out must end in .gguf"),
     (["--minutes", "1"], "give either --minutes or --steps"),
 ])
-def test_what_cannot_be_done_is_said(tmp_path, args, says):
+def test_impossible_options_are_refused_with_the_reason(tmp_path, args, says):
     if "--out" not in args:
         args = [*args, "--out", str(tmp_path / "x.gguf")]
     done = CliRunner().invoke(main, ["eagle3", str(TARGET), "--work", str(tmp_path), "--steps",
