@@ -12,7 +12,7 @@ from pipeinfer.llama.library import llama_kernels, llama_version
 
 settings.register_profile("full", deadline=None, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("sample", settings.get_profile("full"), max_examples=15)
+settings.register_profile("sample", settings.get_profile("full"), max_examples=10)
 
 
 def pytest_configure(config: pytest.Config) -> None:
