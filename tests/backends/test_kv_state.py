@@ -218,7 +218,7 @@ def test_llama_state(tmp_path, qtype):
         LlamaMachine.loaded = ()
 
 
-def test_cells_below_living_ones_are_buried_until_the_cache_is_full():
+def test_removed_cells_below_used_ones_wait_until_the_cache_is_full():
     order = CellOrder(16, 3)
     order.place(make_rows([(0, p, (0,), True) for p in range(4)]))
     order.copy(0, 1, 0, 4)
