@@ -37,7 +37,7 @@ GONE = {
                      "--hf-repo-draft"), _ON_HUB),
     **dict.fromkeys(("-mds", "--model-draft-small"),
                     "a second draft model gained nothing: leave it out"),
-    "--verify": "by SpecInfer's multi-step sampling the text would depend on what was guessed, and "
+    "--verify": "by SpecInfer's multi-step sampling the text would depend on what was drafted, and "
                 "so on timing: leave it out, or compare in an emulation (pipeinfer bench --verify)",
     "--debug": "leave it out", "--pace-ms": "write --hook pace=MS", "-ub": "write --set ubatch=N",
     "--pace-row-ms": "write --hook pace=MS+ROW_MS", "--fault": "write --hook fault=SPEC",

@@ -62,7 +62,7 @@ def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, v
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)
-    assert any("tokens come without its guesses" in note for note in answer["stats"]["notes"])
+    assert any("decoding continues without this draft" in note for note in answer["stats"]["notes"])
 
 
 def test_a_draft_that_fails_takes_its_guesses_along_and_nothing_else(plain):
@@ -132,7 +132,7 @@ def test_one_of_them_dies_and_the_other_goes_on(plain, tmp_path):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)
-    assert sum("tokens come without its guesses" in note
+    assert sum("decoding continues without this draft" in note
                for note in answer["stats"]["notes"]) == 1
     assert answer["stats"]["accepted_speculative"] > 0
 

@@ -128,7 +128,7 @@ def test_a_head_that_is_lost_takes_its_guesses_along_and_nothing_else(fault, tmp
     assert found["tokens"] == text[-60:]
     notes = "".join(found["stats"]["notes"])
     assert "the head in model.gguf drafts on rank 3" in notes
-    assert "tokens come without its guesses" in notes
+    assert "decoding continues without this draft" in notes
 
 
 def test_a_head_on_two_draft_ranks_is_refused(tmp_path):

@@ -117,7 +117,7 @@ def test_a_server_of_replicas_answers_requests_side_by_side(wanted):
             texts = {one.result().choices[0].text for one in asked}
         _, slots = served.get("/slots")
         assert len(slots) == 16
-        assert "guesses come from lookahead" in "".join(served.log)
+        assert "draft tokens come from lookahead" in "".join(served.log)
         served.process.send_signal(signal.SIGUSR1)
         assert served.end() == 0, "".join(served.log)
     tokenizer = open_tokenizer(EMBEDDED / "target.gguf")
