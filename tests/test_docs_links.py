@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def pages(root):
                              for part in path.relative_to(root).parts))
 
 
+@functools.cache
 def prose(path):
     return _FENCE.sub("", path.read_text())
 
@@ -33,6 +35,7 @@ def links(path):
     return [one or other for one, other in _LINK.findall(_INLINE.sub("", prose(path)))]
 
 
+@functools.cache
 def anchors(path):
     """What `#...` may name in a page, as forges make it of headings."""
     found = set(_ANCHOR.findall(prose(path)))

@@ -18,7 +18,6 @@ from benchmarks.gpu.check import Check
 from benchmarks.gpu.devices import _LAVAPIPE, Device
 from benchmarks.gpu.prepare import MOST_BYTES, PACKED, ROOT, tracked_bytes
 from benchmarks.gpu.steps import Report, Runner, Step, StepError, child
-from tests.support.sample import FULL
 
 HERE = Path(__file__).resolve().parent
 BUILDS = Path(os.environ.get("PIPEINFER_GPU_BUILDS")
@@ -170,7 +169,7 @@ def prepared(device):
                        timeout=3000)
 
 
-@FULL
+@pytest.mark.full("test_rows_on_an_rpc_device_where_its_library_is_built; steps in this file")
 @pytest.mark.timeout(4800)
 def test_the_rehearsal_on_an_rpc_device(tmp_path):
     """Foreign memory, the processor's arithmetic: every step is done, and every bit is equal."""
@@ -185,7 +184,7 @@ def test_the_rehearsal_on_an_rpc_device(tmp_path):
     assert not steps["tests"]["result"].get("failed")
 
 
-@FULL
+@pytest.mark.full("the same; this needs a software driver for Vulkan, and minutes")
 @NEEDS_LAVAPIPE
 @pytest.mark.timeout(1200)
 def test_the_rehearsal_on_a_vulkan_device(tmp_path):

@@ -34,8 +34,7 @@ def outcome(tmp_path, ranks, memory, *more):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "more", "who"), [
     (1, (), "rank 0 on"), (3, ("--set", "split=equal", "-c", "4096"), "rank 2 on"),
-    full(3, ("-c", "4096"), "rank 1 on"), full(3, ("--layers", "2,10"), "rank 2 on"),
-    full(2, ("--layout", "replicate", "--head-stage"), "rank 0 on")])
+    full(3, ("-c", "4096"), "rank 1 on"), full(3, ("--layers", "2,10"), "rank 2 on")])
 def test_what_does_not_fit_a_device_is_refused_before_it_loads(tmp_path, ranks, more, who):
     error = outcome(tmp_path, ranks, SMALL, "-ngl", "99", *more)
     assert "exit status 4" in error

@@ -15,7 +15,7 @@ from benchmarks.gpu.jobs import ALL, DRAFT
 from benchmarks.gpu.steps import child, json_lines
 from benchmarks.gpu.test_gpu import NEEDS_LAVAPIPE, build_of, prepared
 from pipeinfer.core.noise import noise_key
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 ROWS = 4  #: of each decode
 COUNT = 132  #: tokens of an answer
@@ -114,7 +114,7 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_an_rpc_device(tmp_pat
     assert sum(one["accepted_speculative"] for one in results) > 100
 
 
-@FULL
+@pytest.mark.full("padding in tests/backends/test_padded.py, jobs on the RPC device in this file")
 @NEEDS_LAVAPIPE
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.timeout(4800)
@@ -130,7 +130,7 @@ def test_policies_write_what_a_padded_plain_loop_writes_on_a_vulkan_device(tmp_p
 _RANK_2 = '[ "$OMPI_COMM_WORLD_RANK" = 2 ] || unset GGML_BACKEND_PATH; exec "$@"'
 
 
-@FULL
+@pytest.mark.full("all ranks with a device in this file, none in tests/cluster/test_gpu_memory.py")
 def test_one_rank_with_a_device_among_ranks_without(tmp_path):
     """A desktop with a GPU and old servers: rank 0 drafts, ranks 1 and 3 compute on the processor,
     though -ngl is given. Every policy writes what a plain loop on the processor writes."""
@@ -168,7 +168,7 @@ def test_requests_beside_each_other_on_an_rpc_device(tmp_path):
     check_requests_beside_each_other(device_of("rpc"), tmp_path, jobs.TARGET, 1)
 
 
-@FULL
+@pytest.mark.full("lanes that are chains in tests/scheduler/test_lanes.py")
 @NEEDS_LAVAPIPE
 @pytest.mark.timeout(4800)
 def test_requests_beside_each_other_on_a_vulkan_device(tmp_path):

@@ -108,12 +108,13 @@ def test_a_stopped_run_keeps_what_it_finished_and_lets_go_of_the_file(tmp_path, 
     path = tmp_path / "results.jsonl"
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.paper", "--only", "drafts", "--out", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks.paper", "--quick", "--only", "drafts", "--out",
+         str(tmp_path)],
         cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     end = time.monotonic() + 180
     try:
-        while not (path.exists() and path.read_bytes().count(b"\n") >= 3):
+        while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
             assert time.monotonic() < end
             assert process.poll() is None
             time.sleep(0.05)
@@ -129,7 +130,7 @@ def test_a_stopped_run_keeps_what_it_finished_and_lets_go_of_the_file(tmp_path, 
         except UsageError:  # its workers are on their way out
             assert time.monotonic() < end
             time.sleep(0.05)
-    assert len(store) >= 3
+    assert len(store) >= 2
     store.close()
 
 

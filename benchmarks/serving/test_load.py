@@ -11,7 +11,6 @@ from benchmarks.serving.client import complete
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig.launch import mpirun_path
 from tests.rig.plain_loop import PlainLoop
-from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow,
               pytest.mark.skipif(mpirun_path() is None, reason="no mpirun")]
@@ -59,7 +58,7 @@ def test_requests_under_load_get_what_they_get_alone(asked, ranks, options):
     assert counted == len(requests)
 
 
-@FULL
+@pytest.mark.full("slow readers in tests/server/test_http.py, requests under load beside it")
 def test_memory_is_flat_and_slow_readers_hold_nobody_up(asked):
     requests, _ = asked
 

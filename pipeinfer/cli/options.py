@@ -39,6 +39,8 @@ GONE = {
                     "a second draft model gained nothing: leave it out"),
     "--verify": "by SpecInfer's multi-step sampling the text would depend on what was drafted, and "
                 "so on timing: leave it out, or compare in an emulation (pipeinfer bench --verify)",
+    "--layout": "leave it out: lookahead decoding with the whole model on every rank was no "
+                "faster than on one",
     "--debug": "leave it out", "--pace-ms": "write --hook pace=MS", "-ub": "write --set ubatch=N",
     "--pace-row-ms": "write --hook pace=MS+ROW_MS", "--fault": "write --hook fault=SPEC",
     "--draft": "write --set draft_max=N", "--ubatch-size": "write --set ubatch=N",

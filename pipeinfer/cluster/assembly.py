@@ -140,7 +140,7 @@ class Assembly:
         self._config, self._port, self._load, self._hosts = config, port, load, hosts
         self._members = members
         self._setup_of, self._source_of, self._progress = setup_of, source_of, progress
-        self._survives, self._replicas = survives, bool(plan.whole)
+        self._survives = survives
 
     @property
     def grid(self) -> Grid:
@@ -291,10 +291,6 @@ class Assembly:
         words = str(loss)
         alive = [holding for holding in self.held if holding.rank not in self.lost]
         lost = [holding for holding in self.held if holding.rank in self.lost]
-        if self._replicas:
-            if not alive:
-                raise loss
-            return tuple(alive)
         try:
             if is_cut(self.held):
                 return retake(self.held, self.lost, self.spares, self._has_room,
@@ -432,7 +428,7 @@ class Assembly:
         """
         self._prepare({node: self._setup(holding, holding.rank)
                        for node, holding in enumerate(self.held, 1)})
-        if not self._replicas and self.grid.n_stages > 1:
+        if self.grid.n_stages > 1:
             greet(self._port, self.grid, self._config.cluster.timeout)
 
     def _prepare(self, setups: Mapping[int, Setup | Receive]) -> None:

@@ -159,7 +159,7 @@ class Balance:
         """Whether layers or slices can be moved at all, and enough is measured."""
         session, assembly = self.session, self.session.assembly
         alone = len(assembly.held) == 1 and not assembly.returning
-        return session.head.times.pace.known and not (session.plan.whole or alone)
+        return session.head.times.pace.known and not alone
 
     @property
     def _noun(self) -> str:

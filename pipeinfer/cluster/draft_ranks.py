@@ -89,7 +89,7 @@ def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[Placed, ...]:
         else:
             shared = ranks
     elsewhere = {one.spec.name for one in own if one.resource is None or one.taps}
-    found = [] if config.speculation.layout == "replicate" else [
+    found = [
         Placed(spec, _found(spec, asked, f"--proposer {spec.name}"))
         for spec in registry.named(config.speculation)
         if spec.worker is not None and spec.name not in elsewhere]

@@ -34,7 +34,6 @@ TIME_SHARING = "time sharing of one host's cores"
 LOOKUP = "prompt lookup without --proposer"
 LOOKUP_ALONE = "prompt lookup without --proposer, on one rank"
 STATE = "layers with a state"  #: a property of the model
-OWN = "a proposer with ranks of its own (nodes file)"
 GAPS = "positions with gaps (--decomposer)"  #: properties of a job
 HEAD = "a prediction head (--proposer)"
 
@@ -84,7 +83,6 @@ def features() -> Mapping[str, Uses]:
         "a quantised -ctv": lambda config: config.job.model.cache_type_v not in (
             "auto", *UNQUANTISED),
         "--grid auto": partial(_equals, "grid", "auto"),
-        "--layout replicate": partial(_equals, "layout", "replicate"),
         "--speculation off": partial(_equals, "speculation", "off"),
         "--speculation on": partial(_equals, "speculation", "on"),
         "an adapter (--bita)": lambda config: registry.adapter(config.job.speculation),
@@ -132,14 +130,7 @@ def exclusions() -> tuple[Exclusion, ...]:
         Exclusion("--set like_llama_cpp", ("-ctk", "-ctv", "-fa", "--exact off"),
                   "{feature} decides cache types and flash attention itself: leave out {found}"),
         Exclusion("--speculation off", speculating, apart),
-        Exclusion("--layout replicate", (
-            *(name for name in policies if name != f"--policy {Policy.SPECULATIVE}"),
-            *(f"--proposer {one.name}" for one in proposers if not one.replicable),
-            "-md", "an adapter (--bita)", "--decomposer", "--layers",
-            "--speculation off", "--ablate", "--grid", "--slices", "--draft-ranks"),
-            "{feature} distributes the rows of lookahead decoding, with the whole model on every "
-            "rank; it cannot be combined with {found}"),
-        *_of_draft_ranks_and_heads(),
+        *_of_heads(),
         Exclusion("--grid auto", ("--slices", "--layers"),
                   "{feature} chooses slices and layers itself: leave out {found}, or name the "
                   "grid"),
@@ -157,23 +148,21 @@ def exclusions() -> tuple[Exclusion, ...]:
         _of_states(inline),
         Exclusion(TIME_SHARING, (
             "-t", "--numa", "-ngl", "--set keep_binding", "--hook pace", "--grid", "--slices",
-            "--draft-ranks", "--layout replicate", "--decomposer", "an adapter (--bita)",
+            "--draft-ranks", "--decomposer", "an adapter (--bita)",
             f"--policy {Policy.PUBLISHED}", *_OVERLAPPING, *inline), ""),
         Exclusion(LOOKUP, (
             *(f"--proposer {one.name}" for one in proposers), "--speculation off",
-            "--layout replicate", "-md none", f"--policy {Policy.ITERATIVE}",
+            "-md none", f"--policy {Policy.ITERATIVE}",
             f"--policy {Policy.PUBLISHED}"), ""),
         Exclusion(LOOKUP_ALONE, (f"--policy {Policy.SPECULATIVE}", *_UNWEIGHED, *_OVERLAPPING), ""),
     ]
     return tuple(found)
 
 
-def _of_draft_ranks_and_heads() -> list[Exclusion]:
+def _of_heads() -> list[Exclusion]:
     heads = [one.name for one in registry.proposers().values()
              if (kind := class_of(one)) and kind.reads_rows]
     return [
-        Exclusion(OWN, ("--layout replicate",), "{feature} cannot be combined with {found}, which "
-                  "verifies candidates of lookahead alone: remove it"),
         Exclusion(GAPS, (HEAD,), "stages that allow {feature} give no rows to {found}: leave one "
                   "out"),
         *(Exclusion(f"--proposer {one}", tuple(f"--proposer {other}" for other in heads[k + 1:]),
@@ -185,7 +174,7 @@ def _of_states(inline: tuple[str, ...]) -> Exclusion:
     """Return what layers with a state exclude. inline: proposers that add rows to runs."""
     return Exclusion(STATE, (
         f"--policy {Policy.PUBLISHED}", *inline, "--decomposer",
-        "an adapter (--bita)", "--layout replicate"), "leave out {found}")
+        "an adapter (--bita)"), "leave out {found}")
 
 
 def used(names: Sequence[str], config: Config) -> list[str]:

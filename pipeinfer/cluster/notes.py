@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 def why(config: SpeculationConfig, job: Job) -> str:
     """Return the policy in use, and the reason for it."""
-    inline = registry.inline(config)
     guessers = [spec.name for spec in registry.named(config) if spec.inline is not None]
-    if job.plan.whole and inline is not None:
-        guessers = [inline.name]
     guessers += [one.name for one in job.proposers]
     if job.policy is not Policy.ITERATIVE:
         return f"policy {job.policy}: draft tokens come from {' and '.join(guessers)}"

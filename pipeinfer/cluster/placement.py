@@ -39,7 +39,6 @@ from pipeinfer.planning.planner import (
     estimate,
     load_of,
     make_plan,
-    replicate,
     torch_item_bytes,
     with_head,
 )
@@ -89,7 +88,6 @@ def agree(
     offloading = devices.offloading(config, model, hosts)
     if 0 not in candidates and not (head_bytes and hosts[0].drafts_on_gpu(config)):
         offloading = [rank for rank in offloading if rank]  # rank 0 alone would open no GPU
-    whole = config.speculation.layout == "replicate"
     auto = config.cluster.grid == "auto"
     teams = None if auto else teams_asked(config, candidates, hosts)
     counts = _counts(config, model, candidates, hosts, free=teams is not None)
@@ -101,7 +99,7 @@ def agree(
         return members_of(candidates, counts, hosts, figures, head_bytes,
                           drafts_on_gpu=hosts[0].drafts_on_gpu(config))
 
-    planned = config.cluster.split == "planned" and len(free) > 1 and not whole
+    planned = config.cluster.split == "planned" and len(free) > 1
     if planned and teams is None and not auto:  # what fits nowhere is refused before it is read
         make_plan(config.cluster, load, seated(), candidates, hosts,
                   lambda split: -split.slowest, timed=False)
@@ -117,9 +115,7 @@ def agree(
 
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
                         expected(policy, config.speculation.parallel)[0])
-    if whole:
-        plan = replicate(load, {k: v for k, v in members.items() if not hosts[k].settings.drafts})
-    elif auto and (chosen := grids.auto(place, notes)):
+    if auto and (chosen := grids.auto(place, notes)):
         plan = chosen
     elif teams is not None:
         plan = grids.plan(GridChoice(teams))

@@ -55,7 +55,7 @@ def on_gpus(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> bool:
     own = config.speculation
     there = any(one.gpu_layers(config) and backend_for(one.asked_backend, model.path) == "llamacpp"
                 for one in hosts)
-    other = config.cluster.grid or own.decomposer or own.layout == "replicate" \
+    other = config.cluster.grid or own.decomposer \
         or registry.inline(own) is not None or Ablation.MULTIBUFFER in own.ablate
     return there and config.model.exact == "on" and not (
         other or keeps_state(model) or has_windows(model))
@@ -77,7 +77,7 @@ def with_usual(asked: Asked, ranks: int, *, heads: bool = True) -> JobConfig:
     ranks: 1 for ranks that take turns. heads: whether the stages give rows to a head.
     """
     config, given = asked.config, asked.config.speculation
-    if registry.named(given) or given.layout == "replicate" or given.speculation == "off":
+    if registry.named(given) or given.speculation == "off":
         return config
     why = set(features.excluding(features.LOOKUP, config))
     if ranks < 2:
@@ -114,8 +114,6 @@ def choose_policy(config: JobConfig, found: Sequence[Placed]) -> Policy:
     found: the proposers that threads call
     Raises UsageError if a proposer or a policy lacks what it needs.
     """
-    if config.speculation.layout == "replicate":
-        return Policy.SPECULATIVE
     if config.speculation.speculation == "off":
         return Policy.ITERATIVE
     named = registry.named(config.speculation)

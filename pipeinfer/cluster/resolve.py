@@ -109,10 +109,7 @@ def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     gaps = bool(method) and registry.decomposer(method).gaps and "llamacpp" in backends
     if gaps:
         GapModel(model)  # raises if the model cannot have gaps
-    features.check_found({
-        features.GAPS: gaps, features.HEAD: bool(chosen.taps),
-        features.OWN: any(one.settings.proposer or one.settings.draft for one in hosts[1:]),
-    }, config)
+    features.check_found({features.GAPS: gaps, features.HEAD: bool(chosen.taps)}, config)
     stages = size if config.cluster.head_stage or size == 1 else size - 1
     if stages > 1 and "llamacpp" in backends:
         check_splittable(model)

@@ -54,14 +54,11 @@ from pipeinfer.planning.wide import cut_layers, is_cut
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.head import Head
-from pipeinfer.runtime.replica_head import ReplicaHead
 from pipeinfer.scheduler.controller import Controller
-from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
-from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.transport.base import Port
 
 _POISON = 3  #: stages that fail one after the other without a token between them
@@ -204,9 +201,6 @@ class Session:
         that are dead propose nothing. Raises UsageError.
         """
         self.head.drain(config.cluster.timeout)
-        if self.plan.whole:
-            raise UsageError("with --layout replicate the strategy cannot be changed within a job: "
-                             "start one job for each")
         job = self.loaded.job
         chosen = choose(config, job.facts, job.backends, turns=job.turns, heads=bool(job.taps))
         heads, before = ({one.name for one in found.proposers if one.taps}
@@ -320,18 +314,10 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms
     setup = scheduler_setup(loaded, assembly, first, config, job.policy, sharing)
-    head: Head
-    if job.plan.whole:
-        assert isinstance(setup.rows, Lookahead)
-        replicas = ReplicaScheduler(setup.limits, setup.rows, len(assembly.held))
-        head = ReplicaHead(
-            port, replicas, trace=bool(config.cluster.trace), timeout=config.cluster.timeout
-        )
-    else:
-        scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None)
-        head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
-                    trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
-                    controller=setup.controller)
+    scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None)
+    head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
+                trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
+                controller=setup.controller)
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
         name, notes, time.monotonic() - started, first,

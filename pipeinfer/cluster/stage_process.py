@@ -285,10 +285,9 @@ class StageProcess:
         report("starting", 1, 1)
         self._port.send(0, Tag.RESULT, self._ready(setup, backend, widths, team, kind, config))
         begun = 0 if team is None else team.count
-        whole = layers == (0, setup.n_layers) and not setup.cut  # perhaps one of several replicas
         return Stage(
             self._port,
-            Grid.plain(self._port.node) if whole else Grid(setup.widths),
+            Grid(setup.widths),
             backend,
             team=team,
             cancel_path=cancel_path(config),

@@ -204,10 +204,6 @@ class SpeculationConfig:
                                     help="Source of speculative tokens (repeatable: used in the "
                                          "given order until one is nearly certain) [default: "
                                          "prompt lookup, then the draft].")
-    layout: str = opt("pipeline", "--layout", kind="str", choices=("pipeline", "replicate"),
-                      help="pipeline: each rank holds some layers; replicate: each holds the "
-                           "whole model and computes a share of the rows of lookahead decoding "
-                           "(docs/lookahead.md).")
     decomposer: str = opt("", "--decomposer", kind="str", registered="decomposers",
                           help="Decode a response in several threads at once; see "
                                "docs/decomposers.md. The prompt becomes a chat message; the "

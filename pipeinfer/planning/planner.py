@@ -62,7 +62,6 @@ class Plan(Struct, frozen=True):
     equal: the same with equal shares for every candidate
     left_out: candidates without layers, and why
     timed: whether ranks were measured, so that seconds are real
-    whole: how many layers the model has, where every candidate holds them all; else 0
     teams: the ranks of wide stages, None where every stage is one rank. Candidates are their
         leaders then
     cuts: names of the slices of each stage's layers, with teams
@@ -73,7 +72,6 @@ class Plan(Struct, frozen=True):
     equal: Split
     left_out: Mapping[int, str]
     timed: bool
-    whole: int = 0
     teams: Teams | None = None
     cuts: tuple[tuple[str, ...], ...] = ()
 
@@ -88,21 +86,15 @@ class Plan(Struct, frozen=True):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that hold a stage, in the order of the pipeline."""
-        if self.whole:
-            return self.candidates
         return tuple(self.candidates[i] for i, _, _ in self.split.ranges())
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """The layers [start, stop) of each stage."""
-        if self.whole:
-            return [(0, self.whole)] * len(self.candidates)
         return [(start, stop) for _, start, stop in self.split.ranges()]
 
     def line(self) -> str:
         """Describe the plan in one line; "" if it is the equal split over all ranks."""
-        if self.whole:
-            return f"plan: the whole model on each of ranks {', '.join(map(str, self.ranks))}"
         counts = ", ".join(str(stop - start) for start, stop in self.ranges)
         if self.teams is not None:
             return f"plan: layers {counts} on " + "; ".join(
@@ -310,15 +302,6 @@ def _plan_of(
     return Plan(tuple(candidates), split, plain,
                 {rank: "it drafts" if hosts[rank].settings.drafts else left_out[i]
                  for i, rank in enumerate(candidates) if i in left_out}, timed)
-
-
-def replicate(load: Load, members: Mapping[int, Member]) -> Plan:
-    """Return the plan with the whole model on every one of these ranks. Raises PlanError if it
-    does not fit."""
-    n = len(load.costs)
-    for member in members.values():
-        check_fits(split := measure(load, [member], [n]), [member])
-    return Plan(tuple(members), split, split, {}, timed=False, whole=n)
 
 
 def _unused(split: Split) -> set[int]:

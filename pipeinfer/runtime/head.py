@@ -63,9 +63,8 @@ from pipeinfer.scheduler.events import (
     SendOps,
     StopDraft,
     Submit,
-    ToNode,
 )
-from pipeinfer.scheduler.protocol import SchedulerLike
+from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.base import Decomposer
 from pipeinfer.transport.base import Envelope, Port
@@ -95,7 +94,7 @@ class Head:
     """
 
     def __init__(
-        self, port: Port, grid: Grid, scheduler: SchedulerLike, draft: Drafts | None, *,
+        self, port: Port, grid: Grid, scheduler: Scheduler, draft: Drafts | None, *,
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         controller: Controller | None = None,
     ) -> None:
@@ -144,7 +143,7 @@ class Head:
         """The source of proposals."""
         return self._draft
 
-    def replace(self, scheduler: SchedulerLike, draft: Drafts | None,
+    def replace(self, scheduler: Scheduler, draft: Drafts | None,
                 controller: Controller | None) -> None:
         """Replace scheduler, draft and controller, and clear the caches of all stages.
 
@@ -362,7 +361,7 @@ class Head:
             observer.handled(self.scheduler.runs, time.time())
         self.stats.busy += time.perf_counter() - start
 
-    def _execute(self, instruction: Instruction | ToNode) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case IssueRun(run_id, parent_id, lanes, rows, ops, speculative):
                 run = self.scheduler.runs[run_id]

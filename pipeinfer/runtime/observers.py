@@ -18,7 +18,7 @@ from pipeinfer.planning.pace import StagePace
 from pipeinfer.runtime.run_log import RunWatch, fate
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.lanes import Run
-from pipeinfer.scheduler.protocol import SchedulerLike
+from pipeinfer.scheduler.scheduler import Scheduler
 
 
 class RunObserver:
@@ -142,7 +142,7 @@ class StageTimes(RunObserver):
 class Tuner(RunObserver):
     """Passes the times of runs to a controller, and the controller's limits to the scheduler."""
 
-    def __init__(self, scheduler: SchedulerLike, controller: Controller) -> None:
+    def __init__(self, scheduler: Scheduler, controller: Controller) -> None:
         self._scheduler, self._controller = scheduler, controller
         self._issued: dict[int, tuple[float, int]] = {}  # runs with results for all rows: rows
 

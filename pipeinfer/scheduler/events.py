@@ -203,10 +203,3 @@ Instruction: TypeAlias = (
     IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | FeedDraft
     | Emit | Finish | Refuse
 )
-
-
-class ToNode(Struct, frozen=True):
-    """An instruction for one of several nodes that each hold the whole model."""
-
-    node: int
-    instruction: Instruction

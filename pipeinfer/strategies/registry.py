@@ -131,12 +131,7 @@ def adapter_of(spec: ProposerSpec, config: SpeculationConfig) -> str:
 
 
 def inline(config: SpeculationConfig) -> ProposerSpec | None:
-    """Return the inline proposer that `config` uses, the first that it names; None without any.
-
-    With `--layout replicate` it is the proposer that can be replicated.
-    """
-    if config.layout == "replicate":
-        return next(spec for spec in proposers().values() if spec.replicable)
+    """Return the inline proposer that `config` uses, the first that it names; None without any."""
     return next((spec for spec in named(config) if spec.inline is not None), None)
 
 

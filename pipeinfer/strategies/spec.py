@@ -74,7 +74,6 @@ class ProposerSpec(Struct, frozen=True):
     why: the reason shown to the user where it does not work
     synchronous: whether steps follow one another unless the user requests another policy, because
         it can propose little before the last token is accepted
-    replicable: whether its rows can be distributed over ranks that each hold the whole model
     branches: by its own options, how many paths of an evaluation it has in its draft's cache; a
         draft whose layers keep a state has none
     Raises ValueError if `worker` and `inline`, or `adapter` and `options`, contradict each other.
@@ -91,7 +90,6 @@ class ProposerSpec(Struct, frozen=True):
     backends: frozenset[str] = frozenset()
     why: str = ""
     synchronous: bool = False
-    replicable: bool = False
     branches: Callable[[Mapping[str, Any]], int] = _none
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ GIVEN = {
     "--set tree_max": {"tree_max": 3},
     "--set alternatives": {"alternatives": 0}, "--set path_min": {"path_min": 0.0},
     "--set tip": {"tip": "alone"}, "--set adapt=false": {"adapt": False},
-    "--layout replicate": {"layout": "replicate"}, "--speculation off": {"speculation": "off"},
+    "--speculation off": {"speculation": "off"},
     "--speculation on": {"speculation": "on"}, "an adapter (--bita)": {"bita": "a.gguf"},
     "a grammar": {"json_schema": "{}"}, "repetition penalties": {"repeat_penalty": 1.5},
     **{f"--policy {name}": {"policy": name}

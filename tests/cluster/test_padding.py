@@ -30,7 +30,7 @@ READY = Ready(PortName(1), 1, "b", (0, 2), "llamacpp", 4, 0.0, (1.0,) * 6, 0, 0,
 @pytest.mark.parametrize(("options", "wanted"), [
     ({}, True), ({"gpu_layers": 0}, False), ({"exact": "off"}, False),
     ({"decomposer": "pdos"}, False), ({"proposer": ("lookahead",)}, False),
-    ({"layout": "replicate"}, False), ({"grid": "1x2"}, False),
+    ({"grid": "1x2"}, False),
     ({"ablate": ("multibuffer",)}, False), ({"ablate": ("cancel",)}, True),
     ({"policy": "published"}, True),
 ])

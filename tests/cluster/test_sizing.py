@@ -92,7 +92,6 @@ def test_speculation():
     ({"policy": "iterative"}, None, 4, ()),
     ({"speculation": "off"}, DRAFT, 4, ()),
     ({"draft_model": "none"}, None, 4, ()),
-    ({"layout": "replicate"}, None, 4, ()),
     ({"proposer": ("draft",)}, DRAFT, 4, ("draft",)),
 ])
 def test_who_guesses_where_nobody_has_said(given, draft, ranks, guesses):

@@ -33,7 +33,7 @@ def test_where_all_share_the_cores_of_one_host(options):
 @pytest.mark.parametrize("options", [
     {"turns": "off"}, {"threads": 2}, {"keep_binding": True}, {"numa": "distribute"},
     {"gpu_layers": 4}, {"hook": ("pace=5",)}, {"grid": "1x2"}, {"grid": "auto"}, {"slices": "2"},
-    {"layout": "replicate"}, {"decomposer": "pdos"}, {"proposer": ("lookahead",)},
+    {"decomposer": "pdos"}, {"proposer": ("lookahead",)},
     {"policy": "published"}, {"ablate": ("cancel",)}, {"credit": 3}, {"draft_max": 2},
     {"tip": "alone"},
 ])

@@ -166,7 +166,7 @@ def test_experts_limit_the_slices(tmp_path):
 ])
 def test_with_more_slices_than_blocks_the_experts_are_divided(tmp_path, columns, slices, expected):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(
-        "qwen3moe", qtype="Q4_K_M", n_layer=2, n_embd=1024, n_head=16, n_head_kv=4,
+        "qwen3moe", qtype="Q4_K_M", n_layer=1, n_embd=1024, n_head=16, n_head_kv=4,
         expert_ff=columns)))
     assert widths_of(model) == {512: (1, 2, 4), 768: (1, 2, 3, 4), 256: (1, 2)}[columns]
     cut = cut_of(model, slices)

@@ -22,7 +22,7 @@ from pipeinfer.lab.chaos.victims import Victims
 from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount
 from tests.rig import launch
 from tests.support.refusals import refusal
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
 
@@ -69,7 +69,8 @@ def test_further_choices_follow_the_first_however_they_were_mixed():
     assert (answer.tokens, answer.trouble) == ([1, 2, 3, 7, 8, 9], "")
 
 
-@FULL
+@pytest.mark.full("plain requests that outlive a stage beside it, rank 0 in "
+                  "tests/mpi/test_supervised.py")
 def test_requests_of_every_kind_outlive_a_stage_and_rank_0():
     done = launch.run(1, [*CHAOS, "--mixed", "--runs", "2", "--requests", "7", "--ranks", "4",
                           "--fault", "kill", "--fault", "kill-head", "--moment", "decode",
@@ -185,7 +186,8 @@ def chaos(*args, ranks=3, runs=1):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.full("the verdicts by hand in test_chaos.py, a job whose last stage dies in "
+                  "test_serve.py")
 def test_what_cannot_be_survived_is_called_lost(tmp_path):
     """The only stage dies, and nobody else is there."""
     code, found = chaos("--fault", "kill", "--moment", "decode", "--keep-logs", str(tmp_path),
@@ -221,7 +223,9 @@ def test_neither_a_killed_stage_nor_a_jumping_clock_nor_bad_clients_cost_anybody
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.full("rank 0 and the HTTP process killed in tests/mpi/test_supervised.py, one that "
+                  "hangs in tests/supervise/test_http_door.py, full disks in test_journal.py and "
+                  "test_hosts.py")
 @pytest.mark.parametrize("fault", [*WHOLE, *DISKS])
 def test_nothing_that_hits_the_whole_job_costs_a_client_a_token(fault):
     if fault in DISKS and not can_mount():

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.lab.commands.inflate import inflate
 from tests.rig import launch
 from tests.support.own_caches import own_caches
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -175,7 +175,7 @@ def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares,
     assert received(out)[2] == 0
 
 
-@FULL
+@pytest.mark.full("test_a_stage_killed_midway_leaves_its_layers_to_the_other")
 def test_a_spare_that_dies_while_it_receives_costs_the_other_nothing(head, tmp_path, tokens):
     hosts = [tmp_path / name for name in ("one", "two", "dies", "lives")]
     command = [*FAULTY, "3", "receive", *REQUEST, "--distribute", "--spares", "2"]

@@ -30,7 +30,6 @@ def plain():
 
 @pytest.mark.parametrize(("np", "options"), [
     (3, ["--draft-ranks", "1"]), (4, ["--draft-ranks", "2"]),
-    full(3, ["--draft-ranks", "1", "--policy", "published"]),
     full(2, ["--draft-ranks", "1", "--head-stage"]),
 ])
 def test_tokens_are_the_plain_ones_and_guesses_come(np, options, plain):
@@ -135,17 +134,6 @@ def test_one_of_them_dies_and_the_other_goes_on(plain, tmp_path):
     assert sum("decoding continues without this draft" in note
                for note in answer["stats"]["notes"]) == 1
     assert answer["stats"]["accepted_speculative"] > 0
-
-
-def test_a_rank_that_drafts_is_no_replica(plain, tmp_path):
-    done = launch.run(4, [*GENERATE, "-m", TARGET, "--layout", "replicate",
-                          *own(tmp_path, rank3={"role": "draft"})])
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["tokens"] == plain(1)
-    assert len(answer["stats"]["stages"]) == 2
-    assert any("rank 3 is there to draft and has nothing to do" in note
-               for note in answer["stats"]["notes"])
 
 
 @pytest.mark.parametrize(("tables", "words"), [

@@ -16,9 +16,7 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_turns import TURNS
 from tests.rig import launch
 from tests.rig.clockwork import successors, write_apart, write_clockwork, write_eagle
-from tests.rig.plain_loop import PlainLoop
-from tests.support.references import seeded
-from tests.support.sample import full, mostly_full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 HEADED = ("glm4moe", "deepseek2-mtp", "qwen35-mtp", "qwen35moe-mtp")
@@ -83,22 +81,6 @@ def test_a_head_that_has_its_rows_is_always_right(name, way, tmp_path):
         assert stats["recovered"] == 1
 
 
-@pytest.mark.parametrize(("name", "way"), [
-    ("glm4moe", "overlap"), *(full(*case) for case in CASES
-                              if case[1] != "grid" and case != ("glm4moe", "overlap"))])
-def test_the_text_is_that_of_plain_decoding(name, way, tmp_path):
-    """With a head whose guesses are nearly all wrong."""
-    path = write_random_model(tmp_path / "model.gguf", tiny(name, qtype="Q8_0"))
-    ranks, options = WAYS[way]
-    loop, prompt = PlainLoop(path), encoded(path)
-    expected = loop.generate(prompt, 60, seeded(5))
-    loop.close()
-    found = generate(path, ranks, "--temp", "0.8", "--seed", "5", "--speculation", "on",
-                     "--proposer", "mtp", *options, way=way)
-    assert found["tokens"] == expected
-    assert found["stats"]["issued_speculative"] > 0
-
-
 @pytest.mark.parametrize(("name", "way", "sampling"), [
     ("glm4moe", "one", ("--temp", "0")), *(
         full(name, way, ("--temp", "0.8", "--seed", "5"))
@@ -138,21 +120,6 @@ def test_a_head_on_two_draft_ranks_is_refused(tmp_path):
     assert done.returncode == 2, done.stderr
     assert "is one layer, which one rank holds: use --draft-ranks 1" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("way", mostly_full([way for way in WAYS if way != "grid"], "overlap"))
-@pytest.mark.parametrize("own", [False, full(True)])
-def test_an_eagle_head_never_changes_the_text(way, own, tmp_path):
-    path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=6, qtype="Q8_0"))
-    head = write_eagle(tmp_path / "head.gguf", path, (1, 3, 5), own=own)
-    ranks, options = WAYS[way]
-    loop, prompt = PlainLoop(path), encoded(path)
-    expected = loop.generate(prompt, 60, seeded(5))
-    loop.close()
-    found = generate(path, ranks, "--temp", "0.8", "--seed", "5", "--speculation", "on",
-                     "--eagle", str(head), *options, way=way)
-    assert found["tokens"] == expected
-    assert found["stats"]["issued_speculative"] > 0
 
 
 def test_an_eagle_head_of_another_model_is_refused(tmp_path):

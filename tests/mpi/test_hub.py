@@ -15,7 +15,7 @@ from tests.rig import launch
 from tests.support.fake_hub import Hub, running
 from tests.support.gguf_files import split
 from tests.support.own_caches import own_caches
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REPO = "maker/Model-GGUF"
@@ -41,7 +41,8 @@ def tokens(np, *args):
     return json.loads(done.stdout)["tokens"]
 
 
-@FULL
+@pytest.mark.full("a model in parts over ranks in "
+                  "test_hosts_get_no_byte_of_layers_that_they_do_not_hold")
 def test_a_model_in_parts_is_the_model(parts):
     """Whole by llama.cpp, cut over stages, and in slices."""
     whole = tokens(1, "-m", str(EMBEDDED / "target.gguf"))

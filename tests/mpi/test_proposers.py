@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-import numpy as np
 import pytest
 from msgspec import structs
 
@@ -17,20 +16,15 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.strategies import registry
-from tests.mpi.test_jobs import run_matrix
+from tests.mpi.test_matrix import adapter_at
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
 from tests.support.refusals import output, refusal
-from tests.support.sample import FULL, fewer, full, matrix
+from tests.support.sample import fewer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
-WAYS = {
-    "prompt-lookup": ("--proposer", "prompt-lookup"),
-    "both": ("--proposer", "prompt-lookup", "--proposer", "draft"),
-    "lookahead": ("--proposer", "lookahead"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +50,6 @@ def answered(ranks, *words):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("way", "how"), matrix(WAYS, [
-    (1, "speculative", 0.0), (1, "pipeinfer", 0.8), (3, "pipeinfer", 0.0), (3, "pipeinfer", 0.8)]))
-def test_tokens_do_not_depend_on_who_guesses(wanted, way, how):
-    ranks, policy, temperature = how
-    found = answered(
-        ranks, "-n", "60", "--ignore-eos", "--set", "adapt=false", "--seed", "3",
-        "--temp", str(temperature),
-        "--policy", policy, *(("--hook", "pace=5") if ranks > 1 else ()),  # guesses come in time on
-        *WAYS[way])  # busy machines
-    assert found["tokens"] == wanted[temperature]
-    assert found["stats"]["issued_speculative"] > 0
-
-
 @pytest.mark.parametrize(("more", "policy"), [
     ((), "pipeinfer"), (("-md", "none"), "iterative"), (("--speculation", "off"), "iterative")])
 def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more, policy):
@@ -81,32 +62,8 @@ def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more,
         assert found["stats"]["issued_speculative"] == 0
 
 
-@pytest.mark.parametrize(("ranks", "backend", "drafts"), [
-    full(1, "llamacpp", ()), full(2, "torch", ("draft",)), (3, "llamacpp", ("draft",)),
-    full(4, "llamacpp", ())])
-def test_lookahead_over_ranks_and_policies(tmp_path, wanted, ranks, backend, drafts):
-    """A window beside the rows that verify or, where it does not fit, behind them (R of 4)."""
-    if backend == "torch":
-        pytest.importorskip("torch")
-        pytest.importorskip("transformers")
-    config = {"proposer": ["lookahead", *drafts], "backend": backend, "device": "cpu"}
-    policies = [{"policy": "speculative"}, {"policy": "pipeinfer", "path_min": 0.001},
-                {"policy": "pipeinfer", "exact_width": 4, "join_tip": True},
-                {"policy": "speculative", "exact_width": 4}, {"policy": "iterative"}]
-    todo = [{"prompt": PROMPT, "limits": limits, "count": 60, "params": params}
-            for params in ({}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
-                                "key": noise_key(3)}) for limits in policies]
-    answer = run_matrix(tmp_path, ranks, config, todo)
-    found = [result["tokens"] for result in answer["results"]]
-    if backend == "llamacpp":
-        assert found == [wanted[t] for t in (0.0, 0.8) for _ in policies]
-    else:  # rounds otherwise than llama.cpp: its own plain tokens are those of `iterative`
-        assert found == [found[k] for k in (4, 9) for _ in policies]
-    assert answer["results"][0]["runs"] < 60 / 1.5  # the prompt repeats itself
-    assert sum(result["accepted_speculative"] for result in answer["results"]) > 60
-
-
-@FULL
+@pytest.mark.full("widths up to 48 in tests/backends/test_torch_backend.py, windows in runs beside "
+                  "it")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wide_window_is_one_exact_run_on_torch(ranks):
     """Current token, candidates and window are 43 rows, beyond the 16 that are tried by default."""
@@ -121,45 +78,6 @@ def test_a_wide_window_is_one_exact_run_on_torch(ranks):
     assert found["stats"]["accepted_speculative"] > 0
     if found["stats"]["exact_width"] == 43:  # measured; smaller ones verify in a run of their own
         assert found["stats"]["runs"] == found["stats"]["steps"] < 40
-
-
-def adapter_at(path, prompts):
-    """A BiTA adapter of random vectors: what it proposes is worth nothing, and harmless."""
-    from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
-
-    chance = np.random.default_rng(prompts)
-
-    def normal(*shape):
-        return chance.normal(0, 0.5, shape).astype(np.float32)
-
-    layers = (12, prompts, 2, 64)
-    save_bita(path, BitaAdapter(normal(3, 256), normal(*layers), normal(*layers)))
-    return str(path)
-
-
-@pytest.mark.parametrize(("backend", "ranks", "prompts", "drafts"), [
-    full("torch", 1, 16, ()), full("torch", 2, 0, ("draft",)), full("torch", 4, 16, ()),
-    full("llamacpp", 1, 0, ()), ("llamacpp", 2, 0, ("draft",)), full("llamacpp", 4, 0, ())])
-def test_random_masks_and_prompts_change_no_token(tmp_path, wanted, backend, ranks, prompts,
-                                                  drafts):
-    """In one run with the rows that verify, behind them, and under policies that do not wait."""
-    for package in ("torch", "transformers", "safetensors"):
-        pytest.importorskip(package)
-    config = {"bita": adapter_at(tmp_path / "bita.safetensors", prompts), "backend": backend,
-              "device": "cpu", "proposer": ["bita", *drafts], "policy": "speculative"}
-    policies = [{"policy": "iterative"}, {"policy": "speculative"},
-                {"policy": "speculative", "exact_width": 5},
-                {"policy": "pipeinfer", "path_min": 0.001}]
-    todo = [{"prompt": PROMPT, "limits": limits, "count": 24, "params": params}
-            for params in ({}, {"temperature": 0.8, "top_k": 40, "key": noise_key(3)})
-            for limits in policies]
-    answer = run_matrix(tmp_path, ranks, config, todo)
-    found = [result["tokens"] for result in answer["results"]]
-    assert found == [found[k] for k in (0, 4) for _ in policies]
-    if backend == "llamacpp":  # the greedy ones, of a plain loop
-        assert found[0] == wanted[0.0][:24]
-    assert sum(result["issued_speculative"] for result in answer["results"]) > 100
-    assert answer["exact_width"] >= 8
 
 
 def test_the_embedded_adapter_foresees_tokens():

@@ -11,7 +11,7 @@ import pytest
 from tests.rig import launch
 from tests.rig.served import serve
 from tests.support.references import alone, seeded
-from tests.support.sample import fewer, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
@@ -33,42 +33,31 @@ def undisturbed():
     return alone("def read(path):\n", 60, seeded(5))
 
 
-@pytest.mark.parametrize(("np", "more"), [
-    full(4, ("--hook", "fault=kill@3:decode=10", "--policy", "iterative")),
-    full(4, ("--hook", "fault=kill@1:decode=10", "--policy", "speculative")),
-    full(4, ("--hook", "fault=kill@2:decode=12", "--set", "adapt=false", "--set", "alternatives=3",
-             "--set", "path_min=0.001")),
-    (4, ("--hook", "fault=error@2:decode=9", "--proposer", "lookahead", "--lookahead-window", "2",
-         "--lookahead-candidates", "2")),
-    (4, ("--hook", "fault=kill@2:decode=12", "--hook", "fault=kill@3:recovery=1")),
-    (3, ("--hook", "fault=kill@1:decode=12", "--head-stage", "--set", "cancel_path=backward")),
-    (5, ("--hook", "fault=stop@2:prefill=1", "--spares", "1", "--heartbeat", "1")),
-    (4, ("--hook", "fault=cut-link@2:peer=3:after=40", "--timeout", "8")),
-    full(5, ("--hook", "fault=cut-link@1:peer=2:after=40", "--timeout", "8", "--spares", "1")),
-    full(3, ("--hook", "fault=cut-link@1:peer=2:after=40", "--timeout", "8", "--head-stage")),
-], ids=["iterative", "speculative", "trees", "lookahead", "twice", "head-stage", "spare",
-        "cut-link", "cut-spare", "cut-head-stage"])
-def test_the_tokens_are_those_of_before(undisturbed, np, more):
-    found = out_of(generate(np, *more))
+@pytest.mark.parametrize(("np", "more", "left"), [
+    (4, ("--hook", "fault=kill@2:decode=12", "--hook", "fault=kill@3:recovery=1"), [(1, 12)]),
+    (5, ("--hook", "fault=stop@2:prefill=1", "--spares", "1", "--heartbeat", "1"),
+     [(1, 4), (4, 4), (3, 4)]),
+    (4, ("--hook", "fault=cut-link@2:peer=3:after=40", "--timeout", "8"), None),
+    full(4, ("--hook", "fault=error@2:decode=9", "--proposer", "lookahead", "--lookahead-window",
+             "2", "--lookahead-candidates", "2"), [(1, 6), (3, 6)]),
+    full(3, ("--hook", "fault=kill@1:decode=12", "--head-stage", "--set", "cancel_path=backward"),
+         None),
+], ids=["kill", "stop", "cut", "error", "head-stage"])
+def test_the_job_goes_on_with_the_tokens_of_before(undisturbed, np, more, left):
+    """Who takes which layers over is tested with fake ports in tests/cluster/test_assembly.py."""
+    found = out_of(generate(np, *more, "--set", "split=equal"))  # a busy machine measures noise
     assert found["tokens"] == undisturbed
     assert any("went on after" in note for note in found["stats"]["notes"])
     assert found["stats"]["recovered"] >= 1
+    stages = found["stats"]["stages"].values()
+    assert left in (None, [(one["rank"], one["layers"][1] - one["layers"][0]) for one in stages])
 
 
-@pytest.mark.parametrize("seconds", [-3600, full(3600)])
-def test_a_clock_that_jumps_costs_nothing(undisturbed, seconds):
-    done = generate(3, "--hook", f"fault=clock@1:decode=12:s={seconds}")
+def test_a_clock_that_jumps_costs_nothing(undisturbed):
+    done = generate(3, "--hook", "fault=clock@1:decode=12:s=-3600")
     found = out_of(done)
-    assert f"pipeinfer: fault: clock@1:decode=12:s={seconds}" in done.stderr
+    assert "pipeinfer: fault: clock@1:decode=12:s=-3600" in done.stderr
     assert found["tokens"] == undisturbed
-    assert found["stats"]["recovered"] == 0
-
-
-@pytest.mark.full
-def test_a_link_that_is_cut_from_the_start_costs_no_request_anything(undisturbed):
-    found = out_of(generate(4, "--hook", "fault=cut-link@1:peer=2", "--timeout", "8"))
-    assert found["tokens"] == undisturbed
-    assert any("has not got to rank 2" in note for note in found["stats"]["notes"])
     assert found["stats"]["recovered"] == 0
 
 
@@ -80,28 +69,8 @@ def test_if_all_stages_fail_the_first_error_is_the_reason():
     assert "is dead" not in done.stderr
 
 
-def test_a_spare_moves_nobody_else():
-    equal = ("--set", "split=equal")  # a busy machine measures noise
-    found = out_of(generate(5, "--hook", "fault=kill@2:decode=10", "--spares", "1", *equal))
-    (note,) = [n for n in found["stats"]["notes"] if "went on" in n]
-    assert "4 layers moved" in note
-    stages = found["stats"]["stages"].values()
-    assert [(stage["rank"], stage["layers"]) for stage in stages] == [
-        (1, [0, 4]), (4, [4, 8]), (3, [8, 12])]
-
-
-def test_a_response_in_threads_is_replayed():
-    ask = ["generate", "-m", "task", "--decomposer", "pdos", "-p",
-           "Name the capital of France and the capital of Japan.", "-n", "60", "--temp", "0",
-           "--json", "-t", "1", "-c", "1024"]
-    plain = out_of(generate(1, ask=ask))
-    found = out_of(generate(fewer(4, 3), "--hook", "fault=kill@2:decode=12", ask=ask))
-    assert found["text"] == plain["text"]
-    assert found["stats"]["recovered"] >= 1
-
-
 def test_layers_are_redistributed_while_a_request_runs():
-    body = {"prompt": "def f(", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "def f(", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     options = ("--speculation", "off", "-np", "3")  # else one core has it all, however dealt out
     with serve(4, "-c", "1024", "-t", "1", "--layers", "1,1,10", *options) as server:
         server.wait_until_ready()

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -128,44 +127,6 @@ def test_a_stream_is_the_answer_in_pieces(client):
     assert whole.model_extra["timings"]["predicted_per_second"] > 0
 
 
-def test_several_prompts_as_text_and_tokens_and_n(client):
-    two = client.completions.create(model="code", prompt=[PROMPT, "import "], max_tokens=8,
-                                    temperature=0)
-    assert [c.index for c in two.choices] == [0, 1]
-    alone = client.completions.create(model="code", prompt="import ", max_tokens=8, temperature=0)
-    assert two.choices[1].text == alone.choices[0].text
-    tokenizer = open_tokenizer(TARGET)
-    tokens = client.completions.create(model="code", prompt=tokenizer.encode("import "),
-                                       max_tokens=8, temperature=0)
-    tokenizer.close()
-    assert tokens.choices[0].text == alone.choices[0].text
-    ask = {"model": "code", "messages": [{"role": "user", "content": "x"}], "max_tokens": 12,
-           "seed": 3, "temperature": 1.2}
-    many = client.chat.completions.create(**ask, n=2)
-    assert len({c.message.content for c in many.choices}) == 2
-    first = client.chat.completions.create(**ask)
-    assert first.choices[0].message.content == many.choices[0].message.content
-
-
-def test_a_stop_string_is_not_part_of_the_text(client, plain):
-    whole = plain(PROMPT, 40, SamplingParams())
-    stop = whole[20:24]
-    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=40, temperature=0,
-                                    stop=["never there", stop])
-    assert got.choices[0].text == whole[: whole.index(stop)]
-    assert got.choices[0].finish_reason == "stop"
-
-
-def test_a_bias_forces_a_token(client):
-    tokenizer = open_tokenizer(TARGET)
-    token = tokenizer.encode(" x", add_bos=False)[0]
-    piece = tokenizer.piece(token).decode()
-    tokenizer.close()
-    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=4, temperature=0,
-                                    logit_bias={str(token): 100})
-    assert got.choices[0].text == piece * 4
-
-
 def test_logprobs(client):
     got = client.chat.completions.create(
         model="code", messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0,
@@ -197,27 +158,6 @@ def test_a_json_schema_is_kept_greedy_and_seeded(client):
         assert found["name"] in ("Ada", "Bob")
         assert 1 <= found["age"] <= 99
         assert got.choices[0].finish_reason == "stop"
-
-
-def test_a_grammar_is_kept(client):
-    got = client.completions.create(
-        model="code", prompt=PROMPT, max_tokens=20, temperature=0,
-        extra_body={"grammar": 'root ::= "yes" | "no"'})
-    assert got.choices[0].text in ("yes", "no")
-
-
-def test_errors_are_those_of_the_client(server, client):
-    with connect(server, key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
-        stranger.models.list()
-    assert [m.id for m in client.models.list()] == ["code"]
-    with pytest.raises(openai.NotFoundError, match="is not available"):
-        client.completions.create(model="gpt-4", prompt="x")
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="code", prompt="x", suffix="y")
-    assert caught.value.param == "suffix"
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="code", prompt="word " * 5000)
-    assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_full_queue_is_a_rate_limit_and_leaving_makes_room(server, client):
@@ -319,18 +259,6 @@ def test_draining_lets_the_running_request_end_and_exits_0():
         assert server.end() == 0, "".join(server.log)
 
 
-def test_what_does_not_end_in_time_hears_why():
-    with serve(1, *PACED, "--drain-seconds", "0.2") as server:
-        server.wait_until_ready()
-        with connect(server) as client:
-            stream = iter(client.completions.create(model="embedded", **ENDLESS))
-            next(stream)
-            server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.APIError, match="shutting down"):
-                list(stream)
-        assert server.end() == 0, "".join(server.log)
-
-
 def test_a_second_signal_leaves_at_once():
     with serve(1, *PACED, "--drain-seconds", "1000") as server:
         server.wait_until_ready()
@@ -425,20 +353,6 @@ def test_without_its_http_process_the_job_ends():
         child.kill()
         assert server.end(timeout=20) == 6
         assert "HTTP process has died" in "".join(server.log)
-
-
-def test_a_stage_that_fails_is_named_in_the_error():
-    program = str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")
-    mpirun = [launch.mpirun_path(), "-np", "2", sys.executable, program, "1", "raise"]
-    with serve(2, "-c", "4096", command=mpirun) as server:
-        server.wait_until_ready()
-        with connect(server) as client, pytest.raises(openai.APIError) as caught:
-            list(client.completions.create(model="embedded", **ENDLESS))
-        assert "rank 1" in str(caught.value)
-        assert "injected fault" in str(caught.value)
-        assert "rank 1" in server.health()[1]["reason"]
-        assert server.end(timeout=15) == 6
-    assert "injected fault" in "".join(server.log)
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [

@@ -14,7 +14,7 @@ from tests.mpi.test_jobs import PIPEINFER
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
 from tests.rig.served import serve
-from tests.support.sample import FULL, fewer, full
+from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     bundled.smollm2() is None,
@@ -46,7 +46,7 @@ def test_it_answers_coherently_and_the_same_over_ranks(question, words):
     assert all(word in text for word in words)
 
 
-@FULL
+@pytest.mark.full("which model is taken in tests/models/test_locate.py")
 def test_it_is_what_a_server_takes_when_nothing_is_named():
     with serve(3, "-c", "512", PIPEINFER_DEFAULT_MODEL="") as served:
         served.wait_until_ready()

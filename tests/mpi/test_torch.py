@@ -1,4 +1,4 @@
-"""Stages on torch over real ranks: a plain loop's tokens, mixed backends, folders, errors."""
+"""Stages on torch over real ranks: mixed backends, folders, errors."""
 
 # ruff: noqa: E402  (skipped where a package is missing)
 from __future__ import annotations
@@ -10,96 +10,28 @@ import pytest
 for _package in ("torch", "transformers", "safetensors"):
     pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
 
-import numpy as np
-import torch
 
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.cli.generate import generate
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.sampling import choose
-from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.models.locate import open_tokenizer
-from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
+from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 from tests.rig import launch
 from tests.rig.embedded_folder import write_folder
 from tests.rig.served import serve
+from tests.support.references import StagedLoop
 from tests.support.refusals import output, refusal
-from tests.support.sample import FULL, fewer, full
+from tests.support.sample import fewer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 #: the sample's has 2 layers, not 12: to measure how many rows are exact takes seconds a rank
 TARGET = EMBEDDED / fewer("target.gguf", "draft.gguf")
-PROMPT, COUNT = "class Stack:\n    def __init__(self):\n" * 6, 24
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.8, "top_k": 30, "repeat_penalty": 1.1, "key": noise_key(5)}
-LIMITS = ({"policy": "iterative"}, {"policy": "speculative", "branches": 3, "p_split": 0.1},
-          {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
-          {"policy": "pipeinfer", "adapt": True})
+PROMPT = "class Stack:\n    def __init__(self):\n" * 6
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_folder(TARGET, tmp_path_factory.mktemp("hf") / "target")
-
-
-def plain(stages, prompt, count, params, chunk=64):
-    """The prompt in chunks, then one row at a time; no pipeline, no speculation."""
-    path = list(prompt)
-
-    def decode(tokens, first):
-        rows = make_rows([(t, first + i, (0,), i == len(tokens) - 1)
-                          for i, t in enumerate(tokens)])
-        hidden = None
-        for stage in stages:
-            hidden = stage.decode(rows, hidden)
-        return hidden[0]
-
-    for start in range(0, len(prompt), chunk):
-        logits = decode(path[start : start + chunk], start)
-    while len(path) < len(prompt) + count:
-        path.append(choose(logits, params, np.array(path, np.int32), len(path) - 1).token)
-        logits = decode(path[-1:], len(path) - 1)
-    for stage in stages:
-        stage.seq_rm(0, 0, 2**31 - 1)
-    return path[len(prompt):]
-
-
-@pytest.fixture(scope="module")
-def wanted():
-    """(parameters, tokens) of the unsplit model."""
-    torch.set_num_threads(1)
-    whole = TorchBackend.load(TARGET, n_ctx=512, n_seq_max=1, n_batch=64,
-                              n_threads=1, options=TorchOptions("cpu"))
-    tokenizer = open_tokenizer(TARGET)
-    prompt = tokenizer.encode(PROMPT)
-    assert len(prompt) > 64
-    found = [(params, plain([whole], prompt, COUNT, SamplingParams(**params)))
-             for params in (GREEDY, SEEDED)]
-    tokenizer.close()
-    return found
-
-
-def todo(wanted):
-    return [{"prompt": PROMPT, "params": params, "limits": limits, "count": COUNT}
-            for params, _ in wanted for limits in LIMITS]
-
-
-@pytest.mark.parametrize(("ranks", "source"), [
-    full(1, "gguf"), full(2, "folder"), (3, "gguf"), full(4, "folder")])
-def test_every_policy_gives_a_plain_torch_loops_tokens(tmp_path, wanted, folder, ranks, source):
-    """With the embedded draft (on llama.cpp), with cancellations, from either kind of file."""
-    config = {"backend": "torch", "device": "cpu", "draft_model": str(EMBEDDED / "draft.gguf"),
-              "model": str(folder if source == "folder" else TARGET)}
-    answer = run_matrix(tmp_path, ranks, config, todo(wanted))
-    expected = [tokens for _, tokens in wanted for _ in LIMITS]
-    assert [result["tokens"] for result in answer["results"]] == expected
-    assert answer["exact_width"] >= 2
-    assert sum(result["accepted_speculative"] for result in answer["results"]) > 10
-    reports = answer["reports"].values()
-    assert sum(report["runs"]["computed"] for report in reports) > 0
-    if ranks > 2:
-        assert sum(result["cancelled_runs"] for result in answer["results"]) > 0
 
 
 def test_ranks_on_different_backends(tmp_path, folder):
@@ -128,8 +60,9 @@ def test_ranks_on_different_backends(tmp_path, folder):
     last = TorchBackend.load(path, layers=(cut, 12), n_ctx=512, n_seq_max=1, n_batch=64,
                              n_threads=1, options=TorchOptions("cpu"))
     tokenizer = open_tokenizer(path)
-    expected = plain([first, last], tokenizer.encode(PROMPT), 12, SamplingParams())
-    first.close()
+    loop = StagedLoop(first, last)
+    expected = loop.generate(tokenizer.encode(PROMPT), 12)
+    loop.close()
     tokenizer.close()
     assert answer["tokens"] == expected[: len(answer["tokens"])]
     assert answer["tokens"]
@@ -145,10 +78,10 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     whole = TorchBackend.load(folder, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
                               options=TorchOptions("cpu", "bfloat16"))
     tokenizer = open_tokenizer(folder)
-    assert answer["tokens"] == plain([whole], tokenizer.encode(PROMPT), 10, SamplingParams())
+    assert answer["tokens"] == StagedLoop(whole).generate(tokenizer.encode(PROMPT), 10)
 
 
-@FULL
+@pytest.mark.full("the command line with a folder beside it, a server in tests/mpi/test_serve.py")
 def test_a_folder_is_served(folder):
     ask = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     with serve(2, "-m", str(folder), "-md", str(EMBEDDED / "draft.gguf"), "-c", "512", "-t", "1",

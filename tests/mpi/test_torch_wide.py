@@ -11,46 +11,14 @@ for _package in ("torch", "transformers", "safetensors"):
     pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
 
 from tests.mpi.test_decomposers import compare, texts
-from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, run_matrix
-from tests.mpi.test_torch import COUNT, GREEDY, LIMITS, PROMPT, SEEDED
+from tests.mpi.test_jobs import PIPEINFER
+from tests.mpi.test_torch import PROMPT
 from tests.rig import launch
-from tests.rig.embedded_folder import write_folder
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 QUESTION = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"
             "What are the grades of Anna and Ben?")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_folder(EMBEDDED / "target.gguf", tmp_path_factory.mktemp("hf") / "target")
-
-
-def todo(limits):
-    return [{"prompt": PROMPT, "params": params, "limits": one, "count": COUNT}
-            for params in (GREEDY, SEEDED) for one in limits]
-
-
-@pytest.mark.parametrize(("source", "slices", "ranks", "more"), [
-    full("folder", "2", 3, {"grid": "1x2"}),
-    full("gguf", "3", 4, {"grid": "1x3", "sum_path": "messages"}),
-    full("folder", "3:1", 3, {"grid": "1x2", "slices": "3:1", "dtype": "bfloat16"})])
-def test_every_policy_gives_the_tokens_of_the_slices_on_one_rank(
-        tmp_path, folder, source, slices, ranks, more):
-    """On one rank row by row, on others with the embedded draft and cancellations."""
-    config = {"backend": "torch", "device": "cpu", "dtype": more.get("dtype", "float32"),
-              "draft_model": str(EMBEDDED / "draft.gguf"),
-              "model": str(folder if source == "folder" else EMBEDDED / "target.gguf")}
-    for name in ("one", "more"):
-        (tmp_path / name).mkdir()
-    one = run_matrix(tmp_path / "one", 1, config | {"slices": slices}, todo(LIMITS[:1]))
-    found = run_matrix(tmp_path / "more", ranks, config | more, todo(LIMITS))
-    wanted = [result["tokens"] for result in one["results"] for _ in LIMITS]
-    assert [result["tokens"] for result in found["results"]] == wanted
-    assert sum(result["accepted_speculative"] for result in found["results"]) > 10
-    assert len(found["reports"]) == ranks - 1
-    assert all(report["n_sums"] > 0 for report in found["reports"].values())
 
 
 @pytest.mark.parametrize("method", ["pasta", full("pdos")])
@@ -82,7 +50,8 @@ def test_the_members_of_a_stage_are_on_one_backend():
     assert "stage 1 would have rank 1 on llamacpp and rank 2 on torch" in lines[0]
 
 
-@FULL
+@pytest.mark.full("ranks on different backends in tests/mpi/test_torch.py, grids on torch beside "
+                  "it")
 @pytest.mark.parametrize(("few", "many"), [("1", "1|2"), ("2", "3")])
 def test_stages_of_a_grid_may_be_on_different_backends(few, many):
     """Slices on torch before a whole stage on llama.cpp, and the other way round."""

@@ -1,4 +1,4 @@
-"""Wide stages in real MPI jobs: the tokens of a plain loop over the same slices."""
+"""Wide stages in real MPI jobs: where slices may be, options and refusals, a server."""
 
 from __future__ import annotations
 
@@ -8,82 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipeinfer.cli.generate import generate as generate_command
-from pipeinfer.core.types import SamplingParams
 from pipeinfer.lab.chaos.job import poll
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.planning.wide import shares_of
-from tests.mpi.test_jobs import EMBEDDED, PIPEINFER, check, one_of_each, run_matrix
+from tests.mpi.test_jobs import PIPEINFER
 from tests.rig import launch
 from tests.rig.served import serve
-from tests.rig.sliced_loop import SlicedLoop
 from tests.support.own_caches import own_caches
 from tests.support.references import alone
 from tests.support.refusals import refusal
-from tests.support.sample import full, mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-N_LAYERS = 12
-#: members of each stage, slices, layers, how parts travel, how numbers travel
-GRIDS = {
-    "1x2": ((2,), "", (12,), "auto", "f32"),
-    "1x3 unequal": ((3,), "3:2:1", (12,), "messages", "f32"),
-    "2x2": ((2, 2), "", (7, 5), "auto", "f32"),
-    "1x4": ((4,), "", (12,), "messages", "f16"),
-    "two slices on one rank": ((1,), "2", (12,), "auto", "f32"),
-    "2,1": ((2, 1), "2,2", (5, 7), "messages", "bf16"),
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    opened = open_tokenizer(EMBEDDED / "target.gguf")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
-def reference(tokenizer):
-    """The tokens of each case over the slices of a grid."""
-    known = {}
-
-    def tokens(grid):
-        widths, slices, layers, _, sum_type = GRIDS[grid]
-        shares = shares_of(slices, widths)
-        loop = SlicedLoop(EMBEDDED / "target.gguf", layers, shares, sum_type=sum_type)
-        for case in one_of_each():
-            key = (case["prompt"], json.dumps(case["params"]))
-            if (grid, *key) not in known:
-                known[grid, *key] = loop.generate(
-                    tokenizer.encode(case["prompt"]), case["count"],
-                    SamplingParams(**case["params"]))
-        loop.close()
-        return {key[1:]: found for key, found in known.items() if key[0] == grid}
-
-    return tokens
-
-
-def options(grid, **more):
-    widths, slices, layers, way, sum_type = GRIDS[grid]
-    return {"grid": ",".join(map(str, widths)), "slices": slices, "sum_path": way,
-            "layers": ",".join(map(str, layers)), "sum_type": sum_type, **more}
-
-
-@pytest.mark.parametrize("grid", mostly_full(GRIDS, "1x3 unequal"))
-def test_every_policy_gives_the_tokens_of_a_plain_loop_over_the_slices(tmp_path, reference, grid):
-    widths = GRIDS[grid][0]
-    todo = one_of_each()
-    answer = run_matrix(tmp_path, sum(widths) + 1, options(grid), todo)
-    check(answer, todo, reference(grid))
-    assert len(answer["reports"]) == sum(widths)
-    assert all(report["n_sums"] > 0 for report in answer["reports"].values())
-
-
-@pytest.mark.parametrize("way", ["auto", full("messages")])
-def test_rank_0_may_be_a_member(tmp_path, reference, way):
-    todo = one_of_each()[::2]
-    answer = run_matrix(tmp_path, 2, options("1x2", head_stage=True, sum_path=way), todo)
-    check(answer, todo, reference("1x2"))
 
 
 def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
@@ -177,5 +111,3 @@ def test_a_server_over_a_grid_answers_several_at_once():
         assert poll(lambda: told("member_waiting_seconds") == 2, 20.0)
         assert [told(name) for name in ("stage_seconds", "sum_seconds", "member_seconds")] == [
             1, 2, 2]
-
-

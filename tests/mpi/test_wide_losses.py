@@ -15,7 +15,11 @@ import psutil
 import pytest
 
 from pipeinfer.lab.chaos.job import ServerJob, poll
+from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.planning.wide import shares_of
 from tests.rig import launch
+from tests.rig.sliced_loop import SlicedLoop
 from tests.support.references import alone, seeded
 from tests.support.sample import full
 
@@ -60,7 +64,7 @@ def held(path):
     (3, "1x2", "kill@1:decode=10", MESSAGES),
     (6, "2x2", "stop@2:decode=10", (*MEMORY, *SPARE, *QUICK)),
     full(5, "2x2", "kill@3:decode=10,kill@4:decode=10", ()),
-    (5, "2x2", "error@4:decode=10:layer=2", MESSAGES),
+    full(5, "2x2", "error@4:decode=10:layer=2", MESSAGES),
     full(5, "2x2", "cut-link@1:peer=2:after=200", (*MESSAGES, "--timeout", "16")),
     full(3, "1x2", "kill@1:decode=10", MEMORY),
     full(3, "1x2", "kill@2:prefill=1", MEMORY),
@@ -82,7 +86,7 @@ def held(path):
     full(6, "2x2", "kill@2:decode=10", (*SPARE, "--distribute")),
     full(5, "2x2", "kill@3:decode=10", ("--distribute",)),
 ])
-def test_the_tokens_are_those_of_before(undisturbed, np, grid, fault, more):
+def test_the_grid_goes_on_with_the_tokens_of_before(undisturbed, np, grid, fault, more):
     before = regions()
     found = out_of(generate(np, "--grid", grid, "--hook", f"fault={fault}", *more))
     if "3" not in grid:  # other slices, other roundings
@@ -108,6 +112,39 @@ def test_where_nobody_can_take_over_it_says_what_is_missing():
     assert done.returncode == 6, done.stderr
     assert "rank 3 is dead" in done.stderr
     assert "start the job again, with --spares to survive this" in done.stderr
+
+
+#: members, slices, layers of each stage; stages begin behind layers with attention
+GRIDS = {"1x2": ((2,), "", (12,)), "2x2": ((2, 2), "", (8, 4)), "2,1": ((2, 1), "2,2", (8, 4)),
+         "1x2 unequal": ((2,), "3:1", (12,))}
+#: columns of an expert, of mixtures; slices of few columns have some of the experts each
+COLUMNS = {"gpt-oss": 128, "qwen3moe": 32, "qwen35moe": 64, "qwen35moe, some experts": 32}
+
+
+@pytest.mark.parametrize(("name", "grid"), [("qwen35moe", "1x2"), *(
+    full(name, grid) for name in (*COLUMNS, "qwen35", "qwen3next", "nemotron_h-groups")
+    for grid in GRIDS if (name, grid) != ("qwen35moe", "1x2"))])
+def test_a_spare_takes_the_experts_and_states_of_a_lost_member(tmp_path, name, grid):
+    widths, slices, layers = GRIDS[grid]
+    if name.startswith("nemotron"):  # every third layer has attention
+        layers = tuple({8: 9, 4: 3}.get(count, count) for count in layers)
+    path = write_random_model(tmp_path / "m.gguf", tiny(
+        name.partition(",")[0], qtype="Q8_0", n_layer=12, expert_ff=COLUMNS.get(name, 64)))
+    loop = SlicedLoop(path, layers, [own or (1.0,) for own in shares_of(slices, widths)],
+                      n_ctx=256, cache_dir=tmp_path)
+    tokenizer = open_tokenizer(path)
+    expected = loop.generate(tokenizer.encode("the rain in"), 40, seeded(3))
+    loop.close()
+    tokenizer.close()
+    done = launch.run(2 + sum(widths), [
+        sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-md", str(path), "-p",
+        "the rain in", "-n", "40", "-c", "256", "-t", "1", "--temp", "0.8", "--seed", "3",
+        "--ignore-eos", "--json", "--grid", ",".join(map(str, widths)), "--layers",
+        ",".join(map(str, layers)), *(["--slices", slices] if slices else []), *SPARE,
+        "--hook", "fault=kill@2:decode=9", "--set", "turns=off"])
+    found = out_of(done)
+    assert found["tokens"] == expected
+    assert found["stats"]["recovered"]
 
 
 BODIES = [{"prompt": prompt, "max_tokens": 300, "temperature": 0.7, "seed": seed,
@@ -136,7 +173,7 @@ def post(url, body):
         return json.loads(answer.read())["choices"][0]["text"]
 
 
-@pytest.mark.full
+@pytest.mark.full("a member that stops in test_the_grid_goes_on_with_the_tokens_of_before")
 @pytest.mark.parametrize("rank", [2, 1])
 def test_a_member_that_wakes_up_again_disturbs_nobody(rank):
     """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""

@@ -11,7 +11,7 @@ import pytest
 from tests.mpi.test_jobs import PROGRAMS
 from tests.rig import launch
 from tests.rig.served import serve
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 #: after so many tokens, who holds what, stage by stage: rank, layers, slices
@@ -43,7 +43,8 @@ def test_no_move_of_slices_or_layers_changes_a_token(tmp_path, np, config, moves
     assert (found["left"], found["changes"]) == (0, ["a test"] * len(moves))
 
 
-@FULL
+@pytest.mark.full("moves between ranks beside it, when and where to in "
+                  "tests/cluster/test_balance.py")
 def test_a_slow_members_slice_is_moved_while_requests_run():
     """Rank 1 has three quarters of the columns and becomes slow: asked, the server moves slices."""
     body = {"prompt": "def f(", "max_tokens": 100, "temperature": 0, "ignore_eos": True}

@@ -16,7 +16,7 @@ import pytest
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig.namespaces import Cluster
 from tests.support.references import TARGET, alone, seeded
-from tests.support.sample import FULL, full
+from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "class Queue:\n    def __init__(self):\n"
@@ -88,7 +88,7 @@ def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
     assert re.search(r"rank [12] waited 8.0 s for SUM from rank [12], run \d+", err), err
 
 
-@FULL
+@pytest.mark.full("such a link in tests/mpi/test_recovery.py, two members beside it")
 @pytest.mark.parametrize("at_once", [False, True])
 def test_two_stages_that_do_not_hear_each_other_go_on_without_one_of_them(undisturbed, at_once):
     """The head hears both and every stage waits: it asks them how far they are."""

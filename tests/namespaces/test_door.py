@@ -12,7 +12,6 @@ import pytest
 
 from tests.namespaces.test_cut import read_until
 from tests.rig.namespaces import Cluster
-from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 URL = "http://127.0.0.1:8128"
@@ -45,7 +44,8 @@ def kill_rank_0(cluster):
                 process.kill()
 
 
-@FULL
+@pytest.mark.full("rank 0 killed under a stream in tests/mpi/test_supervised.py, hosts that do not "
+                  "answer in tests/cli/test_doctor_hosts.py")
 def test_a_stream_outlives_a_host_and_rank_0():
     serve = ["serve", "-m", "embedded", "--port", "8128", "-c", "512", "-t", "1", "--hook",
              "pace=20"]

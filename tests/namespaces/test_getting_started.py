@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.rig.namespaces import ROOT, Cluster
-from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PAGE = Path(ROOT) / "docs" / "getting-started.md"
@@ -45,7 +44,7 @@ def test_each_exemption_is_of_a_command_on_the_page():
     assert len(wanted()) == RUN
 
 
-@FULL
+@pytest.mark.full("the same launcher over hosts in tests/namespaces/test_namespaces.py")
 def test_a_newcomer_gets_from_two_machines_to_a_chat(tmp_path):
     lab, models, cache = (tmp_path / name for name in ("work", "work/models", "cache"))
     for folder in (lab, models, cache):

@@ -16,7 +16,6 @@ import pytest
 from tests.rig import launch, namespaces
 from tests.rig.namespaces import Cluster
 from tests.support.references import alone, seeded
-from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -52,7 +51,7 @@ def test_three_hosts_give_one_process_tokens(one_process):
     assert not traces(cluster.id)
 
 
-@FULL
+@pytest.mark.full("good links beside it, slow ones in tests/lab/test_faults.py")
 @pytest.mark.parametrize("policy", ["pipeinfer", "published", "speculative"])
 def test_long_and_lossy_links_change_no_token(one_process, policy):
     """50 ms a way, one frame in a hundred lost, 100 Mbit/s."""
@@ -68,7 +67,7 @@ def test_long_and_lossy_links_change_no_token(one_process, policy):
     assert not traces(cluster.id)
 
 
-@FULL
+@pytest.mark.full("tests/test_nodes.py, a host of the nodes file in tests/mpi/test_plans.py")
 def test_settings_of_single_hosts(tmp_path):
     with Cluster(3) as cluster:
         (cluster.state / "hosts.toml").write_text(
@@ -135,7 +134,7 @@ def on_one_host(tmp_path):
             "-t", "1", "-td", "1"], models, cache
 
 
-@FULL
+@pytest.mark.full("test_a_stage_without_the_model_says_so in tests/mpi/test_distribute.py")
 def test_a_host_without_the_model_says_so(on_one_host):
     request, models, cache = on_one_host
     with Cluster(3, cpu=0.6, private=[models, cache]) as cluster:

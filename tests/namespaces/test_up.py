@@ -13,14 +13,15 @@ from tests.namespaces.test_cut import read_until
 from tests.namespaces.test_door import BODY, CLIENT
 from tests.rig.launch import ROOT
 from tests.rig.namespaces import Cluster
-from tests.support.sample import FULL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]
 SERVE = ["serve", "-m", "embedded", "--port", "8128", "-c", "512", "-t", "1", "--hook", "pace=20"]
 
 
-@FULL
+@pytest.mark.full("a job moved under a stream in tests/supervise/test_up.py, which hosts it gets "
+                  "in tests/supervise/test_hosts.py, when they are asked in "
+                  "tests/supervise/test_rules.py")
 def test_streams_outlive_a_host_that_leaves_and_comes_back(tmp_path):
     with Cluster(3) as cluster:
         state = {"PIPEINFER_STATE": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)}

@@ -1,8 +1,9 @@
 """Fixtures of every session of tests, and which tests it runs; a pytest plugin, so that each is
 there once.
 
-Tests and cells of matrices that only repeat, in another size or place, what others show are marked
-`full`. They are left out unless --full is given or they are named by node id.
+Tests and cases that only repeat, in another size or place, what others show are marked `full`. They
+are left out unless --full is given or they are named by node id. The mark of a test of which no
+case is in the sample names what shows the same there: `full("what shows it")`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import pytest
 
 from pipeinfer.loading import uncollected
 
-#: node ids of what this session leaves out
-LEFT_OUT = pytest.StashKey[tuple[str, ...]]()
+#: how many tests this session leaves out
+LEFT_OUT = pytest.StashKey[int]()
 _MARK = "PIPEINFER_TEST_SESSION"
 _OWN_HELPERS = ("multiprocessing.resource_tracker", "pipeinfer.models.text.")
 _PATIENCE = 20.0  # seconds for what is already on its way out
@@ -39,7 +40,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the full run makes."""
+    """Leave out what only the full run makes. A UsageError names tests that never run without a
+    reason."""
     if config.getoption("full"):
         return
     named = tuple(part for part in config.args if "::" in part)
@@ -48,7 +50,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         repeats = item.get_closest_marker("full") is not None
         (left_out if repeats and not item.nodeid.startswith(named) else kept).append(item)
-    config.stash[LEFT_OUT] = tuple(item.nodeid for item in left_out)
+    shown = {item.nodeid.partition("[")[0] for item in kept}
+    hidden = {item.nodeid.partition("[")[0] for item in left_out
+              if not any(mark.args for mark in item.iter_markers("full"))} - shown
+    if hidden:
+        raise pytest.UsageError("no case of these is in the sample: say what shows the same there, "
+                                f"@pytest.mark.full(\"...\"): {', '.join(sorted(hidden))}")
+    config.stash[LEFT_OUT] = len(left_out)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
@@ -58,7 +66,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
     """How much of the tests this is."""
     if config.getoption("full"):
         return "full run: every test and property example"
-    count = len(config.stash.get(LEFT_OUT, ()))
+    count = config.stash.get(LEFT_OUT, 0)
     return f"sample: {count} tests are left out, properties try fewer examples; --full runs all"
 
 

@@ -8,14 +8,10 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import CacheOps, Decode, RunFinished, Tag
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.errors import ProtocolError
 from pipeinfer.runtime.head import Head
-from pipeinfer.runtime.replica_head import ReplicaHead
 from pipeinfer.scheduler.events import Emit, Finish
-from pipeinfer.scheduler.replicas import ReplicaScheduler
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.transport.inproc import local_ports
 
 LIMITS = Limits(n_ctx=64, policy=Policy.ITERATIVE)
@@ -33,19 +29,15 @@ def answer(port, message, token):
         Choice(token) for wanted in message.rows.outputs if wanted)))
 
 
-def test_another_scheduler_of_replicas_takes_over_with_empty_caches_everywhere():
+def test_another_scheduler_takes_over_with_an_empty_cache():
     ports = local_ports(3)
-    limits = Limits(n_ctx=64, policy=Policy.SPECULATIVE, exact_width=8)
-    head = ReplicaHead(ports[0], ReplicaScheduler(limits, Lookahead(), 2), trace=False, timeout=5.0)
+    head = Head(ports[0], Grid.plain(2), Scheduler(LIMITS), None, timeout=5.0)
     head.scheduler.next_run = 7
-    other = ReplicaScheduler(limits, Lookahead(), 2)
+    other = Scheduler(LIMITS)
     head.replace(other, None, None)
     assert head.scheduler is other
     assert other.next_run == 7
-    for port in ports[1:]:
-        assert [type(message) for message in sent_to(port)] == [CacheOps]
-    with pytest.raises(ProtocolError, match="not tuned"):
-        other.tune(limits)
+    assert [type(message) for message in sent_to(ports[1])] == [CacheOps]
 
 
 @pytest.mark.parametrize("trace", [False, True])

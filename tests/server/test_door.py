@@ -31,7 +31,6 @@ from pipeinfer.server.frames import (
 )
 from pipeinfer.server.settings import Settings
 from tests.rig.server_peer import FACTS, SECONDS, Peer
-from tests.support.sample import FULL
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -190,7 +189,7 @@ def test_who_failed_last_is_said_and_another_arithmetic_too(door):
     assert client.last["timings"]["same_arithmetic"] is False
 
 
-@FULL
+@pytest.mark.full("what is handed over in test_a_stream_goes_on_with_the_next_job")
 def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
     def open_now():
         figures = requests.get(f"{door.url}/metrics", timeout=SECONDS).text

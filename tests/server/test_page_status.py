@@ -11,7 +11,6 @@ import pytest
 
 from tests.rig.served import serve
 from tests.server.pages import CHROMIUM, Page
-from tests.support.sample import FULL
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.mpi,
@@ -37,7 +36,7 @@ def pid_of(rank, session):
 def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
     with serve(3, *SLOWLY, "--grid", "1x2") as served:
         served.wait_until_ready()
-        chat = Page(browser, served.url).ready().answers_of(80)
+        chat = Page(browser, served.url).ready().answers_of(40)
         status = Page(browser, served.url, "/status")
         chat.ask()
         busy = """(() => {
@@ -57,7 +56,7 @@ def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
 def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
     with serve(3, *SLOWLY) as served:
         served.wait_until_ready()
-        chat = Page(browser, served.url).ready().answers_of(150)
+        chat = Page(browser, served.url).ready().answers_of(100)
         status = Page(browser, served.url, "/status").ready()
         tab = status.tab
         status.until("document.querySelectorAll('#stages tr').length === 2")
@@ -90,7 +89,7 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         status.close()
 
 
-@FULL
+@pytest.mark.full("the same form in tests/server/test_page.py")
 def test_a_key_is_asked_for_on_the_operators_page(browser):
     with serve(1, "--api-key", "sesame") as served:
         served.wait_until_ready()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from pipeinfer.backends.base import Backend
 from pipeinfer.core.noise import noise_key
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.types import ALL_SEQS, END, FloatArray, SamplingParams, make_rows
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from tests.rig.plain_loop import PlainLoop
@@ -13,6 +15,33 @@ from tests.rig.sliced_loop import SlicedLoop
 
 TARGET = EMBEDDED / "target.gguf"
 GREEDY = SamplingParams()
+
+
+class StagedLoop(PlainLoop):
+    """Plain decoding over backends that hold the model's layers one behind the other."""
+
+    def __init__(self, *stages: Backend) -> None:
+        self._stages = stages
+
+    def close(self) -> None:
+        for stage in self._stages:
+            stage.close()
+
+    def reset(self) -> None:
+        for stage in self._stages:
+            stage.seq_rm(ALL_SEQS, 0, END)
+
+    def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
+        rows = make_rows([(token, position + i, (0,), i == len(tokens) - 1)
+                          for i, token in enumerate(tokens)])
+        values: FloatArray | None = None
+        for stage in self._stages:
+            values = stage.decode(rows, values)
+        assert values is not None
+        return values[0]
+
+    def is_eog(self, token: int) -> bool:
+        return False
 
 
 def seeded(seed: int, temperature: float = 0.8) -> SamplingParams:

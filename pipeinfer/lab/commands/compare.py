@@ -352,9 +352,6 @@ def configs_for(base: JobConfig, methods: Sequence[str]) -> tuple[dict[str, JobC
     if own.decomposer or own.proposer or own.policy:
         raise UsageError("compare chooses strategies with --method: leave out --decomposer, "
                          "--proposer and --policy")
-    if own.layout == "replicate":
-        raise UsageError("compare changes strategies within a job, which --layout replicate does "
-                         "not: leave it out")
     if not base.model.model:
         base = base.replace(model="task")
     fetch_models(base)

@@ -351,5 +351,4 @@ SPEC = ProposerSpec(
             (), "flag",
             "With --proposer lookahead: the pool holds the n-grams of prompt and answer, too, not "
             "only those of windows.")),
-    },
-    replicable=True)
+    })

@@ -74,6 +74,8 @@ def main() -> None:
                     change["policy"] = Policy(change["policy"])
                 if "ablations" in change:
                     change["ablations"] = frozenset(map(Ablation, change["ablations"]))
+                if "exact_width" in change:
+                    change["exact_width"] = min(base.exact_width, change["exact_width"])
                 session.head.drain(60)
                 limits = structs.replace(base, **change)
                 session.head.reconfigure(limits, Controller(limits, max_rows=64) if adapt else None)
