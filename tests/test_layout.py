@@ -99,7 +99,7 @@ def test_a_budget_rises_only_in_a_commit_of_its_own():
         pytest.skip("no history here")
     git = ["git", "-C", str(ROOT)]
     name = str(BUDGET.relative_to(ROOT))
-    log = subprocess.run([*git, "log", "--reverse", "--no-merges", "--format=%H %s", "--", name],
+    log = subprocess.run([*git, "log", "--reverse", "--first-parent", "--format=%H %s", "--", name],
                          capture_output=True, text=True, check=True).stdout.splitlines()
     before, rises = {}, []
     for commit, _, subject in (line.partition(" ") for line in log):
