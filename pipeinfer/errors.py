@@ -161,7 +161,7 @@ class LinkCut(ClusterError):
 
     def __init__(self, source: int, target: int, seconds: float) -> None:
         super().__init__(f"what rank {source} sends has not got to rank {target} for {seconds:.1f} "
-                         "s, though rank 0 hears both: the link between them is cut")
+                         "s, though rank 0 reaches both: the link between them is cut")
         self.source, self.target, self.seconds = source, target, seconds
 
 

@@ -37,7 +37,7 @@ GONE = {
                      "--hf-repo-draft"), _ON_HUB),
     **dict.fromkeys(("-mds", "--model-draft-small"),
                     "a second draft model gained nothing: leave it out"),
-    "--verify": "by SpecInfer's multi-step sampling the text would depend on what was guessed, and "
+    "--verify": "by SpecInfer's multi-step sampling the text would depend on what was drafted, and "
                 "so on timing: leave it out, or compare in an emulation (pipeinfer bench --verify)",
     "--layout": "leave it out: lookahead decoding with the whole model on every rank was no "
                 "faster than on one",

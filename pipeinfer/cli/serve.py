@@ -113,8 +113,8 @@ def _show(config: ServeConfig, settings: Settings, child: http_process.Child, se
     for note in filter(None, [session.fatal, *session.notes]):
         click.echo(f"pipeinfer: note: {note}", err=True)
     if settings.remember_answers and not session.looks_up:
-        click.echo("pipeinfer: note: nobody guesses from texts here, so --remember-answers "
-                   "brings nothing: add --proposer prompt-lookup", err=True)
+        click.echo("pipeinfer: note: --remember-answers has no effect without prompt "
+                   "lookup: add --proposer prompt-lookup", err=True)
     if not settings.api_keys and config.host not in _LOCAL:
         click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
                    "require keys with --api-key-file", err=True)

@@ -110,7 +110,7 @@ class Balance:
             how = "by what stages take"
         if found >= _LOST:
             self._failed.pop(held, None)
-            text = (f"the {self._noun} dealt out otherwise bring {found:.2f} times the speed "
+            text = (f"the {self._noun} in their new places run at {found:.2f} times the old speed "
                     f"({how}; promised {trial.gain:.2f})")
             session.notes.append(text)
             return text

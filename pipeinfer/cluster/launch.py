@@ -266,8 +266,8 @@ def _await_verdict(port: Port) -> None:
 
 def _cut_off(place: Place) -> None:
     """Called by the heartbeat thread when rank 0 does not answer any more: exit."""
-    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} no longer hears rank "
-                     "0, so it exits\n")
+    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} no longer receives "
+                     "heartbeats of rank 0, so it exits\n")
     sys.stderr.flush()
     os._exit(0)
 

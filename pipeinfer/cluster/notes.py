@@ -26,19 +26,19 @@ def why(config: SpeculationConfig, job: Job) -> str:
     guessers = [spec.name for spec in registry.named(config) if spec.inline is not None]
     guessers += [one.name for one in job.proposers]
     if job.policy is not Policy.ITERATIVE:
-        return f"policy {job.policy}: guesses come from {' and '.join(guessers)}"
+        return f"policy {job.policy}: draft tokens come from {' and '.join(guessers)}"
     if config.speculation == "off":
         return f"policy {job.policy}, token by token: --speculation off"
     if guessers:
-        return f"policy {job.policy}, token by token, as asked for: without guesses of " \
+        return f"policy {job.policy}, token by token, as requested: without draft tokens of " \
                f"{' and '.join(guessers)}"
-    return f"policy {job.policy}, token by token: there is no draft to guess (-md, --proposer)"
+    return f"policy {job.policy}, token by token: there is no proposer (-md, --proposer)"
 
 
 def taking_turns(hosts: list[RankInfo], job: Job) -> str:
     """Describe the time sharing of cores, if all ranks take turns on one host; else ""."""
-    return (f"all ranks are on {hosts[0].host}: draft and stages take turns with its "
-            f"{hosts[0].cores_host} cores (--set turns=off: each keeps its share, and runs overlap)"
+    return (f"all ranks are on {hosts[0].host}: draft and stages share its {hosts[0].cores_host} "
+            "cores in time (--set turns=off: each keeps its own, and runs overlap)"
             ) if job.turns else ""
 
 
@@ -57,7 +57,7 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
         notes.append(f"{' and '.join(branching)} without effect: with padded runs on GPUs the "
                      "speculative tokens of a request are one chain (--exact off allows others)")
     if Ablation.ASYNC in config.ablate:
-        notes.append("--ablate async also ends continuous speculation: draft and target take turns")
+        notes.append("--ablate async also ends continuous speculation: draft and target alternate")
     if job.gaps:
         notes.append("stages of llama.cpp leave gaps between positions: tokens equal those of "
                      "another run up to near-ties (docs/decomposers.md)")
@@ -83,7 +83,7 @@ def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo], job: Job
     busy = {rank for remote in remotes for rank in remote.ranks}
     idle = [str(one.rank) for one in hosts
             if one.rank and one.settings.drafts and not one.dead and one.rank not in busy]
-    reason = (f"policy {job.policy} takes no guesses" if job.policy is Policy.ITERATIVE else
+    reason = (f"policy {job.policy} takes no draft tokens" if job.policy is Policy.ITERATIVE else
               "there is no draft model" if job.facts.draft is None else
               "no --proposer asks the draft")
     notes = [f"rank {', '.join(idle)} is there to draft and has nothing to do: {reason}"
@@ -111,9 +111,9 @@ def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]
         notes.append("exact widths are off: tokens equal plain decoding up to near-ties")
     elif assembly.terms.exact == 1:
         if job.policy is not Policy.ITERATIVE:
-            notes.append("only runs of one row are exact here, so guesses travel one by one, with "
-                         "one stage and --policy speculative not at all; --exact off allows wider "
-                         "runs")
+            notes.append("only runs of one row are exact here, so draft tokens travel one by one, "
+                         "with one stage and --policy speculative not at all; --exact off allows "
+                         "wider runs")
         if any(one.backend == "torch" and one.threads > 1 for one in assembly.ready.values()):
             notes.append("torch splits a run's sums over its threads by the number of rows: with "
                          "-t 1 wider runs may be exact")

@@ -117,7 +117,7 @@ class ClusterConfig:
                                  help="Keep the processor binding that the launcher set.")
     nodes: str = opt("", "--nodes", kind="str", changes_tokens=False,
                      help="TOML file with settings per host, see docs/clusters.md [default: with "
-                          "launch/ssh, the one beside the hostfile].")
+                          "launch/ssh, HOSTFILE.toml].")
     split: str = setting("planned", kind="str", choices=("planned", "equal"), changes_tokens=False,
                          help="Layers per stage: planned from each rank's measured speed, or "
                               "equal shares.")
@@ -271,7 +271,7 @@ class SpeculationConfig:
     speculation: str = opt("auto", "--speculation", kind="str",
                            choices=("auto", "on", "off"), changes_tokens=False,
                            help="With several requests: speculate only where their own tokens "
-                                "leave room in the runs (auto), as much as for a single request "
+                                "leave stages idle (auto), as much as for a single request "
                                 "(on), or not at all (off).")
 
     #: values of strategies' own options by name; one that is not in it has its default

@@ -12,14 +12,14 @@ class SamplingConfig:
     """How the target chooses a token."""
 
     temp: float = opt(0.8, "--temp", kind="float", low=0, high=100,
-                      help="Temperature; 0: always the likeliest token.")
+                      help="Temperature; 0: always the most probable token.")
     top_k: int = opt(40, "--top-k", low=0, high=10**7,
-                     help="Keep the k likeliest tokens; 0: all.")
+                     help="Keep the k most probable tokens; 0: all.")
     top_p: float = opt(0.95, "--top-p", kind="float", low=0, high=1,
-                       help="Keep the likeliest tokens whose probabilities add up to this; "
+                       help="Keep the most probable tokens whose probabilities add up to this; "
                             "1: all.")
     min_p: float = opt(0.05, "--min-p", kind="float", low=0, high=1,
-                       help="Keep tokens at least this likely relative to the likeliest.")
+                       help="Keep tokens at least this probable relative to the best one.")
     repeat_penalty: float = opt(1.0, "--repeat-penalty", kind="float",
                                 low=0.01, high=100,
                                 help="Divide the logits of repeated tokens by this.")

@@ -191,7 +191,7 @@ def _read(profiles: Profiles, given: Mapping[str, Any]) -> tuple[nodes.Nodes, tu
     entries = nodes.read_hostfile(path)
     beside = given["nodes_file"] or nodes.nodes_file_beside(path)
     if not beside:
-        raise UsageError(f"{path} has no nodes file beside it: write {path}.toml with a profile "
+        raise UsageError(f"{path} has no nodes file: write {path}.toml with a profile "
                          "for each host, or give --nodes (known profiles: "
                          f"{', '.join(profiles.nodes)})")
     settings = nodes.read_nodes(beside)

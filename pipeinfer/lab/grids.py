@@ -259,7 +259,7 @@ def as_text(table: Table) -> str:
     """For people, without a final newline."""
     return "\n".join([
         f"{table.pair} on {table.nodes} nodes of cluster {table.cluster}, head and draft included; "
-        f"sums in {table.sum_type}, {1e6 * table.exchange:.0f} us per exchange besides the wire",
+        f"sums in {table.sum_type}, {1e6 * table.exchange:.0f} us per exchange besides the link",
         "tokens/s in virtual time; over plain: the fastest policy over plain decoding on the "
         "plain pipeline", "", *aligned([COLUMNS, *map(cells, table.rows)]), "",
         *([table.why] if table.why else []),

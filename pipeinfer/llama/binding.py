@@ -417,7 +417,7 @@ def _load_plugins(library: Library, functions: dict[str, Any]) -> None:
                 functions["ggml_backend_load"](os.fsencode(path))
         if not functions["ggml_backend_dev_by_type"](_CPU_DEVICE):
             raise BackendError(f"{library.name} has no backend for this processor, nor is there "
-                               "one beside it: install it again")
+                               "one next to it: install it again")
     elif named and not functions["ggml_backend_load"](os.fsencode(named)):
         raise BackendError(f"{PLUGIN_VARIABLE}={named}: ggml cannot load this plug-in")
 

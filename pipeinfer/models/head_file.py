@@ -40,10 +40,10 @@ def check_whole(model: ModelFile) -> None:
     if declared(model.architecture).assistant:
         raise ModelError(f"{model.path}: this assistant reads the KV cache of Gemma 4's last "
                          "layers, which a rank that drafts does not have: leave it out; prompt "
-                         "lookup or a draft model guesses instead")
+                         "lookup or a draft model drafts instead")
     if has_head(model) and not any(one.layer == 0 for one in model.tensors.values()):
         raise ModelError(f"{model.path}: has only a prediction head (MTP): give the model that it "
-                         "belongs to, and leave this file beside it")
+                         "belongs to, and leave this file next to it")
 
 
 def head_of(model: ModelFile) -> ModelFile | None:

@@ -222,7 +222,7 @@ def _check_room(blobs: Path, sizes: dict[str, int]) -> None:
     folder = next(one for one in (blobs, *blobs.parents) if one.is_dir())
     free = shutil.disk_usage(folder).free
     if missing > free:
-        raise ModelError(f"{blobs} lacks room: {size_text(missing)} are to be fetched, but the "
+        raise ModelError(f"{blobs} lacks space: {size_text(missing)} are to be fetched, but the "
                          f"disk has only {size_text(free)}; free some space, or set HF_HOME to a "
                          "folder that has it")
 
@@ -352,7 +352,7 @@ def _explained(repo: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ModelError(f"the disk of {constants.HF_HUB_CACHE} is full: free some space, and "
                              "the same command goes on from there; or set HF_HOME to a folder "
-                             "that has room") from error
+                             "with free space") from error
         raise ModelError(f"{constants.HF_HUB_CACHE}: cannot be written: "
                          f"{error.strerror or error}; set HF_HOME to another folder") from error
 

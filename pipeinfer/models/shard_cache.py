@@ -78,7 +78,7 @@ def cache_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be created ({error.strerror}); set PIPEINFER_CACHE to a directory "
-            "with room for the shards"
+            "with space for the shards"
         ) from None
     _check_private(path, *facts)
     return path

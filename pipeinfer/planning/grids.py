@@ -101,7 +101,7 @@ class GridPlan(Struct, frozen=True):
                 text += (f"; of {width} members {parts} share the columns of an expert, and the "
                          f"experts are divided into {groups} groups")
         for name, speed in self.others[:2]:
-            text += f"; {name} would bring {speed / self.tokens:.2f} times the speed"
+            text += f"; {name} would have {speed / self.tokens:.2f} times the speed"
         left = len(self.cluster.hosts) - sum(self.widths)
         if left:
             used = {index for stage in self.stages for index in stage.hosts}

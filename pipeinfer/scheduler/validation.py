@@ -45,7 +45,7 @@ def _counts(state: SchedulerState) -> None:
         ("useful runs", state.useful, len(useful)),
         ("chunks", state.chunks, sum(run.chunk for run in useful)),
         ("plain runs", state.plain, sum(run.plain for run in useful)),
-        ("guesses in flight", state.guess_rows, sum(run.guesses for run in runs)),
+        ("draft tokens in flight", state.guess_rows, sum(run.guesses for run in runs)),
     ):
         _check(kept == counted, f"{kept} {name} are noted and {counted} are there")
     per_lane = Counter(lane.lane for run in useful for lane in run.lanes)

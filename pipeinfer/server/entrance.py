@@ -74,7 +74,7 @@ def _enter(link: socket.socket, url: str) -> Guest:
     begun, files, _, _ = socket.recv_fds(link, HEADER.size, 1)
     listener = socket.socket(fileno=files[0]) if files else None
     if listener is None and not url:
-        raise EOFError("it brings no socket for clients")
+        raise EOFError("it sends no socket for clients")
     settings = first_frame(link, FIRST, begun)
     link.setblocking(False)
     return Guest(link, settings, listener)

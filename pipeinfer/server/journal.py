@@ -311,7 +311,7 @@ def _open(path: Path) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
         return found
     os.close(found)
-    raise UsageError(f"--journal {path} must be a file of this user that nobody else may read, "
+    raise UsageError(f"--journal {path} must be a file of this user that no other user may read, "
                      f"because it holds prompts: chmod 600 {path}, or name a new file")
 
 

@@ -30,8 +30,8 @@ _GAUGES = {
     "free_ids": "Unused sequence ids.",
     "kept_prefixes": "Prompts of finished requests kept in the cache.",
     "credit": "Maximum number of useful runs in flight.",
-    "draft_max": "Maximum guesses per micro-batch.",
-    "acceptance": "Estimated share of guesses that are right.",
+    "draft_max": "Maximum draft tokens per micro-batch.",
+    "acceptance": "Estimated share of draft tokens that are accepted.",
 }
 
 _STAGES = {
@@ -60,7 +60,7 @@ class Metrics:
         self._reused = Counter("prompt_tokens_reused", "Prompt tokens taken from the cache.",
                                **make)
         self._output = Counter("generated_tokens", "Generated tokens.", **make)
-        self._drafted = Counter("drafted_tokens", "Tokens that the draft guessed.", **make)
+        self._drafted = Counter("drafted_tokens", "Tokens that were drafted.", **make)
         self._accepted = Counter("accepted_tokens", "Drafted tokens that were right.", **make)
         self._first = Histogram("time_to_first_token_seconds", "Seconds from request to first "
                                                                "token.",

@@ -38,7 +38,7 @@ IGNORED = {
 #: refused with this reason; null counts as not given
 REFUSED = {
     "audio": "this server generates only text",
-    "prediction": "the draft model guesses ahead",
+    "prediction": "draft tokens come from the server alone",
     "web_search_options": "this server does not search the web",
     "functions": "use tools",
     "function_call": "use tool_choice",

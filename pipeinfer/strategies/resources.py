@@ -453,7 +453,7 @@ def _refusal(asked: Asked, taps: tuple[int, ...] = ()) -> str:
             return (f"heads of {model.architecture} models are not supported, but of "
                     f"{', '.join(WITH_HEAD)}")
         if head_of(model) is None:
-            return f"{model.path.name} has no head of one layer, nor is there an mtp-*.gguf beside"
+            return f"{model.path.name} has no head of one layer, nor is there an mtp-*.gguf"
     from pipeinfer.backends.llamacpp.taps import refusal
 
     return refusal(model.architecture, taps or (model.n_layers,), model.n_layers)

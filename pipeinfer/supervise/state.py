@@ -50,8 +50,8 @@ class Folder:
             info = path.lstat()
             if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode) \
                     or info.st_mode & 0o022:
-                raise UsageError(f"{path} must be a folder of this user that nobody else may write "
-                                 f"to: chmod 700 {path}, or name another one with {VARIABLE}")
+                raise UsageError(f"{path} must be a folder of this user that no other user may "
+                                 f"write to: chmod 700 {path}, or name another one with {VARIABLE}")
         if self.path.stat().st_mode & 0o077:
             self.path.chmod(0o700)
 

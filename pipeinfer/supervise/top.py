@@ -157,8 +157,8 @@ def _requests(frame: Screen) -> str:
 def _speculation(frame: Screen) -> str:
     drafted = frame.figure("drafted_tokens_total")
     accepted = frame.figure("accepted_tokens_total")
-    right = f"{accepted / drafted:.0%} right" if drafted else "of answers that have ended: none"
-    return (f"guesses  {right}; cache {frame.figure('cells_used'):.0f} of "
+    right = f"{accepted / drafted:.0%} accepted" if drafted else "of answers that have ended: none"
+    return (f"drafted  {right}; cache {frame.figure('cells_used'):.0f} of "
             f"{frame.figure('cells'):.0f} tokens; recoveries {frame.figure('recoveries'):.0f}, "
             f"new jobs {frame.figure('restarts_total'):.0f}")
 
@@ -190,7 +190,7 @@ def _others(facts: Mapping[str, Any]) -> str:
     said = []
     if 0 in hosts and 0 not in {one["rank"] for one in facts["stages"]}:
         said.append(f"rank 0 ({hosts[0]}) takes requests"
-                    + (" and guesses" if facts.get("draft") else ""))
+                    + (" and drafts" if facts.get("draft") else ""))
     said += [f"rank {rank} ({hosts.get(rank, '?')}) is a spare" for rank in facts["spares"]]
     said += [f"rank {rank} ({hosts.get(rank, '?')}) is lost" for rank in facts["lost"]]
     return "others   " + "; ".join(map(_clean, said)) if said else ""

@@ -89,7 +89,7 @@ def test_a_member_that_becomes_slow_gives_its_slice_away_and_that_is_looked_at_l
     assert "slices moved between ranks for" in said[2]
     assert bed.balance.verify() is None  # nothing is known of the new places
     bed.runs({1: 3.0, 2: 1.0})
-    assert "times the speed (by what stages take" in bed.balance.verify()
+    assert "times the old speed (by what stages take" in bed.balance.verify()
     assert bed.moved == [[(2, (0,)), (1, (1,))]]
     assert bed.balance.preview() is None
 

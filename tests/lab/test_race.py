@@ -145,7 +145,7 @@ def test_a_draft_rank_that_dies_is_named_and_the_race_goes_on():
     race = json.loads(done.stdout)
     assert [one["policy"] for one in race] == [policy.value for policy in RACERS]
     assert len({tuple(one["tokens"]) for one in race}) == 1
-    assert "pipeinfer: note: rank 2, which drafted, is dead: tokens come without its guesses" in \
+    assert "note: rank 2, which drafted, is dead: decoding continues without this draft" in \
         done.stderr
 
 

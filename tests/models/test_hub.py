@@ -317,7 +317,7 @@ def test_a_disk_that_fills_up_on_the_way(hub, home, files, small_disk, tmp_path)
 def test_no_space(hub, files, small_disk):
     assert len(files[Q4]) > 1 << 20
     said = failure(ended(small_disk(hub, 1024, f"exec {PULL}")))
-    assert "lacks room: " in said
+    assert "lacks space: " in said
     assert "the disk has only 1.0 MB; free some space, or set HF_HOME" in said
     assert hub.sent() == 0
 

@@ -163,7 +163,7 @@ def test_a_turn_waits_for_the_others(tmp_path, monkeypatch):
     (["--moment", "lunch"], "lunch"),
     (["--victim", "leader"], "needs --grid"),
     (["--grid", "2x2", "--ranks", "4"], "has 4 members, but 3 ranks"),
-    (["--ranks", "2", "--fault", "cut-link"], "needs two ranks beside the head")])
+    (["--ranks", "2", "--fault", "cut-link"], "needs two ranks besides the head")])
 def test_wrong_use(args, says):
     code, said = refusal(chaos_command, args)
     assert code == 2

@@ -61,7 +61,7 @@ def test_a_draft_that_dies_costs_its_proposals_and_no_token(np, count, victim, p
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)
-    assert any("tokens come without its guesses" in note for note in answer["stats"]["notes"])
+    assert any("decoding continues without this draft" in note for note in answer["stats"]["notes"])
 
 
 def test_a_draft_that_fails_costs_its_proposals_and_no_token(plain):
@@ -131,7 +131,7 @@ def test_one_of_them_dies_and_the_other_goes_on(plain, tmp_path):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == plain(1)
-    assert sum("tokens come without its guesses" in note
+    assert sum("decoding continues without this draft" in note
                for note in answer["stats"]["notes"]) == 1
     assert answer["stats"]["accepted_speculative"] > 0
 

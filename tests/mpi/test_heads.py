@@ -110,7 +110,7 @@ def test_a_lost_head_costs_its_proposals_and_no_token(fault, tmp_path):
     assert found["tokens"] == text[-60:]
     notes = "".join(found["stats"]["notes"])
     assert "the head in model.gguf drafts on rank 3" in notes
-    assert "tokens come without its guesses" in notes
+    assert "decoding continues without this draft" in notes
 
 
 def test_a_head_on_two_draft_ranks_is_refused(tmp_path):

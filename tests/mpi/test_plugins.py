@@ -64,7 +64,7 @@ def test_an_error_of_a_proposer_costs_its_guesses_alone(ranks, installed):
                      "stutter_fails_at=3", "--set", "adapt=false", "--hook", "pace=5")
     assert found["tokens"] == plain_tokens()
     assert [note for note in found["stats"]["notes"] if "draft on rank 0 failed" in note] == [
-        "the draft on rank 0 failed: ValueError: stuck: tokens come without its guesses"]
+        "the draft on rank 0 failed: ValueError: stuck: decoding continues without this draft"]
 
 
 @pytest.mark.parametrize("ranks", [full(1), 3])

@@ -342,7 +342,7 @@ def test_a_server_goes_on_without_a_draft_rank_that_died():
                 assert answer.usage.completion_tokens == 40
         served.process.send_signal(signal.SIGUSR1)
         assert served.end() == 0, "".join(served.log)
-    assert "which drafted, is dead: tokens come without its guesses" in "".join(served.log)
+    assert "which drafted, is dead: decoding continues without this draft" in "".join(served.log)
 
 
 def test_without_its_http_process_the_job_ends():

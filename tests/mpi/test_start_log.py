@@ -27,7 +27,7 @@ def test_a_plain_mpirun_is_told_that_a_death_ends_it_and_what_to_do():
     text = said(OMPI_MCA_mpi_ft_enable="0")
     assert FATAL in text
     assert 'eval "$(pipeinfer env)"' in text
-    assert "policy pipeinfer: guesses come from prompt-lookup and draft.gguf" in text
+    assert "policy pipeinfer: draft tokens come from prompt-lookup and draft.gguf" in text
 
 
 def test_a_job_with_the_settings_says_nothing_of_the_kind_and_names_its_policy():

@@ -46,20 +46,20 @@ def notes_of(found, word):
 def test_the_tokens_are_those_of_plain_decoding(undisturbed, np, more):
     found = generate(np, *more)
     assert found["tokens"] == undisturbed
-    assert notes_of(found, "draft and stages take turns with its")
+    assert notes_of(found, "draft and stages share its")
     assert found["stats"]["cancelled_runs"] == 0  # nothing is guessed while a run is out
 
 
 def test_threads_that_somebody_has_bound_are_left_alone(undisturbed):
     found = generate(2, "-t", "1")
     assert found["tokens"] == undisturbed
-    assert not notes_of(found, "take turns")
+    assert not notes_of(found, "cores in time")
 
 
 def test_a_rank_that_is_lost_costs_no_token(undisturbed):
     found = generate(4, "--hook", "fault=kill@2:decode=6")
     assert found["tokens"] == undisturbed
-    assert notes_of(found, "take turns")
+    assert notes_of(found, "cores in time")
     assert notes_of(found, "went on after")
     assert found["stats"]["recovered"] >= 1
 

@@ -414,7 +414,7 @@ def test_a_nodes_file_with_an_unknown_profile(plan, tmp_path):
                                            code=2)
     hostfile.write_text("ant\n")
     nodes.unlink()
-    assert "has no nodes file beside it" in plan("yi-9b", "--dry-run", "--hostfile",
+    assert "has no nodes file" in plan("yi-9b", "--dry-run", "--hostfile",
                                                  str(hostfile), code=2)
 
 

@@ -339,7 +339,7 @@ def test_a_move_that_kept_its_promise_stays_and_says_so():
     bed.balance.rebalance()
     bed.runs([0.12])
     said = bed.balance.verify()
-    assert "1.67 times the speed (by what stages take; promised 1.50)" in said
+    assert "1.67 times the old speed (by what stages take; promised 1.50)" in said
     assert bed.session.notes[-1] == said
     assert bed.moved == [bed.better]
 

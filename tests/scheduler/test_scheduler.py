@@ -366,7 +366,7 @@ def test_unknown_events_are_refused():
 
 @pytest.mark.parametrize(("spoil", "says"), [
     (lambda s: setattr(s.state, "useful", s.state.useful + 1), "useful runs are noted"),
-    (lambda s: setattr(s.state, "guess_rows", 7), "guesses in flight"),
+    (lambda s: setattr(s.state, "guess_rows", 7), "draft tokens in flight"),
     (lambda s: s.pool.free.append(next(iter(s.pool.owner))), "free and taken"),
     (lambda s: s.pool.free.pop(), "is lost"),
     (lambda s: s.pool.owner.update({next(iter(s.pool.owner)): 99}), "belongs to a lane"),

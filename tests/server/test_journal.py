@@ -143,7 +143,7 @@ def test_who_may_read_it_and_who_has_it(path, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
     path.write_bytes(b"")
     path.chmod(0o644)
-    with pytest.raises(UsageError, match="nobody else may read"):
+    with pytest.raises(UsageError, match="no other user may read"):
         check(str(path))
     path.chmod(0o600)
     assert check(str(path)) == path

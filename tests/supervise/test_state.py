@@ -30,7 +30,7 @@ def test_a_folder_that_others_could_write_to_is_refused(folder):
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.path.chmod(0o720)
     for use in (folder.make, folder.connect):
-        with pytest.raises(UsageError, match="nobody else may write to: chmod 700"):
+        with pytest.raises(UsageError, match="no other user may write to: chmod 700"):
             use()
     with pytest.raises(UsageError, match=r"'../x': use letters"):
         Folder("../x")

@@ -45,8 +45,8 @@ def test_a_frame():
                                   {"host": "a", "state": "used", "why": ""}]}
     text = shown(frame, 10.0, 40.0)
     for words in ("m?[31m at http://h  ready", "41.3 ▃█", "ended: 2 length", "then every 50 ms",
-                  "40% right", "0-11 1/2  5.0 MiB  3.0 GiB", " 4.00 ", "2.50x",
-                  "rank 0 (a) takes requests and guesses; rank 3 (d) is a spare; rank 2 (c) is",
+                  "40% accepted", "0-11 1/2  5.0 MiB  3.0 GiB", " 4.00 ", "2.50x",
+                  "rank 0 (a) takes requests and drafts; rank 3 (d) is a spare; rank 2 (c) is",
                   "request  output", "hosts    e missing (does not answer)"):
         assert words in text
     assert spark(collections.deque([0.0])) == " "

@@ -43,7 +43,7 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
               help="Ranks that stay idle until they replace one that dies.")
 @click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
               default=("kill",), show_default=True,
-              help="Fault to cause; several take turns, one per run (repeatable).")
+              help="Fault to cause; several alternate, one per run (repeatable).")
 @click.option("--moment", "moments", multiple=True, type=click.Choice([*MOMENTS, "random"]),
               default=("random",), show_default=True,
               help="When the fault happens, where there is a choice; recovery: a second stage "
@@ -78,7 +78,7 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
                    "it already: a campaign in several sittings.")
 @click.option("--lock", type=click.Path(dir_okay=False, path_type=Path), default=None,
               help="Hold a lock (flock) of this file during each run, and let it go for 2 s "
-                   "between, so that programs that measure on this machine take turns.")
+                   "between, so that programs that measure on this machine alternate.")
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
 def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     """Kill, stop and disturb real jobs on this machine, and see whether a token is lost.
@@ -149,7 +149,7 @@ def _victims(text: str, who: str, faults: tuple[str, ...], ranks: int) -> Victim
     check(faults)
     victims = Victims(grid, who)
     if BETWEEN in faults and ranks < 2:
-        raise UsageError(f"--fault {BETWEEN} needs two ranks beside the head: raise --ranks")
+        raise UsageError(f"--fault {BETWEEN} needs two ranks besides the head: raise --ranks")
     return victims
 
 

@@ -103,7 +103,7 @@ def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
     with joined.lead(progress_hook(request)) as session:
         session.on_change = note
         if not session.draft_name and not base.speculation.proposer:
-            raise UsageError("there is nothing to guess with, so nothing to leave out: give -md "
+            raise UsageError("there is no proposer, so nothing to leave out: give -md "
                              "or --proposer")
         prompts = [session.tokenizer.encode_chat([{"role": "user", "content": text}])
                    if request.chat else session.tokenizer.encode(text) for text in chosen]

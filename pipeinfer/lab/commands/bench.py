@@ -140,15 +140,15 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--delay", type=click.FloatRange(0), default=0.0,
               help="Milliseconds added to every link.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
-              help="Share of first guesses that are right [default: that of the pair].")
+              help="Share of first draft tokens that are accepted [default: that of the pair].")
 @click.option("--slow", default="", metavar="NODE:FACTOR",
               help="Make a node slower, such as 4:2.5 for node 4.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("--grid", default="", help="Wide stages, such as 2x4 or 4,3.")
 @click.option("--head", type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS]),
               default=wide.APART,
-              help="With --grid: head and draft on a node of their own, beside a member, or on the "
-                   "first member's by turns with the only stage.")
+              help="With --grid: head and draft on a node of their own, on a member's, or "
+                   "sharing the first member's in time with the only stage.")
 @click.option("--sum-type", type=click.Choice(list(wide.ITEM_BYTES)), default="f32",
               help="With --grid: type of the sums between members.")
 @click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")
@@ -163,8 +163,8 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0,
               help="Temperature of a pair whose tokens are drawn [default: 0, greedy].")
 @click.option("--verify", type=click.Choice([SHARED, MSS]), default=SHARED,
-              help="With --temp: guesses are verified by noise that draft and target share, as in "
-                   "jobs, or by SpecInfer's multi-step sampling.")
+              help="With --temp: draft tokens are verified by noise that draft and target share, "
+                   "as in jobs, or by SpecInfer's multi-step sampling.")
 @click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0,
               help="Stretch emulated time by this factor (under mpirun) [default: 1].")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")

@@ -62,13 +62,13 @@ _NO_LINK = Link(0.0, math.inf)
 @click.option("--hostfile", default="",
               help="File with the hosts, one rank per slot (with --dry-run or --grids).")
 @click.option("--nodes", "nodes_file", default="",
-              help="Settings per host [default: the TOML file beside the hostfile].")
+              help="Settings per host [default: HOSTFILE.toml].")
 @click.option("--cluster", default="", help="Use this cluster profile instead of a hostfile.")
 @click.option("--link", default="", help="Link profile between neighbours.")
 @click.option("-md", "--draft", default="", help="Draft model: a GGUF file or a model profile.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
-              help="Share of first guesses that the target accepts [default: as the pair's profile "
-                   "says].")
+              help="Share of first draft tokens that the target accepts [default: as in the "
+                   "pair's profile].")
 @click.option("--layers", default="", help="Number of layers of each stage, such as 10,12,12,6.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("-c", "--ctx-size", "ctx", type=click.IntRange(0, 2**24), default=0,
@@ -86,7 +86,7 @@ _NO_LINK = Link(0.0, math.inf)
 @click.option("--sum-type", type=click.Choice(list(ITEM_BYTES)), default="f32",
               help="With --grids: type of sums between the members of a stage [default: f32].")
 @click.option("--exchange-us", type=click.FloatRange(0, 1e6), default=1e6 * EXCHANGE,
-              help="With --grids: processor time of an exchange besides the wire, in microseconds "
+              help="With --grids: processor time of an exchange besides the link, in microseconds "
                    f"[default: {1e6 * EXCHANGE:.0f}, as measured over loopback].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
@@ -234,7 +234,7 @@ def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]
         return [f"no grid is considered: {error}"]
     if max(best.widths) == 1:
         return ["no grid of wide stages would be faster than one rank to a stage"]
-    return [f"{best.options} would bring about {best.tokens / plain.tokens:.2f} times the speed of "
+    return [f"{best.options} would have about {best.tokens / plain.tokens:.2f} times the speed of "
             f"one rank to a stage: {best.why()}"]
 
 

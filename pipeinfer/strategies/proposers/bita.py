@@ -276,18 +276,18 @@ SPEC = ProposerSpec(
     options={
         "bita": OwnOption("", Option(
             ("--bita",), "str",
-            "BiTA adapter (safetensors) of the model: learned mask tokens guess ahead; with "
+            "BiTA adapter (safetensors) of the model: learned mask tokens that draft; with "
             "learned prompts on the torch backend only, see docs/bita.md. With --proposer, add "
             "--proposer bita, too.")),
         "bita_top": OwnOption(5, Option(
             ("--bita-top",), "int",
-            "With --bita: how many of the likeliest tokens of the first mask are verified; one "
+            "With --bita: how many tokens of the first mask, best first, are verified; one "
             "less for each further mask. Neither given nor --bita-shape: cut to one run per step.",
             1, 8)),
         "bita_shape": OwnOption("efficient", Option(
             ("--bita-shape",), "str",
-            "With --bita: children below the likeliest token of each level (efficient), below "
-            "every token, as many on each level (full), or the likeliest tokens alone (chain).",
+            "With --bita: children below the best token of each level (efficient), below "
+            "every token, as many on each level (full), or the best tokens alone (chain).",
             choices=tuple(shape.value for shape in Shape))),
     },
     adapter="bita", backends=frozenset({"torch"}),

@@ -13,6 +13,6 @@ SPEC = ProposerSpec(
     "eagle3", "an EAGLE-3 head of the target (--eagle)", worker=make_head,
     options={"eagle": OwnOption("", Option(
         ("--eagle",), "str", "EAGLE-3 head of the model (GGUF, or user/repo[:quant] of the hub); "
-        "it guesses from rows of its layers. With --proposer, add --proposer eagle3, too.",
+        "it drafts from rows of its layers. With --proposer, add --proposer eagle3, too.",
         changes_tokens=False))},
     resource="eagle3", usual=2)

@@ -39,7 +39,7 @@ def tuning_options() -> Callable[..., Any]:
     """The options that `sft` takes."""
     return several(
         click.option("--tune", type=click.Choice(["lora", "all"]), default="lora",
-                     show_default=True, help="LoRA beside frozen weights, or all weights."),
+                     show_default=True, help="LoRA with frozen weights, or all weights."),
         click.option("--rank", type=click.IntRange(1), default=16, show_default=True,
                      help="Rank of LoRA's matrices; they are scaled by 2."),
         click.option("--epochs", type=Positive(), default=4.0,

@@ -16,7 +16,7 @@ from pipeinfer.lab.training.commands import Positive, say
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True,
-              help="Model that is to guess ahead: a GGUF file, or a Hugging Face folder.")
+              help="Model that is to draft: a GGUF file, or a Hugging Face folder.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="Where the adapter goes (safetensors).")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False),
@@ -37,9 +37,9 @@ from pipeinfer.lab.training.commands import Positive, say
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True,
               help="Samples per step.")
 @click.option("--groups", type=click.IntRange(1), default=24, show_default=True,
-              help="Places in each sample at which masks guess.")
+              help="Places in each sample at which masks draft.")
 @click.option("--masks", default=3, show_default=True,
-              help="How many tokens to guess beyond the next one.")
+              help="How many tokens to draft beyond the next one.")
 @click.option("--prompts", default=16, show_default=True, help="Number of learned prompt tokens.")
 @click.option("--prompting", type=click.Choice(["deep", "shallow", "none"]), default="deep",
               show_default=True, help="Learned prompts before every layer, before the first layer, "
