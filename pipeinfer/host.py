@@ -54,8 +54,7 @@ _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnn
 
 SECRETS = "PIPEINFER_SECRETS"  #: host:path of the file with secrets, until rank 0 has read it
 #: variables that hold keys or tokens: no launcher has them, nor any rank but the first
-SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
-                "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class Place(Struct):

@@ -41,6 +41,7 @@ GONE = {
                 "so on timing: leave it out, or compare in an emulation (pipeinfer bench --verify)",
     "--layout": "leave it out: lookahead decoding with the whole model on every rank was no "
                 "faster than on one",
+    "--otlp-endpoint": "leave it out: /metrics and --log-requests have the figures of requests",
     "--debug": "leave it out", "--pace-ms": "write --hook pace=MS", "-ub": "write --set ubatch=N",
     "--pace-row-ms": "write --hook pace=MS+ROW_MS", "--fault": "write --hook fault=SPEC",
     "--draft": "write --set draft_max=N", "--ubatch-size": "write --set ubatch=N",

@@ -27,7 +27,7 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import advice, model_paths, open_model, targeted
-from pipeinfer.server import http_process, journal, tls, tracing
+from pipeinfer.server import http_process, journal, tls
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import Loading
 from pipeinfer.server.keys import Allowance, parse_line
@@ -178,7 +178,6 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         journal=str(journal.check(config.journal)) if config.journal else "",
         journal_sync=config.journal_sync, journal_keep=config.journal_keep,
         journal_size=config.journal_size,
-        otlp=tracing.check(config.otlp_endpoint) if config.otlp_endpoint else "",
         certificate=files.certificate, private_key=files.key, race=race_words(job, config),
     )
 

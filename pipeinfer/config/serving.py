@@ -134,10 +134,6 @@ class ServeConfig:
                               "three policies over stages that are paced as slow hosts.")
     log_requests: bool = opt(False, "--log-requests", kind="flag",
                              help="Log one line per request to standard error (without contents).")
-    otlp_endpoint: str = opt("", "--otlp-endpoint", kind="str", fixed=True,
-                             help="Send a trace of every request, without its contents, to this "
-                                  "OpenTelemetry collector, such as http://collector:4318 (needs "
-                                  "the extra otel).")
     journal: str = opt("", "--journal", kind="str", fixed=True,
                        help="File from which requests continue after a crash of the HTTP process: "
                             "it stores prompts and answers, readable by this user only.")

@@ -26,7 +26,6 @@ from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_messages as blocks
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
-from pipeinfer.server.asker import current
 from pipeinfer.server.asking_again import Kind, RepeatedRequests, writer_of
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError
@@ -92,7 +91,7 @@ class Server:
     def asgi(self) -> ASGIApp:
         """The application with its middleware."""
         public = frozenset({"/health", *self.files})
-        return surround(self.app, self.settings, self.client.metrics, public, self.client.tracer)
+        return surround(self.app, self.settings, self.client.metrics, public)
 
     # --- requests for answers -----------------------------------------------------------------
 
@@ -161,7 +160,6 @@ class Server:
             asked = await asyncio.to_thread(request_of, wanted, model)
         asked.notes[:0] = notes
         writer = writer_of(kind, body, asked, self.settings.name, tokenizer)
-        current().about(writer.answer_id)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
             return kept
         job = self.client.submit(asked)

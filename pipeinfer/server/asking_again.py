@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import schema_items as items
-from pipeinfer.server.asker import current
 from pipeinfer.server.block_writer import BlockWriter
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, bad
@@ -66,8 +65,7 @@ class RepeatedRequests:
             request.headers.get("idempotency-key", ""), _digest(body),
             identity(self._client.settings), str(self._client.facts.get("bits", "")),
             dataclasses.replace(writer.asked, tools=None), writer.asked.tools,
-            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None,
-            current().traceparent)
+            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None)
         return await self.answer(archive.begin(begun), request)
 
     async def retrieve(self, name: str, request: Request, stream: bool = False) -> Response:

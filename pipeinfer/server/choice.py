@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.asker import Asker
 from pipeinfer.server.errors import Failure, for_failure
 
 _MODEL_ENDS = frozenset({"stop", "length", "context"})
@@ -52,32 +53,6 @@ class Counts:
     last: float | None = None
 
 
-class Observer(Protocol):
-    """What is notified of a choice: the key that pays for it, and the request's trace."""
-
-    def token(self, generation: Generation) -> None:
-        """A token of the answer has arrived."""
-
-    def event(self, name: str, **attributes: str | int | bool) -> None:
-        """Something has happened meanwhile."""
-
-    def ended(self, generation: Generation) -> None:
-        """The choice has ended."""
-
-
-class _Unobserved:
-    """The observer of a choice that nothing counts or traces."""
-
-    def token(self, generation: Generation) -> None:
-        """Ignored."""
-
-    def event(self, name: str, **attributes: str | int | bool) -> None:
-        """Ignored."""
-
-    def ended(self, generation: Generation) -> None:
-        """Ignored."""
-
-
 class Generation:
     """One choice. `news` is set whenever there is something to fetch.
 
@@ -97,7 +72,7 @@ class Generation:
         self.tokens: list[int] = []
         self.restarts = 0  #: how often a new job has taken it up
         self.same_bits = True  #: whether all of these computed as the first one did
-        self.asker: Observer = _Unobserved()
+        self.asker = Asker()  # nobody pays
         self._news = news
         self._stream = TextStream(tokenizer, stops)
         self._waiting: deque[tuple[int, AnswerPiece]] = deque()  # where each begins
@@ -133,7 +108,7 @@ class Generation:
         counts.output += 1
         counts.first = counts.first or now
         counts.last = now
-        self.asker.token(self)
+        self.asker.used(1)
         start = self._stream.produced
         text = self._stream.push(token, seen)
         self._waiting.append((start, AnswerPiece(token, text, speculated, logprob, top)))
@@ -153,14 +128,12 @@ class Generation:
                 self._cut()
         self.stats = stats
         self.reason = "stop" if self.stopped else reason
-        self.asker.ended(self)
         self._news.set()
 
     def fail(self, failure: Failure) -> None:
         """End the choice with `failure`; without effect when it has ended."""
         if not self.ended:
             self.failure, self.reason = failure, "error"
-            self.asker.ended(self)
             self._news.set()
 
     # --- to the client ------------------------------------------------------------------------

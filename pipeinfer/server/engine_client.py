@@ -48,7 +48,6 @@ from pipeinfer.server.frames import (
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
-from pipeinfer.server.tracing import Tracer
 from pipeinfer.server.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -105,7 +104,6 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = None
         self.open: dict[int, _Open] = {}
         self.archive: Archive | None = None  #: of the journal, where there is one
-        self.tracer = Tracer(settings.otlp, settings.name) if settings.otlp else None
         self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
         self.waiting = 0  #: requests that wait for admission
         self._ids = itertools.count(1)
@@ -211,7 +209,8 @@ class EngineClient:
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
             request.decompose, pool=pool), before, bits, before)
-        asker.began(generation, request)
+        if not generation.index % request.n:  # a prompt counts once for all its choices
+            asker.used(generation.counts.prompt)
         if self.state == "ready":
             self._hand_over(one)
 
@@ -285,8 +284,6 @@ class EngineClient:
             case Ready(facts):
                 self._welcome(facts)
             case Changed(facts):
-                for change in facts.get("changes", ())[len(self.facts.get("changes", ())):]:
-                    self._trace("recovery" if change["lost"] else "move", why=change["why"])
                 self.facts = facts
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
             case Rebalanced(number):
@@ -434,8 +431,6 @@ class EngineClient:
             generation.restarts += 1
             if (generation.tokens or one.before) and one.bits != bits:
                 generation.same_bits = False
-            generation.asker.event("resume", tokens=len(generation.tokens),
-                                   same_arithmetic=generation.same_bits)
         one.handed, one.bits = True, bits
         self._send(structs.replace(one.frame, output=tuple(generation.tokens)))
 
@@ -445,7 +440,6 @@ class EngineClient:
             self.fail(reason)
         elif self.state != "restarting":
             self.state, self.reason = "restarting", reason
-            self._trace("pause", why=reason)
             self._patience = asyncio.get_running_loop().call_later(
                 self.settings.restart_timeout, self._give_up)
             self._end_rebalances(reason)
@@ -487,11 +481,6 @@ class EngineClient:
             if not waiting.done():
                 waiting.set_exception(ApiError(503, message, code=(
                     "cluster_failed" if kind == "failed" else "shutting_down")))
-
-    def _trace(self, event: str, **attributes: str) -> None:
-        """Record an event in the trace of every open request."""
-        for asker in {one.generation.asker for one in self.open.values()}:
-            asker.event(event, **attributes)
 
     def _show_state(self) -> None:
         self._show({"op": "state", "state": self.state, "reason": self.reason,

@@ -119,8 +119,6 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
         task.cancel()
     if client.archive is not None:
         await client.archive.close()
-    if client.tracer is not None:
-        client.tracer.close()
     return int(failed)
 
 

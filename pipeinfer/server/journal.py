@@ -50,7 +50,6 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     kind: of the API. owner: digest of the API key that may request the answer.
     key: the client's Idempotency-Key. body: digest of the client's request.
     model: identity of the model file. bits: of the engine at that time.
-    traceparent: its span, "" for none.
     """
 
     id: str
@@ -64,7 +63,6 @@ class Begun(msgspec.Struct, tag_field="op", tag="begun", frozen=True):
     asked: EngineRequest
     tools: ToolUse | None = None
     request: dict[str, Any] | None = None
-    traceparent: str = ""
 
 
 class TokenRows(msgspec.Struct, tag_field="op", tag="tokens", frozen=True):

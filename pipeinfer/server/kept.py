@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.asker import asking
 from pipeinfer.server.choice import Choices, Generation
 from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, ChoiceEnded, Gone, Journal, Record, Story, TokenRows
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
-from pipeinfer.server.tracing import Tracer
 
 
 class JournaledClient(Protocol):
@@ -32,7 +30,6 @@ class JournaledClient(Protocol):
     settings: Settings
     metrics: Metrics
     facts: dict[str, Any]
-    tracer: Tracer | None
 
     @property
     def state(self) -> str:
@@ -139,17 +136,10 @@ class Kept:
         """Submit the choices that have not ended. before: whether an earlier process has begun
         them."""
         client, begun = self.archive.client, self.record.begun
-        trace = None
-        if before and client.tracer is not None:
-            trace = client.tracer.replay(begun.kind, begun.traceparent, begun.id)
-            trace.event("journal replay", tokens=sum(len(s.rows) for s in self.record.stories))
-        with asking(trace=trace):
-            for index, story in enumerate(self.record.stories):
-                if story.end is None:
-                    client.add(self._make(tokenizer, index), begun.asked, before,
-                            story.bits or begun.bits)
-        if trace is not None:
-            trace.release()
+        for index, story in enumerate(self.record.stories):
+            if story.end is None:
+                client.add(self._make(tokenizer, index), begun.asked, before,
+                           story.bits or begun.bits)
         self._limit = asyncio.get_running_loop().call_later(
             client.settings.request_timeout, self.abort, "timeout")
 

@@ -29,7 +29,6 @@ from pipeinfer.server.keys import Allowance, Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.origins import Origins
 from pipeinfer.server.settings import Settings
-from pipeinfer.server.tracing import OPERATIONS, Tracer
 
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
           "connect-src 'self'; font-src 'self'; manifest-src 'self'; base-uri 'none'; "
@@ -261,31 +260,6 @@ def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
                             "accepts", headers={"Connection": "close"})
 
 
-class Tracing:
-    """Begins the trace of a request for an answer, and records the answer's status."""
-
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
-        self._app, self._tracer = app, tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the request and record the status."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in OPERATIONS:
-            await self._app(scope, receive, send)
-            return
-        trace = self._tracer.request(scope["path"], dict(scope["headers"]))
-
-        async def seen(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                trace.status(message["status"])
-            await send(message)
-
-        try:
-            with asking(trace=trace):
-                await self._app(scope, receive, seen)
-        finally:
-            trace.release()
-
-
 class Accounting:
     """Counts answers, adds security headers for browsers, and logs requests if enabled."""
 
@@ -317,12 +291,9 @@ class Accounting:
                              1e3 * (time.monotonic() - start))
 
 
-def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str],
-             tracer: Tracer | None = None) -> ASGIApp:
+def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str]) -> ASGIApp:
     """Return the application with all middleware. public: paths that need no key."""
     inner: ASGIApp = Guard(app, settings, public)
-    if tracer is not None:
-        inner = Tracing(inner, tracer)
     if settings.cors_origins:
         inner = CORSMiddleware(
             inner, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],

@@ -37,7 +37,6 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     journal_sync: seconds between two syncs of it to the disk
     journal_keep: seconds for which ended requests stay in it
     journal_size: MiB of it beyond which the oldest of them are deleted
-    otlp: address of the collector that receives traces; "" for none
     certificate, private_key: files of TLS; "" for plain HTTP
     race: words of `pipeinfer race` with the server's models; none where it offers no race
     """
@@ -67,7 +66,6 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     journal_sync: float = 1.0
     journal_keep: float = 3600.0
     journal_size: int = 64
-    otlp: str = ""
     certificate: str = ""
     private_key: str = ""
     race: tuple[str, ...] = ()
