@@ -12,12 +12,13 @@ from pipeinfer.llama.library import llama_kernels, llama_version
 
 settings.register_profile("full", deadline=None, derandomize="CI" in os.environ,
                           suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("sample", settings.get_profile("full"), max_examples=15)
+settings.register_profile("sample", settings.get_profile("full"), max_examples=10)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before tests are imported: `tests.support.sample` reads the profile then."""
     settings.load_profile("full" if config.getoption("full") else "sample")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: other workers have the other cores
 
 
 #: tests that start real jobs by the dozen, or with `-t 1`

@@ -25,32 +25,32 @@ from typing import Any, NoReturn, cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct, structs
 
 from pipeinfer import host
-from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend, tap
-from pipeinfer.backends.chain import ChainBackend
-from pipeinfer.backends.exact_width import Widths, known_widths
+from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.factory import (
-    EXACT_LIMIT,
     backend_for,
     learn,
-    llama_options,
-    load_torch,
-    torch_embedding,
 )
-from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
-from pipeinfer.backends.thread_count import settle_threads
-from pipeinfer.backends.wide import Embedding, SliceBackend, WideBackend
+from pipeinfer.backends.wide import SliceBackend, WideBackend
 from pipeinfer.cluster.hooks import Hooks
+from pipeinfer.cluster.parts import (
+    LOADERS,
+    LoadedPart,
+    PartLoader,
+    gaps_of,
+    gpu_of,
+    joined,
+    pieces_of,
+    worst,
+)
 from pipeinfer.cluster.proposers import DraftLoader
-from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.shutdown import end_job
-from pipeinfer.cluster.sizing import cancel_path, exact_rows
+from pipeinfer.cluster.sizing import cancel_path
 from pipeinfer.cluster.wide_stage import sum_seconds, team_of
-from pipeinfer.config import JobConfig, ModelConfig
+from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
     Progress,
@@ -65,13 +65,7 @@ from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
 from pipeinfer.host import Place, threads_of
-from pipeinfer.llama.library import gpus, has_gpu, llama_identity
 from pipeinfer.models.bita_adapter import load_bita
-from pipeinfer.models.embedding import PIECE as EMBEDDING
-from pipeinfer.models.embedding import EmbeddingTable
-from pipeinfer.models.locate import open_model, same_model
-from pipeinfer.models.shard import ShardSource, shard_name
-from pipeinfer.models.shard_cache import cache_directory, turn
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
@@ -81,24 +75,7 @@ from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 from pipeinfer.transport.lent import LentLoop, Stuck
 
-Report = Callable[[str, int, int], None]
 _OFTEN = 0.2  #: seconds between two reports of one phase to the head
-
-
-class LoadedPart(Struct, frozen=True):
-    """A loaded shard.
-
-    piece: name of the slice that it holds of its layers, "" for all of them.
-    threads: CPU threads that decode a single row.
-    received: bytes of it that came from rank 0.
-    """
-
-    layers: tuple[int, int]
-    piece: str
-    backend: Backend
-    widths: Widths
-    threads: int
-    received: int
 
 
 class StageProcess:
@@ -211,10 +188,10 @@ class StageProcess:
             config = settle(self._config, self._place, NodeSettings(**setup.settings))
             threads = threads_of(config.model.threads, self._place)
             kind = backend_for(config.model.backend, Path(setup.model))
+            loader = LOADERS[kind](config, setup, self._port, self._hooks, threads, report)
             try:
                 for piece in pieces_of(setup):
-                    self._load(config, setup, piece, (setup.start, setup.stop), kind, threads,
-                               report).backend.close()
+                    loader.load(piece, (setup.start, setup.stop)).backend.close()
             except PipeinferError as error:  # raised again if this rank ever gets the stage
                 if 0 in self._port.gone:
                     raise
@@ -265,21 +242,21 @@ class StageProcess:
         layers, pieces = (setup.start, setup.stop), pieces_of(setup)
         threads = max(1, self._threads(config, setup) // len(pieces))
         self._make_room(layers, pieces, (setup, config, threads, kind))
+        loader = LOADERS[kind](config, setup, self._port, self._hooks, threads, report)
         for piece in pieces:
             held = [part.layers for part in self._parts if part.piece == piece]
             for gap in gaps_of(layers, held):
-                self._parts.append(self._load(config, setup, piece, gap, kind, threads, report))
+                self._parts.append(loader.load(piece, gap))
         self._parts.sort(key=lambda part: (pieces.index(part.piece), part.layers))
         team = self._join_team(config, setup)
         backend, widths = joined(self._parts) if team is None else self._wide(
-            config, setup, team, kind, report)
+            loader, setup, team)
         backend.seq_rm(ALL_SEQS, 0, END)
         learned = 0
         if path := registry.adapter(config.speculation):
             adapter = load_bita(path)
             learned = adapter.n_masks
-            backend = learn(backend, adapter, setup.prompt_id,
-                            functools.partial(self._embedding, config, setup, kind, report))
+            backend = learn(backend, adapter, setup.prompt_id, loader.embedding)
         widths = self._hooks.widths(widths)
         backend = self._hooks.backend(backend, in_team=team is not None)
         report("starting", 1, 1)
@@ -337,26 +314,14 @@ class StageProcess:
         self._whole = self._team = None
         self._sum_seconds = 0.0
 
-    def _wide(self, config: JobConfig, setup: Setup, team: Team, kind: str, report: Report
-              ) -> tuple[Backend, Widths]:
+    def _wide(self, loader: PartLoader, setup: Setup, team: Team) -> tuple[Backend, Widths]:
         """Return the member's slices as one backend, with the worst of their widths."""
         chains = [[cast("SliceBackend", part.backend) for part in self._parts
                    if part.piece == piece] for piece in pieces_of(setup)]
-        embedding = self._embedding(config, setup, kind, report) if setup.start == 0 else None
+        embedding = loader.embedding() if setup.start == 0 else None
         self._whole = WideBackend(chains, team, (setup.start, setup.stop), setup.n_layers,
                                   embedding)
         return self._whole, worst(self._parts)
-
-    def _embedding(self, config: JobConfig, setup: Setup, kind: str, report: Report
-                   ) -> Embedding:
-        """Return the embedding table, which is stored apart from the stage's slices."""
-        if kind == "torch":
-            return torch_embedding(config.model, same_model(
-                setup.model, setup.fingerprint))
-        path, _ = stage_shard(config.cluster, self._port, msgspec.structs.replace(
-            setup, piece=EMBEDDING), report)
-        assert isinstance(path, Path)
-        return EmbeddingTable.open(open_model(path))
 
     def _threads(self, config: JobConfig, setup: Setup) -> int:
         """Return the threads of the stage; bind this rank to more cores if idle ranks lend it
@@ -390,95 +355,6 @@ class StageProcess:
         for part in parts:
             part.backend.close()
 
-    def _load(self, config: JobConfig, setup: Setup, piece: str, layers: tuple[int, int],
-              kind: str, threads: int, report: Report) -> LoadedPart:
-        (start, stop), received = layers, 0
-        shard: Path | ShardSource | None = None
-        backend: Backend
-        if kind == "torch":
-            path = same_model(setup.model, setup.fingerprint)
-            report("loading", 0, 1)
-            backend = load_torch(config.model, path, layers, {
-                "n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch},
-                threads, piece, exact_rows(config))
-            version = torch_version()
-        else:
-            from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-            from pipeinfer.backends.llamacpp.padded import PaddedBackend
-
-            self._hooks.cached(lambda: cache_directory() / shard_name(
-                setup.fingerprint, start, stop, piece))
-            shard, received = stage_shard(config.cluster, self._port, msgspec.structs.replace(
-                setup, start=start, stop=stop, piece=piece), report)
-            size = shard.total if isinstance(shard, ShardSource) else shard.stat().st_size
-            report("loading", 0, size)
-            whole, version = start == 0 and stop == setup.n_layers, llama_identity()
-            streams = setup.stream if config.model.gpu_layers and has_gpu() else 0
-            backend = (PaddedBackend if streams else LlamaCppBackend).load(
-                shard,
-                layers=layers,
-                n_layers_total=setup.n_layers,
-                first=start == 0 and not piece,  # slices are given rows
-                last=stop == setup.n_layers,
-                n_ctx=streams * setup.n_seq_max or setup.n_ctx,
-                n_seq_max=setup.n_seq_max,
-                n_batch=setup.n_batch,
-                n_threads=threads,
-                options=llama_options(
-                    config.model,
-                    callbacks=not whole or config.speculation.policy != "iterative",
-                    gaps=setup.gaps, streams=streams > 0,
-                ),
-                progress=lambda phase, share: report(phase, round(share * size), size),
-            )
-        try:
-            widths, used = _measured(backend, shard, setup, (
-                version, *host.cpu_features(), gpu_of(config.model, kind)), piece, threads,
-                None if config.model.threads else threads, report, config.model.pad)
-        except BaseException:
-            backend.close()
-            raise
-        return LoadedPart(layers, piece, backend, widths, used, received)
-
-
-def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
-              identity: tuple[object, ...], piece: str, threads: int, most: int | None,
-              report: Report, pad: int = 0) -> tuple[Widths, int]:
-    """Return the widths of a loaded shard and the threads that it uses for single rows.
-
-    shard: its file, where llama.cpp loaded it. most: threads among which to choose; None: `threads`
-    are fixed. pad: rows to which short decodes are padded on a device; 0: measured.
-    """
-    used, excerpt = threads, None
-    with measuring.alone(), contextlib.ExitStack() as stack:
-        if setup.cores:  # all ranks of this host use the same ones
-            stack.enter_context(turn(cache_directory() / "measuring", lambda: report(
-                "waiting for other ranks' measurements", 0, 1)))
-        if shard is not None:
-            from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-            from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
-            from pipeinfer.backends.llamacpp.padded import PaddedBackend, known_padding
-
-            assert isinstance(backend, LlamaCppBackend)
-            if isinstance(backend, PaddedBackend) and backend.options.streams:
-                return known_padding(
-                    backend, (setup.fingerprint, piece, *identity), pad, EXACT_LIMIT,
-                    lambda done, total: report("measuring", done, total)), threads
-            excerpt = stack.enter_context(LoadedExcerpt.opened(shard, backend))
-            # an exact limit of 1 may come from sums that are split by threads
-            if most is not None and backend.any_threads:
-                used = settle_threads(backend if excerpt is None else excerpt.timed, most,
-                                      lambda: report("measuring", 0, 1))
-                backend.use_threads(used)
-        own = () if excerpt is not None else (setup.fingerprint, piece)
-        widths = known_widths(
-            backend, (*own, threads, *identity), limit=setup.exact or (
-                EXACT_LIMIT if shard is not None else getattr(backend, "exact_limit", EXACT_LIMIT)),
-            known_curve=setup.curve, excerpt=excerpt,
-            progress=lambda done, total: report("measuring", done, total))
-    return widths, used
-
-
 def _tapped(backend: Backend, setup: Setup) -> Callable[[], npt.NDArray[Any]] | None:
     """Return a function for the rows that a head reads of this stage; None without any."""
     last = setup.stop == setup.n_layers
@@ -488,46 +364,3 @@ def _tapped(backend: Backend, setup: Setup) -> Callable[[], npt.NDArray[Any]] | 
     rows: Callable[[], npt.NDArray[Any]] = tap(backend, setup.taps)
     most = float(np.finfo(np.float16).max)
     return (lambda: rows().clip(-most, most).astype(np.float16)) if setup.half_taps else rows
-
-
-def gpu_of(config: ModelConfig, kind: str) -> str:
-    """Return llama.cpp's names of the devices that hold a stage's layers; "" if the CPU or torch
-    computes. kind: of backend."""
-    if kind != "llamacpp" or not config.gpu_layers:
-        return ""
-    return ", ".join(one.description for one in gpus())
-
-
-def pieces_of(setup: Setup) -> tuple[str, ...]:
-    """Return the names of the slices that a rank holds; "" alone for whole layers."""
-    if not setup.cut:
-        return ("",)
-    return tuple(setup.cut[index] for index in setup.holders[setup.port.member])
-
-
-def gaps_of(layers: tuple[int, int], held: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of `layers` that are not covered by `held` (ranges inside, disjoint)."""
-    found, at = [], layers[0]
-    for start, stop in sorted(held):
-        if at < start:
-            found.append((at, start))
-        at = stop
-    if at < layers[1]:
-        found.append((at, layers[1]))
-    return found
-
-
-def joined(parts: list[LoadedPart]) -> tuple[Backend, Widths]:
-    """Return all parts as one backend, with the worst of their widths."""
-    if len(parts) == 1:
-        return parts[0].backend, parts[0].widths
-    return ChainBackend([part.backend for part in parts]), worst(parts)
-
-
-def worst(parts: list[LoadedPart]) -> Widths:
-    """Return the widths that hold for all parts: the smallest R and the highest costs."""
-    curves = zip(*(part.widths.curve for part in parts), strict=True)
-    return structs.replace(parts[0].widths, exact=min(p.widths.exact for p in parts),
-                               curve=tuple(map(max, curves)),
-                               padded=min(p.widths.padded for p in parts),
-                               padding_cost=max(p.widths.padding_cost for p in parts))

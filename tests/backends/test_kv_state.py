@@ -184,7 +184,7 @@ class LlamaMachine(KvMachine):
 
     @invariant()
     def cells_in_order(self):
-        order = self.backend._order
+        order = self.backend._cells.order
         assert order.in_order
         for seq_id in range(N_SEQS):
             assert (np.diff(order.cells_of(seq_id)) > 0).all()
@@ -218,7 +218,7 @@ def test_llama_state(tmp_path, qtype):
         LlamaMachine.loaded = ()
 
 
-def test_cells_below_living_ones_are_buried_until_the_cache_is_full():
+def test_removed_cells_below_used_ones_wait_until_the_cache_is_full():
     order = CellOrder(16, 3)
     order.place(make_rows([(0, p, (0,), True) for p in range(4)]))
     order.copy(0, 1, 0, 4)
@@ -272,8 +272,8 @@ def test_a_cache_full_of_dead_cells_is_moved_together(tmp_path, options, layers)
     # Without flash attention, holes between cells alone change the last bits.
     same = partial(np.allclose, atol=4e-3) if options.get("flash_attn") == "off" else np.array_equal
     compactions = []
-    original = small._compact
-    small._compact = lambda: (compactions.append(True), original())
+    original = small._cells.compact
+    small._cells.compact = lambda: (compactions.append(True), original())
     for pos in range(150):
         small.seq_cp(0, 1, 0, pos)
         small.decode(make_rows([(9, pos + i, (1,), False) for i in range(3)]))

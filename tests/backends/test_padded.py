@@ -160,7 +160,7 @@ def test_the_choice_is_stored_by_what_it_depends_on(backend, tmp_path, monkeypat
 def test_models_without_parts_of_the_cache_keep_the_shared_one(tmp_path):
     made = load(gaps=True)
     assert not made.options.streams
-    assert made._order is None
+    assert made._cells is None
     made.close()
 
 

@@ -20,7 +20,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
 from tests.rig.cut_check import cuts_of, differing, load
-from tests.support.sample import full
+from tests.support.sample import fewer, full
 
 CASES = {
     "llama-F32": RandomSpec(qtype="F32"),
@@ -63,7 +63,8 @@ def test_splits_are_bit_equal(case, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "model.gguf", CASES[case]))
     cuts = cuts_of(model)
     assert cuts
-    check_splits(model, tmp_path / "cache", cuts)
+    # the last ones are into three and into single layers: every layer where it can be cut
+    check_splits(model, tmp_path / "cache", fewer(cuts, cuts[-2:]))
 
 
 @pytest.mark.parametrize(("name", "bad", "why"), [

@@ -183,7 +183,7 @@ def test_a_run_that_is_cancelled_is_skipped_by_all_sooner_or_later(stage, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whoever_fails_is_heard_by_the_others_at_their_next_sum(stage, way):
+def test_a_member_that_fails_ends_the_others_at_their_next_sum(stage, way):
     team = stage(way, ((0,), (1,), (2,)))
     team.begin(4)
     for one in team.teams:

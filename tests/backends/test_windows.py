@@ -75,8 +75,8 @@ def test_what_is_taken_back_and_copied_leaves_no_trace(name, seed, tmp_path):
     path = write_random_model(tmp_path / "m.gguf", spec)
     backend, fresh = load(path, spec, keep_order=False), load(path, spec)
     walk, checked, compactions = Walk(backend, seed), 0, []
-    compact = backend._compact
-    backend._compact = lambda: (compactions.append(1), compact())
+    compact = backend._cells.compact
+    backend._cells.compact = lambda: (compactions.append(1), compact())
     for _ in range(600):
         found = walk.step()
         if found is not None and walk.rng.random() < 0.15:

@@ -139,7 +139,7 @@ def ranges(found):
     return [(h.rank, h.start, h.stop) for h in found.held]
 
 
-def test_those_that_live_take_over_and_keep_their_width():
+def test_survivors_take_over_lost_layers_and_keep_their_exact_width():
     port = Port()
     found = assembly(port)
     found.start()
@@ -200,7 +200,7 @@ def test_a_stage_that_sends_nothing_is_named_with_its_phase():
     assert said.value.peer == 2
 
 
-def test_a_spare_stands_in_and_is_prepared():
+def test_a_spare_replaces_a_lost_stage_and_gets_its_layers():
     port = Port()
     found = assembly(port, spares=1)
     found.start()
@@ -211,7 +211,7 @@ def test_a_spare_stands_in_and_is_prepared():
     assert found.spares == ()
 
 
-def test_of_two_that_do_not_hear_each_other_the_one_that_waits_is_left_out():
+def test_of_two_stages_with_a_cut_link_the_waiting_one_is_excluded():
     port = Port()
     found = assembly(port, spares=2)
     found.start()
@@ -225,7 +225,7 @@ def test_of_two_that_do_not_hear_each_other_the_one_that_waits_is_left_out():
     assert found.lost == {1, 2, 3}
 
 
-def test_where_no_loss_is_survived_it_is_raised():
+def test_a_loss_is_raised_where_mpi_does_not_survive_it():
     found = assembly(Port(), survives=False)
     with pytest.raises(LinkCut, match=r"what rank 3 sends has not got to rank 2 for 4\.0 s"):
         found.recover(LinkCut(3, 2, 4.0))
@@ -396,7 +396,7 @@ def test_a_stage_without_memory_is_left_out_at_the_start():
     assert ranges(found) == [(1, 0, 3), (3, 3, 6)]
 
 
-def test_too_few_say_what_is_missing():
+def test_too_few_ranks_name_the_missing_memory():
     found = assembly(Port(), memory=2.5)
     found.start()
     with pytest.raises(ClusterError, match=r"rank 2 is dead; .*it needs .* missing"):
@@ -411,7 +411,7 @@ def test_what_cannot_be_survived_is_raised(survives, rank):
         found.recover(RankLost(rank, "is dead"))
 
 
-def test_when_nobody_is_left_the_last_loss_is_what_is_said():
+def test_with_no_stage_left_the_last_loss_is_raised():
     found = assembly(Port())
     found.start()
     for rank in (1, 2):
@@ -455,7 +455,7 @@ def test_a_spare_takes_the_slices_of_a_leader_and_leads():
     assert port.setups[5].holders == ((0,), (1,))
 
 
-def test_a_stage_that_has_lost_everybody_joins_the_one_before():
+def test_a_stage_without_members_merges_with_the_one_before():
     port = Port()
     found = assembly(port, grid="2x2")
     found.start()
@@ -467,7 +467,7 @@ def test_a_stage_that_has_lost_everybody_joins_the_one_before():
     assert "rank 3 is dead; rank 4 is dead" in str(found.changes[0])
 
 
-def test_the_member_that_tells_of_a_failure_is_left_out_by_its_rank():
+def test_a_member_that_reports_a_failure_is_excluded_by_its_rank():
     found = assembly(Port(), grid="2x2", spares=1)
     found.start()
     found.recover(RankLost(1, "is dead"))

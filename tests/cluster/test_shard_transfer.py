@@ -165,7 +165,7 @@ def test_an_answer_that_names_no_shard_is_refused(answer):
         shard_transfer._ask(ports[1], PortName(1), 0, 1, 5.0)
 
 
-def test_a_head_that_answers_no_wish():
+def test_a_head_that_answers_no_request_for_a_shard():
     with pytest.raises(TransportTimeout, match="ShardOffer from rank 0"):
         shard_transfer._ask(local_ports(2)[1], PortName(1), 0, 1, 0.2)
 
@@ -195,7 +195,7 @@ def test_damage_on_the_way_is_found(tmp_path, kind):
     assert (tmp_path / "s.part").stat().st_size == 0
 
 
-def test_a_head_that_says_nothing(tmp_path):
+def test_a_silent_head_ends_the_transfer(tmp_path):
     ports = local_ports(2)
     start = time.monotonic()
     with pytest.raises(TransportTimeout, match="ShardChunk from rank 0"):

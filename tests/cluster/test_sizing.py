@@ -94,7 +94,7 @@ def test_speculation():
     ({"draft_model": "none"}, None, 4, ()),
     ({"proposer": ("draft",)}, DRAFT, 4, ("draft",)),
 ])
-def test_who_guesses_where_nobody_has_said(given, draft, ranks, guesses):
+def test_the_default_proposers_by_what_is_there(given, draft, ranks, guesses):
     found = with_usual(Asked(JobConfig.of(**given), None, draft, ("llamacpp",)), ranks)
     assert found.speculation.proposer == guesses
 

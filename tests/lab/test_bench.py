@@ -175,7 +175,7 @@ def test_a_slow_node_and_a_delay_show():
     (("--acceptance", "1.5"), "not in the range"),
     (("--profiles", "nowhere.toml"), "cannot read profiles nowhere.toml"),
 ])
-def test_what_cannot_be_is_said(args, says):
+def test_impossible_combinations_are_refused_with_the_reason(args, says):
     done = invoke(*args)
     assert done.exit_code == 2
     assert says in done.output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -38,7 +36,7 @@ def stages_of(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "qtype"), [
-    *itertools.product(SLICED[:-len(MIXTURES)], ["F32", "Q8_0"]),
+    *matrix(SLICED[:-len(MIXTURES)], ["F32", "Q8_0"]),
     *matrix((*MIXTURES, *STATES), ["F32", "Q8_0", "Q4_0", "MXFP4"])])
 def test_one_slice_of_everything_gives_the_bits_of_the_whole(name, qtype, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype)))

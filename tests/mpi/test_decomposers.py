@@ -22,10 +22,9 @@ from tests.support.refusals import refusal
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-#: the sample counts steps of the first five; it compares texts with LLAMA, so that a cell of torch
-#: that is named by its node id has no skeleton
-TORCH = ("plain", "pasta", "pdos", "apar", "pasta+lookahead@speculative", "skeleton",
-         "pdos+prompt-lookup")[:fewer(7, 5)]
+#: the sample counts steps of the first three, and compares texts with LLAMA
+TORCH = ("plain", "pasta", "pasta+lookahead@speculative", "pdos", "apar", "skeleton",
+         "pdos+prompt-lookup")[:fewer(7, 3)]
 DECOMPOSERS = tuple(method for method in TORCH if "+" not in method and "@" not in method)
 LLAMA = ("plain", "pdos", "skeleton", "apar", "pdos+lookahead", "apar+prompt-lookup")
 SAMPLED = ("--temp", "0.8", "--seed", "5")
@@ -97,13 +96,13 @@ def test_text_does_not_depend_on_how_many_threads_are_at_work(
 
 
 def test_threads_take_fewer_steps_than_plain_decoding(alone):
-    answers = alone("torch", "greedy")
-    steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}
-    for method in ("pasta", "pdos", "apar"):
-        assert steps[method] < 0.7 * steps["plain"], steps
-    assert steps["pasta+lookahead@speculative"] <= steps["pasta"]  # short texts repeat little
-    for found in answers.values():
-        assert all(answer["text"].strip() for answer in found)
+    for answers in (alone("torch", "greedy"), alone("llamacpp", "sampled")):
+        steps = {method: sum(a["steps"] for a in found) for method, found in answers.items()}
+        for method in {"pasta", "pdos", "apar"} & answers.keys():
+            assert steps[method] < 0.7 * steps["plain"], steps
+        # short texts repeat little
+        assert steps.get("pasta+lookahead@speculative", 0) <= steps.get("pasta", 0)
+        assert all(answer["text"].strip() for found in answers.values() for answer in found)
 
 
 def test_pasta_runs_on_llamacpp_with_positions_that_rise(tmp_path):
@@ -133,7 +132,7 @@ def test_generate_streams_a_decomposed_answer(tmp_path):
     (("--decomposer", "apar", "-m", "EMBEDDED"), "single tokens"),
     (("--decomposer", "pasta", "--pasta-positions", "guess"), "pred-10x"),
 ])
-def test_what_cannot_be_is_said(options, message):
+def test_impossible_combinations_are_refused_with_the_reason(options, message):
     embedded = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
     options = [str(embedded) if option == "EMBEDDED" else option for option in options]
     code, says = refusal(generate, ["-p", "x", "-n", "4", *options])

@@ -55,7 +55,7 @@ def test_beside_slices(np, drafts, plain):
 
 @pytest.mark.parametrize(("np", "count", "victim"), [
     (3, "1", 2), full(4, "1", 3), full(4, "2", 2), full(4, "2", 3)])
-def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, victim, plain):
+def test_a_draft_that_dies_costs_its_proposals_and_no_token(np, count, victim, plain):
     done = launch.run(np, [*GENERATE, *PACED, "--draft-ranks", count, "--hook",
                           f"fault=kill@{victim}:decode=12"])
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_a_draft_that_dies_takes_its_guesses_along_and_nothing_else(np, count, v
     assert any("decoding continues without this draft" in note for note in answer["stats"]["notes"])
 
 
-def test_a_draft_that_fails_takes_its_guesses_along_and_nothing_else(plain):
+def test_a_draft_that_fails_costs_its_proposals_and_no_token(plain):
     done = launch.run(3, [*GENERATE, *PACED, "--draft-ranks", "1", "--hook",
                           "fault=error@2:decode=12"])
     assert done.returncode == 0, done.stderr

@@ -100,7 +100,7 @@ def test_a_head_with_a_small_vocabulary_is_right_where_it_has_the_token(name, wa
 
 
 @pytest.mark.parametrize("fault", ["kill@3:decode=9", full("error@3:decode=9")])
-def test_a_head_that_is_lost_takes_its_guesses_along_and_nothing_else(fault, tmp_path):
+def test_a_lost_head_costs_its_proposals_and_no_token(fault, tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
     after, text = successors(), list(encoded(path))
     found = generate(path, 4, "--temp", "0", "--speculation", "on", "--hook", "pace=10",

@@ -55,7 +55,7 @@ def test_control_tokens_in_a_prompt_are_text_with_a_word_on_it_unless_asked_for(
     assert tokens[1] < tokens[0]
 
 
-def test_a_rank_without_a_doorbell_holds_nobody_up():
+def test_a_rank_without_a_doorbell_delays_no_other_rank():
     alone = 'case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 1) export PIPEINFER_DOORBELL=0;; esac; '
     job = ["sh", "-c", alone + 'exec "$@"', "sh", *PIPEINFER, "generate", "-p", "def f(", "-n", "4",
            "--temp", "0", "--json", "--timeout", "20"]
@@ -96,7 +96,7 @@ main()
     (["doctor", "-m", "/nowhere.gguf"], 1), full(["plan"], 0), full(["doctor"], 0),
     full(["plan", "--set", "split=equal"], 4),
 ])
-def test_no_rank_of_a_question_ends_in_mpi_finalize(command, code):
+def test_commands_that_only_query_skip_mpi_finalize(command, code):
     """It crashes there now and then, in a job that survives the death of a rank."""
     done = launch.run(fewer(3, 2), [sys.executable, "-c", LEAVING, *command], timeout=120)
     assert done.returncode == code, done.stderr
@@ -220,7 +220,7 @@ def test_where_mpi_does_not_survive_a_death_the_job_ends(kind, code, says):
     assert not faulty_processes(kind)
 
 
-def test_stages_behind_one_that_dies_at_the_end_leave_too():
+def test_stages_after_one_that_dies_at_shutdown_end_too():
     """Nobody passes the end on to them, and without heartbeats nobody else would tell them."""
     done = launch.run(fewer(4, 3), [*FAULTY, "1", "shutdown", *LONGER, "--heartbeat", "0"],
                       timeout=60)

@@ -161,7 +161,7 @@ KINDS = {
     "lookahead on torch": Kind(shallow, (), ("2 ranks",), TORCH | {"proposer": ["lookahead"]}),
     "masks": Kind(with_masks(0), ("2 ranks",), ("1 ranks", "4 ranks"), MASKS),
     "masks on torch": Kind(with_masks(16), (), ("1 ranks", "4 ranks"), MASKS | TORCH),
-    "torch": Kind(shallow, ("3 ranks",), ("1 ranks", "1x3 unequal"), TORCH),
+    "torch": Kind(shallow, ("head stage",), ("1 ranks", "3 ranks", "1x3 unequal"), TORCH),
     "torch folder": Kind(hugging_face, (), ("2 ranks", "4 ranks", "1x2"), TORCH),
     "torch bfloat16": Kind(shallow, (), ("1x2 unequal",), TORCH | {"dtype": "bfloat16"}),
     "mixture": Kind(recipe("gpt-oss", qtype="MXFP4", **WIDE), ("1x3 unequal",), GRIDS),

@@ -248,7 +248,7 @@ def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
         assert "starting again in 1 s" in "".join(served.log)
 
 
-def test_who_asks_again_gets_the_rest_when_the_http_process_is_killed(tmp_path):
+def test_a_repeated_request_gets_the_rest_after_the_http_process_is_killed(tmp_path):
     """Two clients of a server with a journal, at temperature 1: one has given its request a name,
     the other knows the answer's id."""
     job = f"test-{os.getpid()}-{time.monotonic_ns()}"

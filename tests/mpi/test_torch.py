@@ -36,11 +36,11 @@ def folder(tmp_path_factory):
 
 def test_ranks_on_different_backends(tmp_path, folder):
     """A nodes file cannot tell ranks of one host apart, so each rank is asked for its own."""
-    ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 2) export PIPEINFER_BACKEND=torch;; '
+    ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 1) export PIPEINFER_BACKEND=torch;; '
              '*) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
     job = ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n", "12", "--temp",
-           "0", "-c", "512", "-t", "1", "--json", "--device", "cpu"]
-    done = launch.run(3, job)
+           "0", "-c", "512", "-t", "1", "--json", "--device", "cpu", "--head-stage"]
+    done = launch.run(2, job)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     stages = answer["stats"]["stages"]
@@ -106,7 +106,7 @@ def test_a_folder_is_served(folder):
     (["--backend", "jax"], 2, "is not one of 'auto', 'llamacpp', 'torch'"),
     (["-m", "{folder}/nowhere"], 3, "no such file"),
 ])
-def test_what_cannot_be_done_is_said(folder, args, code, says):
+def test_impossible_options_are_refused_with_the_reason(folder, args, code, says):
     args = [arg.format(folder=folder) for arg in args]
     found, line = refusal(generate, ["-p", "x", "-n", "1", *args])
     assert found == code, line

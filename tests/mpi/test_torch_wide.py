@@ -25,7 +25,7 @@ QUESTION = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\
 def test_joins_and_free_positions_reach_the_slices(tmp_path, method):
     asked, found = tmp_path / "asked.jsonl", []
     asked.write_text(json.dumps({"question": QUESTION}) + "\n")
-    for ranks, options in ((1, ("--slices", "2")), (3, ("--grid", "1x2"))):
+    for ranks, options in ((1, ("--slices", "2")), (2, ("--grid", "1x2", "--head-stage"))):
         folder = tmp_path / str(ranks)
         found.append(texts(compare(folder, ranks, "torch", [method], "--temp", "0", "--device",
                                    "cpu", "--prompts", str(asked), *options), method))

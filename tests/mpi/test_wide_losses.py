@@ -175,7 +175,7 @@ def post(url, body):
 
 @pytest.mark.full("a member that stops in test_the_grid_goes_on_with_the_tokens_of_before")
 @pytest.mark.parametrize("rank", [2, 1])
-def test_a_member_that_wakes_up_again_disturbs_nobody(rank):
+def test_a_member_that_resumes_after_its_replacement_changes_no_stream(rank):
     """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""
     arguments = ["--port", "0", "-c", "1024", "-t", "1", "--parallel", "3", "--grid", "1x2",
                  "--heartbeat", "1", *SPARE]

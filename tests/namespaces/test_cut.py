@@ -77,7 +77,7 @@ def test_a_cut_link_costs_no_character(undisturbed, spares, node):
     assert text == undisturbed
 
 
-def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
+def test_of_two_members_with_a_cut_link_one_is_excluded_in_time():
     """The head hears both, so no heartbeat is missing: one of them says so, and is left out."""
     grid = ["--grid", "1x2", "--timeout", "16"]
     plain = written(slices=2)
@@ -90,7 +90,7 @@ def test_two_members_that_do_not_hear_each_other_are_told_apart_in_time():
 
 @pytest.mark.full("such a link in tests/mpi/test_recovery.py, two members beside it")
 @pytest.mark.parametrize("at_once", [False, True])
-def test_two_stages_that_do_not_hear_each_other_go_on_without_one_of_them(undisturbed, at_once):
+def test_two_stages_with_a_cut_link_go_on_without_one_of_them(undisturbed, at_once):
     """The head hears both and every stage waits: it asks them how far they are."""
     with Cluster(4) as cluster:
         if at_once:
@@ -129,7 +129,7 @@ while True:  # until it was well and nobody is there any more
 """
 
 
-def test_those_that_cannot_hold_the_model_say_what_is_missing_and_end(tmp_path):
+def test_ranks_without_memory_for_the_model_name_what_is_missing(tmp_path):
     """Each of two stages has room for little more than half of the layers."""
     settings = tmp_path / "nodes.toml"
     settings.write_text('[node."node[23]"]\nmemory = "50 MiB"\n')

@@ -41,7 +41,7 @@ def test_another_scheduler_takes_over_with_an_empty_cache():
 
 
 @pytest.mark.parametrize("trace", [False, True])
-def test_who_looks_on_hears_of_every_run_and_changes_nothing(trace):
+def test_an_observer_sees_every_run_and_changes_nothing(trace):
     head_port, stage = local_ports(2)
     head = Head(head_port, Grid.plain(1), Scheduler(LIMITS, validate=True), None, trace=trace,
                 timeout=5.0)

@@ -115,7 +115,7 @@ def test_the_nodes_of_a_cut_link_are_named_long_before_the_deadline(whole, monke
     assert job.tokens == whole[:len(job.tokens)]
 
 
-def test_whoever_sees_to_it_is_told_once_and_the_deadline_begins_anew(monkeypatch):
+def test_a_cut_link_is_reported_once_and_the_deadline_restarts(monkeypatch):
     job, losses = Job(monkeypatch, 1, 2, after=12), []
     job.head.submit(Request(0, (5, 6, 7), 30))
     job.head.on_loss = lambda loss: losses.append((loss.source, loss.target))
@@ -132,14 +132,14 @@ def test_whoever_sees_to_it_is_told_once_and_the_deadline_begins_anew(monkeypatc
     assert job.now - before > TIMEOUT / 4
 
 
-def test_a_stage_that_computes_for_long_is_not_taken_for_one_that_hears_nothing(monkeypatch):
+def test_a_long_computation_is_not_taken_for_a_cut_link(monkeypatch):
     job = Job(monkeypatch, busy=(2, 6))
     job.head.submit(Request(0, (5, 6, 7), 30))
     with pytest.raises(TransportTimeout, match=r"waited 16\.0 s for RESULT"):
         job.run(1.0)
 
 
-def test_what_comes_late_comes(whole, monkeypatch):
+def test_a_late_result_is_still_delivered(whole, monkeypatch):
     """All of it a little earlier than what would count as lost."""
     job = Job(monkeypatch)
     job.head.submit(Request(0, (5, 6, 7), 30))
@@ -178,7 +178,7 @@ def test_a_message_through_all_stages_shows_that_all_links_are_there(monkeypatch
     assert watch.all_reached
 
 
-def test_an_answer_to_an_earlier_question_blames_nobody(monkeypatch):
+def test_a_reply_to_an_earlier_probe_accuses_no_node(monkeypatch):
     """Stages that were held up answer all questions at once, when they have caught up since."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
     monkeypatch.setattr(link_watch, "time", clock)

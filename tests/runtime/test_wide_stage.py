@@ -281,7 +281,7 @@ def test_a_cancellation_stops_the_members_within_a_run():
     Part(1, 1, 0, 0, Verdict.GO, np.zeros(3, np.float32)),
     Cancel((1,)),
 ], ids=["no such member", "another sum", "another run", "too short", "no part"])
-def test_parts_that_do_not_fit_are_refused(part):
+def test_partial_results_that_fit_no_sum_are_refused(part):
     ports = local_ports(3)
     shape = shape_of(SPEC, ((0,), (1,)), 0)
 

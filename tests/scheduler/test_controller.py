@@ -65,7 +65,7 @@ def test_speed_is_between_a_token_per_cycle_and_one_per_row(acceptance, size, jo
     assert 0 < value < 2 * size / EIGHT.slowest
 
 
-def test_dear_rows_mean_single_guesses_and_cheap_rows_bigger_runs():
+def test_expensive_rows_give_single_tokens_and_cheap_rows_larger_runs():
     dear = told().advise(0.79, 0.4)
     assert (dear.draft_max, dear.join_tip) == (1, False)
     cheap = structs.replace(EIGHT, curve=linear(0.01), draft=0.002)
@@ -77,7 +77,7 @@ def test_one_stage_with_dear_rows_does_not_speculate():
     assert told(timing=one).advise(0.9, 0.4).path_min > 1
 
 
-def test_a_useless_draft_is_listened_to_and_not_followed():
+def test_a_useless_draft_is_measured_and_not_used():
     limits = told().advise(0.01, 0.0)
     assert limits.path_min == 1.0
     assert told(limits).advise(0.8, 0.4).path_min < 0.1
@@ -95,7 +95,7 @@ def test_the_credit_fills_the_pipeline_whatever_the_links_take():
 @pytest.mark.parametrize(("name", "value"), [
     ("draft_max", 3), ("join_tip", True), ("credit", 5), ("path_min", 0.3), ("alternatives", 4),
 ])
-def test_what_the_user_set_stays(name, value):
+def test_settings_of_the_user_are_kept(name, value):
     start = structs.replace(LIMITS, **{name: value})
     controller = told(start, pinned=frozenset({name}))
     limits = controller.advise(0.79, 0.4) or start

@@ -139,7 +139,7 @@ def test_a_cascade_asks_no_model_for_a_job_that_must_be_free():
     assert [(p.token, p.paid) for p in found] == [(7, True), (3, False)]
 
 
-def test_what_both_name_costs_nothing_but_what_only_the_model_names_does():
+def test_tokens_that_lookup_names_too_cost_the_model_nothing():
     free = Fixed(True, Proposal(-1, 3, 0.5), Proposal(0, 4, 0.5), Proposal(1, 5, 0.5))
     model = Fixed(False, *(Proposal(k - 1, token, 0.8, paid=True)
                            for k, token in enumerate((3, 4, 6))))

@@ -30,7 +30,7 @@ def planned(lane, *proposals, weight=1.0):
     return reserve, nodes
 
 
-def test_the_likeliest_goes_first_and_parents_before_children():
+def test_the_likeliest_proposal_is_issued_first_and_parents_before_children():
     lane = tree()
     reserve, nodes = planned(lane, P(-1, 5, 0.6), P(0, 6, 0.5), P(-1, 7, 0.35, alternative=True))
     assert reserve.best() is nodes[0]
@@ -46,7 +46,7 @@ def test_a_spare_waits_by_its_worth_and_is_drafted_by_its_probability():
     assert nodes[2].priority == pytest.approx(math.log(0.175))
 
 
-def test_the_floor_keeps_guesses_back():
+def test_proposals_below_the_floor_are_not_issued():
     lane = tree()
     reserve, nodes = planned(lane, P(-1, 5, 0.6), P(0, 6, 0.1))
     assert reserve.take(4, 3, math.log(0.1)) == [nodes[0]]
@@ -71,7 +71,7 @@ def test_rows_of_a_run_have_their_parents_in_one_earlier_run():
     assert reserve.take(4, 3, -math.inf) == beside
 
 
-def test_decided_guesses_disappear():
+def test_proposals_that_were_decided_are_removed():
     lane = tree()
     reserve, nodes = planned(lane, P(-1, 5, 0.6), P(-1, 7, 0.3, alternative=True))
     lane.issue(reserve.take(1, 3, -math.inf), 1)
@@ -93,7 +93,7 @@ def test_probability_is_seen_from_the_frontier():
     assert probability(nodes[1].score, lane.frontier) == pytest.approx(0.5)
 
 
-def test_an_overconfident_draft_is_found_out_and_forgiven():
+def test_an_overconfident_draft_is_discounted_and_recovers():
     calibration = Calibration()
     assert calibration.estimate(0.9, first=True) == pytest.approx(0.9)
     for _ in range(40):

@@ -109,7 +109,7 @@ def test_chains_are_speculated(policy):
        accuracy=st.sampled_from([0.0, 0.7, 1.0]), second=st.sampled_from([0.0, 0.7]),
        seed=st.integers(0, 2**32))
 @examples(400)
-def test_each_request_gets_its_own_tokens(data, limits, n_stages, accuracy, second, seed):
+def test_each_request_gets_the_tokens_of_its_prompt(data, limits, n_stages, accuracy, second, seed):
     pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed,
                         second=second)
     asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([0, 1, 6, 30])),
@@ -242,7 +242,7 @@ def test_a_shared_run_is_cancelled_only_when_all_its_rows_are_dead():
     check_outputs(pipeline, asked)
 
 
-def test_guesses_fade_as_requests_fill_the_pipeline_and_return():
+def test_speculation_stops_while_requests_fill_the_pipeline_and_resumes():
     limits = Limits(n_ctx=300, exact_width=4, credit=4, parallel=8, chunk=8)
     alone = run_all(limits, [Request(0, (1, 2), 120)], n_stages=3, seed=3)
     assert stats_of(alone, 0).speculative_runs > 20
@@ -351,7 +351,7 @@ def test_guesses_that_travel_with_tokens_stay_within_their_cells(options):
     assert pipeline.max_cells <= 640 + 64
 
 
-def test_the_youngest_gives_way_when_cells_run_out_and_is_replayed():
+def test_the_youngest_request_is_preempted_without_cells_and_replayed():
     limits = Limits(n_ctx=100, chunk=4, credit=4, parallel=3, cells=100, exact_width=4)
     asked = [Request(i, (1, 2, 3, i), 90) for i in range(3)]
     pipeline = run_all(limits, asked, n_stages=2, seed=8)
@@ -375,7 +375,7 @@ def test_a_request_goes_on_from_tokens_that_another_cluster_made():
         assert pipeline.finished[0] == "length"
 
 
-def test_a_request_that_waits_can_leave():
+def test_a_waiting_request_can_be_aborted():
     limits = Limits(n_ctx=100, parallel=1)
     pipeline = Pipeline(limits, n_vocab=N_VOCAB, seed=1)
     for request_id in range(3):
@@ -396,7 +396,7 @@ def test_the_draft_hears_of_a_request_that_leaves_during_its_prompt():
     assert StopDraft(job.job_id) in pipeline.log
 
 
-def test_lanes_take_turns():
+def test_lanes_are_served_in_order():
     """No lane falls behind others that started with it."""
     limits = Limits(n_ctx=300, policy=Policy.ITERATIVE, exact_width=2, credit=3, parallel=5,
                     chunk=8, partitions=0)

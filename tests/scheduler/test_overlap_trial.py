@@ -28,12 +28,12 @@ def test_the_better_kind_gets_nearly_all_tokens(guessing, plain):
     assert counts[guessing < plain] > 0  # it is looked at now and then
 
 
-def test_equal_kinds_mean_guessing():
+def test_of_equally_fast_ways_speculation_is_chosen():
     counts, _ = run(Trial(OVERLAP), 2000, 1.0, 1.0)
     assert counts[True] > counts[False]
 
 
-def test_a_change_of_the_world_is_noticed():
+def test_a_change_of_measured_times_is_noticed():
     trial = Trial(OVERLAP)
     _, at = run(trial, 2000, 1.0, 2.0)
     assert not trial.speculate
@@ -66,7 +66,7 @@ def test_requests_shorter_than_a_span_are_added_up_and_prompts_do_not_count(gues
     assert account.plain == pytest.approx(plain)
 
 
-def test_the_controller_falls_silent_and_speaks_again():
+def test_the_controller_stops_and_resumes_speculation():
     controller = Controller(Limits(n_ctx=100), trial=Trial(OVERLAP))
     now, changes = 0.0, []
     for total in range(1, 400):

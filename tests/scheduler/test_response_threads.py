@@ -138,7 +138,7 @@ def test_lookahead_works_inside_threads(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_programs_are_worth_testing(method):
+def test_the_random_programs_have_threads_and_joins(method):
     """Enough threads, joins and malformed tags among the random programs."""
     forks = [len(expected(method, seed)[0]) - 1 for seed in range(24)]
     assert sum(forks) > 15

@@ -218,7 +218,7 @@ def halfway(**options):
     return pipeline
 
 
-def test_what_was_said_is_replayed_and_not_said_again():
+def test_emitted_tokens_are_replayed_and_not_emitted_again():
     pipeline = halfway()
     before = list(pipeline.output[0])
     at = len(pipeline.log)

@@ -227,7 +227,7 @@ def test_limits_on_rows_and_runs():
     assert job.base == 10
 
 
-def test_early_sharing_and_a_miss():
+def test_a_verified_token_is_issued_at_once_and_a_wrong_guess_cancelled():
     """The non-speculative token goes out alone and at once; a guess below it follows; a wrong
     guess is cancelled and its cells are removed before the right token."""
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4), validate=True)

@@ -42,19 +42,19 @@ class Bench:
         return self.feed(Drafted(self.job.job_id, chain(*tokens, confidence=confidence), **kind))
 
 
-def test_what_the_better_draft_names_otherwise_is_issued_too():
+def test_tokens_that_only_the_better_draft_proposes_are_issued_too():
     bench = Bench()
     assert bench.answer(7, 8, more=True)[0] == 7
     assert bench.answer(9, 2, further=True)[0] == 9
 
 
-def test_it_goes_on_where_both_agree():
+def test_drafting_continues_where_both_drafts_agree():
     bench = Bench()
     assert bench.answer(7, more=True) == [7]
     assert bench.answer(7, 8, 2, further=True)[0] == 8
 
 
-def test_it_puts_back_what_waits_where_it_disagrees():
+def test_waiting_proposals_are_replaced_where_drafts_disagree():
     def issued(further):
         bench = Bench(Limits(n_ctx=90, policy=Policy.PIPEINFER, credit=3, partitions=8, draft_max=1,
                              tree_max=4, p_min=0.0, path_min=0.001, exact_width=4))

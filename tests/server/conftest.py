@@ -18,6 +18,13 @@ def browser():
 
 
 @pytest.fixture
+def server(shared):
+    """The module's server, as if nobody had asked it anything."""
+    shared.peer.reset()
+    return shared
+
+
+@pytest.fixture
 def page(browser, server):
     opened = Page(browser, server.url).ready()
     yield opened

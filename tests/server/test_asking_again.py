@@ -92,7 +92,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "stre
 ITEMS = {"input": "x", "max_output_tokens": 100, "stream": True, "seed": 5}
 
 
-def test_after_a_kill_who_asks_again_gets_the_rest(door):
+def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     """By its key from an event on, by the answer's id from the beginning, and as a whole."""
     some(door, 3)
     chat = door.ask("/v1/chat/completions", CHAT, key="one")

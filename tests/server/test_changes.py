@@ -140,7 +140,7 @@ def test_figures_are_of_the_stages_that_there_are(server):
     assert figures(server, "ranks_lost") == {"": 1.0}
 
 
-def test_onlookers_are_told_of_other_stages(server):
+def test_watchers_receive_changed_stages(server):
     with server.get("/pipeline", stream=True) as response:
         lines = response.iter_lines()
         server.peer.wait_for(Watch, on=True)
@@ -195,12 +195,12 @@ def asks_again(server):
     return asks(server, says(server, False, "the layers stay"))
 
 
-def test_answers_to_nobody_are_ignored(server):
+def test_replies_without_a_request_are_ignored(server):
     server.peer.send(Rebalanced(10**6, False, "late"))
     assert asks_again(server).json()["message"] == "the layers stay"
 
 
-def test_only_posts_deal_out(server):
+def test_only_post_requests_redistribute_layers(server):
     assert server.get("/rebalance").status_code == 405
     assert not [frame for frame in server.peer.seen if isinstance(frame, Rebalance)]
 

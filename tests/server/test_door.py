@@ -175,7 +175,7 @@ def test_a_stream_goes_on_with_the_next_job(door):
                                                           timeout=SECONDS).text
 
 
-def test_who_failed_last_is_said_and_another_arithmetic_too(door):
+def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):
     some(door, 2)
     client = Client(door.url)
     door.until(lambda: client.text)
@@ -216,7 +216,7 @@ def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
     assert door.peer.seen == []
 
 
-def test_patience_ends(tmp_path):
+def test_streams_end_with_an_error_when_no_job_returns_in_time(tmp_path):
     with contextlib.closing(Door(tmp_path, restart_timeout=0.5)) as door:
         some(door, 1)
         client = Client(door.url)
@@ -253,7 +253,7 @@ def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["goodbye", "no job any more", "while nobody is there"])
-def test_it_ends_with_every_stream_and_leaves_nothing(door, how):
+def test_the_http_process_ends_every_stream_and_leaves_no_file(door, how):
     some(door, 1)
     client = Client(door.url)
     door.until(lambda: client.text)
@@ -272,7 +272,7 @@ def test_it_ends_with_every_stream_and_leaves_nothing(door, how):
     assert not door.path.parent.exists()
 
 
-def test_what_comes_with_the_settings_is_not_lost(door):
+def test_frames_that_arrive_with_the_settings_are_kept(door):
     door.leave()
     door.away()
     with socket.socket(socket.AF_UNIX) as link:
@@ -283,7 +283,7 @@ def test_what_comes_with_the_settings_is_not_lost(door):
     door.away()
 
 
-def test_without_a_rank_0_it_ends_when_told_to(tmp_path):
+def test_the_http_process_ends_on_a_signal_without_a_rank_0(tmp_path):
     path = tmp_path / "inner" / "door"
     path.parent.mkdir()
     process, control = spawn(path)
@@ -305,7 +305,7 @@ def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
     assert "belongs to another user" in caplog.text
 
 
-def test_rank_0_hears_where_nobody_waits(tmp_path, monkeypatch):
+def test_rank_0_is_told_where_no_http_process_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(http_process, "_ENTER_SECONDS", 0.2)
     with pytest.raises(ClusterError, match="does not answer"):
         http_process.enter(str(tmp_path / "door"), Settings(str(MODEL), "m"), lambda: None)

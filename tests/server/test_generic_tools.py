@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from pipeinfer.lab import random_model
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.server.frames import Submit
@@ -14,6 +13,7 @@ from pipeinfer.server.generic_tools import messages_for, without_system
 from tests.rig.server_peer import front
 from tests.server.test_http import events
 from tests.server.test_tools import CALL, OTHER, TOOL
+from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 STRICT = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
@@ -32,19 +32,10 @@ BODY = {"messages": HISTORY[:1], "tools": [TOOL, OTHER]}
 
 @pytest.fixture(scope="module", params=["system", "none"])
 def shared(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "plain.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "none":
-            patch.setattr(random_model, "CHAT_TEMPLATE", STRICT)
-        random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    path = with_template(tmp_path_factory.mktemp("model") / "plain.gguf",
+                         STRICT if request.param == "none" else "")
     with front(path, facts={"n_ctx": 4096}) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared):
-    shared.peer.reset()
-    return shared
 
 
 def follows(server, count, text):
@@ -130,7 +121,7 @@ def test_a_model_says_what_it_can_do(server):
 
 
 def test_any_name_where_the_server_says_so(server, tmp_path):
-    path = random_model.write_random_model(tmp_path / "m.gguf", random_model.RandomSpec(n_layer=1))
+    path = with_template(tmp_path / "m.gguf", "")
     body = {"prompt": "x", "model": "gpt-4o"}
     assert "--any-model-name" in server.post("/v1/completions", body).json()["error"]["message"]
     with front(path, any_name=True) as other:

@@ -188,7 +188,7 @@ def test_half_a_surrogate_pair_is_answered_as_it_came(server, path, body):
     assert "\\ud83d" in answer.text
 
 
-def test_tokens_and_back(server):
+def test_tokenize_and_detokenize_are_inverse(server):
     text = "def f(x): pass é"
     tokens = server.post("/tokenize", {"content": text}).json()["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
@@ -310,7 +310,7 @@ def test_a_bad_chat_is_a_400_that_names_the_field(server, body, param, says):
     assert says in found["message"]
 
 
-def test_null_is_not_given(server):
+def test_a_null_field_counts_as_absent(server):
     body = {**CHAT, "audio": None, "functions": None, "tools": None, "stop": None, "user": None,
             "modalities": ["text"], "store": True, "metadata": {"a": "b"}}
     assert server.post("/v1/chat/completions", body).status_code == 200
@@ -546,7 +546,7 @@ def test_a_request_that_does_not_arrive_is_not_waited_for(impatient, begun, answ
 # --- states -----------------------------------------------------------------------------------
 
 
-def test_until_the_model_is_there_requests_are_told_to_come_back():
+def test_requests_get_a_retry_time_while_the_model_loads():
     with front(MODEL, ready=False) as server:
         stages = {"1": {"phase": "loading", "text": "loading 5 of 9 MB"},
                   "2": {"phase": "ready", "text": "ready"}, "spare rank 3": {"phase": "waiting"}}
@@ -593,7 +593,7 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
         assert server.child.process.wait(10) == 1
 
 
-def test_draining_takes_nothing_new_and_lets_the_running_end():
+def test_a_draining_server_refuses_new_requests_and_finishes_running_ones():
     with front(MODEL) as server:
         server.peer.answer = lambda frame: None
         stream = open_stream(server)
@@ -610,7 +610,7 @@ def test_draining_takes_nothing_new_and_lets_the_running_end():
         assert server.child.process.wait(10) == 0
 
 
-def test_what_does_not_end_in_time_is_told_so():
+def test_requests_that_outlast_a_drain_get_an_error():
     with front(MODEL) as server:
         server.peer.answer = lambda frame: None
         stream = open_stream(server)

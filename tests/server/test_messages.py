@@ -9,13 +9,13 @@ import anthropic
 import pytest
 import requests
 
-from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Refused, Submit
 from pipeinfer.server.schema_messages import MessagesRequest
 from pipeinfer.server.thoughts import ThoughtParser
 from tests.rig.server_peer import front
 from tests.server.test_response_items import prompt
 from tests.server.test_tools import CALL, TEMPLATE
+from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
@@ -28,11 +28,7 @@ THOUGHT = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}({{ m.reasoning_co
 
 
 def written(tmp_path_factory, template):
-    path = tmp_path_factory.mktemp("model") / "m.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_model, "CHAT_TEMPLATE", template)
-        random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
-    return path
+    return with_template(tmp_path_factory.mktemp("model") / "m.gguf", template)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +36,6 @@ def shared(tmp_path_factory):
     with front(written(tmp_path_factory, THOUGHT), facts={"n_ctx": 4096},
                any_name=True) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared):
-    shared.peer.reset()
-    return shared
 
 
 @pytest.fixture

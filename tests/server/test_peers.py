@@ -25,12 +25,6 @@ def shared():
         yield made
 
 
-@pytest.fixture
-def server(shared):
-    shared.peer.reset()
-    return shared
-
-
 @pytest.mark.parametrize("message", [
     {"id": "msg_1", "timestamp": 1_790_000_000}, {"timestamp": "2026-11-27T06:00:00Z"},
     {"reasoning": "so"}, {"reasoning_content": "so"}, {"reasoning": None},

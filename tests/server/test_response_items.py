@@ -9,12 +9,12 @@ import openai
 import pydantic
 import pytest
 
-from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Refused, Submit
 from pipeinfer.server.schema_items import ResponseRequest
 from tests.rig.server_peer import front
 from tests.server.test_http import error
 from tests.server.test_tools import CALL
+from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 TOOL = {"type": "function", "name": "add", "strict": True, "parameters": {
@@ -24,16 +24,9 @@ TOOL = {"type": "function", "name": "add", "strict": True, "parameters": {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "plain.gguf"
-    random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    path = with_template(tmp_path_factory.mktemp("model") / "plain.gguf", "")
     with front(path, facts={"n_ctx": 4096}, any_name=True) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared):
-    shared.peer.reset()
-    return shared
 
 
 @pytest.fixture

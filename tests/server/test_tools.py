@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.lab import random_model
 from pipeinfer.server.frames import Submit
 from tests.rig.server_peer import front
 from tests.server.test_http import error, events
+from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 TEMPLATE = (
@@ -26,18 +26,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tools.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_model, "CHAT_TEMPLATE", TEMPLATE)
-        random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    path = with_template(tmp_path_factory.mktemp("model") / "tools.gguf", TEMPLATE)
     with front(path, facts={"n_ctx": 2048}) as server:
         yield server
-
-
-@pytest.fixture
-def server(shared):
-    shared.peer.reset()
-    return shared
 
 
 def ask(server, **more):
@@ -140,10 +131,7 @@ DESCRIBED = ("{% for t in tools or [] %}{{ t.function.description + t.function.n
     + DESCRIBED,
 ])
 def test_templates_get_arguments_as_text_and_functions_without_gaps(tmp_path, template):
-    path = tmp_path / "m.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_model, "CHAT_TEMPLATE", template)
-        random_model.write_random_model(path, random_model.RandomSpec(n_layer=1))
+    path = with_template(tmp_path / "m.gguf", template)
     given = {"messages": [{"role": "user", "content": "x"}], "tools": [OTHER]}
     calls = [{"type": "function", "function": {"name": "f", "arguments": text}}
              for text in ('{"a":  "é"}', "no JSON")]

@@ -32,7 +32,7 @@ def answering(monkeypatch):
     return names
 
 
-def test_the_job_has_the_hosts_that_answer(tmp_path, answering):
+def test_a_job_starts_on_the_hosts_that_answer(tmp_path, answering):
     hosts, out = tmp_path / "hosts", tmp_path / "out"
     hosts.write_text("head slots=2\nann@b slots=3\nc\n")
     roster = Roster(str(hosts), "openmpi", out, 4)

@@ -27,7 +27,7 @@ def test_pauses_double_up_to_half_a_minute_and_tries_end():
     assert list(verdicts(Patience.of(0), (6, 0.1))) == [End()]
 
 
-def test_a_life_counts():
+def test_a_long_life_resets_the_count_of_restarts():
     assert list(verdicts(Patience.of(3), (6, 1), (6, 1), (6, 20), (6, 600))) == [
         BackOff(1, 2), BackOff(2, 1), BackOff(1, 0), BackOff(1, 2)]
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 
+from pipeinfer.lab import random_model
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 
@@ -22,6 +24,13 @@ def write_sliceable(path: Path, qtype: str = "F32", **more: Any) -> ModelFile:
         "n_embd": 128, "n_head": 4, "n_ff": 160}
     spec: dict[str, Any] = {"qtype": qtype, "n_layer": 2, **shape, **more}
     return ModelFile(write_random_model(path, RandomSpec(**spec)))
+
+
+def with_template(path: Path, template: str) -> Path:
+    """A random model of one layer with this chat template; "": with the usual one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_model, "CHAT_TEMPLATE", template or random_model.CHAT_TEMPLATE)
+        return write_random_model(path, RandomSpec(n_layer=1))
 
 
 def altered(source: Path, target: Path, tensors: dict[str, Any] | None = None,

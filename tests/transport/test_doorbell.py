@@ -46,7 +46,7 @@ def test_a_sleeper_wakes_for_rings_and_wakes(bells):
     assert bells[1].rung == 1  # a wake announces no message
 
 
-def test_nobody_home(bells):
+def test_ringing_a_doorbell_without_an_owner_does_nothing(bells):
     assert not bells[0].ring(name(7))
 
 

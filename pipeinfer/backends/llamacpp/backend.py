@@ -21,7 +21,6 @@ from msgspec import structs
 from pipeinfer.backends.base import ALL_IDS, NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.batch import RowBatch
-from pipeinfer.backends.llamacpp.cell_order import CellOrder
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
     LlamaOptions,
@@ -36,6 +35,7 @@ from pipeinfer.backends.llamacpp.context import (
 )
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
 from pipeinfer.backends.llamacpp.layer_probe import ExpertSum, LayerProbe, PartSum
+from pipeinfer.backends.llamacpp.occupied import OccupiedCells
 from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
@@ -80,21 +80,15 @@ class LlamaCppBackend:
         partly = not options.on_cpu and 0 <= options.n_gpu_layers < info.layers[1] - info.layers[0]
         #: whether the number of threads changes no bits; with f16 it does, in layers that stay here
         self.any_threads = self.exact_limit > 1 and not partly
-        #: ids that hold dead cells: one for `cell_order`. Layers with a sliding window have a cache
-        #: of their own. There llama.cpp treats a cell as free if it is behind the window and only
-        #: one id holds it; so a second id holds them
         windows = binding.llama_model_n_swa(model) > 0 and not options.head
-        self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
         self.keeps_state = keeps_state(model) and not options.head
-        self._guard = info.n_seq_max + 2 if windows else None
-        #: an id that never holds anything: copying it lets a state go
-        self._nothing = info.n_seq_max + further_ids(model) if self.keeps_state else None
         self._until_norm = False  # see `norms`
         self._taps: Taps | None = None
         self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
-        self._rewound = False  # llama.cpp looks for free cells from the first one, see `_evaluate`
         no_cells = bool(binding.llama_model_is_recurrent(model))
-        self._order = CellOrder(info.n_ctx, info.n_seq_max) \
+        self._cells = OccupiedCells(
+            context, info, windows=windows,
+            nothing=info.n_seq_max + further_ids(model) if self.keeps_state else None) \
             if (options.keep_order or windows) and not (
                 options.streams or options.gaps or no_cells) else None
         self.capabilities = Capabilities(
@@ -226,12 +220,8 @@ class LlamaCppBackend:
             stops = self.options.layer_callbacks and not fixed
             self._probe.arm(should_stop if stops else None, out, given, n)
         clear_log()
-        status = self._evaluate()
-        if status == 1 and self._order is not None and self._order.n_buried:
-            self._compact()
-            status = self._evaluate()
-        if status == 0 and self._order is not None:
-            self._order.place(rows)
+        status = int(binding.llama_decode(self._ctx, self._batch.columns)) \
+            if self._cells is None else self._cells.decode(self._batch.columns, rows)
         del keep
         if self._probe is not None and not self._finished(self._probe, rows, given, status):
             return None
@@ -291,27 +281,18 @@ class LlamaCppBackend:
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """Remove `seq_id` from cells in `[p0, p1)`. Raises BackendError for a part of a state."""
-        order = self._order
         if p0 >= p1 or self._closed():
             return
         if self.keeps_state and (p0 > 0 or p1 < END):
             raise BackendError(_STATE)
-        if order is None:
-            every = range(self.info.n_seq_max) if self.keeps_state and seq_id == ALL_SEQS \
-                else (seq_id,)  # llama.cpp takes no "all" there
-            if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
-                        for one in every]):
-                raise BackendError(f"llama.cpp refused to remove positions from {p0} on")
+        if self._cells is not None:
+            self._cells.remove(seq_id, p0, p1)
             return
-        for one in order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
-            for low, high in order.remove(one, p0, p1):
-                for grave in self._graves:
-                    binding.llama_memory_seq_cp(self._memory, one, grave, low, high)
-                    if self._nothing is not None:
-                        binding.llama_memory_seq_cp(self._memory, self._nothing, grave, 0, 0)
-            binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
-        if order.is_empty():
-            self._empty_grave()
+        every = range(self.info.n_seq_max) if self.keeps_state and seq_id == ALL_SEQS \
+            else (seq_id,)  # llama.cpp takes no "all" there
+        if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
+                    for one in every]):
+            raise BackendError(f"llama.cpp refused to remove positions from {p0} on")
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Add `dst` to cells of `src`. With `validate`, positions that `dst` has raise.
@@ -330,8 +311,8 @@ class LlamaCppBackend:
                     f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
                 )
         binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
-        if self._order is not None:
-            self._order.copy(src, dst, p0, p1)
+        if self._cells is not None:
+            self._cells.order.copy(src, dst, p0, p1)
 
     def _copies_whole(self, src: int, dst: int, p0: int, p1: int) -> bool:
         # beyond its sequences llama.cpp's caches do not check an id
@@ -355,12 +336,10 @@ class LlamaCppBackend:
         """Remove every other id from every cell, and free the cells without `seq_id`."""
         if self._closed():
             return
-        if self._order is None:
+        if self._cells is None:
             binding.llama_memory_seq_keep(self._memory, seq_id)
-            return
-        for other in self._order.used_ids():
-            if other != seq_id:
-                self.seq_rm(other, 0, END)
+        else:
+            self._cells.keep(seq_id)
 
     @property
     def in_order(self) -> bool:
@@ -368,7 +347,7 @@ class LlamaCppBackend:
 
         False without `keep_order`, or after positions far apart in one sequence.
         """
-        return self._order is not None and self._order.in_order
+        return self._cells is not None and self._cells.order.in_order
 
     def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
         """Return the lowest and highest position of the id's cells; None without cells."""
@@ -404,22 +383,6 @@ class LlamaCppBackend:
     def _closed(self) -> bool:
         return self._ctx is None
 
-    def _evaluate(self) -> int:
-        """Decode the batch; return llama.cpp's status.
-
-        llama.cpp searches for free cells after the last ones it took, but from the first one on
-        after a restored state. With sliding windows living cells must have two ids then, see
-        `_graves`.
-        """
-        if not self._rewound or self._order is None or self._guard is None:
-            return int(binding.llama_decode(self._ctx, self._batch.columns))
-        for one in self._order.used_ids():
-            binding.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
-        status = int(binding.llama_decode(self._ctx, self._batch.columns))
-        binding.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
-        self._rewound = status != 0
-        return status
-
     def _logits(self, count: int) -> FloatArray:
         if not count:
             binding.llama_synchronize(self._ctx)
@@ -439,33 +402,6 @@ class LlamaCppBackend:
         cannot be taken back, so its whole sequence goes."""
         for seq_id, first in rows.first_positions().items():
             self.seq_rm(seq_id, 0 if self.keeps_state else first, END)
-
-    def _compact(self) -> None:
-        """Free the grave and move the living cells together, in order.
-
-        Saving and restoring llama.cpp's whole state does that: the copy has the used cells only,
-        in the order of memory, each with all its ids, and goes back to the front. It costs a copy
-        of the used cache, once per time that dead cells fill it.
-        """
-        assert self._order is not None
-        self._free_graves()
-        size = binding.llama_state_get_size(self._ctx)
-        state = np.empty(size, np.uint8)
-        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        written = binding.llama_state_get_data(self._ctx, data, size)
-        if not written or binding.llama_state_set_data(self._ctx, data, written) != written:
-            raise BackendError(f"llama.cpp could not compact its cache: {last_log()}")
-        self._order.compact()
-        self._rewound = True
-
-    def _empty_grave(self) -> None:
-        assert self._order is not None
-        self._free_graves()
-        self._order.empty_grave()
-
-    def _free_graves(self) -> None:
-        for grave in self._graves:
-            binding.llama_memory_seq_rm(self._memory, grave, 0, -1)
 
     def _failure(self, status: int, rows: Rows) -> BackendError:
         # 1 and -1 leave the cache as it was; removing then could hit older cells. The others

@@ -120,7 +120,8 @@ def test_layers_are_spread_over_the_target():
 def test_a_draft_learns_and_is_a_file_with_the_targets_vocabulary(tmp_path):
     out = tmp_path / "draft.gguf"
     settings = Settings(WHOLE, out, tmp_path / "work", layers=2, texts=fewer(30, 20),
-                        slots=fewer(8, 20), length=48, steps=fewer(12, 10), quantisation="q8_0")
+                        slots=fewer(8, 20), length=fewer(48, 36), steps=fewer(12, 10),
+                        quantisation="q8_0")
     result = run(settings, report=lambda line: None)
     held_out = result["held_out"]
     assert held_out["taught"]["nats"] < held_out["thinned"]["nats"] - 0.05
@@ -139,7 +140,7 @@ def test_a_draft_learns_and_is_a_file_with_the_targets_vocabulary(tmp_path):
     (["--out", "x.bin"], "--out must end in .gguf"),
     (["--minutes", "1"], "give either --minutes or --steps"),
 ])
-def test_what_cannot_be_done_is_said(tmp_path, args, says):
+def test_impossible_options_are_refused_with_the_reason(tmp_path, args, says):
     if "--out" not in args:
         args = [*args, "--out", str(tmp_path / "x.gguf")]
     done = CliRunner().invoke(main, ["draft", str(WHOLE), "--work", str(tmp_path), "--steps", "1",

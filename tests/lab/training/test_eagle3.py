@@ -53,7 +53,8 @@ def folder(tmp_path_factory, marks):
     """Shards of an interrupted collection and of the one that went on."""
     folder = tmp_path_factory.mktemp("answers")
     for seed in (1, 2):
-        budget = AnswerBudget(None, fewer(12, 10), slots=10, length=40, seed=seed)
+        budget = AnswerBudget(None, fewer(12, 8), slots=fewer(10, 8), length=fewer(40, 24),
+                              seed=seed)
         fill(folder, tapped_answers(TARGET, marks, TAPS, budget), marks.before, lambda line: None)
     return folder
 
@@ -145,8 +146,8 @@ def trained(tmp_path_factory):
     """A run of a few steps: settings, report, head file, completed file."""
     work = tmp_path_factory.mktemp("eagle3")
     settings = HeadSettings(TARGET, work / "head.gguf", work / "work", texts=fewer(30, 20),
-                            slots=fewer(10, 20), length=48, steps=fewer(30, 12), taps=TAPS,
-                            vocabulary=600)
+                            slots=fewer(10, 20), length=fewer(48, 32), steps=fewer(30, 10),
+                            taps=TAPS, vocabulary=600)
     result = run(settings, report=lambda line: None)
     complete(settings.out, TARGET, work / "whole.gguf")
     return settings, result, work / "whole.gguf"
@@ -228,7 +229,7 @@ def test_the_file_runs_in_llama_cpp_as_the_head_in_torch(trained, target):
     (["--out", "x.bin"], "--out must end in .gguf"),
     (["--minutes", "1"], "give either --minutes or --steps"),
 ])
-def test_what_cannot_be_done_is_said(tmp_path, args, says):
+def test_impossible_options_are_refused_with_the_reason(tmp_path, args, says):
     if "--out" not in args:
         args = [*args, "--out", str(tmp_path / "x.gguf")]
     done = CliRunner().invoke(main, ["eagle3", str(TARGET), "--work", str(tmp_path), "--steps",

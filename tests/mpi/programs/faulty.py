@@ -14,14 +14,14 @@ import time
 from pipeinfer import host
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.cli.main import main
-from pipeinfer.cluster import stage_process
+from pipeinfer.cluster import parts
 from pipeinfer.core.messages import Shutdown
 from pipeinfer.errors import BackendError
 from pipeinfer.runtime.stage import Stage
 
 
 def break_backend(kind: str) -> None:
-    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, stage_process.known_widths
+    decode, load, search = LlamaCppBackend.decode, LlamaCppBackend.load, parts.known_widths
     calls = -1
 
     def known_widths(*args, **kwargs):
@@ -30,7 +30,7 @@ def break_backend(kind: str) -> None:
         calls = 0
         return found
 
-    stage_process.known_widths = known_widths
+    parts.known_widths = known_widths
 
     def broken(self, *args, **kwargs):
         nonlocal calls
@@ -58,7 +58,7 @@ def break_backend(kind: str) -> None:
 
 
 def break_receiving() -> None:
-    whole = stage_process.stage_shard
+    whole = parts.stage_shard
 
     def broken(config, port, setup, report):
         def count(phase, done, total):
@@ -68,7 +68,7 @@ def break_receiving() -> None:
 
         return whole(config, port, setup, count)
 
-    stage_process.stage_shard = broken
+    parts.stage_shard = broken
 
 
 def break_shutdown() -> None:
