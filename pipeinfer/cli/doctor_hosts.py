@@ -274,7 +274,7 @@ def main() -> None:
     """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT`: for the launch scripts.
 
     Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
-    lines: the path of the nodes file beside HOSTFILE, and the hosts' common network (or nothing).
+    lines: the path of the nodes file of HOSTFILE, and the hosts' common network (or nothing).
     """
     inherited.settle()
     hostfile, n_ranks, kind, out = sys.argv[1:]

@@ -13,9 +13,9 @@ from pipeinfer.errors import UsageError
 #: words and colour for what became of a run, as on the page (server/web: runs.js, app.css), which
 #: has one for all that were cancelled
 FATES = {
-    "prompt": ("prompt", "#8a6bb8"), "non-speculative": ("not guessed", "#2b6cb0"),
-    "accepted": ("guessed, right", "#0b8a67"), "partly accepted": ("partly right", "#7fa31b"),
-    "rejected": ("wrong", "#cf5a1e"), "stopped": ("cancelled, cut short", "#8f3a10"),
+    "prompt": ("prompt", "#8a6bb8"), "non-speculative": ("plain", "#2b6cb0"),
+    "accepted": ("accepted", "#0b8a67"), "partly accepted": ("partly accepted", "#7fa31b"),
+    "rejected": ("rejected", "#cf5a1e"), "stopped": ("cancelled, cut short", "#8f3a10"),
     "skipped": ("cancelled, not computed", "#eab296"),
 }
 

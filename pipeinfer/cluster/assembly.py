@@ -110,7 +110,7 @@ SetupOf = Callable[[Holding], Setup]
 
 
 class Assembly:
-    """Assigns layers to ranks and brings the stages to readiness; see the module docstring.
+    """Assigns layers to ranks and waits until the stages are ready; see the module docstring.
 
     plan: the first assignment.
     load: bytes and costs of the layers.
@@ -194,7 +194,7 @@ class Assembly:
         """Continue without the lost ranks.
 
         Returns whether stages have changed; they have not if only ranks without a stage were lost.
-        Raises the loss if this MPI cannot continue, or if it is rank 0 or nobody is left;
+        Raises the loss if this MPI cannot continue, or if it is rank 0 or no rank is left;
         ClusterError if the living ranks cannot hold the model.
         """
         began, causes, cause = time.monotonic(), [str(loss)], loss

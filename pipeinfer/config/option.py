@@ -41,7 +41,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class OwnOption:
-    """An option of one strategy, declared beside it."""
+    """An option of one strategy, declared in its file."""
 
     default: Any
     option: Option

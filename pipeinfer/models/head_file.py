@@ -1,7 +1,7 @@
 """The file of a model's own head for further tokens (MTP), cut out of the model's file.
 
 A head is the layers behind those that choose tokens, with the embedding, the last norm and the
-output matrix. llama.cpp loads a file of these alone. Some publishers provide it as a file beside
+output matrix. llama.cpp loads a file of these alone. Some publishers provide it as a file next to
 the model, `mtp-*.gguf`. With a vocabulary of 150,000 tokens or more, most of the time of a head is
 that of the output matrix, so it may have a smaller one. Reads headers; runs nothing.
 """
@@ -47,7 +47,7 @@ def check_whole(model: ModelFile) -> None:
 
 
 def head_of(model: ModelFile) -> ModelFile | None:
-    """Return the file that has a model's head: its own, or one beside it; None without one.
+    """Return the file that has a model's head: its own, or one next to it; None without one.
 
     Only heads of known architectures with one layer are returned.
     """

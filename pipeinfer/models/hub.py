@@ -165,7 +165,7 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
     wanted: the model
     verify: whether to compare cached files with their checksums, and fetch those that differ again
     show: see `Show`; None: lines on standard error
-    The prediction head beside a model comes along, where the model can be used with it.
+    A prediction head in the same folder comes along, where the model can be used with it.
     Raises ModelError for a model that is not available, and Unreachable where only the network is
     to blame.
     """

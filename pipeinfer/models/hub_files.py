@@ -97,7 +97,7 @@ def choose(wanted: Wanted, files: Mapping[str, int]) -> list[str]:
 
 
 def head_beside(path: str, files: Mapping[str, int], start: str) -> str:
-    """Return the prediction head beside a model: of its quantisation, else the smallest; "" where
+    """Return the prediction head next to a model: of its quantisation, else the smallest; "" where
     there is none.
 
     path: of the model

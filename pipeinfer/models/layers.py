@@ -86,7 +86,7 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
     """Return the bytes of each layer's KV cache; two per element on llama.cpp (quantised caches
     need less).
 
-    Layers with a state have one for each of `n_ids` sequences in its place, or beside it.
+    Layers with a state have one for each of `n_ids` sequences in its place, or in addition.
     """
     heads = per_layer(model, "attention.head_count", 1)
     kv_heads = per_layer(model, keys.KV_HEADS, 0)

@@ -117,7 +117,7 @@ class Lane(Struct, eq=False):
     unsent: whether the accepted token waits for room in the pipeline
     job: the drafting job in progress
     job_node: the node that the draft works below
-    warm_up: the job that brings the draft's cache up to the prompt
+    warm_up: the job that prefills the draft's cache
     empty: nodes below which the draft proposed nothing, until a result
     runs_since_accept: runs issued since the last acceptance
     empty_since_accept: empty drafts since the last acceptance
@@ -221,7 +221,7 @@ class Lane(Struct, eq=False):
         return len(self.accepted) - max(self.block.stop, self.base) + self.joined
 
     def next_piece(self, chunk: int, width: int) -> tuple[int, int]:
-        """Return the indices `[start, stop)` of the next run that brings the lane's cache up to
+        """Return the indices `[start, stop)` of the next run that prefills the lane's cache up to
         date.
 
         chunk: given tokens are cut at multiples of this

@@ -61,7 +61,7 @@ class Speculation:
         return self.state.limits
 
     def warm_up(self, lane: Lane, base: int = 0) -> None:
-        """Start a job that brings the draft's cache up to the prompt while the stages prefill.
+        """Start a job that prefills the draft's cache with the prompt while the stages prefill.
 
         base: up to how many of its tokens; 0: all
         """

@@ -315,7 +315,7 @@ class Tree(Struct):
             node.seq_ids, node.run_id = (seq_id,), run_id
 
     def _continues(self, base: Node) -> bool:
-        """Whether a child that another run brings continues the id of `base`."""
+        """Whether a child of another run continues the id of `base`."""
         return not base.children
 
     def _branch(self, tip: Node) -> int:

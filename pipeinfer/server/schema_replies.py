@@ -280,7 +280,7 @@ class Chunk(Head):
 
 
 class Capabilities(TypedDict):
-    """What a model can be asked for. chat_template: whether it brings its own. tools: whether that
+    """What a model can be asked for. chat_template: whether it has its own. tools: whether that
     template knows tools, or the server describes them."""
 
     chat: bool

@@ -297,7 +297,7 @@ class _Head(Struct, frozen=True):
 
 
 class MtpHead(_Head, frozen=True):
-    """The head for further tokens (MTP) that the target's file has, or one beside it.
+    """The head for further tokens (MTP) that the target's file has, or a file next to it.
 
     small: its vocabulary; None: the target's
     """

@@ -110,7 +110,7 @@ class SupervisedJob:
         watcher = asyncio.create_task(self._watch(process, said))
         status = await asyncio.to_thread(process.wait)
         watcher.cancel()
-        # over poor links a daemon may not end, and its ssh holds the output that somebody reads
+        # over poor links a daemon may not end, and its ssh holds the output open
         for _ in range(0 if status else round(_GOODBYE / _LOOK)):
             if not _session(process.pid):
                 break

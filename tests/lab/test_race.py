@@ -63,7 +63,7 @@ def test_pictures_show_an_equal_part_of_each_answer_without_its_prompt():
     assert [row.split()[-1] for row in rows[:4]] == [
         "=" * 12 + "." * 12 + "=" * 12 + "." * 12, "." * 12 + "=" * 12 + "." * 12 + "=" * 12,
         "+" * 24 + "." * 24, "." * 24 + "x" * 24]
-    assert "x wrong" in rows[-1]
+    assert "x rejected" in rows[-1]
     assert "prompt" not in rows[-1]
 
 

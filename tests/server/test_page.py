@@ -46,7 +46,7 @@ def test_a_message_is_answered_as_a_stream(page):
     assert len(first) > 20
     assert tab.inner_text(".user .text") == PROMPT
     assert "tokens" in tab.inner_text(".answer .foot")
-    assert "guessed ahead" in tab.inner_text(".answer .foot")
+    assert "% drafted" in tab.inner_text(".answer .foot")
     guessed = "".join(tab.eval_on_selector_all(
         ".answer .guess", "spans => spans.map(s => s.textContent)"))
     assert 0 < len(guessed) < len(first)
@@ -240,7 +240,7 @@ def test_the_pipeline_is_drawn_while_runs_pass(page):
         }""")
     page.ask()
     page.until("window.fastest > 0")
-    page.until("/guessed, right \\d+/.test(document.querySelector('#legend').textContent)")
+    page.until("/accepted \\d+/.test(document.querySelector('#legend').textContent)")
     wanted = tab.evaluate(
         """() => ['plain', 'accepted', 'rejected'].map(name => parseInt(getComputedStyle(
             document.documentElement).getPropertyValue('--' + name).trim().slice(1), 16))""")

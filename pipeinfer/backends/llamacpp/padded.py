@@ -5,7 +5,7 @@ blocks of 256, and they sum over cells as these lie in memory. So every decode o
 rows is filled up to `width` with rows behind them, which are removed after it, and each sequence
 has a part of the cache for itself, a stream of llama.cpp's. Rows are chains: the cell of a row is
 its position, whatever was decoded and removed before. What a row is computed with then depends on
-its position alone, but for its place among the rows and for the rows beside it. `known_padding`
+its position alone, but for its place among the rows and for the other rows. `known_padding`
 measures that neither of these changes a bit.
 """
 
@@ -184,7 +184,7 @@ def by_gain(costs: dict[int, float]) -> list[int]:
 
 def holds(backend: PaddedBackend, rows: int, progress: Progress | None = None) -> bool:
     """Return whether a chain of so many rows has the bits of single rows, each padded to as many:
-    at once, after a wrong half, and in a copy of the sequence beside the first.
+    at once, after a wrong half, and in a copy of the sequence.
 
     progress: called with (rows, rows) before every decode
     """

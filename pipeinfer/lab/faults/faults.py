@@ -4,7 +4,7 @@
     stop@3:prefill=2            SIGSTOP before the 2nd chunk of a prompt
     kill@2:load=extracting      at the first news of a phase: extracting, receiving, loading,
                                 measuring (load alone: whichever comes first)
-    kill@4:recovery=1           when this rank hears of the 1st recovery
+    kill@4:recovery=1           when this rank learns of the 1st recovery
     error@1:decode=7:layer=3    an exception after so many layers of the rank's own (type=backend
                                 or memory: BackendError, MemoryError instead of RuntimeError)
     clock@2:decode=5:s=-3600    the rank's clock jumps by so many seconds, and stays there
@@ -253,7 +253,7 @@ def faults_of(faults: Sequence[Fault], rank: int, kinds: Sequence[Kind],
 
 def faulty_recovery(faults: Sequence[Fault], rank: int, die: Die = signal_self
                     ) -> Callable[[], None]:
-    """What rank `rank` calls whenever it hears of a recovery, before it does anything else."""
+    """What rank `rank` calls whenever it learns of a recovery, before it does anything else."""
     mine, seen = faults_of(faults, rank, tuple(SIGNALS), ("recovery",)), 0
 
     def hear() -> None:

@@ -1,7 +1,7 @@
 """What pipeinfer has to know of an architecture: the fields of a declaration, and their defaults.
 
 The defaults are those of a plain transformer like llama that can be cut between any two layers and
-that nobody has tried to slice. Reads metadata; runs nothing.
+that were not tried in slices. Reads metadata; runs nothing.
 """
 
 from __future__ import annotations

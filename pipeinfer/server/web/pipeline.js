@@ -93,7 +93,7 @@ export class Pipeline {
     const layers = names.map((stage) => stage.layers[1] - stage.layers[0]);
     $("facts").textContent = [
       `${facts.model} over ${count} (${layers.join(", ")} layers)`,
-      ...(this.guesses && facts.draft ? [`guesses by ${facts.draft}`] : []),
+      ...(this.guesses && facts.draft ? [`drafts by ${facts.draft}`] : []),
       `context ${facts.n_ctx.toLocaleString("en")} tokens`,
     ].join(", ");
     this.showLegend();
@@ -118,7 +118,7 @@ export class Pipeline {
     $("requests").title = status.waiting ? `${running} running, ${status.waiting} waiting` : "";
     const cells = status.cells_used / Math.max(1, status.cells);
     $("cache").textContent = `${Math.round(100 * cells)} %`;
-    const second = this.guesses ? (rests ? "guessing off" : `${share} of guesses right`)
+    const second = this.guesses ? (rests ? "speculation off" : `${share} of drafts accepted`)
       : `stages ${Math.round(100 * load)} % busy`;
     $("brief").textContent = running ? `${Math.round(rate)} tokens/s, ${second}` : "idle";
   }

@@ -2,10 +2,10 @@
 
 // Outcomes of runs: name, words, the server's name. Those of guesses have `true` at their end.
 export const FATES = [
-  ["plain", "not guessed", "non-speculative"],
-  ["accepted", "guessed, right", "accepted", true],
-  ["partly", "partly right", "partly accepted", true],
-  ["rejected", "wrong or cancelled", "rejected", true],
+  ["plain", "plain", "non-speculative"],
+  ["accepted", "accepted", "accepted", true],
+  ["partly", "partly accepted", "partly accepted", true],
+  ["rejected", "rejected or cancelled", "rejected", true],
   ["prompt", "prompt", "prompt"],
   ["open", "not decided yet", ""],
 ];

@@ -63,7 +63,7 @@ function showFacts() {
 
 function does(rank, stages) {
   if (facts.lost.includes(rank)) return "lost";
-  const work = rank === 0 ? ["takes requests", ...(facts.draft ? ["guesses"] : [])] : [];
+  const work = rank === 0 ? ["takes requests", ...(facts.draft ? ["drafts"] : [])] : [];
   for (const stage of stages) {
     if (stage.rank === rank) work.push(`stage ${stage.stage}, ${holds(stage)}`);
   }

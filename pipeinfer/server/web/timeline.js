@@ -8,7 +8,7 @@ const STAYS = 12; // seconds for which a change of the stages is kept in sight
 const LAG = 0.3; // seconds behind the server's clock, so that what is shown is complete
 const MOVING = 33; // milliseconds from one picture to the next while something moves
 const STILL = 250; // and from one look to the next while nothing does: a page at rest costs little
-const KINDS = { prompt: "prompt", token: "token", guess: "guesses", mixed: "token and guesses" };
+const KINDS = { prompt: "prompt", token: "token", guess: "draft tokens", mixed: "token and draft tokens" };
 
 export class Timeline {
   constructor({ canvas, tip, text, runs }) {

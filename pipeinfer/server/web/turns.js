@@ -185,8 +185,8 @@ export class Answer {
     const speed = this.timings?.predicted_per_second;
     if (speed) parts.push(`${speed.toPrecision(3)} per second`);
     if (this.tokens && this.guesses) {
-      parts.push(this.guessed ? `${Math.round(100 * this.guessed / this.tokens)} % guessed ahead`
-        : "guessing off: does not pay here");
+      parts.push(this.guessed ? `${Math.round(100 * this.guessed / this.tokens)} % drafted`
+        : "speculation off: does not pay here");
     }
     const ends = { length: "cut off at the limit", stopped: "stopped", failed: "incomplete" };
     if (this.reason in ends && (this.tokens || this.reason === "stopped")) {

@@ -1,7 +1,7 @@
 """Proposals of a small draft model (PipeInfer section III, SpecInfer's expansion).
 
 The draft has a few paths in its cache, with the candidates after each token it drafted from. It
-brings one of them up to a job's path by the longest common prefix. So it needs no messages about
+moves one of them to a job's path by the longest common prefix. So it needs no messages about
 acceptance or cancellation, and a job that was stopped midway can be continued. The draft applies
 the target's sampling rule with the target's noise to its own logits (docs/algorithms.md 2.2).
 Independent of llama.cpp and threads: it works on any whole-model backend.
