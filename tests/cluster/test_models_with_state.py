@@ -127,10 +127,6 @@ def test_rows_of_one_run_have_the_bits_of_single_rows(model):
 
 CASES = {
     "killed": (4, ["--hook", "fault=kill@2:decode=12", "--temp", "0.8", "--seed", "3"]),
-    "killed-iterative": (3, ["--hook", "fault=kill@1:decode=12", "--policy", "iterative"]),
-    "spare": (4, ["--hook", "fault=kill@2:decode=9", "--spares", "1"]),
-    "moved": (3, ["--hook", "fault=kill@1:decode=12", "--head-stage", "--set",
-                  "cancel_path=backward"]),
     "cut short": (3, ["--hook", "pace=20", "--set", "draft_max=2", "--temp", "0.8", "--seed", "6"]),
     "turns": (1, ["--speculation", "on", "--temp", "0.8", "--seed", "4"]),
 }
@@ -162,7 +158,7 @@ def test_no_circumstance_changes_a_token(files, name, case):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == expected
-    assert answer["stats"]["issued_speculative"] > 0 or "iterative" in case
+    assert answer["stats"]["issued_speculative"] > 0
     assert bool(answer["stats"]["recovered"]) == any(
         word.startswith("fault=") for word in more)
 

@@ -21,7 +21,7 @@ def test_the_page_and_the_command_know_all_that_can_be_cut():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_full(table.ROWS, "qwen3moe", "gemma3", "smollm3", "olmo2"))
+@pytest.mark.parametrize("name", mostly_full(table.ROWS, "qwen3moe", "smollm3"))
 def test_the_page_says_what_is_found(name):
     """But for the exact width, which another processor may have another of."""
     page = table.table_in(PAGE.read_text())[name]

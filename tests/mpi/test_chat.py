@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ import pytest
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 from tests.rig import launch
 from tests.rig.served import serve
+from tests.support.sample import full
 
 pytestmark = pytest.mark.slow
 CHAT = [*PIPEINFER, "chat"]
@@ -176,15 +176,6 @@ def test_an_interrupt_stops_the_answer_and_a_second_one_leaves(server, own):
                                  for slot in server.get("/slots", **auth)[1]), "a free server")
 
 
-def test_own_ranks_answer_as_generate_does():
-    done = chat("-m", str(EMBEDDED / "target.gguf"), "-md", str(EMBEDDED / "draft.gguf"), *GREEDY,
-                says="def fib(n):\n")
-    other = launch.run(1, [*PIPEINFER, "generate", "--chat", "-p", "def fib(n):", *GREEDY,
-                           "--json"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == json.loads(other.stdout)["text"] + "\n"
-
-
 @contextlib.contextmanager
 def own_ranks():
     """A conversation with a model of its own that has answered; its process, that which is rank 0,
@@ -238,7 +229,7 @@ def test_through_a_pipe_and_the_launch_script():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [full("1"), "2"])
 def test_at_a_terminal_through_the_launch_script(ranks):
     """launch/run gives its job no standard input: the terminal is found by its name."""
     master, slave = pty.openpty()
@@ -274,9 +265,3 @@ def test_at_a_terminal_through_the_launch_script(ranks):
         os.close(master)
     assert "target.gguf on 1 stage" in seen
     assert "Traceback" not in seen
-
-
-def test_help():
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "chat", "--help"])
-    assert "--url" in done.stdout
-    assert "--system" in done.stdout

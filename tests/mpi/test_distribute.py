@@ -173,13 +173,3 @@ def test_a_spare_has_received_what_it_takes_over(head, tmp_path, tokens, spares,
     assert stages["2"]["rank"] > last
     assert stages["2"]["layers"] == [6, 12]
     assert received(out)[2] == 0
-
-
-@pytest.mark.full("test_a_stage_killed_midway_leaves_its_layers_to_the_other")
-def test_a_spare_that_dies_while_it_receives_costs_the_other_nothing(head, tmp_path, tokens):
-    hosts = [tmp_path / name for name in ("one", "two", "dies", "lives")]
-    command = [*FAULTY, "3", "receive", *REQUEST, "--distribute", "--spares", "2"]
-    code, out, err = spread(head, hosts, command)
-    assert code == 0, err
-    assert json.loads(out)["tokens"] == tokens
-    assert held(hosts[3])[0] == [(0, 6), (6, 12)]

@@ -41,17 +41,6 @@ def tokens(np, *args):
     return json.loads(done.stdout)["tokens"]
 
 
-@pytest.mark.full("a model in parts over ranks in "
-                  "test_hosts_get_no_byte_of_layers_that_they_do_not_hold")
-def test_a_model_in_parts_is_the_model(parts):
-    """Whole by llama.cpp, cut over stages, and in slices."""
-    whole = tokens(1, "-m", str(EMBEDDED / "target.gguf"))
-    assert tokens(1, "-m", str(parts[0])) == whole
-    assert tokens(3, "-m", str(parts[0])) == whole
-    assert tokens(3, "-m", str(parts[0]), "--grid", "1x2") == tokens(
-        3, "-m", str(EMBEDDED / "target.gguf"), "--grid", "1x2")
-
-
 def apart(homes, request, **rank_0):
     """A job whose ranks each have a directory, a cache and a home of their own."""
     line = [launch.mpirun_path()]

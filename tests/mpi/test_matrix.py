@@ -72,6 +72,8 @@ LAYOUTS = {
     "head stage over tcp": Layout(3, {"head_stage": True, "cancel_path": "direct"}),
     "head stage": Layout(2, {"head_stage": True, "cancel_path": "backward"}),
     "draft rank": Layout(4, {"draft_ranks": 1}),
+    "two draft ranks": Layout(4, {"draft_ranks": 2}),
+    "1x2 and a draft rank": Layout(4, {"draft_ranks": 1}, (2,)),
     "few ids": Layout(3, {"head_stage": True, "partitions": 1}),
     "halves": Layout(3, {"hidden_type": "f16"}),
     "slices on one rank": Layout(2, {}, (1,), "2"),
@@ -151,9 +153,11 @@ EAGLE = {"eagle": "head.gguf", "speculation": "on"}
 WIDE = {"expert_ff": 192, "n_ff": 192, "n_head": 8, "n_head_kv": 4}
 K_QUANTS = {"qtype": "Q4_K_M", "n_layer": 2, "n_embd": 1024, "n_head": 16, "n_head_kv": 4}
 KINDS = {
-    "plain": Kind(embedded, ("1 ranks", "head stage over tcp"), (*RANKS[1:], "few ids")),
+    "plain": Kind(embedded, ("1 ranks", "head stage over tcp", "two draft ranks"),
+                  (*RANKS[1:], "few ids", "draft rank")),
     "wide": Kind(embedded, ("1x3 unequal", "1x2 with rank 0"), (
-        *GRIDS, "1x4", "slices on one rank", "1x2 with rank 0 by messages")),
+        *GRIDS, "1x4", "slices on one rank", "1x2 with rank 0 by messages",
+        "1x2 and a draft rank")),
     "lookup and draft": Kind(embedded, ("4 ranks",), ("1 ranks", "3 ranks"),
                              {"proposer": ["prompt-lookup", "draft"]}),
     "lookahead": Kind(embedded, ("3 ranks",), ("1 ranks", "4 ranks"),

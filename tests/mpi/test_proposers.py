@@ -62,24 +62,6 @@ def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more,
         assert found["stats"]["issued_speculative"] == 0
 
 
-@pytest.mark.full("widths up to 48 in tests/backends/test_torch_backend.py, windows in runs beside "
-                  "it")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_wide_window_is_one_exact_run_on_torch(ranks):
-    """Current token, candidates and window are 43 rows, beyond the 16 that are tried by default."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    torch = ("--backend", "torch", "--device", "cpu", "-t", "1", "-md", "none", "-n", "40",
-             "--ignore-eos", "--temp", "0", "-m", str(EMBEDDED / "target.gguf"))
-    wide = ("--proposer", "lookahead", "--policy", "speculative", "--lookahead-window", "7",
-            "--lookahead-ngram", "4", "--lookahead-candidates", "7")
-    plain, found = answered(ranks, *torch, "--speculation", "off"), answered(ranks, *torch, *wide)
-    assert found["tokens"] == plain["tokens"]
-    assert found["stats"]["accepted_speculative"] > 0
-    if found["stats"]["exact_width"] == 43:  # measured; smaller ones verify in a run of their own
-        assert found["stats"]["runs"] == found["stats"]["steps"] < 40
-
-
 def test_the_embedded_adapter_foresees_tokens():
     """In this process, which has imported torch already."""
     for package in ("torch", "transformers", "safetensors"):

@@ -11,7 +11,6 @@ import pytest
 from tests.rig import launch
 from tests.rig.served import serve
 from tests.support.references import alone, seeded
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
@@ -38,11 +37,7 @@ def undisturbed():
     (5, ("--hook", "fault=stop@2:prefill=1", "--spares", "1", "--heartbeat", "1"),
      [(1, 4), (4, 4), (3, 4)]),
     (4, ("--hook", "fault=cut-link@2:peer=3:after=40", "--timeout", "8"), None),
-    full(4, ("--hook", "fault=error@2:decode=9", "--proposer", "lookahead", "--lookahead-window",
-             "2", "--lookahead-candidates", "2"), [(1, 6), (3, 6)]),
-    full(3, ("--hook", "fault=kill@1:decode=12", "--head-stage", "--set", "cancel_path=backward"),
-         None),
-], ids=["kill", "stop", "cut", "error", "head-stage"])
+], ids=["kill", "stop", "cut"])
 def test_the_job_goes_on_with_the_tokens_of_before(undisturbed, np, more, left):
     """Who takes which layers over is tested with fake ports in tests/cluster/test_assembly.py."""
     found = out_of(generate(np, *more, "--set", "split=equal"))  # a busy machine measures noise

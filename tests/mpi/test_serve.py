@@ -9,7 +9,6 @@ import socket
 import threading
 from pathlib import Path
 
-import anthropic
 import openai
 import psutil
 import pytest
@@ -92,23 +91,6 @@ def test_greedy_and_seeded_text_is_that_of_plain_decoding(client, plain):
     assert seeded == [plain(PROMPT, 30, params)] * 2
 
 
-def test_both_apis_say_the_same(server, client):
-    """Anthropic's client and OpenAI's, with a stop string and in a stream, too."""
-    ask = {"model": "code", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 30}
-    text = client.chat.completions.create(**ask, temperature=0).choices[0].message.content
-    stop = text[len(text) // 2:][:3]
-    ask["extra_body"] = {"temperature": 0}
-    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60) as other:
-        whole = other.messages.create(**ask)
-        cut = other.messages.create(**ask, stop_sequences=[stop])
-        with other.messages.stream(**ask) as stream:
-            streamed = "".join(stream.text_stream)
-    assert (whole.content[0].text, whole.stop_reason) == (text, "max_tokens")
-    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
-    assert cut.content[0].text == text[:text.index(stop)]
-    assert streamed == text
-
-
 def test_a_stream_is_the_answer_in_pieces(client):
     ask = {"model": "code", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 120,
            "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -125,39 +107,6 @@ def test_a_stream_is_the_answer_in_pieces(client):
     assert timings["predicted_n"] == 120
     assert timings["drafted_n"] >= timings["accepted_n"] > 0
     assert whole.model_extra["timings"]["predicted_per_second"] > 0
-
-
-def test_logprobs(client):
-    got = client.chat.completions.create(
-        model="code", messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0,
-        logprobs=True, top_logprobs=3)
-    content = got.choices[0].logprobs.content
-    assert "".join(c.token for c in content) == got.choices[0].message.content
-    for entry in content:
-        assert entry.logprob <= 0
-        assert len(entry.top_logprobs) == 3
-        assert entry.top_logprobs[0].token == entry.token  # greedy
-        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)
-    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=6, temperature=0,
-                                    logprobs=2)
-    found = got.choices[0].logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 6
-    assert "".join(found.tokens) == got.choices[0].text
-
-
-def test_a_json_schema_is_kept_greedy_and_seeded(client):
-    schema = {"type": "object", "properties": {
-        "name": {"enum": ["Ada", "Bob"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99},
-    }, "required": ["name", "age"], "additionalProperties": False}
-    for more in ({"temperature": 0}, {"seed": 5, "temperature": 1.0}):
-        got = client.chat.completions.create(
-            model="code", messages=[{"role": "user", "content": "who?"}], max_tokens=60, **more,
-            response_format={"type": "json_schema", "json_schema": {
-                "name": "person", "strict": True, "schema": schema}})
-        found = json.loads(got.choices[0].message.content)
-        assert found["name"] in ("Ada", "Bob")
-        assert 1 <= found["age"] <= 99
-        assert got.choices[0].finish_reason == "stop"
 
 
 def test_a_full_queue_is_a_rate_limit_and_leaving_makes_room(server, client):

@@ -13,7 +13,6 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import PIPEINFER
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
-from tests.rig.served import serve
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
@@ -44,17 +43,3 @@ def test_it_answers_coherently_and_the_same_over_ranks(question, words):
     text = over_ranks["text"].lower()
     assert text.startswith(words[0])
     assert all(word in text for word in words)
-
-
-@pytest.mark.full("which model is taken in tests/models/test_locate.py")
-def test_it_is_what_a_server_takes_when_nothing_is_named():
-    with serve(3, "-c", "512", PIPEINFER_DEFAULT_MODEL="") as served:
-        served.wait_until_ready()
-        _, models = served.get("/v1/models")
-        assert models["data"][0]["id"] == "smollm2"
-        status, reply = served.post("/v1/chat/completions", {
-            "messages": [{"role": "user", "content": QUESTION}], "temperature": 0,
-            "max_tokens": 24})
-        assert status == 200, reply
-        assert reply["choices"][0]["message"]["content"].startswith("Photosynthesis is")
-        assert not any("pip install" in line for line in served.log)

@@ -18,7 +18,6 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 from tests.rig import launch
 from tests.rig.embedded_folder import write_folder
-from tests.rig.served import serve
 from tests.support.references import StagedLoop
 from tests.support.refusals import output, refusal
 from tests.support.sample import fewer
@@ -79,24 +78,6 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
                               options=TorchOptions("cpu", "bfloat16"))
     tokenizer = open_tokenizer(folder)
     assert answer["tokens"] == StagedLoop(whole).generate(tokenizer.encode(PROMPT), 10)
-
-
-@pytest.mark.full("the command line with a folder beside it, a server in tests/mpi/test_serve.py")
-def test_a_folder_is_served(folder):
-    ask = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    with serve(2, "-m", str(folder), "-md", str(EMBEDDED / "draft.gguf"), "-c", "512", "-t", "1",
-               "--device", "cpu") as server:
-        server.wait_until_ready()
-        answers = [server.post("/v1/completions", ask) for _ in range(2)]
-        status, chat = server.post("/v1/chat/completions", {
-            "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
-    assert [code for code, _ in answers] == [200, 200]
-    texts = [answer["choices"][0]["text"] for _, answer in answers]
-    assert texts[0] == texts[1]
-    assert answers[0][1]["usage"]["completion_tokens"] == 8
-    assert answers[0][1]["model"] == "target"
-    assert status == 200, chat
-    assert chat["usage"]["prompt_tokens"] > 5
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [

@@ -134,15 +134,6 @@ def on_one_host(tmp_path):
             "-t", "1", "-td", "1"], models, cache
 
 
-@pytest.mark.full("test_a_stage_without_the_model_says_so in tests/mpi/test_distribute.py")
-def test_a_host_without_the_model_says_so(on_one_host):
-    request, models, cache = on_one_host
-    with Cluster(3, cpu=0.6, private=[models, cache]) as cluster:
-        done = cluster.pipeinfer(request, timeout=60, PIPEINFER_CACHE=str(cache))
-    assert done.returncode == 3, done.stderr
-    assert "target.gguf does not exist on node" in done.stderr
-
-
 def test_hosts_without_the_model_get_their_layers(on_one_host, one_process):
     """Both directories are empty on node2 and node3."""
     request, models, cache = on_one_host

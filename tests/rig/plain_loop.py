@@ -139,7 +139,7 @@ class PlainLoop:
         while len(path) < len(prompt) + count:
             history = np.array(path, np.int32)
             token = choose(logits, params, history, len(path) - 1).token
-            if self.is_eog(token) and not ignore_eos:
+            if not ignore_eos and self.is_eog(token):
                 break
             path.append(token)
             if len(path) < len(prompt) + count:

@@ -87,17 +87,3 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         assert f"Rank {rank} was lost." in tab.inner_text("#changes")
         chat.close()
         status.close()
-
-
-@pytest.mark.full("the same form in tests/server/test_page.py")
-def test_a_key_is_asked_for_on_the_operators_page(browser):
-    with serve(1, "--api-key", "sesame") as served:
-        served.wait_until_ready()
-        opened = Page(browser, served.url, "/status")
-        opened.tab.wait_for_selector("#key-form:not([hidden])")
-        opened.tab.fill("#api-key", "sesame")
-        opened.tab.press("#api-key", "Enter")
-        opened.ready()
-        opened.until("document.querySelectorAll('#stages tr').length === 1")
-        assert not opened.tab.is_visible("#key-form")
-        opened.close()

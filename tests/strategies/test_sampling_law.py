@@ -16,7 +16,7 @@ from msgspec import structs
 
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.sampling import candidates, choose
-from pipeinfer.core.types import ALL_SEQS, END, SamplingParams, make_rows
+from pipeinfer.core.types import SamplingParams, make_rows
 from tests.rig.toy import ToyBackend, ToySpec
 
 pytestmark = pytest.mark.slow
@@ -33,17 +33,16 @@ def step_law(logits):
     return p / p.sum()
 
 
+@functools.cache
+def logits_after(tail):
+    path = PROMPT + tail
+    return ToyBackend.load(SPEC).decode(make_rows(
+        [(t, i, (0,), i == len(path) - 1) for i, t in enumerate(path)]))[0]
+
+
 def exact_law():
-    backend = ToyBackend.load(SPEC)
-    law = {}
-    steps: dict[tuple[int, ...], np.ndarray] = {}
-    for length in range(COUNT):
-        for tail in itertools.product(range(SPEC.n_vocab), repeat=length):
-            path = PROMPT + tail
-            backend.seq_rm(ALL_SEQS, 0, END)
-            logits = backend.decode(make_rows(
-                [(t, i, (0,), i == len(path) - 1) for i, t in enumerate(path)]))
-            steps[tail] = step_law(logits[0])
+    law, steps = {}, {tail: step_law(logits_after(tail)) for length in range(COUNT)
+                      for tail in itertools.product(range(SPEC.n_vocab), repeat=length)}
     for text in itertools.product(range(SPEC.n_vocab), repeat=COUNT):
         law[text] = np.prod([steps[text[:i]][text[i]] for i in range(COUNT)])
     return law
@@ -72,15 +71,7 @@ def law():
 
 @pytest.mark.full("the law of one token by 8,000 draws in tests/core/test_sampling.py")
 def test_the_joint_law_of_three_tokens(law):
-    backend, counts = ToyBackend.load(SPEC), {}
-
-    @functools.cache
-    def logits_after(tail):
-        path = PROMPT + tail
-        backend.seq_rm(ALL_SEQS, 0, END)
-        return backend.decode(make_rows(
-            [(t, i, (0,), i == len(path) - 1) for i, t in enumerate(path)]))[0]
-
+    counts = {}
     for seed in range(DRAWS):
         params, text = structs.replace(SAMPLING, key=noise_key(seed)), ()
         while len(text) < COUNT:

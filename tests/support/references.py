@@ -40,9 +40,6 @@ class StagedLoop(PlainLoop):
         assert values is not None
         return values[0]
 
-    def is_eog(self, token: int) -> bool:
-        return False
-
 
 def seeded(seed: int, temperature: float = 0.8) -> SamplingParams:
     """What `generate` samples by with --seed, and with --temp."""
