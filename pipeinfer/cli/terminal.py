@@ -15,7 +15,7 @@ import click
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import PipeinferError, WorkerFailed
+from pipeinfer.errors import PipeinferError, StageFailed
 from pipeinfer.models.locate import fetch, may_fetch
 
 INTERRUPTED = 130
@@ -32,7 +32,7 @@ def note(text: str) -> None:
 
 def fail(error: PipeinferError) -> NoReturn:
     """Print an error and end every rank."""
-    if isinstance(error, WorkerFailed) and error.remote_traceback:
+    if isinstance(error, StageFailed) and error.remote_traceback:
         click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
     click.echo(f"pipeinfer: error: {error}", err=True)
     leave(error.exit_code)

@@ -42,7 +42,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import Loss, RankLost, UsageError, WorkerFailed
+from pipeinfer.errors import Loss, RankLost, StageFailed, UsageError
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.layers import keeps_state, no_embeddings
@@ -244,7 +244,7 @@ class Session:
         """Continue without a lost rank. Raises the error if the job cannot continue."""
         accepted = self.head.scheduler.totals.accepted
         same = [count for count in self._failures if count == accepted]
-        self._failures = [*same, accepted] if isinstance(loss, WorkerFailed) else []
+        self._failures = [*same, accepted] if isinstance(loss, StageFailed) else []
         if self.assembly.recover(loss):
             # A request that made several stages fail would make the next one fail, too.
             self.resume("poison" if len(self._failures) >= _POISON else "")

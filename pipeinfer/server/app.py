@@ -289,7 +289,7 @@ class Server:
         """Distribute the layers by what each stage takes now; running requests go on."""
         del body  # that it came is enough: see its class
         found = await self.client.rebalance(self.settings.request_timeout)
-        return Reply(replies.Rebalanced(
+        return Reply(replies.RebalanceReply(
             changed=found.changed, message=found.message, stages=self.client.facts["stages"]))
 
     async def rebalance_plan(self) -> Response:
@@ -345,7 +345,7 @@ class Server:
              {k: _ERRORS[k] for k in (404, 429, 504)})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
-        post("/rebalance", self.rebalance, replies.Rebalanced,
+        post("/rebalance", self.rebalance, replies.RebalanceReply,
              {k: _ERRORS[k] for k in (429, 503, 504)})
         post("/race", self.race, None, {404: _ERRORS[404], 429: _ERRORS[429], **_SSE})
         post("/apply-template", self.apply_template, replies.Prompt, {})

@@ -17,7 +17,7 @@ import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, Status, call
+from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, SocketStatus, call
 from pipeinfer.supervise.state import Folder
 
 _LOGS = "logs"
@@ -186,7 +186,7 @@ def _go_into_the_background(folder: Folder) -> None:
 def status_command(name: str, as_json: bool) -> None:
     """Show what `pipeinfer up` is at. Exit code 0: ready; 1: not ready; 2: nothing is up."""
     folder = Folder(name)
-    found = call(folder, _report, 20.0, Status())
+    found = call(folder, _report, 20.0, SocketStatus())
     found.pop("ok", None)
     if as_json:
         click.echo(json.dumps(found))

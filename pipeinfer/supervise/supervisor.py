@@ -199,7 +199,7 @@ class Supervisor:
             case lifecycle.Admit():
                 if self.door is not None:
                     await self.door.ask(orders.Hold(on=False))
-            case lifecycle.Answer(order, error, refused):
+            case lifecycle.Answered(order, error, refused):
                 if not refused:
                     self.failed_move = error
                     self._changed()
@@ -239,7 +239,7 @@ class Supervisor:
             self.history[-1] |= {"exit": status, "lived": round(lived, 1), "why": why,
                                  "moved": self.state.phase is Phase.MOVING}
         self._job, self.running = None, 0
-        self.feed(lifecycle.Ended(status, lived, why or f"see {self.source.logs_at}"))
+        self.feed(lifecycle.JobEnded(status, lived, why or f"see {self.source.logs_at}"))
 
     def _end(self, how: Callable[[SupervisedJob], None]) -> None:
         if self._job is not None:

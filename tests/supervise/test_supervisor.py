@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pipeinfer.supervise.lifecycle import Phase, Ready
+from pipeinfer.supervise.lifecycle import JobReady, Phase
 from pipeinfer.supervise.supervisor import JobChange, Supervisor
 
 
@@ -72,7 +72,7 @@ async def until_it_runs(supervisor, job):
     async with asyncio.timeout(20):
         while supervisor.running != job:
             await asyncio.sleep(0.01)
-    supervisor.feed(Ready(job))
+    supervisor.feed(JobReady(job))
 
 
 async def moved(supervisor, jobs):

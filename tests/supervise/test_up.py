@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from pipeinfer.errors import RequestError
-from pipeinfer.supervise.commands_socket import Reload, Rescale, Status, call
+from pipeinfer.supervise.commands_socket import Reload, Rescale, SocketStatus, call
 from pipeinfer.supervise.state import Folder
 from tests.mpi.test_supervised import Stream, job_processes
 from tests.rig import launch
@@ -39,7 +39,7 @@ class Up:
 
     def status(self):
         """What `pipeinfer status --json` shows, without a process of its own."""
-        return call(Folder("default"), print, 20, Status())
+        return call(Folder("default"), print, 20, SocketStatus())
 
 
 @contextlib.contextmanager
