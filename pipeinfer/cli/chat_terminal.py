@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from pipeinfer.errors import UsageError
+from pipeinfer.host import moves_cursor
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -63,15 +64,10 @@ def own_terminal() -> Iterator[tuple[InputSource, TextIO]]:
     elif path := _named(TERMINAL):
         descriptor = _open(TERMINAL, lambda: os.open(path, os.O_RDWR | os.O_NOCTTY))
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-            yield Editor(out) if capable() else TypedLines(descriptor), out
+            yield Editor(out) if moves_cursor() else TypedLines(descriptor), out
     else:
-        edits = capable() and sys.stdin.isatty() and sys.stdout.isatty()
+        edits = moves_cursor() and sys.stdin.isatty() and sys.stdout.isatty()
         yield Editor() if edits else TypedLines(0), sys.stdout
-
-
-def capable() -> bool:
-    """Whether TERM names a terminal that moves its cursor."""
-    return os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def _named(variable: str) -> str:

@@ -148,11 +148,15 @@ class _Signals:
         self._seen = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)  # the shell sends a second one
         self._seen += 1
-        at_once = number == signal.SIGTERM and host.launched()
+        at_once = number in (signal.SIGTERM, signal.SIGHUP) and host.launched()
         if self.engine is None or self._seen > 1 or at_once:
             raise Stopped
         self.engine.leave()
@@ -232,8 +236,16 @@ def api_keys(config: ServeConfig) -> dict[str, Allowance]:
             raise UsageError(f"cannot read --api-key-file {config.api_key_file}: {error}") from (
                 error)
         lines = [_COMMENT.sub("", line).strip() for line in text.splitlines()]
-        found = dict(parse_line(line, f"--api-key-file {config.api_key_file}, line {i}")
-                     for i, line in enumerate(lines, 1) if line)
+        found: dict[str, Allowance] = {}
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            where = f"--api-key-file {config.api_key_file}, line {number}"
+            key, allowance = parse_line(line, where)
+            if found.get(key, keys.get(key, allowance)) != allowance:
+                raise UsageError(f"{where}: this key was given before with other scopes or "
+                                 "limits: keep one of the two")
+            found[key] = allowance
         if not found:
             raise UsageError(f"--api-key-file {config.api_key_file} contains no key: write one key "
                              "per line")

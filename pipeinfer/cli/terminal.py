@@ -120,18 +120,18 @@ def own_terminal() -> int | None:
 
 
 def progress_stream() -> tuple[TextIO, bool]:
-    """Return where progress is shown, and whether that is a terminal.
+    """Return where progress is shown, and whether a line there can be replaced.
 
     mpirun gives its ranks pipes, so there the terminal itself is opened.
     """
     if not sys.stderr.isatty() and host.launched() and (terminal := own_terminal()) is not None:
-        return os.fdopen(terminal, "w", encoding="utf-8", errors="replace"), True
-    return sys.stderr, sys.stderr.isatty()
+        return os.fdopen(terminal, "w", encoding="utf-8", errors="replace"), host.moves_cursor()
+    return sys.stderr, sys.stderr.isatty() and host.moves_cursor()
 
 
 def show_over(text: str) -> None:
     """Replace the last line on standard error; "" at the end. Without a terminal nothing is
     written, except under mpirun, where a rank cannot detect a terminal."""
-    if not sys.stderr.isatty() and not host.launched():
+    if not host.moves_cursor() or not (sys.stderr.isatty() or host.launched()):
         return
     click.echo(f"\r\x1b[K{text}", nl=False, err=True)

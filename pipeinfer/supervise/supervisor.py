@@ -101,7 +101,7 @@ class Supervisor:
 
     def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
                  say: Callable[[str], None], *,
-                 last: Sequence[signal.Signals] = (signal.SIGHUP,),
+                 last: Sequence[signal.Signals] = (),
                  changed: Callable[[], None] = lambda: None) -> None:
         self.source, self.door, self.say, self._last = source, door, say, last
         self.running = 0  #: number of the job that runs, 0 if none does
@@ -116,7 +116,7 @@ class Supervisor:
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._job: SupervisedJob | None = None
         self._hosts: list[str] | None = None  #: other hosts of the last job, None before the first
-        self._began = 0.0
+        self._began, self._hung_up = 0.0, False
         self._running: asyncio.Task[int] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -286,8 +286,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(
-                    number, lambda at_once: self.stop(at_once=at_once), number in self._last)
+                loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number != signal.SIGHUP or not self._hung_up:  # the shell sends a second one
+            self._hung_up |= number == signal.SIGHUP
+            self.stop(at_once=number in self._last)
 
     async def clean(self, name: str, hosts: list[str]) -> None:
         """Kill the remaining processes of an earlier job, here and on its hosts, so that none

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import pytest
 
+from pipeinfer.cli import terminal
 from pipeinfer.cli.loading import LoadingLines, progress_text
 from pipeinfer.cluster.assembly import StageState
+from pipeinfer.models.hub import Lines
 
 
 class Start:
@@ -80,3 +83,25 @@ def test_a_terminal_has_one_line_that_is_replaced():
 ])
 def test_rates_are_shown_where_they_mean_something(state, now, text):
     assert progress_text(state, now) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("term", "replaces"), [
+    ("dumb", False), ("", False), ("unknown", False), ("xterm-256color", True)])
+def test_a_terminal_that_replaces_no_line_gets_no_escape_sequence(monkeypatch, term, replaces):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys, "stderr", out := Terminal())
+    assert terminal.progress_stream() == (out, replaces)
+    terminal.show_over("1 of 2")
+    lines = Lines()
+    for done in (1 << 20, 10 << 20):
+        lines("model.gguf", done, 10 << 20)
+    said = out.getvalue()
+    assert ("\x1b" in said) == replaces
+    if not replaces:
+        assert said == ("pipeinfer: model.gguf: 10 % of 10.5 MB\n"
+                        "pipeinfer: model.gguf: 100 % of 10.5 MB\n")

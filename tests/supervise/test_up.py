@@ -154,3 +154,17 @@ def test_wrong_use_is_one_line(tmp_path, words, says):
                           env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False)
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_folder_is_said_before_anything_goes_into_the_background(tmp_path):
+    logs = tmp_path / "default" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "detached.log").symlink_to("/dev/full")
+    tmp_path.chmod(0o700)
+    done = subprocess.run([*PIPEINFER, "up", "--detach", "--", "serve", "-m", "/nowhere"],
+                          env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (f"pipeinfer: error: cannot write {logs}/detached.log: No space left on "
+                           "device; free some space, or name another folder with "
+                           "PIPEINFER_STATE\n")
