@@ -182,7 +182,7 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,
         client_timeout=config.client_timeout, restart_timeout=config.restart_timeout,
-        cors_origins=config.cors_origin,
+        cors_origins=origins(config),
         hosts=host_names(config), check_hosts=bool(config.allow_host),
         log_requests=config.log_requests, seed=sampling.seed,
         defaults=sampling_params(sampling, 0),
@@ -217,6 +217,19 @@ def host_names(config: ServeConfig) -> tuple[str, ...]:
             raise UsageError(f"--allow-host {name!r} is not the name of a host: leave out the "
                              "scheme, the port and the path")
     return tuple(name.lower().rstrip(".") for name in (*config.allow_host, config.host))
+
+
+def origins(config: ServeConfig) -> tuple[str, ...]:
+    """Return the allowed origins as browsers send them: in lower case, without a slash at the end.
+
+    Raises UsageError for what is none.
+    """
+    found = tuple(one.lower().removesuffix("/") for one in config.cors_origin)
+    for given, one in zip(config.cors_origin, found, strict=True):
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+", one):
+            raise UsageError(f"--cors-origin {given!r} is not an origin: write scheme, host and "
+                             "port only, such as https://chat.example.org, or *")
+    return found
 
 
 def api_keys(config: ServeConfig) -> dict[str, Allowance]:

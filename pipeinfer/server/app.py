@@ -81,6 +81,7 @@ class Server:
         self.races = Races(client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
+            redirect_slashes=False,  # see middleware.as_meant
             description="A large language model over a cluster, with the OpenAI API.",
         )
         self._add_routes()
