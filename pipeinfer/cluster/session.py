@@ -25,7 +25,15 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.job import Job, LoadedCluster
-from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, one_stage, taking_turns, why
+from pipeinfer.cluster.notes import (
+    doubts,
+    doubts_about,
+    drafting,
+    drawing,
+    one_stage,
+    taking_turns,
+    why,
+)
 from pipeinfer.cluster.policy_choice import for_chains
 from pipeinfer.cluster.proposers import remotes_of, sources_of
 from pipeinfer.cluster.resolve import choose
