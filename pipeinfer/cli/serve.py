@@ -19,7 +19,7 @@ import click
 from pipeinfer import host
 from pipeinfer.cli.loading import progress_hook, progress_text
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import Stopped, fetch_models
+from pipeinfer.cli.terminal import Stopped, fetch_models, note
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
@@ -54,8 +54,8 @@ def serve_command(resolved: Resolved) -> None:
         join(config.job).serve()
         return
     fetch_models(config.job)
-    if note := advice(config.job):
-        click.echo(f"pipeinfer: note: {note}", err=True)
+    if advised := advice(config.job):
+        note(advised)
     settings, signals = child_settings(config.job, config.serve, config.sampling), _Signals()
     check_no_trace(config.job)
 
@@ -69,9 +69,17 @@ def serve_command(resolved: Resolved) -> None:
 
     def begin(engine: Engine, session: Session) -> None:
         signals.engine = engine
+        signals.check()
         _show(config.serve, settings, child, session)
 
-    serve(config.job, config.serve, child, progress_hook(config.request), begin)
+    shown = progress_hook(config.request)
+
+    def progress(states: Any) -> None:
+        signals.check()
+        if shown is not None:
+            shown(states)
+
+    serve(config.job, config.serve, child, progress, begin)
 
 
 def check_no_trace(job: JobConfig) -> None:
@@ -82,7 +90,7 @@ def check_no_trace(job: JobConfig) -> None:
 
 
 def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
-          show: ProgressHook | None, begin: Callable[[Engine, Session], None]) -> None:
+          show: ProgressHook, begin: Callable[[Engine, Session], None]) -> None:
     """Run rank 0's part.
 
     child: the HTTP process. show: called with the stages' loading progress.
@@ -95,8 +103,7 @@ def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
             f"spare rank {s.spare}" if s.spare else str(node):
                 {"phase": s.phase, "done": s.done, "total": s.total, "text": progress_text(s)}
             for node, s in states.items()}))
-        if show is not None:
-            show(states)
+        show(states)
 
     with _telling(child), join(job).lead(progress) as session:
         engine = Engine(session, child.link, config.drain_seconds)
@@ -110,14 +117,14 @@ def _show(config: ServeConfig, settings: Settings, child: http_process.Child, se
           ) -> None:
     click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
                f"stage{'s' * (session.n_stages != 1)}", err=True)
-    for note in filter(None, [session.fatal, *session.notes]):
-        click.echo(f"pipeinfer: note: {note}", err=True)
+    for text in filter(None, [session.fatal, *session.notes]):
+        note(text)
     if settings.remember_answers and not session.looks_up:
-        click.echo("pipeinfer: note: --remember-answers has no effect without prompt "
-                   "lookup: add --proposer prompt-lookup", err=True)
+        note("--remember-answers has no effect without prompt lookup: add --proposer "
+             "prompt-lookup")
     if not settings.api_keys and config.host not in _LOCAL:
-        click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
-                   "require keys with --api-key-file", err=True)
+        note("anyone who can reach this address can use the server; require keys with "
+             "--api-key-file")
 
 
 @contextlib.contextmanager
@@ -145,7 +152,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self._seen = 0
+        self._seen, self._stopped = 0, False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
@@ -158,8 +165,14 @@ class _Signals:
         self._seen += 1
         at_once = number in (signal.SIGTERM, signal.SIGHUP) and host.launched()
         if self.engine is None or self._seen > 1 or at_once:
+            self._stopped = True
             raise Stopped
         self.engine.leave()
+
+    def check(self) -> None:
+        """Raise Stopped if a signal came while C code called Python, which lost the exception."""
+        if self._stopped:
+            raise Stopped
 
 
 def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig) -> Settings:

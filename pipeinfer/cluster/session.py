@@ -25,7 +25,15 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.job import Job, LoadedCluster
-from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
+from pipeinfer.cluster.notes import (
+    doubts,
+    doubts_about,
+    drafting,
+    drawing,
+    one_stage,
+    taking_turns,
+    why,
+)
 from pipeinfer.cluster.policy_choice import for_chains
 from pipeinfer.cluster.proposers import remotes_of, sources_of
 from pipeinfer.cluster.resolve import choose
@@ -307,7 +315,8 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     sharing = _sharing(job, assembly, hosts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts),
              *unmet(config, hosts), *job.survey.notes,
-             *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
+             *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
+                            taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
              *drafting(remotes, hosts, job),
              *doubts(config.speculation, job), *map(str, assembly.changes),
