@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-
 _LATE = 2.0  #: times its length: a pause that took longer shows that the machine is busy
 _BUSY_SECONDS = 30.0  #: for which it is taken to stay busy
 
