@@ -45,6 +45,8 @@ class EngineRequest:
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
     usage, detail: whether the answer includes these. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
+    shown: control tokens that are text to the parser of the answer.
+    inside: whether the answer begins within reasoning.
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -63,6 +65,8 @@ class EngineRequest:
     echo: bool = False
     decompose: Specification | None = None
     tools: chat.ToolUse | None = None
+    shown: list[int] = field(default_factory=list)
+    inside: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -122,7 +126,7 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
                          notes=[*notes, *more],
-                         **_common(request, settings))
+                         **chat.reading_of(prompt, offered, grammar, tokenizer), **_common(request, settings))
 
 
 def _sampling(request: schema.Sampling, server: ServedModel, n_logprobs: int) -> SamplingParams:

@@ -39,7 +39,7 @@ ROWS = [(7, True, -0.5, ((7, -0.5), (8, -3.0)), None), (9, False, None, (), b"\x
 def begun(name, **changes):
     fields = {"id": name, "at": 17, "kind": "chat", "owner": "", "key": "k", "body": "d",
               "model": "m", "bits": "x", "asked": ASKED,
-              "tools": ToolUse([{"a": 1}], True, 2), **changes}
+              "tools": ToolUse([{"a": 1}], 2), **changes}
     return Begun(**fields)
 
 

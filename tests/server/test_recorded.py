@@ -45,7 +45,7 @@ def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompt
     """A ResponsesWriter whose choices have said these texts, and the generations that say them."""
     asked = EngineRequest([[1, 2, 3]] * prompts, ["the prompt"] * prompts, n=fields.pop("n", 1),
                           max_tokens=9, params=SamplingParams(), seed=1,
-                          tools=ToolUse([], True, 16) if with_tools else None, **fields)
+                          tools=ToolUse([], 16) if with_tools else None, **fields)
     made = ResponsesWriter(asked, "m", tokenizer, is_chat=is_chat, created=5)
     made.answer_id = "id"
     generations = []
