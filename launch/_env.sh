@@ -8,7 +8,7 @@
 # PIPEINFER_RESTARTS=N  start a job that has failed again, N times at most (see run_mpi)
 
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
 NATIVE=${PIPEINFER_NATIVE:-}
 VULKAN=
@@ -228,13 +228,13 @@ show_progress() {
     # Stage, percentage and rough minutes left from a build's output: one line that is written over
     # on a terminal, else a line for each tenth.
     local line stage='' started=0 done_ all percent shown=-10 left end=$'\n' clear=''
-    if [ -t 2 ]; then end='' clear=$'\r\e[K'; fi
+    if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then end='' clear=$'\r\e[K'; fi
     while IFS= read -r line; do
         if [[ $line =~ ^[[:space:]]*\[([0-9]+)/([0-9]+)\] ]]; then
             done_=${BASH_REMATCH[1]} all=${BASH_REMATCH[2]} percent=$((100 * done_ / all))
             if [ "$stage" != compiling ]; then stage=compiling started=$SECONDS; fi
             if [ "$percent" -eq "$shown" ]; then continue; fi
-            if [ ! -t 2 ] && [ $((percent / 10)) -eq $((shown / 10)) ]; then continue; fi
+            if [ -z "$clear" ] && [ $((percent / 10)) -eq $((shown / 10)) ]; then continue; fi
             shown=$percent
             left=$(((SECONDS - started) * (all - done_) / done_ / 60 + 1))
             printf '%spipeinfer: compiling, %d %%, about %d min left%s' \

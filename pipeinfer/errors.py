@@ -134,7 +134,7 @@ class RankLost(ClusterError):
         self.rank, self.why = rank, why
 
 
-class WorkerFailed(ClusterError):
+class StageFailed(ClusterError):
     """Another rank reported an error.
 
     rank, host: where it happened
@@ -165,5 +165,5 @@ class LinkCut(ClusterError):
         self.source, self.target, self.seconds = source, target, seconds
 
 
-Loss: TypeAlias = RankLost | WorkerFailed | LinkCut  #: what a job may recover from
-LOSSES = (RankLost, WorkerFailed, LinkCut)
+Loss: TypeAlias = RankLost | StageFailed | LinkCut  #: what a job may recover from
+LOSSES = (RankLost, StageFailed, LinkCut)

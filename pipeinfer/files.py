@@ -35,7 +35,7 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
     if len(raw) > MOST_BYTES:
         raise UsageError(f"{what} {path} has more than {MOST_BYTES} bytes")
     try:
-        return tomllib.loads(raw.decode("utf-8"))
+        return tomllib.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{what} {path} is not valid TOML: it is not UTF-8 text") from error
     except RecursionError as error:

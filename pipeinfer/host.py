@@ -142,6 +142,11 @@ def take_secrets() -> None:
         Path(path).unlink()
 
 
+def moves_cursor() -> bool:
+    """Whether TERM names a terminal that moves its cursor, so that a line can be replaced."""
+    return os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
 def end_with_parent() -> None:
     """Let this process, and what it becomes by exec, get SIGTERM when its parent ends."""
     parent = os.getppid()

@@ -216,13 +216,13 @@ class Nodes(Struct, frozen=True):
 
 
 def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
-    """Return the hosts of a file in Open MPI's format (`host slots=4`) or hydra's (`host:4`), in
-    order.
+    """Return the hosts of a file in Open MPI's format (`host slots=4`) or hydra's (`host:4`,
+    `[fd00::2]:4 user=ann`), in order.
 
     A host without a number has one slot. Raises UsageError with file and line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read hostfile {path}: {_reason(error)}") from error
     entries: list[HostEntry] = []
@@ -250,13 +250,17 @@ def _host_entry(words: list[str], line: int, where: str) -> HostEntry:
         raise UsageError(f"{where}: {name!r} is not a host name: write `node1 slots=4`")
     if "@" in name:
         user, _, name = name.partition("@")
-    if name.count(":") == 1:
-        name, _, count = name.partition(":")
-        slots["slots"] = _slots(count, where)
+    if found := re.fullmatch(r"(?:\[([^]]+)\]|([^:[]*))(?::([^:]*))?", name):
+        name, count = found[1] or found[2], found[3]
+        if count is not None:
+            slots["slots"] = _slots(count, where)
     if not re.fullmatch(r"[A-Za-z0-9_.:-]+", name) or name.startswith("-"):
         raise UsageError(f"{where}: {name!r} is not a valid host name")
     for word in words[1:]:
         key, equals, value = word.partition("=")
+        if key == "user" and value:
+            user = value
+            continue
         known = _KEYS.get(key)
         if known is None or not equals:
             raise UsageError(f"{where}: unknown key {key!r}{near(key, _KEYS)} (known: slots=N, "

@@ -11,8 +11,19 @@ from click.testing import CliRunner
 from benchmarks.methods import settings_table
 from pipeinfer.cli.main import main
 from pipeinfer.cli.options import GONE, parse
-from pipeinfer.config import BASIC, SECTIONS, Config, JobConfig, SamplingConfig, options
+from pipeinfer.cluster.generate import grammar_text
+from pipeinfer.config import (
+    BASIC,
+    SECTIONS,
+    Config,
+    GrammarConfig,
+    JobConfig,
+    SamplingConfig,
+    options,
+)
 from pipeinfer.errors import UsageError
+from pipeinfer.files import read_toml
+from pipeinfer.nodes import HostEntry, read_hostfile
 from tests.rig import launch
 
 
@@ -66,6 +77,15 @@ def test_a_bad_file_is_named(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(UsageError, match=says):
         parse(["--config", str(file)])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    for name, text in (("p.toml", "branches = 3\n"), ("g", 'root ::= "a"\n'), ("h", "a slots=2")):
+        (tmp_path / name).write_text(f"\ufeff{text}", encoding="utf-8")
+    assert read_toml(tmp_path / "p.toml", "config file") == {"branches": 3}
+    assert grammar_text(GrammarConfig(grammar_file=str(tmp_path / "g"))) == (
+        "gbnf", 'root ::= "a"\n')
+    assert read_hostfile(tmp_path / "h") == (HostEntry("a", 2, 1),)
 
 
 def test_a_bad_value_says_where_it_came_from(tmp_path, monkeypatch):

@@ -52,7 +52,15 @@ node4:3
         ranks_of(entries, 8, path)
 
 
+def test_addresses_of_ipv6(tmp_path):
+    path = write(tmp_path, "fd00::2 slots=2\nann@fd00::3\n[fd00::4]:3 user=bo\n[::5]\n")
+    assert read_hostfile(path) == (
+        HostEntry("fd00::2", 2, 1), HostEntry("fd00::3", 1, 2, "ann"),
+        HostEntry("fd00::4", 3, 3, "bo"), HostEntry("::5", 1, 4))
+
+
 @pytest.mark.parametrize(("text", "says"), [
+    ("[fd00::2\n", r"'\[fd00::2' is not a valid host name"),
     ("a\nb\na slots=2\n", r"hosts:3: a is listed twice \(first on line 1\)"),
     ("a slots=two\n", r"hosts:1: 'two' slots"),
     ("a slots=0\n", r"hosts:1: '0' slots"),

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from pipeinfer import host
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
-from pipeinfer.cli.chat_terminal import INPUT, TERMINAL, capable, own_terminal
+from pipeinfer.cli.chat_terminal import INPUT, TERMINAL, own_terminal
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, note_forwarded_input
 from pipeinfer.config import AUTO, Config, JobConfig, Resolved, SamplingConfig
@@ -83,7 +83,7 @@ def chat_command(
 
             remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
             partner = ServerConnection(remote, fields())
-        formatted = lines.by_hand and out.isatty() and capable()
+        formatted = lines.by_hand and out.isatty() and host.moves_cursor()
         try:
             failed = ChatLoop(partner, lines, out, interrupts, system, config.sampling.seed,
                               formatted=formatted and not plain).run()

@@ -69,5 +69,6 @@ def be_rank_0(job: JobConfig, sampling: SamplingConfig, listener: socket.socket,
     if advised := advice(job):
         note(advised)
     child = http_process.start_own(child_settings(job, config, sampling), listener)
-    serve(job, config, child, progress_hook(RequestConfig()), conversation.begin)
+    show = progress_hook(RequestConfig())
+    serve(job, config, child, show or (lambda _: None), conversation.begin)
     raise SystemExit(conversation.status)

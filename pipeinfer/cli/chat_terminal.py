@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from pipeinfer.errors import UsageError
+from pipeinfer.host import moves_cursor
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -63,15 +64,10 @@ def own_terminal() -> Iterator[tuple[InputSource, TextIO]]:
     elif path := _named(TERMINAL):
         descriptor = _open(TERMINAL, lambda: os.open(path, os.O_RDWR | os.O_NOCTTY))
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-            yield TypedLines(descriptor), out
+            yield Editor(out) if moves_cursor() else TypedLines(descriptor), out
     else:
-        edits = capable() and sys.stdin.isatty() and sys.stdout.isatty()
+        edits = moves_cursor() and sys.stdin.isatty() and sys.stdout.isatty()
         yield Editor() if edits else TypedLines(0), sys.stdout
-
-
-def capable() -> bool:
-    """Whether TERM names a terminal that moves its cursor."""
-    return os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def _named(variable: str) -> str:
@@ -125,17 +121,21 @@ class TypedLines:
 
 class Editor:
     """Reads messages at a terminal: Enter sends, Alt-Enter begins a line, pasted lines stay
-    together."""
+    together.
+
+    terminal: open for reading and writing; None: standard input and output
+    """
 
     by_hand = True
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: TextIO | None = None) -> None:
+        self._terminal = terminal
         self._session: PromptSession[str] | None = None
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
         """Return the next line without its end, None at the end of the input."""
         if self._session is None:
-            self._session = _session()
+            self._session = _session(self._terminal)
         try:
             return self._session.prompt(prompt, default=text)
         except EOFError:
@@ -149,7 +149,7 @@ def history_path() -> Path:
     return Path(base) / "pipeinfer" / "chat"
 
 
-def _session() -> PromptSession[str]:
+def _session(terminal: TextIO | None) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -170,8 +170,15 @@ def _session() -> PromptSession[str]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
         history = FileHistory(str(path))
+    streams: dict[str, Any] = {}
+    if terminal is not None:
+        from prompt_toolkit.input.vt100 import Vt100Input
+        from prompt_toolkit.output.vt100 import Vt100_Output
+
+        source = os.fdopen(terminal.fileno(), encoding="utf-8", closefd=False)
+        streams = {"input": Vt100Input(source), "output": Vt100_Output.from_pty(terminal)}
     return PromptSession(history=history, key_bindings=keys, multiline=True,
-                         prompt_continuation=". ", enable_open_in_editor=False)
+                         prompt_continuation=". ", enable_open_in_editor=False, **streams)
 
 
 # --- answers ----------------------------------------------------------------------------------

@@ -260,8 +260,10 @@ def common_network(entries: Sequence[HostEntry]) -> str:
 
 def hydra_hostfile(entries: Sequence[HostEntry]) -> str:
     """Return the hostfile of these hosts for MPICH's launcher."""
-    return "".join(f"{name_for_launcher(entry.host)}:{entry.slots}"
-                   + (f" user={entry.user}" if entry.user else "") + "\n" for entry in entries)
+    names = [name_for_launcher(entry.host) for entry in entries]
+    return "".join((f"[{name}]" if ":" in name else name) + f":{entry.slots}"
+                   + (f" user={entry.user}" if entry.user else "") + "\n"
+                   for name, entry in zip(names, entries, strict=True))
 
 
 def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:

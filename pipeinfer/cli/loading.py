@@ -6,6 +6,7 @@ seconds; then one line per phase, and one every ten seconds in between.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
@@ -17,6 +18,8 @@ from pipeinfer.config import RequestConfig
 
 _QUIET = 3.0  #: seconds in which a log gets no line
 _PERIOD = 10.0  #: seconds between two lines of a log
+_COLUMNS = 80  #: where the terminal does not say its width
+_LONGEST = 3600.0  #: seconds left beyond which the rate so far tells nothing
 _BYTES = 1 << 20  #: a larger total counts bytes, a smaller one steps
 
 States = Mapping[int, StageState]
@@ -40,14 +43,21 @@ class LoadingLines:
     def __init__(self, out: TextIO, *, live: bool, clock: Callable[[], float] = time.monotonic
                  ) -> None:
         self._out, self._live, self._clock = out, live, clock
-        self._began = self._shown = clock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = self._shown = self._clock()
+        self._done = False
         self._phases: tuple[str, ...] = ()
         self._seconds: dict[str, dict[int, float]] = {}
         self._before: dict[int, str] = {}
         self._last = self._began
 
     def show(self, states: States) -> None:
-        """Show the states if that is due. Called at each message of a stage."""
+        """Show the states if that is due. Called at each message of a stage, at a start and after
+        a loss."""
+        if self._done:
+            self._begin()
         now, phases = self._clock(), tuple(state.phase for _, state in sorted(states.items()))
         self._seconds.setdefault("planning", {0: now - self._began})
         for node, phase in self._before.items():
@@ -55,9 +65,10 @@ class LoadingLines:
             spent[node] = spent.get(node, 0.0) + now - self._last
         self._last = now
         self._before = {node: state.phase for node, state in states.items() if not state.ready}
-        done = all(state.ready for state in states.values())
+        done = self._done = all(state.ready for state in states.values())
         if self._live:
-            self._write("\r\x1b[K" + ("" if done else self._line(states, now)[:160]))
+            line = "" if done else self._line(states, now)[:_columns(self._out) - 1]
+            self._write(f"\r\x1b[K{line}")
         if now - self._began < _QUIET:
             return
         if done:
@@ -83,6 +94,14 @@ class LoadingLines:
         self._out.flush()
 
 
+def _columns(out: TextIO) -> int:
+    """Return the width of the terminal; a longer line could not be replaced."""
+    try:
+        return os.get_terminal_size(out.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):
+        return _COLUMNS
+
+
 def progress_text(state: StageState, now: float | None = None) -> str:
     """Return the phase of a stage, with MB, MB/s and seconds left where it counts bytes.
 
@@ -93,6 +112,6 @@ def progress_text(state: StageState, now: float | None = None) -> str:
     took, left = (time.monotonic() if now is None else now) - state.since, state.total - state.done
     rate = state.done / took if took > 0 else 0.0
     text = f"{state.phase} {state.done / 1e6:,.0f} of {state.total / 1e6:,.0f} MB"
-    if rate < 1e3 or took < 1:
+    if rate < 1e3 or took < 1 or left / rate > _LONGEST:
         return text
     return f"{text} ({rate / 1e6:,.0f} MB/s, {left / rate:.0f} s left)"

@@ -19,7 +19,7 @@ import click
 from pipeinfer import host
 from pipeinfer.cli.loading import progress_hook, progress_text
 from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import Stopped, fetch_models
+from pipeinfer.cli.terminal import Stopped, fetch_models, note
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
@@ -54,8 +54,8 @@ def serve_command(resolved: Resolved) -> None:
         join(config.job).serve()
         return
     fetch_models(config.job)
-    if note := advice(config.job):
-        click.echo(f"pipeinfer: note: {note}", err=True)
+    if advised := advice(config.job):
+        note(advised)
     settings, signals = child_settings(config.job, config.serve, config.sampling), _Signals()
     check_no_trace(config.job)
 
@@ -69,9 +69,17 @@ def serve_command(resolved: Resolved) -> None:
 
     def begin(engine: Engine, session: Session) -> None:
         signals.engine = engine
+        signals.check()
         _show(config.serve, settings, child, session)
 
-    serve(config.job, config.serve, child, progress_hook(config.request), begin)
+    shown = progress_hook(config.request)
+
+    def progress(states: Any) -> None:
+        signals.check()
+        if shown is not None:
+            shown(states)
+
+    serve(config.job, config.serve, child, progress, begin)
 
 
 def check_no_trace(job: JobConfig) -> None:
@@ -82,7 +90,7 @@ def check_no_trace(job: JobConfig) -> None:
 
 
 def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
-          show: ProgressHook | None, begin: Callable[[Engine, Session], None]) -> None:
+          show: ProgressHook, begin: Callable[[Engine, Session], None]) -> None:
     """Run rank 0's part.
 
     child: the HTTP process. show: called with the stages' loading progress.
@@ -95,8 +103,7 @@ def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
             f"spare rank {s.spare}" if s.spare else str(node):
                 {"phase": s.phase, "done": s.done, "total": s.total, "text": progress_text(s)}
             for node, s in states.items()}))
-        if show is not None:
-            show(states)
+        show(states)
 
     with _telling(child), join(job).lead(progress) as session:
         engine = Engine(session, child.link, config.drain_seconds)
@@ -110,14 +117,14 @@ def _show(config: ServeConfig, settings: Settings, child: http_process.Child, se
           ) -> None:
     click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
                f"stage{'s' * (session.n_stages != 1)}", err=True)
-    for note in filter(None, [session.fatal, *session.notes]):
-        click.echo(f"pipeinfer: note: {note}", err=True)
+    for text in filter(None, [session.fatal, *session.notes]):
+        note(text)
     if settings.remember_answers and not session.looks_up:
-        click.echo("pipeinfer: note: --remember-answers has no effect without prompt "
-                   "lookup: add --proposer prompt-lookup", err=True)
+        note("--remember-answers has no effect without prompt lookup: add --proposer "
+             "prompt-lookup")
     if not settings.api_keys and config.host not in _LOCAL:
-        click.echo("pipeinfer: note: anyone who can reach this address can use the server; "
-                   "require keys with --api-key-file", err=True)
+        note("anyone who can reach this address can use the server; require keys with "
+             "--api-key-file")
 
 
 @contextlib.contextmanager
@@ -145,17 +152,27 @@ class _Signals:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self._seen = 0
+        self._seen, self._stopped = 0, False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)  # the shell sends a second one
         self._seen += 1
-        at_once = number == signal.SIGTERM and host.launched()
+        at_once = number in (signal.SIGTERM, signal.SIGHUP) and host.launched()
         if self.engine is None or self._seen > 1 or at_once:
+            self._stopped = True
             raise Stopped
         self.engine.leave()
+
+    def check(self) -> None:
+        """Raise Stopped if a signal came while C code called Python, which lost the exception."""
+        if self._stopped:
+            raise Stopped
 
 
 def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig) -> Settings:
@@ -169,7 +186,7 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         parallel=job.speculation.parallel, queue=config.queue,
         max_body=config.max_body, request_timeout=config.request_timeout,
         client_timeout=config.client_timeout, restart_timeout=config.restart_timeout,
-        cors_origins=config.cors_origin,
+        cors_origins=origins(config),
         hosts=host_names(config), check_hosts=bool(config.allow_host),
         log_requests=config.log_requests, seed=sampling.seed,
         defaults=sampling_params(sampling, 0),
@@ -206,6 +223,19 @@ def host_names(config: ServeConfig) -> tuple[str, ...]:
     return tuple(name.lower().rstrip(".") for name in (*config.allow_host, config.host))
 
 
+def origins(config: ServeConfig) -> tuple[str, ...]:
+    """Return the allowed origins as browsers send them: in lower case, without a slash at the end.
+
+    Raises UsageError for what is none.
+    """
+    found = tuple(one.lower().removesuffix("/") for one in config.cors_origin)
+    for given, one in zip(config.cors_origin, found, strict=True):
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+", one):
+            raise UsageError(f"--cors-origin {given!r} is not an origin: write scheme, host and "
+                             "port only, such as https://chat.example.org, or *")
+    return found
+
+
 def api_keys(config: ServeConfig) -> dict[str, Allowance]:
     """Return every valid API key and its permissions.
 
@@ -219,8 +249,16 @@ def api_keys(config: ServeConfig) -> dict[str, Allowance]:
             raise UsageError(f"cannot read --api-key-file {config.api_key_file}: {error}") from (
                 error)
         lines = [_COMMENT.sub("", line).strip() for line in text.splitlines()]
-        found = dict(parse_line(line, f"--api-key-file {config.api_key_file}, line {i}")
-                     for i, line in enumerate(lines, 1) if line)
+        found: dict[str, Allowance] = {}
+        for number, line in enumerate(lines, 1):
+            if not line:
+                continue
+            where = f"--api-key-file {config.api_key_file}, line {number}"
+            key, allowance = parse_line(line, where)
+            if found.get(key, keys.get(key, allowance)) != allowance:
+                raise UsageError(f"{where}: this key was given before with other scopes or "
+                                 "limits: keep one of the two")
+            found[key] = allowance
         if not found:
             raise UsageError(f"--api-key-file {config.api_key_file} contains no key: write one key "
                              "per line")

@@ -15,7 +15,7 @@ import click
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import PipeinferError, WorkerFailed
+from pipeinfer.errors import PipeinferError, StageFailed
 from pipeinfer.models.locate import fetch, may_fetch
 
 INTERRUPTED = 130
@@ -32,7 +32,7 @@ def note(text: str) -> None:
 
 def fail(error: PipeinferError) -> NoReturn:
     """Print an error and end every rank."""
-    if isinstance(error, WorkerFailed) and error.remote_traceback:
+    if isinstance(error, StageFailed) and error.remote_traceback:
         click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
     click.echo(f"pipeinfer: error: {error}", err=True)
     leave(error.exit_code)
@@ -120,18 +120,18 @@ def own_terminal() -> int | None:
 
 
 def progress_stream() -> tuple[TextIO, bool]:
-    """Return where progress is shown, and whether that is a terminal.
+    """Return where progress is shown, and whether a line there can be replaced.
 
     mpirun gives its ranks pipes, so there the terminal itself is opened.
     """
     if not sys.stderr.isatty() and host.launched() and (terminal := own_terminal()) is not None:
-        return os.fdopen(terminal, "w", encoding="utf-8", errors="replace"), True
-    return sys.stderr, sys.stderr.isatty()
+        return os.fdopen(terminal, "w", encoding="utf-8", errors="replace"), host.moves_cursor()
+    return sys.stderr, sys.stderr.isatty() and host.moves_cursor()
 
 
 def show_over(text: str) -> None:
     """Replace the last line on standard error; "" at the end. Without a terminal nothing is
     written, except under mpirun, where a rank cannot detect a terminal."""
-    if not sys.stderr.isatty() and not host.launched():
+    if not host.moves_cursor() or not (sys.stderr.isatty() or host.launched()):
         return
     click.echo(f"\r\x1b[K{text}", nl=False, err=True)

@@ -41,8 +41,8 @@ from pipeinfer.errors import (
     Loss,
     PlanError,
     RankLost,
+    StageFailed,
     TransportTimeout,
-    WorkerFailed,
 )
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import Judge
@@ -181,7 +181,7 @@ class Assembly:
         try:
             self._assemble()
         except LOSSES as loss:
-            if isinstance(loss, WorkerFailed) and loss.exit_code != ClusterError.exit_code:
+            if isinstance(loss, StageFailed) and loss.exit_code != ClusterError.exit_code:
                 raise
             self.recover(loss)
         self._terms = self.terms
@@ -270,7 +270,7 @@ class Assembly:
         Raises the loss if the job cannot continue without that rank.
         """
         match loss:
-            case RankLost(rank=rank) | WorkerFailed(rank=rank):
+            case RankLost(rank=rank) | StageFailed(rank=rank):
                 pass
             case LinkCut():
                 rank = left_out(loss.source, loss.target, self._sources)
@@ -391,7 +391,7 @@ class Assembly:
                            for node, rank in enumerate(nodes, 1)})
         except RankLost as error:
             loss = error
-        except WorkerFailed as error:
+        except StageFailed as error:
             loss = RankLost(error.rank, f"failed: {error.summary}")
         except TransportTimeout as error:
             loss = RankLost(error.peer or 0, "did not receive its layers in time")

@@ -19,7 +19,7 @@ from pipeinfer.models.locate import find
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.resources import Asked, Draft, Resource, Sizes, class_of
+from pipeinfer.strategies.resources import Asked, CacheSizes, Draft, Resource, class_of
 from pipeinfer.strategies.spec import ProposerSpec
 
 _DRAFT = "draft"  #: the proposer of a rank for which the nodes file names a draft and no proposer
@@ -46,7 +46,7 @@ def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]
             if one.rank in chosen else one for one in hosts]
 
 
-class Placed(Struct, frozen=True):
+class PlacedProposer(Struct, frozen=True):
     """A proposer of a job that a thread calls, and where.
 
     resource: what it evaluates; None: nothing
@@ -73,7 +73,7 @@ class Placed(Struct, frozen=True):
         return bool(self.taps), 0 if self.resource is None else self.resource.held
 
 
-def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[Placed, ...]:
+def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[PlacedProposer, ...]:
     """Return the proposers of a job that threads call, by --proposer and the nodes file.
 
     Where ranks draft for the job, the draft model is theirs, else the head. Raises UsageError, with
@@ -90,7 +90,7 @@ def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[Placed, ...]:
             shared = ranks
     elsewhere = {one.spec.name for one in own if one.resource is None or one.taps}
     found = [
-        Placed(spec, _found(spec, asked, f"--proposer {spec.name}"))
+        PlacedProposer(spec, _found(spec, asked, f"--proposer {spec.name}"))
         for spec in registry.named(config.speculation)
         if spec.worker is not None and spec.name not in elsewhere]
     evaluated = [one for one in found if one.resource is not None]
@@ -127,7 +127,7 @@ def _places(hosts: Sequence[RankInfo]) -> dict[tuple[str, str], tuple[int, ...]]
     return found
 
 
-def _own(asked: Asked, name: str, path: str, ranks: tuple[int, ...]) -> Placed:
+def _own(asked: Asked, name: str, path: str, ranks: tuple[int, ...]) -> PlacedProposer:
     """Return the proposer that the nodes file gives to ranks of their own.
 
     path: its draft model; empty: the job's, if it needs one
@@ -148,11 +148,11 @@ def _own(asked: Asked, name: str, path: str, ranks: tuple[int, ...]) -> Placed:
         raise ModelError(f"{which}: {error}") from error
     if not isinstance(resource, Draft) and len(ranks) > 1:
         raise UsageError(f"{which} takes one rank: give that setting to one of them")
-    return Placed(spec, resource, ranks)
+    return PlacedProposer(spec, resource, ranks)
 
 
-def setups_of(one: Placed, config: JobConfig, hosts: Sequence[RankInfo], cells: int, n_vocab: int,
-              vocabulary: Vocabulary | None) -> list[DraftSetup]:
+def setups_of(one: PlacedProposer, config: JobConfig, hosts: Sequence[RankInfo], cells: int,
+              n_vocab: int, vocabulary: Vocabulary | None) -> list[DraftSetup]:
     """Return what each rank of a proposer loads, in the order of the layers.
 
     cells: of each stage's cache. n_vocab: of the target.
@@ -161,7 +161,7 @@ def setups_of(one: Placed, config: JobConfig, hosts: Sequence[RankInfo], cells: 
     """
     resource, ranks = one.resource, one.ranks
     ends = [0, 0] if resource is None else resource.ends(len(ranks))
-    sizes = Sizes() if resource is None else resource.sizes(one.spec, config, cells)
+    sizes = CacheSizes() if resource is None else resource.sizes(one.spec, config, cells)
     files: dict[str, Any] = {"model": "", "fingerprint": "", "n_layers": 0}
     files |= {} if resource is None else resource.files
     words = None if vocabulary is None else vocabulary.to_json()

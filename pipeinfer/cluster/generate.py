@@ -121,7 +121,7 @@ def grammar_text(config: GrammarConfig) -> tuple[str, str]:
         kind, text = "json_schema", config.json_schema
     elif config.grammar_file:
         try:
-            text = Path(config.grammar_file).read_text(encoding="utf-8")
+            text = Path(config.grammar_file).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read {config.grammar_file}: {error}") from error
     return kind, text

@@ -137,6 +137,7 @@ class RankPulse:
             asleep = time.monotonic()
             time.sleep(pause)
             now = time.monotonic()
+            self._pulse.slept(pause, now - asleep)
             while (found := self._answer()) is not None:
                 answered, targets = now, (found,)
             if answered is None:

@@ -42,6 +42,14 @@ def taking_turns(hosts: list[RankInfo], job: Job) -> str:
             ) if job.turns else ""
 
 
+def one_stage(ranks: Sequence[int], hosts: Sequence[RankInfo]) -> str:
+    """Describe a job whose only stage is on another host than rank 0, else "". ranks: of stages."""
+    if tuple(ranks) in ((), (0,)) or len(ranks) > 1 or hosts[ranks[0]].host == hosts[0].host:
+        return ""
+    return (f"rank {ranks[0]} on {hosts[ranks[0]].host} holds all layers; rank 0 on "
+            f"{hosts[0].host} schedules and drafts (--head-stage: it holds layers as well)")
+
+
 def doubts(config: SpeculationConfig, job: Job) -> list[str]:
     """Return notes on options that may not do what the user expects."""
     notes = []

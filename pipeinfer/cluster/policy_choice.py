@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeinfer.backends.factory import backend_for
 from pipeinfer.cluster import features
-from pipeinfer.cluster.draft_ranks import Placed
+from pipeinfer.cluster.draft_ranks import PlacedProposer
 from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
@@ -108,7 +108,7 @@ def most_stages(config: JobConfig, ranks: int) -> int:
     return max(1, ranks if config.cluster.head_stage else ranks - 1)
 
 
-def choose_policy(config: JobConfig, found: Sequence[Placed]) -> Policy:
+def choose_policy(config: JobConfig, found: Sequence[PlacedProposer]) -> Policy:
     """Return the policy of a config that `features.check` accepts.
 
     found: the proposers that threads call

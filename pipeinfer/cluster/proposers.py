@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.cluster.draft_ranks import Placed, setups_of
+from pipeinfer.cluster.draft_ranks import PlacedProposer, setups_of
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
@@ -25,8 +25,8 @@ from pipeinfer.transport.base import Port
 
 
 def load_proposers(
-    found: Sequence[Placed], config: JobConfig, place: Place, cells: int, n_vocab: int, port: Port,
-    hosts: list[RankInfo], vocabulary: Vocabulary | None = None,
+    found: Sequence[PlacedProposer], config: JobConfig, place: Place, cells: int, n_vocab: int,
+    port: Port, hosts: list[RankInfo], vocabulary: Vocabulary | None = None,
 ) -> Drafts | None:
     """Load proposers; None for none. Those of draft ranks are not ready when this returns.
 

@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 from pipeinfer.backends.factory import backends_of
 from pipeinfer.cluster import features
 from pipeinfer.cluster.comparable import check_ablation
-from pipeinfer.cluster.draft_ranks import Placed, placed
+from pipeinfer.cluster.draft_ranks import PlacedProposer, placed
 from pipeinfer.cluster.policy_choice import (
     check_proposers,
     choose_policy,
@@ -59,7 +59,7 @@ class Drafting(Struct, frozen=True):
 
     config: JobConfig
     policy: Policy
-    proposers: tuple[Placed, ...]
+    proposers: tuple[PlacedProposer, ...]
 
     @property
     def taps(self) -> tuple[int, ...]:

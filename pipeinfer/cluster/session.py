@@ -25,7 +25,15 @@ from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.job import Job, LoadedCluster
-from pipeinfer.cluster.notes import doubts, doubts_about, drafting, drawing, taking_turns, why
+from pipeinfer.cluster.notes import (
+    doubts,
+    doubts_about,
+    drafting,
+    drawing,
+    one_stage,
+    taking_turns,
+    why,
+)
 from pipeinfer.cluster.policy_choice import for_chains
 from pipeinfer.cluster.proposers import remotes_of, sources_of
 from pipeinfer.cluster.resolve import choose
@@ -42,7 +50,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import Loss, RankLost, UsageError, WorkerFailed
+from pipeinfer.errors import Loss, RankLost, StageFailed, UsageError
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.layers import keeps_state, no_embeddings
@@ -244,7 +252,7 @@ class Session:
         """Continue without a lost rank. Raises the error if the job cannot continue."""
         accepted = self.head.scheduler.totals.accepted
         same = [count for count in self._failures if count == accepted]
-        self._failures = [*same, accepted] if isinstance(loss, WorkerFailed) else []
+        self._failures = [*same, accepted] if isinstance(loss, StageFailed) else []
         if self.assembly.recover(loss):
             # A request that made several stages fail would make the next one fail, too.
             self.resume("poison" if len(self._failures) >= _POISON else "")
@@ -307,7 +315,8 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     sharing = _sharing(job, assembly, hosts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts),
              *unmet(config, hosts), *job.survey.notes,
-             *filter(None, [job.plan.line(), taking_turns(hosts, job)]),
+             *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
+                            taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
              *drafting(remotes, hosts, job),
              *doubts(config.speculation, job), *map(str, assembly.changes),

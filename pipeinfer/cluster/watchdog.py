@@ -77,7 +77,9 @@ class Watchdog:
                 _kill(os.getpid(), f"{self._name} on {socket.gethostname()} {doing} for more than "
                                    f"{self._pulse.deadline:.0f} s")
             self._write()
+            asleep = time.monotonic()
             time.sleep(self._pause)
+            self._pulse.slept(self._pause, time.monotonic() - asleep)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):

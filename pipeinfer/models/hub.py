@@ -47,6 +47,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from msgspec import Struct
 
+from pipeinfer import host
 from pipeinfer.errors import ModelError
 from pipeinfer.models import head_file, hub_files
 from pipeinfer.models.hub_files import Wanted, size_text
@@ -65,7 +66,8 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self._said, self._terminal = "", sys.stderr.isatty()
+        self._said = ""
+        self._terminal = sys.stderr.isatty() and host.moves_cursor()
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Print the progress of a file."""

@@ -72,7 +72,7 @@ class _Member(Struct):
             self.draft.stop(job_id)
 
 
-class _Asked(Struct):
+class _DraftJob(Struct):
     """A job and the answers to it so far.
 
     held: not returned yet
@@ -103,7 +103,7 @@ class DraftTeam:
         self._members = [
             _Member(one, one if isinstance(one, RemoteDraft) and not one.free else None)
             for one in drafts]
-        self._asked: OrderedDict[int, _Asked] = OrderedDict()
+        self._asked: OrderedDict[int, _DraftJob] = OrderedDict()
         self._record = TrackRecord([
             1.0 if one.free or one is drafts[-1] else _UNTRIED for one in drafts])
         self._released: deque[Drafted] = deque()  # held until members were given another job
@@ -135,7 +135,7 @@ class DraftTeam:
             self._slot = self.slot()
         self._count += 1
         self._record.settle(job)
-        self._asked[job.job_id] = _Asked(job)
+        self._asked[job.job_id] = _DraftJob(job)
         if len(self._asked) > _REMEMBERED:
             self._asked.popitem(last=False)
         for one in self._members:
@@ -209,7 +209,7 @@ class DraftTeam:
         asked.by = max(asked.by, k)
         return self._settle(asked)
 
-    def _settle(self, asked: _Asked) -> Drafted | None:
+    def _settle(self, asked: _DraftJob) -> Drafted | None:
         """Return the answer that is held, unless it is worth while to wait for another."""
         found, job_id = asked.held, asked.job.job_id
         if found is None:

@@ -40,18 +40,19 @@ from pipeinfer.errors import (
     Loss,
     ProtocolError,
     RankLost,
+    StageFailed,
     TransportTimeout,
-    WorkerFailed,
 )
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch
 from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import (
-    Abort,
+    AbortRequest,
     CancelRuns,
     CloseLane,
     Emit,
+    Enqueue,
     Event,
     Finish,
     Instruction,
@@ -62,7 +63,6 @@ from pipeinfer.scheduler.events import (
     RunDone,
     SendOps,
     StopDraft,
-    Submit,
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
@@ -182,11 +182,11 @@ class Head:
         decompose: makes the decomposer of a response in threads.
         output: tokens that an earlier job has already returned; they are not returned again.
         """
-        self._feed(Submit(request, output, decompose))
+        self._feed(Enqueue(request, output, decompose))
 
     def abort(self, request_id: int, reason: str) -> None:
         """End a request now. No effect if it has ended already."""
-        self._feed(Abort(request_id, reason))
+        self._feed(AbortRequest(request_id, reason))
 
     def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
         """Return the next token or terminal event.
@@ -425,7 +425,7 @@ def take_result(port: Port) -> Envelope | None:
 
 def raise_worker_failed(message: WorkerFailedMessage, rank: int) -> None:
     """Raise a node's last message as a WorkerFailed of its rank, with its exit code."""
-    error = WorkerFailed(
+    error = StageFailed(
         rank=rank, host=message.host,
         run_id=None if message.run_id < 0 else message.run_id,
         summary=message.summary, remote_traceback=message.traceback,

@@ -5,20 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+_LATE = 2.0  #: times its length: a pause that took longer shows that the machine is busy
+_BUSY_SECONDS = 30.0  #: for which it is taken to stay busy
+
 
 class Pulse:
     """Records when the main thread was last active, and with what.
 
     deadline: seconds without a `beat` after which it counts as hanging; before the first `beat` it
         never does.
-    patient: whether libraries are being loaded, which may block all Python threads for a while.
+    loading: whether libraries are being loaded, which may block all Python threads for a while.
     """
 
     def __init__(self, deadline: float = float("inf")) -> None:
         self.deadline = deadline
-        self.patient = True
+        self.loading = True
         self.told: Callable[[], None] = lambda: None  #: called when patience ends
         self._last: tuple[float, str] | None = None
+        self._busy_until = 0.0
+
+    @property
+    def patient(self) -> bool:
+        """Whether this rank may be silent for longer: it loads, or its machine is busy."""
+        return self.loading or time.monotonic() < self._busy_until
+
+    def slept(self, wanted: float, took: float) -> None:
+        """Record a pause of the thread that sends signs of life, in seconds. A late one shows that
+        threads of this rank wait for a core."""
+        if took > _LATE * wanted:
+            self._busy_until = time.monotonic() + _BUSY_SECONDS
 
     def beat(self, doing: str) -> None:
         """Record that the main thread is active. `doing` completes a sentence such as "rank 3
@@ -27,7 +42,7 @@ class Pulse:
 
     def settle(self) -> None:
         """End the patience once libraries are loaded, and call `told` at once."""
-        self.patient = False
+        self.loading = False
         self.told()
 
     @property

@@ -18,7 +18,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.base import Decomposer
 
 
-class Submit(Struct, frozen=True):
+class Enqueue(Struct, frozen=True):
     """A new request.
 
     output: tokens that a lost cluster had computed for it; they are replayed and not emitted again
@@ -59,7 +59,7 @@ class Drafted(Struct, frozen=True):
     further: bool = False
 
 
-class Abort(Struct, frozen=True):
+class AbortRequest(Struct, frozen=True):
     """End a request now: the client left, a stop string matched, the user interrupted."""
 
     request_id: int
@@ -77,7 +77,7 @@ class Restart(Struct, frozen=True):
     reason: str = ""
 
 
-Event: TypeAlias = Submit | RunDone | Drafted | Abort | Restart
+Event: TypeAlias = Enqueue | RunDone | Drafted | AbortRequest | Restart
 
 
 # --- instructions -----------------------------------------------------------------------------

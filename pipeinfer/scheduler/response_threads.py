@@ -24,15 +24,15 @@ from pipeinfer.strategies.decomposers.base import (
     MAIN,
     Action,
     Close,
-    Cut,
+    CutThread,
     Decomposer,
     Feed,
     Fork,
     GiveUp,
-    Hold,
+    Halt,
     Join,
-    Piece,
     Skip,
+    TextPiece,
 )
 
 
@@ -146,7 +146,7 @@ class Threads:
             response.pending[:0] = [(fork, step) for fork, step in waiting
                                     if not self._open(response, fork, step)]
 
-    def hand_out(self, response: Response, pieces: Iterable[Piece]) -> None:
+    def hand_out(self, response: Response, pieces: Iterable[TextPiece]) -> None:
         """Emit the pieces that the client has not received yet."""
         for piece in pieces:
             choice, guessed = response.chosen[piece.thread][piece.number]
@@ -182,11 +182,11 @@ class Threads:
                     self._feed(response.lanes[thread], tokens, skip)
                 case Skip(thread, count):
                     self._skip(response.lanes[thread], count)
-                case Hold():
+                case Halt():
                     pass
                 case GiveUp():
                     response.ticket.stats.gave_up += 1
-                case Cut(thread, keep):
+                case CutThread(thread, keep):
                     self._cut(response.lanes[thread], keep)
                 case Join(thread, others):
                     self._join(response, response.lanes[thread], others)
@@ -314,7 +314,7 @@ class Threads:
 def _keeps_back(action: Action, thread: int) -> bool:
     """Whether the thread's newest token is not to be issued by itself."""
     return action.thread == thread and (
-        isinstance(action, Hold | Feed | Cut) or action == Close(thread))
+        isinstance(action, Halt | Feed | CutThread) or action == Close(thread))
 
 
 def _is_issued(lane: Lane) -> bool:

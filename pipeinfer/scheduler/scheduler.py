@@ -26,10 +26,11 @@ from pipeinfer.core.types import NO_TOKEN, REPLAYED_ROWS, Choice, Request, make_
 from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
 from pipeinfer.scheduler.admission import Admission
 from pipeinfer.scheduler.events import (
-    Abort,
+    AbortRequest,
     CloseLane,
     Drafted,
     Emit,
+    Enqueue,
     Event,
     Finish,
     Instruction,
@@ -40,7 +41,6 @@ from pipeinfer.scheduler.events import (
     RunDone,
     SendOps,
     StopDraft,
-    Submit,
 )
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest, Run
 from pipeinfer.scheduler.published import repeat_tip
@@ -138,7 +138,7 @@ class Scheduler:
         although it was needed, or returned with another number of choices than it has output rows.
         """
         match event:
-            case Submit(request, output, decompose):
+            case Enqueue(request, output, decompose):
                 self._submit(request, output, decompose)
             case RunDone(run_id, choices, taps):
                 self._run_done(run_id, choices, taps)
@@ -147,7 +147,7 @@ class Scheduler:
                     self.speculation.corrected(job_id, proposals, more=more)
                 else:
                     self.speculation.drafted(job_id, proposals, rows=rows, more=more)
-            case Abort(request_id, reason):
+            case AbortRequest(request_id, reason):
                 self._abort(request_id, reason)
             case Restart(limits, reason):
                 self._restart(limits, reason)

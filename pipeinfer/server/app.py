@@ -6,11 +6,14 @@ Each route checks, submits and answers a request; other modules do the work.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -41,6 +44,8 @@ from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
+Answered = TypeVar("Answered")
+_LONG_PROMPTS = ThreadPoolExecutor(2, "long prompts")
 _GONE = 499  #: the client has left and does not read the answer
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -70,6 +75,20 @@ _STREAM: _Responses = {200: {
     "content": {"text/event-stream": _EVENTS}}}
 
 
+async def in_thread(wanted: schema.CompletionRequest | schema.ChatRequest,
+                    work: Callable[..., Answered], *args: Any) -> Answered:
+    """Run work on a prompt outside the event loop; long ones share threads of their own, so that
+    they keep no short one waiting."""
+    text = wanted.prompt if isinstance(wanted, schema.CompletionRequest) else [
+        one.model_dump() for one in wanted.messages]
+    if prompts.characters(text) <= prompts.SHORT:
+        return await asyncio.to_thread(work, *args)
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(
+        _LONG_PROMPTS, functools.partial(context.run, work, *args))
+
+
+
 class Server:
     """The HTTP application over one client."""
 
@@ -82,6 +101,7 @@ class Server:
         self.races = Races(client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
+            redirect_slashes=False,  # see middleware.as_meant
             description="A large language model over a cluster, with the OpenAI API.",
         )
         self._add_routes()
@@ -158,7 +178,7 @@ class Server:
         self.client.check_room(1)  # before any work on the prompt
         model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
         with schema.own_names(body):
-            asked = await asyncio.to_thread(request_of, wanted, model)
+            asked = await in_thread(wanted, request_of, wanted, model)
         asked.notes[:0] = notes
         writer = writer_of(kind, body, asked, self.settings.name, tokenizer)
         if (kept := await self.again.keep(kind, body, writer, request)) is not None:
@@ -290,7 +310,7 @@ class Server:
         """Distribute the layers by what each stage takes now; running requests go on."""
         del body  # that it came is enough: see its class
         found = await self.client.rebalance(self.settings.request_timeout)
-        return Reply(replies.Rebalanced(
+        return Reply(replies.RebalanceReply(
             changed=found.changed, message=found.message, stages=self.client.facts["stages"]))
 
     async def rebalance_plan(self) -> Response:
@@ -346,7 +366,7 @@ class Server:
              {k: _ERRORS[k] for k in (404, 429, 504)})
         post("/tokenize", self.tokenize, replies.Tokens, {})
         post("/detokenize", self.detokenize, replies.Content, {})
-        post("/rebalance", self.rebalance, replies.Rebalanced,
+        post("/rebalance", self.rebalance, replies.RebalanceReply,
              {k: _ERRORS[k] for k in (429, 503, 504)})
         post("/race", self.race, None, {404: _ERRORS[404], 429: _ERRORS[429], **_SSE})
         post("/apply-template", self.apply_template, replies.Prompt, {})

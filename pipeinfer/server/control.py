@@ -14,6 +14,7 @@ from typing import assert_never
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.orders import (
+    MOST_LINE,
     Hold,
     Look,
     Move,
@@ -28,7 +29,7 @@ _log = logging.getLogger("pipeinfer.server")
 
 async def obey(client: EngineClient, sock: socket.socket) -> None:
     """Execute orders until the other end is closed."""
-    reader, writer = await asyncio.open_connection(sock=sock)
+    reader, writer = await asyncio.open_connection(sock=sock, limit=MOST_LINE)
     with contextlib.suppress(OSError):
         while line := await reader.readline():
             writer.write(encode_answer(_guarded(client, line)))

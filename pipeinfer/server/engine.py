@@ -265,6 +265,10 @@ class Engine:
         if self._deadline is None:
             self._deadline = now + self._drain_seconds
             self._link.send(Draining(self._drain_seconds))
+            if count := len(self._open):
+                click.echo(f"pipeinfer: note: shutting down: open requests ({count}) may take "
+                           f"{self._drain_seconds:g} s; a second signal ends them at once",
+                           err=True)
         if now >= self._deadline:
             for request_id in sorted(self._open):
                 self._head.abort(request_id, "shutdown")

@@ -90,9 +90,9 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise UsageError(f"--host {host} is not an address of this "
-                         f"host: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # the latter for a name that cannot exist, as a..b
+        raise UsageError(f"--host {host} is not an address of this host: "
+                         f"{getattr(error, 'strerror', error)}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)

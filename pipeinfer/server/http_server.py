@@ -139,6 +139,8 @@ async def load(client: EngineClient) -> None:
             client.archive = Archive(client, journal)
             client.archive.go_on(tokenizer)
         client.tokenizer = tokenizer
-    except PipeinferError as error:
-        logging.getLogger("pipeinfer.server").error("%s", error)
-        client.fail(str(error))
+    except Exception as error:  # any, or /health would stay at "loading"
+        expected = isinstance(error, PipeinferError)
+        why = str(error) if expected else f"{type(error).__name__}: {error} (this is a bug)"
+        logging.getLogger("pipeinfer.server").error("%s", why, exc_info=not expected)
+        client.fail(why)

@@ -13,6 +13,8 @@ _MOST = 1_000_000
 _NUMBERS = {"requests-per-minute": ("per_minute", _MOST), "at-once": ("at_once", _MOST),
             "tokens-per-minute": ("tokens_per_minute", 1_000_000_000),
             "connections": ("connections", _MOST)}  #: to the field, and the highest value
+LIMIT_HEADERS = [f"x-ratelimit-{name}-{what}" for what in ("requests", "tokens")
+                 for name in ("limit", "remaining", "reset")]
 
 
 class Allowance(Struct, frozen=True):

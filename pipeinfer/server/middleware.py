@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -25,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.asker import asking
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.keys import Allowance, Meter
+from pipeinfer.server.keys import LIMIT_HEADERS, Allowance, Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.origins import Origins
 from pipeinfer.server.settings import Settings
@@ -271,6 +272,7 @@ class Accounting:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = as_meant(scope)
         start, status = time.monotonic(), 0
 
         async def seen(message: Any) -> None:
@@ -291,11 +293,27 @@ class Accounting:
                              1e3 * (time.monotonic() - start))
 
 
+def as_meant(scope: Scope) -> Scope:
+    """Return a request whose path has no doubled and no trailing slash.
+
+    The host of an absolute-form target, `GET http://host/path`, replaces the header (RFC 9112,
+    3.2.2). No redirect does this: a proxy's path and https are unknown here.
+    """
+    path, headers = scope["path"], scope["headers"]
+    if absolute := re.match(r"https?://([^/]*)", path, re.IGNORECASE):
+        path = path[absolute.end():]
+        headers = [*(one for one in headers if one[0] != b"host"),
+                   (b"host", absolute[1].encode())]
+    path = re.sub("/+", "/", f"/{path}").rstrip("/") or "/"
+    return {**scope, "path": path, "headers": headers}
+
+
 def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str]) -> ASGIApp:
     """Return the application with all middleware. public: paths that need no key."""
     inner: ASGIApp = Guard(app, settings, public)
     if settings.cors_origins:
         inner = CORSMiddleware(
-            inner, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
-            allow_headers=["*"])
+            inner, allow_origins=settings.cors_origins, allow_headers=["*"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            expose_headers=["Retry-After", *LIMIT_HEADERS])
     return Accounting(inner, metrics, settings.log_requests)

@@ -41,6 +41,7 @@ class Move(_Order, frozen=True):
 
 
 Order: TypeAlias = Look | Hold | Move
+MOST_LINE = 64 << 20  #: bytes of an order or an answer
 
 
 class ServerState(Struct, frozen=True, kw_only=True):

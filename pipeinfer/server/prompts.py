@@ -10,6 +10,8 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.errors import bad
 
 _log = logging.getLogger("pipeinfer.server")
+SHORT = 64 * 1024  #: characters up to which a text is tokenised in any case
+_SHRINKS = 4  #: how much a tokenizer's normalisation shortens a text at most
 _noted: set[str] = set()  # a client must not fill the log
 
 
@@ -26,6 +28,27 @@ def check_tokens(tokens: list[int], tokenizer: Tokenizer, param: str = "prompt")
     if tokens and max(tokens) >= tokenizer.n_vocab:
         raise bad(f"token {max(tokens)} is outside the vocabulary of {tokenizer.n_vocab}", param)
     return tokens
+
+
+def check_size(text: object, tokenizer: Tokenizer, n_ctx: int, param: str = "prompt") -> None:
+    """Raise ApiError for a text that certainly exceeds the context (context_length_exceeded), as
+    tokenising it could keep other requests waiting for seconds.
+
+    text: what the prompt is made of: strings in lists and mappings.
+    """
+    size = characters(text)
+    if size > SHORT and size > _SHRINKS * tokenizer.longest * n_ctx:
+        raise bad(f"the {param} has {size} characters, more than the context of {n_ctx} tokens "
+                  f"holds: shorten the {param}", param, "context_length_exceeded")
+
+
+def characters(value: object) -> int:
+    """Return the number of characters of all strings in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(characters, value.values()))
+    return sum(map(characters, value)) if isinstance(value, list) else 0
 
 
 def check_lengths(prompts: list[list[int]], n_ctx: int, param: str = "prompt") -> None:

@@ -99,8 +99,9 @@ class Races:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables for the command: without those that set options of the server."""
-    names = {f"PIPEINFER_{name.upper()}" for name in options()}
+    """Return the variables for the command: without those that set options of the server, or name
+    its terminal."""
+    names = {"PIPEINFER_TERMINAL", *(f"PIPEINFER_{name.upper()}" for name in options())}
     return {name: value for name, value in os.environ.items() if name not in names}
 
 

@@ -97,6 +97,7 @@ def request_of(body: schema.CompletionRequest | schema.ChatRequest, server: Serv
 
 def _completion(request: schema.CompletionRequest, server: ServedModel) -> EngineRequest:
     tokenizer = server.tokenizer
+    prompts.check_size(request.prompt, tokenizer, server.n_ctx)
     texts, tokens = prompts.prompts_of(request.prompt, tokenizer, bool(request.parse_special))
     prompts.check_lengths(tokens, server.n_ctx)
     if request.echo and request.logprobs is not None:
@@ -117,6 +118,8 @@ def _completion(request: schema.CompletionRequest, server: ServedModel) -> Engin
 def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineRequest:
     settings, tokenizer = server.settings, server.tokenizer
     max_tokens, n_logprobs = _chat_limits(request, server.n_ctx)
+    prompts.check_size([m.model_dump() for m in request.messages], tokenizer, server.n_ctx,
+                       "messages")
     params = _sampling(request, server, n_logprobs)
     offered, notes = chat.tools_of(request, tokenizer, server.grammars)
     grammar, more = constrain(request, server.grammars, offered.grammar if offered else "")

@@ -233,7 +233,7 @@ class ChatDelta(TypedDict):
     finish_reason: Finish | None
 
 
-class Head(TypedDict):
+class HeadFigures(TypedDict):
     """What answers and chunks begin with."""
 
     id: str
@@ -242,7 +242,7 @@ class Head(TypedDict):
     system_fingerprint: str | None
 
 
-class Answer(Head):
+class Answer(HeadFigures):
     """What both kinds of answers share. pipeinfer: only with pipeinfer.detail. notes: on parts of
     the request that were not honoured."""
 
@@ -266,7 +266,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
 
 
-class Chunk(Head):
+class Chunk(HeadFigures):
     """A part of a streamed answer; the last one of a choice has timings and notes, the last of all
     usage."""
 
@@ -281,7 +281,7 @@ class Chunk(Head):
 # --- the other routes -------------------------------------------------------------------------
 
 
-class Capabilities(TypedDict):
+class ModelCapabilities(TypedDict):
     """What a model can be asked for. chat_template: whether it has its own. tools: whether that
     template knows tools, or the server describes them."""
 
@@ -303,7 +303,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     context_length: NotRequired[int]
-    capabilities: NotRequired[Capabilities]
+    capabilities: NotRequired[ModelCapabilities]
 
 
 class ModelList(TypedDict):
@@ -379,7 +379,7 @@ class Health(TypedDict):
     reason: NotRequired[str]
 
 
-class Rebalanced(TypedDict):
+class RebalanceReply(TypedDict):
     """Whether the layers were redistributed, and the stages from now on."""
 
     changed: bool

@@ -63,7 +63,7 @@ class Asked(Struct, frozen=True):
     backends: tuple[str, ...]
 
 
-class Sizes(Struct, frozen=True):
+class CacheSizes(Struct, frozen=True):
     """The sizes of a cache: cells, sequence ids, rows of one run, and paths that stay in it."""
 
     n_ctx: int = 0
@@ -122,7 +122,7 @@ class Resource(Protocol):
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise MismatchError where its tokens are not those of the target."""
 
-    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
+    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> CacheSizes:
         """Return the sizes of its cache. cells: of each stage's cache. Raises UsageError."""
 
     def ends(self, ranks: int) -> list[int]:
@@ -195,7 +195,7 @@ class Draft(Struct, frozen=True):
         check_draft_vocab(tokenizer, own)
         own.close()
 
-    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
+    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> CacheSizes:
         """Return the sizes of its cache. cells: of each stage's cache."""
         states, own = keeps_state(open_model(self.path)), config.speculation
         paths = (_STATE_PATHS if states else _PATHS) + own.parallel - 1
@@ -208,7 +208,7 @@ class Draft(Struct, frozen=True):
             raise UsageError(f"--proposer {spec.name} evaluates {branches} paths at once and "
                              f"keeps {paths}, and llama.cpp has {ALL_IDS}: lower its sizes "
                              f"({', '.join(spec.options)}) or --parallel")
-        return Sizes(cells + 64 * paths, count, _BATCH, paths)
+        return CacheSizes(cells + 64 * paths, count, _BATCH, paths)
 
     def ends(self, ranks: int) -> list[int]:
         """Return the layers at which the parts of so many ranks begin, and the end."""
@@ -274,11 +274,11 @@ class _Head(Struct, frozen=True):
         """Do nothing: the files were compared when they were found."""
         del tokenizer
 
-    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> Sizes:
+    def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> CacheSizes:
         """Return the sizes of its cache. cells: of each stage's cache."""
         del spec
         paths = _PATHS + config.speculation.parallel - 1
-        return Sizes(cells + 64 * paths, paths + config.speculation.branches, _BATCH, paths)
+        return CacheSizes(cells + 64 * paths, paths + config.speculation.branches, _BATCH, paths)
 
     def ends(self, ranks: int) -> list[int]:
         """Return the layers at which the parts of so many ranks begin, and the end."""

@@ -89,7 +89,7 @@ def main() -> int:
         with passed_on(environ) if chats else contextlib.nullcontext():
             return asyncio.run(Supervisor(
                 source, int(restarts), door, say,
-                last=(signal.SIGHUP, signal.SIGTERM) if chats else (signal.SIGHUP,)).run())
+                last=(signal.SIGHUP, signal.SIGTERM) if chats else ()).run())
     except ChildProcessError as error:
         say(str(error))
         return 127

@@ -17,12 +17,14 @@ import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, Status, call
+from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, SocketStatus, call
+from pipeinfer.supervise.state import VARIABLE as STATE
 from pipeinfer.supervise.state import Folder
 
 _LOGS = "logs"
 _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _DETACHED = 30.0  #: seconds for a supervisor in the background to be there
+_ROOM = 1 << 16  #: bytes that must be free in its folder
 _name = click.option("--name", default="default", show_default=True,
                      help="Which one, where this user has several up.")
 _wait = click.option("--wait", type=click.FloatRange(min=0), default=120.0, show_default=True,
@@ -162,6 +164,12 @@ def _go_into_the_background(folder: Folder) -> None:
     words = [word for i, word in enumerate(sys.argv[1:]) if word != "--detach"
              or "--" in sys.argv[1:i + 1]]
     log = folder.path / _LOGS / "detached.log"
+    try:  # a full disk would keep the reason why it did not start
+        log.touch(0o600)
+        log.write_bytes(bytes(_ROOM))
+    except OSError as error:
+        raise UsageError(f"cannot write {log}: {error.strerror}; free some space, or name another "
+                         f"folder with {STATE}") from error
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     process = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=out,
                                stderr=out, start_new_session=True)
@@ -186,7 +194,7 @@ def _go_into_the_background(folder: Folder) -> None:
 def status_command(name: str, as_json: bool) -> None:
     """Show what `pipeinfer up` is at. Exit code 0: ready; 1: not ready; 2: nothing is up."""
     folder = Folder(name)
-    found = call(folder, _report, 20.0, Status())
+    found = call(folder, _report, 20.0, SocketStatus())
     found.pop("ok", None)
     if as_json:
         click.echo(json.dumps(found))

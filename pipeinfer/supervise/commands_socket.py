@@ -23,7 +23,7 @@ class _UserCommand(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower):
     pass
 
 
-class Status(_UserCommand, frozen=True):
+class SocketStatus(_UserCommand, frozen=True):
     """Return the state."""
 
 
@@ -55,7 +55,7 @@ class Reload(_UserCommand, frozen=True):
     force: bool = False
 
 
-Command: TypeAlias = Status | Down | Rescale | Reload
+Command: TypeAlias = SocketStatus | Down | Rescale | Reload
 Report: TypeAlias = Callable[[str], None]
 _decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _MOST = 1 << 18  #: bytes of a command

@@ -136,15 +136,8 @@ def others(hostfile: str) -> list[str]:
     """Return the ssh names of the hosts of a launcher's hostfile that are not this one."""
     here = (socket.gethostname(), "localhost")
     try:
-        lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
-    except OSError:
+        entries = read_hostfile(hostfile)
+    except UsageError:
         return []
-    found = []
-    for line in lines:
-        first, _, rest = line.partition(" ")
-        name = first.split(":")[0]
-        if "user=" in rest:
-            name = f"{rest.partition('user=')[2].split()[0]}@{name}"
-        if name and name.rpartition("@")[2] not in here:
-            found.append(name)
-    return found
+    return [f"{one.user}@{one.host}" if one.user else one.host
+            for one in entries if one.host not in here]

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server import http_process
-from pipeinfer.server.orders import Look, Order, ServerState, decode_answer, encode
+from pipeinfer.server.orders import MOST_LINE, Look, Order, ServerState, decode_answer, encode
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two checks whether it answers
@@ -60,7 +60,7 @@ class HttpDoor:
             self._process = http_process.start(
                 entrance, {k: v for k, v in self._environ.items() if k != VARIABLE}, theirs)
         self._environ["PIPEINFER_DOOR"] = f"{socket.gethostname()}:{path}"
-        self._link = await asyncio.open_connection(sock=ours)
+        self._link = await asyncio.open_connection(sock=ours, limit=MOST_LINE)
         self._watching = asyncio.create_task(self._watch(self._process))
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:

@@ -20,11 +20,11 @@ from pipeinfer.supervise.commands_socket import (
     Reload,
     Report,
     Rescale,
-    Status,
+    SocketStatus,
 )
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.lifecycle import Phase, Ready
-from pipeinfer.supervise.moves import Move, move
+from pipeinfer.supervise.lifecycle import JobReady, Phase
+from pipeinfer.supervise.moves import JobMove, move
 from pipeinfer.supervise.rules import Comeback
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
 from pipeinfer.supervise.state import Folder
@@ -93,7 +93,7 @@ class Keeper:
         job, phase = self._supervisor.running, self._supervisor.state.phase
         self._seen = seen = await self._http.ask(Look())
         if seen.state == "ready" and phase not in _SERVES:
-            self._supervisor.feed(Ready(job))
+            self._supervisor.feed(JobReady(job))
             if self._is(Phase.READY):
                 self._model, self._quiet_since = identity(seen.model), time.monotonic()
         if seen.open:
@@ -140,7 +140,7 @@ class Keeper:
 
     async def _execute(self, command: Command, report: Report) -> dict[str, Any]:
         match command:
-            case Status():
+            case SocketStatus():
                 await self._look()
                 return self._state()
             case Down(now):
@@ -162,7 +162,7 @@ class Keeper:
         """
         serving = self._serving
 
-        async def plan() -> Move | str:
+        async def plan() -> JobMove | str:
             place, now = await asyncio.to_thread(serving.found, ranks), serving.settings.place
             for line in serving.roster.notes(place) if serving.roster else ():
                 report(line)
@@ -171,7 +171,7 @@ class Keeper:
                 return f"nothing to move: the job has all {now.ranks} ranks that it can"
             waits = "with slices another number of ranks may compute otherwise" \
                 if is_wide(serving.values) else ""
-            return Move(f"the job is moved to {place.ranks} ranks",
+            return JobMove(f"the job is moved to {place.ranks} ranks",
                         JobSettings(serving.words, place), waits=waits, wait=wait)
 
         said = await move(self._supervisor, serving, self._http, report, plan)
@@ -184,12 +184,12 @@ class Keeper:
         serving = self._serving
         words = command_of(command.words) if command.words else serving.words
 
-        async def plan() -> Move:
+        async def plan() -> JobMove:
             differ = serving.risky(words)
             why = f"answers depend on {', '.join(differ)}" if differ else ""
             if new_model := identity(self._seen.model) != self._model:
                 why = "the model's file is another one"
-            return Move("the server is reloaded",
+            return JobMove("the server is reloaded",
                         JobSettings(words, serving.settings.place), new_model, why,
                         command.wait, command.force)
 

@@ -51,13 +51,13 @@ class State(Struct, frozen=True):
 # --- events -----------------------------------------------------------------------------------
 
 
-class Ready(Struct, frozen=True):
+class JobReady(Struct, frozen=True):
     """The job of this number serves."""
 
     job: int
 
 
-class Ended(Struct, frozen=True):
+class JobEnded(Struct, frozen=True):
     """The last job has ended after `lived` seconds. why: for the user."""
 
     status: int
@@ -96,13 +96,13 @@ class Withdraw(Struct, frozen=True):
     why: str = ""
 
 
-Event: TypeAlias = Ready | Ended | Elapsed | Stop | Order | Due | Withdraw
+Event: TypeAlias = JobReady | JobEnded | Elapsed | Stop | Order | Due | Withdraw
 
 # --- actions ----------------------------------------------------------------------------------
 
 
 class Start(Struct, frozen=True):
-    """Start the job; an `Ended` follows. again: after a failure, on the hosts that answer."""
+    """Start the job; a `JobEnded` follows. again: after a failure, on the hosts that answer."""
 
     again: bool = False
 
@@ -142,7 +142,7 @@ class Admit(Struct, frozen=True):
     """Let new requests in, if they were held."""
 
 
-class Answer(Struct, frozen=True):
+class Answered(Struct, frozen=True):
     """Answer an order. error: "" if it is done. refused: it was never in progress."""
 
     order: int
@@ -163,7 +163,7 @@ class Exit(Struct, frozen=True):
 
 
 Action: TypeAlias = (Start | EndJob | Interrupt | Wait | Announce | Apply | Restore | Admit
-                     | Answer | Say | Exit)
+                     | Answered | Say | Exit)
 Step: TypeAlias = tuple[State, tuple[Action, ...]]
 
 # --- transitions ------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ def next_state(state: State, event: Event) -> Step:
     Everything else changes nothing, as does an event of another job or order than the present one.
     """
     match event:
-        case Ready(job):
+        case JobReady(job):
             return _ready(state) if job == state.job else (state, ())
-        case Ended():
+        case JobEnded():
             return _ended(state, event)
         case Elapsed(job):
             return _elapsed(state) if job == state.job else (state, ())
@@ -216,7 +216,7 @@ def next_state(state: State, event: Event) -> Step:
             if state.phase is Phase.READY:
                 return replace(state, phase=Phase.ORDERED, order=number), ()
             why = _BUSY if state.phase in _MOVES else _NOT_READY
-            return state, (Answer(number, why, refused=True),)
+            return state, (Answered(number, why, refused=True),)
         case Due(number) if state.phase is Phase.ORDERED and number == state.order:
             return replace(state, phase=Phase.MOVING), (Announce(), EndJob())
         case Withdraw(number, why) if state.phase is Phase.ORDERED and number == state.order:
@@ -237,7 +237,7 @@ def _ready(state: State) -> Step:
             return state, ()
 
 
-def _ended(state: State, event: Ended) -> Step:
+def _ended(state: State, event: JobEnded) -> Step:
     match state.phase:
         case Phase.ENDING:
             return replace(state, phase=Phase.STOPPED), (Exit(event.status),)
@@ -261,7 +261,7 @@ def _ended(state: State, event: Ended) -> Step:
             return state, ()
 
 
-def _again(state: State, event: Ended, before: tuple[Action, ...] = ()) -> Step:
+def _again(state: State, event: JobEnded, before: tuple[Action, ...] = ()) -> Step:
     """Start the job again, or stop. before: further actions, which come first."""
     patience, verdict = state.patience.after(event.status, event.lived)
     ended = f"the job has ended with exit code {event.status}"
@@ -306,4 +306,4 @@ def _answered(state: State, phase: Phase, error: str) -> Step:
     """Answer the order in progress, and go on in `phase`."""
     admit = (Admit(),) if state.phase is Phase.ORDERED else ()
     return (replace(state, phase=phase, order=0, failure=""),
-            (*admit, Answer(state.order, error)))
+            (*admit, Answered(state.order, error)))

@@ -24,7 +24,7 @@ _POLL = 0.25  #: seconds between two checks of open requests
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class JobMove:
     """A planned move.
 
     why: reason, for the user. settings: of the next job. new_model: see `JobChange`.
@@ -41,7 +41,7 @@ class Move:
 
 
 #: returns a plan, or why there is nothing to move; raises UsageError
-Planning: TypeAlias = Callable[[], Awaitable[Move | str]]
+Planning: TypeAlias = Callable[[], Awaitable[JobMove | str]]
 
 
 async def move(supervisor: Supervisor, serving: Serving, http: HttpDoor, report: Report,
@@ -74,7 +74,7 @@ async def move(supervisor: Supervisor, serving: Serving, http: HttpDoor, report:
     return f"{said}; {change.open} open requests went on" if change.open else said
 
 
-async def _until_none_is_open(http: HttpDoor, report: Report, plan: Move,
+async def _until_none_is_open(http: HttpDoor, report: Report, plan: JobMove,
                               answer: asyncio.Future[str]) -> None:
     """Hold new requests and wait until the open ones have ended, at most for a time; or until the
     order was answered because the job has ended.

@@ -149,9 +149,12 @@ class Serving:
 def command_of(words: Sequence[str]) -> list[str]:
     """Return `serve` and its options, whether or not the word was given.
 
-    Raises UsageError for another command.
+    Raises UsageError for another command, and where options stand before it.
     """
     found = list(words)
+    if COMMAND in found[1:]:
+        raise UsageError(f"{found[0]} stands before `{COMMAND}`: give options of the server after "
+                         f"it, as in pipeinfer up ... -- {COMMAND} {found[0]} ...")
     if not found or found[0].startswith("-"):
         found.insert(0, COMMAND)
     if found[0] != COMMAND:

@@ -101,7 +101,7 @@ class Supervisor:
 
     def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
                  say: Callable[[str], None], *,
-                 last: Sequence[signal.Signals] = (signal.SIGHUP,),
+                 last: Sequence[signal.Signals] = (),
                  changed: Callable[[], None] = lambda: None) -> None:
         self.source, self.door, self.say, self._last = source, door, say, last
         self.running = 0  #: number of the job that runs, 0 if none does
@@ -116,7 +116,7 @@ class Supervisor:
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._job: SupervisedJob | None = None
         self._hosts: list[str] | None = None  #: other hosts of the last job, None before the first
-        self._began = 0.0
+        self._began, self._hung_up = 0.0, False
         self._running: asyncio.Task[int] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -199,7 +199,7 @@ class Supervisor:
             case lifecycle.Admit():
                 if self.door is not None:
                     await self.door.ask(orders.Hold(on=False))
-            case lifecycle.Answer(order, error, refused):
+            case lifecycle.Answered(order, error, refused):
                 if not refused:
                     self.failed_move = error
                     self._changed()
@@ -239,7 +239,7 @@ class Supervisor:
             self.history[-1] |= {"exit": status, "lived": round(lived, 1), "why": why,
                                  "moved": self.state.phase is Phase.MOVING}
         self._job, self.running = None, 0
-        self.feed(lifecycle.Ended(status, lived, why or f"see {self.source.logs_at}"))
+        self.feed(lifecycle.JobEnded(status, lived, why or f"see {self.source.logs_at}"))
 
     def _end(self, how: Callable[[SupervisedJob], None]) -> None:
         if self._job is not None:
@@ -286,8 +286,12 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(
-                    number, lambda at_once: self.stop(at_once=at_once), number in self._last)
+                loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number != signal.SIGHUP or not self._hung_up:  # the shell sends a second one
+            self._hung_up |= number == signal.SIGHUP
+            self.stop(at_once=number in self._last)
 
     async def clean(self, name: str, hosts: list[str]) -> None:
         """Kill the remaining processes of an earlier job, here and on its hosts, so that none

@@ -17,7 +17,7 @@ from pipeinfer.core.noise import thread_key
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import Choice, Request, SamplingParams
-from pipeinfer.scheduler.events import IssueRun, RunDone, SendOps, Submit
+from pipeinfer.scheduler.events import Enqueue, IssueRun, RunDone, SendOps
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.pasta import Pasta, Positions, Spacing
@@ -129,7 +129,7 @@ def test_threads_of_a_real_model_equal_the_masked_reference(model, method):
                         policy=Policy.PIPEINFER if seed % 2 else Policy.ITERATIVE)
         pipeline = TorchPipeline(limits, padded, path, cuts[seed], seed=seed, accuracy=0.5)
         pipeline.output[0] = []
-        pipeline.feed(Submit(Request(0, prompt, MOST, params, eos_ids=frozenset({EOS})),
+        pipeline.feed(Enqueue(Request(0, prompt, MOST, params, eos_ids=frozenset({EOS})),
                              decompose=decomposer))
         pipeline.drain()
         assert pipeline.text == text

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import sys
+import termios
 
 import pytest
 
+from pipeinfer.cli import terminal
 from pipeinfer.cli.loading import LoadingLines, progress_text
 from pipeinfer.cluster.assembly import StageState
+from pipeinfer.models.hub import Lines
 
 
 class Start:
@@ -71,7 +77,30 @@ def test_a_terminal_has_one_line_that_is_replaced():
     assert said.split("\r\x1b[K")[-1].startswith("pipeinfer: ready after 8 s: ")
 
 
+def test_a_later_start_has_a_time_of_its_own():
+    start = Start(live=False)
+    start.at(5.0, n1="ready 1 1", n2="ready 1 1")
+    for state in start.states.values():
+        state.ready = None
+    start.at(365.0, n1="loading 0 1", n2="loading 0 1")
+    said = start.at(370.0, n1="ready 1 1", n2="ready 1 1")
+    assert said.endswith("pipeinfer: ready after 5 s: loading 5 s\n")
+
+
+def test_a_line_is_no_longer_than_its_terminal():
+    """Else the terminal wraps it, and each later line leaves a copy of it."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 30))
+    with open(slave, "w") as out:
+        lines = LoadingLines(out, live=True, clock=lambda: 0.0)
+        lines.show({node: StageState(phase="loading", since=0.0) for node in range(1, 9)})
+    assert os.read(master, 4096) == b"\r\x1b[Kstages: 1 loading | 2 loading"[:4 + 29]
+    os.close(master)
+
+
 @pytest.mark.parametrize(("state", "now", "text"), [
+    (StageState(phase="loading", done=10**6, total=10**11, since=0.0), 1.0,
+     "loading 1 of 100,000 MB"),
     (StageState(phase="measuring", done=3, total=16, since=0.0), 1.0, "measuring 19%"),
     (StageState(phase="waiting", since=0.0), 1.0, "waiting"),
     (StageState(phase="loading", done=0, total=10**9, since=0.0), 5.0, "loading 0 of 1,000 MB"),
@@ -80,3 +109,25 @@ def test_a_terminal_has_one_line_that_is_replaced():
 ])
 def test_rates_are_shown_where_they_mean_something(state, now, text):
     assert progress_text(state, now) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("term", "replaces"), [
+    ("dumb", False), ("", False), ("unknown", False), ("xterm-256color", True)])
+def test_a_terminal_that_replaces_no_line_gets_no_escape_sequence(monkeypatch, term, replaces):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys, "stderr", out := Terminal())
+    assert terminal.progress_stream() == (out, replaces)
+    terminal.show_over("1 of 2")
+    lines = Lines()
+    for done in (1 << 20, 10 << 20):
+        lines("model.gguf", done, 10 << 20)
+    said = out.getvalue()
+    assert ("\x1b" in said) == replaces
+    if not replaces:
+        assert said == ("pipeinfer: model.gguf: 10 % of 10.5 MB\n"
+                        "pipeinfer: model.gguf: 100 % of 10.5 MB\n")

@@ -24,7 +24,7 @@ from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.core.messages import Tag
 from pipeinfer.core.messages import WorkerFailed as Message
 from pipeinfer.core.types import CURVE_ROWS
-from pipeinfer.errors import ClusterError, LinkCut, RankLost, TransportTimeout, WorkerFailed
+from pipeinfer.errors import ClusterError, LinkCut, RankLost, StageFailed, TransportTimeout
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.partition import Load, Member, measure
 from pipeinfer.planning.planner import Plan
@@ -234,7 +234,7 @@ def test_a_loss_is_raised_where_mpi_does_not_survive_it():
 def test_errors_name_ranks_though_messages_name_nodes():
     port = Port(fails=Message(1, "host3", 7, "ValueError: x", "Traceback", 3))
     port.layout = (0, 3, 2, 1)
-    with pytest.raises(WorkerFailed, match="rank 3 on host3 failed in run 7: ValueError") as failed:
+    with pytest.raises(StageFailed, match="rank 3 on host3 failed in run 7: ValueError") as failed:
         take_result(port)
     assert (failed.value.rank, failed.value.exit_code) == (3, 3)
     port._cut = (3, 2)
@@ -386,7 +386,7 @@ def test_a_death_while_the_job_starts_is_survived():
 
 def test_a_stage_that_has_not_the_model_ends_the_start():
     found = assembly(Port(fails=Message(2, "host2", -1, "no such file", "", 3)))
-    with pytest.raises(WorkerFailed, match="no such file"):
+    with pytest.raises(StageFailed, match="no such file"):
         found.start()
 
 
@@ -471,7 +471,7 @@ def test_a_member_that_reports_a_failure_is_excluded_by_its_rank():
     found = assembly(Port(), grid="2x2", spares=1)
     found.start()
     found.recover(RankLost(1, "is dead"))
-    found.recover(WorkerFailed(
+    found.recover(StageFailed(
         rank=5, host="host5", run_id=None, summary="waited 8.0 s for SUM from rank 2",
         remote_traceback=""))
     assert found.lost == {1, 5}  # node 1 is the spare's by now

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.cluster.draft_ranks import (
-    Placed,
+    PlacedProposer,
     placed,
     setups_of,
     with_draft_ranks,
@@ -86,7 +86,7 @@ def test_too_few_ranks_for_draft_ranks_beside_proposers_of_their_own():
 
 def test_a_draft_of_few_layers_is_refused_whatever_made_the_ranks_draft():
     """By the nodes file, too, so no option is named."""
-    own = Placed(registry.proposers()["draft"], Draft(DRAFT), (1, 2, 3))
+    own = PlacedProposer(registry.proposers()["draft"], Draft(DRAFT), (1, 2, 3))
     with pytest.raises(UsageError, match="2 layers, too few for 3 ranks: let fewer draft"):
         setups_of(own, registry.job_config(), ranks(4), 512, 4096, None)
 

@@ -38,7 +38,7 @@ def start(head):
 
     def make(rank, *, patient=False, meeting=None, on_silence=lambda: None):
         pulse = Pulse()
-        pulse.patient = patient
+        pulse.loading = patient
         made.append(RankPulse(rank, meeting or head.meeting, pulse, on_silence))
         return made[-1]
 

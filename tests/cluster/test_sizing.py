@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.cluster import features
-from pipeinfer.cluster.draft_ranks import Placed
+from pipeinfer.cluster.draft_ranks import PlacedProposer
 from pipeinfer.cluster.notes import doubts
 from pipeinfer.cluster.policy_choice import choose_policy, with_usual
 from pipeinfer.cluster.sizing import (
@@ -31,7 +31,7 @@ from pipeinfer.strategies.resources import Asked, Draft
 
 CURVE = ((2, 1.2), (4, 1.6), (8, 2.4), (16, 4.0))
 DRAFT = Path("draft.gguf")
-PROPOSERS = [Placed(registry.proposers()["draft"], Draft(DRAFT))]
+PROPOSERS = [PlacedProposer(registry.proposers()["draft"], Draft(DRAFT))]
 
 
 def limits(config, n_stages=3):

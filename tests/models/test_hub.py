@@ -166,7 +166,7 @@ def test_the_head_beside_a_model_comes_along(hub, home, tmp_path):
     done = pipeinfer(hub, home, "generate", "-m", "maker/Apart", "-p", "a", "-n", "4", "-c",
                      "256", "-t", "1", "--ignore-eos", "--json")
     assert done.returncode == 0, done.stderr
-    assert "prompt-lookup and mtp" in "".join(json.loads(done.stdout)["stats"]["notes"])
+    assert "prompt-lookup and the head in mtp-Apart-Q4_K_M.gguf" in done.stdout
 
 
 def test_an_eagle_head_is_taken_from_a_repository_of_its_own(hub, home, tmp_path):

@@ -230,12 +230,14 @@ def test_through_a_pipe_and_the_launch_script():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [full("1"), "2"])
-def test_at_a_terminal_through_the_launch_script(ranks):
+def test_lines_are_edited_at_a_terminal_through_the_launch_script(ranks, tmp_path):
     """launch/run gives its job no standard input: the terminal is found by its name."""
+    env = launch.environment(MPIEXEC_TIMEOUT="80", TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1",
+                             XDG_STATE_HOME=str(tmp_path))
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [str(launch.ROOT / "launch" / "run"), ranks, "chat", *GREEDY], stdin=slave, stdout=slave,
-        stderr=slave, env=launch.environment(MPIEXEC_TIMEOUT="80"), start_new_session=True)
+        stderr=slave, env=env, start_new_session=True)
     os.close(slave)
     seen, at = "", 0
 
@@ -251,13 +253,17 @@ def test_at_a_terminal_through_the_launch_script(ranks):
 
     try:
         until("/help lists")
-        until("> ")
-        os.write(master, b"def fib(n):\n")
+        until(">")
+        os.write(master, b"/seed 56\x7f\r")
+        until("seed: 5\x1b")
+        until(">")
+        os.write(master, b"def fib(n):\r")
         until("tokens")
-        until("> ")
-        os.write(master, b"/seed 5\n")
-        until("seed: 5")
-        os.write(master, b"/quit\n")
+        until(">")
+        os.write(master, b"\x1b[A\x1b[A7\r")  # the line before the last one, changed
+        until("seed: 57")
+        until(">")
+        os.write(master, b"/quit\r")
         assert process.wait(40) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):

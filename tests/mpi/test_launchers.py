@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import pty
 import shutil
 import signal
 import subprocess
@@ -52,6 +53,25 @@ def test_a_processor_that_the_prebuilt_library_cannot_run_on_is_told_before_anyt
         assert done.stderr.count("\n") == 1
     if shutil.which("g++"):
         assert sourced(check, **old | {"PIPEINFER_NATIVE": "1"}).returncode == 0
+
+
+def test_a_checkout_under_another_name_is_the_same(tmp_path):
+    """Under the name of a link it would be installed again."""
+    (tmp_path / "link").symlink_to(launch.ROOT)
+    (tmp_path / "launch").symlink_to(launch.ROOT / "launch")
+    for name in ("link/launch", "launch"):
+        done = subprocess.run(["bash", "-c", f'. {tmp_path}/{name}/_env.sh; echo "$ROOT $VENV"'],
+                              capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout == f"{launch.ROOT} {launch.ROOT}/.venv\n"
+
+
+@pytest.mark.parametrize("name", ["run", "ssh", "hydra"])
+def test_a_link_to_a_script_is_the_script(tmp_path, name):
+    (tmp_path / name).symlink_to(launch.ROOT / "launch" / name)
+    done = subprocess.run([str(tmp_path / name)], capture_output=True, text=True, check=False,
+                          timeout=60)
+    assert (done.returncode, done.stderr.startswith(f"pipeinfer: usage: launch/{name} ")) == (
+        2, True), done.stderr
 
 
 def fake_python(path, minor, prints="", status=0):
@@ -115,6 +135,19 @@ def test_a_build_shows_its_stages_and_how_far_it_is():
     assert [line.split(",")[1] for line in said[2:-1]] == [
         f" {percent} %" for percent in (5, *range(10, 101, 10))]
     assert all(line.endswith("min left") for line in said[2:-1])
+
+
+@pytest.mark.parametrize(("term", "begins"), [
+    ("xterm", "\r\x1b[Kpipeinfer: compiling, 50 %"), ("dumb", "pipeinfer: compiling, 50 %")])
+def test_a_build_on_a_dumb_terminal_shows_lines(term, begins):
+    ours, theirs = pty.openpty()
+    subprocess.run(["bash", "-c", f". {launch.ROOT}/launch/_env.sh; show_progress"], text=True,
+                   input="[1/2] one\n", stderr=theirs, check=True, timeout=60,
+                   env=os.environ | {"TERM": term})
+    os.close(theirs)
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert said.startswith(begins)
 
 
 def test_a_native_build_is_not_asked_for_the_prebuilt_library():

@@ -62,6 +62,13 @@ def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more,
         assert found["stats"]["issued_speculative"] == 0
 
 
+def test_lookahead_over_ranks_takes_fewer_runs_than_tokens(wanted):
+    found = answered(3, "-m", str(EMBEDDED / "target.gguf"), "-md", "none", "-n", "60", "--temp",
+                     "0", "--ignore-eos", "--proposer", "lookahead", "--policy", "speculative")
+    assert found["tokens"] == wanted[0.0]
+    assert found["stats"]["runs"] < 40  # the prompt repeats itself
+
+
 def test_the_embedded_adapter_foresees_tokens():
     """In this process, which has imported torch already."""
     for package in ("torch", "transformers", "safetensors"):

@@ -208,6 +208,21 @@ def test_draining_lets_the_running_request_end_and_exits_0():
         assert server.end() == 0, "".join(server.log)
 
 
+def test_a_hang_up_drains_too_though_the_shell_sends_a_second_one():
+    with serve(1, *PACED) as server:
+        server.wait_until_ready()
+        with connect(server) as client:
+            stream = iter(client.completions.create(
+                model="embedded", prompt=PROMPT, max_tokens=300, stream=True, temperature=0,
+                extra_body={"ignore_eos": True}))
+            next(stream)
+            server.process.send_signal(signal.SIGHUP)
+            server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+            server.process.send_signal(signal.SIGHUP)
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert server.end() == 0, "".join(server.log)
+
+
 def test_a_second_signal_leaves_at_once():
     with serve(1, *PACED, "--drain-seconds", "1000") as server:
         server.wait_until_ready()
@@ -216,6 +231,7 @@ def test_a_second_signal_leaves_at_once():
             next(stream)
             server.process.send_signal(signal.SIGINT)
             server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+            assert "open requests (1) may take 1000 s; a second" in "".join(server.log)
             server.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="was terminated"):
                 list(stream)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request, SamplingParams
-from pipeinfer.scheduler.events import Abort, Drafted, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import AbortRequest, Drafted, Enqueue, IssueRun, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.worth import MODELS, Account, Entry, Ledger
@@ -62,7 +62,7 @@ def test_sources_and_depths_have_accounts_of_their_own():
 def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, asked):
     scheduler = Scheduler(Limits(n_ctx=900, take_turns=True, exact_width=4, tree_max=3, p_min=0.0,
                                  costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
-    said = list(scheduler.handle(Submit(Request(1, (3, 1, 4), 300))))
+    said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 300))))
     free = []
     for step in range(60):
         (run,) = (one for one in said if isinstance(one, IssueRun))
@@ -79,7 +79,7 @@ def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, a
 
 def asked_at(scheduler, number, tokens):
     """The tokens of a text behind which the models are asked, if they are never right."""
-    said, found = list(scheduler.handle(Submit(Request(number, (3, 1, 4), tokens + 9)))), []
+    said, found = list(scheduler.handle(Enqueue(Request(number, (3, 1, 4), tokens + 9)))), []
     for step in range(tokens):
         (run,) = (one for one in said if isinstance(one, IssueRun))
         rows = len(scheduler.runs[run.run_id].nodes)
@@ -89,7 +89,7 @@ def asked_at(scheduler, number, tokens):
             found.append(step)
         guesses = () if job.free_only else (Proposal(-1, 9, 0.9, paid=True),)
         said = list(scheduler.handle(Drafted(job.job_id, guesses, rows=len(guesses))))
-    scheduler.handle(Abort(number, "abort"))
+    scheduler.handle(AbortRequest(number, "abort"))
     return found
 
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Request, SeqCopy
-from pipeinfer.scheduler.events import Abort, Emit, Finish, IssueRun, StopDraft, Submit
+from pipeinfer.scheduler.events import AbortRequest, Emit, Enqueue, Finish, IssueRun, StopDraft
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from tests.support.sample import examples, fewer
@@ -233,10 +233,10 @@ def test_a_shared_run_is_cancelled_only_when_all_its_rows_are_dead():
         assert pipeline.step()
     run = shared_run()
     first, *others = run.lanes
-    pipeline.feed(Abort(first.request.request_id, "abort"))
+    pipeline.feed(AbortRequest(first.request.request_id, "abort"))
     assert run.useful
     for lane in others:
-        pipeline.feed(Abort(lane.request.request_id, "abort"))
+        pipeline.feed(AbortRequest(lane.request.request_id, "abort"))
     assert not run.useful
     pipeline.drain()
     check_outputs(pipeline, asked)
@@ -369,7 +369,7 @@ def test_a_request_goes_on_from_tokens_that_another_cluster_made():
     for done in (1, 2, 17, 39, 40):
         pipeline = Pipeline(limits, n_stages=3, n_vocab=N_VOCAB, seed=done)
         pipeline.output[0] = []
-        pipeline.feed(Submit(Request(0, prompt, 40), tuple(wanted[:done])))
+        pipeline.feed(Enqueue(Request(0, prompt, 40), tuple(wanted[:done])))
         pipeline.drain()
         assert pipeline.output[0] == wanted[done:]
         assert pipeline.finished[0] == "length"

@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Finish, Submit
+from pipeinfer.scheduler.events import Enqueue, Finish
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN
@@ -80,7 +80,7 @@ class Forty(ThreadedPipeline):
         super().__init__(limits, WORDS.get(method, PASTA), **options)
         self.script, self.widest, self.chosen = SCRIPTS[method], 0, {}
         self.output[0] = []
-        self.feed(Submit(Request(0, PROMPT, MOST, eos_ids=frozenset({EOS})),
+        self.feed(Enqueue(Request(0, PROMPT, MOST, eos_ids=frozenset({EOS})),
                          decompose=functools.partial(make, method)))
         self.drain()
 

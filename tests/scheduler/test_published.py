@@ -11,8 +11,9 @@ from msgspec import structs
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqCopy, SeqRemove
+from pipeinfer.scheduler import events
 from pipeinfer.scheduler.buffered_tree import BufferedTree
-from pipeinfer.scheduler.events import CancelRuns, Drafted, Emit, Finish, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import CancelRuns, Drafted, Emit, Finish, IssueRun, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.sample import examples, fewer
@@ -62,7 +63,7 @@ def test_every_interleaving_gives_the_plain_tokens(data, width, credit, partitio
 def begin(limits=START):
     """A request whose first token is 7, at position 2, and the draft's first job."""
     scheduler = Scheduler(limits, validate=True)
-    scheduler.handle(Submit(Request(0, (5, 6), 30)))
+    scheduler.handle(events.Enqueue(Request(0, (5, 6), 30)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     return scheduler, *(next(i for i in out if isinstance(i, kind))
                         for kind in (IssueRun, StartDraft))

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Finish, Submit
+from pipeinfer.scheduler.events import Enqueue, Finish
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.pasta import Pasta
@@ -97,7 +97,7 @@ def run(method, limits, seeds, order=0, **options):
     for k, seed in enumerate(seeds):
         prompt = prompt_of(seed)
         pipeline.output[k] = []
-        pipeline.feed(Submit(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
+        pipeline.feed(Enqueue(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
                              decompose=functools.partial(make, words, prompt)))
     pipeline.drain()
     return pipeline
@@ -175,7 +175,7 @@ def test_a_client_that_leaves_takes_all_threads_along(method):
         pipeline = ThreadedPipeline(LIMITS["pipeinfer"], words, seed=order)
         prompt = prompt_of(order)
         pipeline.output[0] = []
-        pipeline.feed(Submit(Request(0, prompt, MOST, eos_ids=frozenset({EOS})),
+        pipeline.feed(Enqueue(Request(0, prompt, MOST, eos_ids=frozenset({EOS})),
                              decompose=functools.partial(make, words, prompt)))
         for _ in range(20 + 11 * order):
             pipeline.step()
@@ -196,7 +196,7 @@ class Scripted(ThreadedPipeline):
         super().__init__(LIMITS["iterative"], words, n_stages=1, **options)
         self.scripts, self.done = scripts, {}
         self.output[0] = []
-        self.feed(Submit(Request(0, prompt, MOST, eos_ids=frozenset({EOS})), decompose=make))
+        self.feed(Enqueue(Request(0, prompt, MOST, eos_ids=frozenset({EOS})), decompose=make))
         self.drain()
         self.stats = next(item.stats for item in self.log if isinstance(item, Finish))
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import Finish, IssueRun, Refuse, Restart, RunDone, Submit
+from pipeinfer.scheduler.events import Enqueue, Finish, IssueRun, Refuse, Restart, RunDone
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.scheduler.test_lanes import check_at_rest
@@ -191,7 +191,7 @@ def test_losses_in_responses_with_threads(method, name):
         for k, seed in enumerate(seeds):
             prompt = prompt_of(seed)
             pipeline.output[k] = []
-            pipeline.feed(Submit(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
+            pipeline.feed(Enqueue(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
                                  decompose=functools.partial(make, words, prompt)))
         drive(pipeline, rng, 3)
         check_each_once(pipeline, range(len(seeds)))

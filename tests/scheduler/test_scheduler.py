@@ -15,16 +15,16 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqRemove
 from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError
 from pipeinfer.scheduler.events import (
-    Abort,
+    AbortRequest,
     CancelRuns,
     Drafted,
     Emit,
+    Enqueue,
     Finish,
     IssueRun,
     Refuse,
     RunDone,
     StopDraft,
-    Submit,
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -214,7 +214,7 @@ def test_what_an_ablation_switches_off(ablation):
 def test_limits_on_rows_and_runs():
     limits = Limits(n_ctx=400, exact_width=3, credit=2, draft_max=8, chunk=4)
     scheduler = Scheduler(limits, validate=True)
-    out = scheduler.handle(Submit(Request(0, tuple(range(10)), 20)))
+    out = scheduler.handle(Enqueue(Request(0, tuple(range(10)), 20)))
     chunks = [i for i in out if isinstance(i, IssueRun)]
     assert [len(c.rows) for c in chunks] == [4, 4]
     assert [c.parent_id for c in chunks] == [-1, 0]
@@ -231,7 +231,7 @@ def test_a_verified_token_is_issued_at_once_and_a_wrong_guess_cancelled():
     """The non-speculative token goes out alone and at once; a guess below it follows; a wrong
     guess is cancelled and its cells are removed before the right token."""
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4), validate=True)
-    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     issue = next(i for i in out if isinstance(i, IssueRun))
     assert (issue.rows.tokens.tolist(), issue.rows.positions.tolist()) == ([7], [2])
@@ -252,7 +252,7 @@ def test_a_verified_token_is_issued_at_once_and_a_wrong_guess_cancelled():
 
 def test_a_skipped_live_run_is_an_error():
     scheduler = Scheduler(Limits(n_ctx=100), validate=True)
-    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     with pytest.raises(ProtocolError, match="live rows"):
         scheduler.handle(RunDone(0, None))
 
@@ -260,14 +260,14 @@ def test_a_skipped_live_run_is_an_error():
 @pytest.mark.parametrize("event", [RunDone(99, ()), RunDone(0, (Choice(1), Choice(2)))])
 def test_results_that_do_not_fit(event):
     scheduler = Scheduler(Limits(n_ctx=100), validate=True)
-    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     with pytest.raises(ProtocolError):
         scheduler.handle(event)
 
 
 def test_the_context_ends_a_request_and_a_long_prompt_is_refused():
     scheduler = Scheduler(Limits(n_ctx=8, policy=Policy.ITERATIVE), validate=True)
-    out = scheduler.handle(Submit(Request(0, tuple(range(8)), 4)))
+    out = scheduler.handle(Enqueue(Request(0, tuple(range(8)), 4)))
     assert isinstance(out[0], Refuse)
     assert isinstance(out[0].error, ContextOverflow)
     pipeline = Pipeline(Limits(n_ctx=8, exact_width=4), n_vocab=5)
@@ -280,16 +280,16 @@ def test_the_context_ends_a_request_and_a_long_prompt_is_refused():
 
 def test_abort_of_a_waiting_and_of_an_unknown_request():
     scheduler = Scheduler(Limits(n_ctx=100), validate=True)
-    scheduler.handle(Submit(Request(0, (1,), 5)))
-    scheduler.handle(Submit(Request(1, (1,), 5)))
-    out = scheduler.handle(Abort(1, "left"))
+    scheduler.handle(Enqueue(Request(0, (1,), 5)))
+    scheduler.handle(Enqueue(Request(1, (1,), 5)))
+    out = scheduler.handle(AbortRequest(1, "left"))
     assert [(i.request_id, i.reason) for i in out if isinstance(i, Finish)] == [(1, "left")]
-    assert not scheduler.handle(Abort(42, "left"))
+    assert not scheduler.handle(AbortRequest(42, "left"))
 
 
 def test_reconfigure_only_when_idle():
     scheduler = Scheduler(Limits(n_ctx=100), validate=True)
-    scheduler.handle(Submit(Request(0, (1,), 5)))
+    scheduler.handle(Enqueue(Request(0, (1,), 5)))
     with pytest.raises(ProtocolError):
         scheduler.reconfigure(Limits(n_ctx=50))
 
@@ -301,7 +301,7 @@ def test_recovery_lets_fewer_guesses_out_the_more_are_on_their_way():
     for recovery in (0.0, 0.2):
         scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=9, draft_max=1, p_min=0.4,
                                      p_recovery=recovery, path_min=0.0), validate=True)
-        scheduler.handle(Submit(Request(0, (5, 6), 40)))
+        scheduler.handle(Enqueue(Request(0, (5, 6), 40)))
         out = scheduler.handle(RunDone(0, (Choice(7),)))
         issued[recovery], asked = 0, 0
         while (jobs := [i for i in out if isinstance(i, StartDraft)]) and asked < 12:
@@ -314,7 +314,7 @@ def test_recovery_lets_fewer_guesses_out_the_more_are_on_their_way():
 def test_decay_does_not_ask_for_ever():
     """Empty drafts lower the cutoff until it cannot matter any more, then wait for a result."""
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1), validate=True)
-    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     asked = 0
     while jobs := [i for i in out if isinstance(i, StartDraft)]:
@@ -326,7 +326,7 @@ def test_decay_does_not_ask_for_ever():
 
 def test_a_joined_tip_travels_with_its_first_guesses():
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True), validate=True)
-    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     assert not [i for i in out if isinstance(i, IssueRun)]
     job = next(i for i in out if isinstance(i, StartDraft))
@@ -341,14 +341,14 @@ def test_a_tip_does_not_wait_for_guesses_that_will_not_be_issued():
     scheduler = Scheduler(
         Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0), validate=True
     )
-    scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[7]]
 
 
 def test_alternatives_that_are_not_named_count_as_wrong():
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4), validate=True)
-    out = scheduler.handle(Submit(Request(0, (5, 6), 20)))
+    out = scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     before = scheduler.calibration.second
     job = next(i for i in reversed(out) if isinstance(i, StartDraft))
     scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8),)))
@@ -376,7 +376,7 @@ def test_unknown_events_are_refused():
 ])
 def test_a_state_that_contradicts_itself_is_named(spoil, says):
     scheduler = Scheduler(Limits(n_ctx=100, policy=Policy.ITERATIVE))
-    scheduler.handle(Submit(Request(0, (1, 2, 3), 5)))
+    scheduler.handle(Enqueue(Request(0, (1, 2, 3), 5)))
     scheduler.validate_state()
     spoil(scheduler)
     with pytest.raises(InvariantError, match=says):

@@ -8,7 +8,7 @@ from msgspec import structs
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, StopDraft, Submit
+from pipeinfer.scheduler.events import Drafted, Enqueue, IssueRun, RunDone, StopDraft
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.simulated import Pipeline, plain
@@ -26,7 +26,7 @@ class Bench:
 
     def __init__(self, limits=LIMITS):
         self.scheduler, self.said = Scheduler(limits, validate=True), []
-        self.feed(Submit(Request(1, (3, 1, 4), 30)))
+        self.feed(Enqueue(Request(1, (3, 1, 4), 30)))
         run = next(one for one in self.said if isinstance(one, IssueRun))
         self.feed(RunDone(run.run_id, (Choice(5),)))
         self.job = next(one for one in reversed(self.said) if isinstance(one, StartDraft)

@@ -12,7 +12,7 @@ from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import IssueRun, OpenLane, RunDone, Submit
+from pipeinfer.scheduler.events import Enqueue, IssueRun, OpenLane, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.sample import examples
@@ -54,7 +54,7 @@ def test_every_row_belongs_to_its_token(data, kind, width, kept, cells, accuracy
 
 def test_a_chunk_is_given_at_once_and_warms_the_head_up():
     scheduler = Scheduler(LIMITS)
-    out = scheduler.handle(Submit(Request(0, tuple(range(1, 7)), 5)))
+    out = scheduler.handle(Enqueue(Request(0, tuple(range(1, 7)), 5)))
     first, second = (one for one in out if isinstance(one, IssueRun))
     rows = np.arange(4.0)[:, None]
     out = scheduler.handle(RunDone(first.run_id, (), rows))

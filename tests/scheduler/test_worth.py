@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Drafted, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import Drafted, Enqueue, IssueRun, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 
@@ -20,7 +20,7 @@ def issued(costs, *confidences):
     """How many guesses of a chain travel with the accepted token."""
     scheduler = Scheduler(Limits(n_ctx=90, take_turns=True, exact_width=6, tree_max=5, p_min=0.0,
                                  costs=costs), validate=True)
-    said = list(scheduler.handle(Submit(Request(1, (3, 1, 4), 30))))
+    said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 30))))
     (prompt,) = (one for one in said if isinstance(one, IssueRun))
     said = list(scheduler.handle(RunDone(prompt.run_id, (Choice(5),))))
     job = next(one for one in said if isinstance(one, StartDraft) and one.max_tokens)

@@ -8,13 +8,16 @@ import socket
 
 import pytest
 
+from pipeinfer.errors import ModelError
+from pipeinfer.server import http_server
+from pipeinfer.server.app import Server
 from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, Failed, Loading, Ready, Status, encode
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.orders import Look, Move, decode_answer
+from pipeinfer.server.orders import MOST_LINE, Look, Move, decode_answer
 from pipeinfer.server.orders import encode as encode_order
 from pipeinfer.server.settings import Settings
 from tests.rig.server_peer import FACTS
@@ -84,6 +87,45 @@ def test_an_order_that_fails_is_answered_and_so_are_later_ones(monkeypatch):
         assert (await ask(Look())).error == ""
         writer.close()
         await asyncio.wait_for(obeying, 10)
+
+    asyncio.run(run())
+
+
+def test_a_long_order_is_obeyed():
+    async def run():
+        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
+        client.handle(Ready(FACTS))
+        ours, theirs = socket.socketpair()
+        obeying = asyncio.create_task(obey(client, theirs))
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MOST_LINE)
+        writer.write(encode_order(Move(why="x" * 100_000, new_model=False), 7))
+        found = decode_answer(await asyncio.wait_for(reader.readline(), 10))
+        assert (found.number, found.state, len(found.reason)) == (7, "restarting", 100_000)
+        writer.close()
+        await asyncio.wait_for(obeying, 10)
+        client._patience.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("error", "reason"), [
+    (ModelError("no such file"), "no such file"),
+    (RuntimeError("odd"), "RuntimeError: odd (this is a bug)"),
+    (MemoryError(), "MemoryError:  (this is a bug)")])
+def test_every_error_while_the_vocabulary_loads_is_shown(monkeypatch, caplog, error, reason):
+    """Otherwise /health would be at "loading" without end."""
+    def fails(model):
+        raise error
+
+    async def run():
+        monkeypatch.setattr(http_server, "vocabulary", fails)
+        client = EngineClient(SETTINGS, Metrics(), outlives=False, url="http://h")
+        await http_server.load(client)
+        answer = await Server(client).health()
+        assert answer.status_code == 503
+        assert json.loads(answer.body) == {"status": "failed", "reason": reason}
+        assert [record.message for record in caplog.records] == [reason]
+        assert bool(caplog.records[0].exc_info) == ("bug" in reason)
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -14,6 +15,8 @@ import requests
 
 from pipeinfer.cli.client import Remote
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.app import in_thread
 from pipeinfer.server.frames import (
     HEADER,
     Abort,
@@ -339,6 +342,32 @@ def test_a_conversation_that_does_not_fit_names_the_messages(server):
     assert found["param"] == "messages"
     assert found["code"] == "context_length_exceeded"
     assert found["message"].endswith("shorten the messages")
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": ["a", "x " * 1_900_000]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 1_900_000}]})])
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(server, path, body):
+    found = error(server.post(path, body), 400)
+    assert found["code"] == "context_length_exceeded"
+    assert "characters, more than the context of 256 tokens holds" in found["message"]
+
+
+def test_long_prompts_keep_no_short_one_waiting():
+    def asked(size):
+        return schema.CompletionRequest(prompt="x" * size)
+
+    async def short_beside(count):
+        release = threading.Event()
+        long = [asyncio.create_task(in_thread(asked(70_000), release.wait, 60))
+                for _ in range(count)]
+        try:
+            return await asyncio.wait_for(in_thread(asked(10), lambda: "done"), 20)
+        finally:
+            release.set()
+            await asyncio.gather(*long)
+
+    assert asyncio.run(short_beside(64)) == "done"
 
 
 def test_a_prompt_that_does_not_fit_the_context(server):

@@ -133,3 +133,17 @@ def test_a_comment_of_a_key_file_is_no_key(tmp_path):
     file.write_text("  # note\n")
     with pytest.raises(UsageError, match="contains no key"):
         api_keys(ServeConfig(api_key_file=str(file)))
+
+
+def test_a_key_that_is_there_twice_has_the_same_permissions(tmp_path):
+    file = tmp_path / "keys"
+    config = ServeConfig(api_key_file=str(file), api_key=("gamma",))
+    file.write_text("alpha scopes=ask\nbeta\nalpha scopes=ask\ngamma\n")
+    assert api_keys(config) == {"gamma": Allowance(), "alpha": Allowance(("ask",)),
+                                "beta": Allowance()}
+    for line in ("alpha", "gamma scopes=ask", "beta at-once=2"):
+        file.write_text(f"alpha scopes=ask\nbeta\n\n{line}\n")
+        with pytest.raises(UsageError, match=(
+                "keys, line 4: this key was given before with other scopes or limits")) as caught:
+            api_keys(config)
+        assert line.split()[0] not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 
@@ -64,3 +65,10 @@ def test_the_wait_ends(monkeypatch):
     with occupied(health("draining"), 1) as port, pytest.raises(
             UsageError, match="in use by a server that is still shutting down: end it, or choose"):
         http_process.listen("127.0.0.1", port, 60.0)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example", "no-such-host.invalid"])
+def test_a_name_that_is_no_address_is_said(host):
+    with pytest.raises(UsageError, match=(
+            rf"--host {re.escape(host)} is not an address of this host: \w")):
+        http_process.listen(host, 0, 60.0)

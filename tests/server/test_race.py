@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -61,6 +64,8 @@ def start(server):
 
 def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_race(monkeypatch):
     monkeypatch.setenv("PIPEINFER_POLICY", "iterative")
+    terminal, named = pty.openpty()  # the server's, in which its own progress is shown
+    monkeypatch.setenv("PIPEINFER_TERMINAL", f"{socket.gethostname()}:{os.ttyname(named)}")
     with front(MODEL, race=QUICK, facts={"stages": STAGES}) as server:
         assert server.get("/props").json()["race"] is True
         answer = requests.post(server.url + "/race", json={"prompt": "def f("}, stream=True,
@@ -78,6 +83,8 @@ def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_r
         assert len(set(texts.values())) == 1
         assert all(texts.values())
         gone(racing(server))
+    assert select.select([terminal], [], [], 0)[0] == []
+    os.close(terminal)
 
 
 def test_one_at_a_time_and_it_ends_with_its_client():

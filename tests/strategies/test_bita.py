@@ -17,7 +17,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import choose, likeliest
 from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.errors import ModelError
-from pipeinfer.scheduler.events import Finish, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import Enqueue, Finish, IssueRun, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
@@ -197,7 +197,7 @@ def test_visible_sets(width):
     proposer = Bita(MASK, 2, 2, PROMPT_ID)
     scheduler = Scheduler(structs.replace(SYNCHRONOUS, exact_width=width), proposer,
                           drafts=False)
-    out = scheduler.handle(Submit(Request(0, (1, 2), 50)))
+    out = scheduler.handle(Enqueue(Request(0, (1, 2), 50)))
     runs = [i for i in out if isinstance(i, IssueRun)]
     out = scheduler.handle(RunDone(0, (Choice(3),)))
     runs += [i for i in out if isinstance(i, IssueRun)]

@@ -14,7 +14,7 @@ from msgspec import structs
 from pipeinfer.cli.options import parse
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import CancelRuns, Finish, IssueRun, RunDone, Submit
+from pipeinfer.scheduler.events import CancelRuns, Enqueue, Finish, IssueRun, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
@@ -139,7 +139,7 @@ def test_visible_sets_of_a_window_with_two_candidates(width):
     """W=5, N=4, G=2: 21 rows; at most 16 rows that verify push the window into a run behind."""
     scheduler = Scheduler(structs.replace(SYNCHRONOUS, exact_width=width),
                           Prepared(5, 4, 2, prompt_pool=False), drafts=False)
-    first = scheduler.handle(Submit(Request(0, (1, 2), 50)))
+    first = scheduler.handle(Enqueue(Request(0, (1, 2), 50)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     runs = [i for i in (*first, *out) if isinstance(i, IssueRun)]
     assert [len(run.rows) for run in runs[1:]] == ([21] if width == 32 else [7, 14])
@@ -320,7 +320,7 @@ def test_a_window_goes_behind_and_is_not_called_off_when_its_rows_die():
     """Its results are wanted as hints; the end of the request does call it off."""
     limits = Limits(n_ctx=400, exact_width=4, partitions=20, credit=4)
     scheduler = Scheduler(limits, Lookahead(5, 3, 1), drafts=False)
-    out = scheduler.handle(Submit(Request(0, (5, 6, 7), 2)))
+    out = scheduler.handle(Enqueue(Request(0, (5, 6, 7), 2)))
     prompt, window = (i for i in out if isinstance(i, IssueRun))
     assert window.parent_id == prompt.run_id
     assert len(window.rows) > limits.exact_width

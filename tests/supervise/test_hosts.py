@@ -52,6 +52,18 @@ def test_a_job_starts_on_the_hosts_that_answer(tmp_path, answering):
         roster.ask()
 
 
+@pytest.mark.parametrize(("kind", "lines"), [
+    ("openmpi", "head slots=1\n2001:db8::2 slots=2\nann@2001:db8::9 slots=2\n"),
+    ("hydra", "head:1\n[2001:db8::2]:2\n[2001:db8::9]:2 user=ann\n")])
+def test_addresses_of_ipv6_are_whole_for_every_launcher(tmp_path, answering, kind, lines):
+    hosts, out = tmp_path / "hosts", tmp_path / "out"
+    answering |= {"2001:db8::2", "2001:db8::9"}
+    hosts.write_text("head slots=1\n2001:db8::2 slots=2\nann@2001:db8::9 slots=2\n")
+    Roster(str(hosts), kind, out).ask()
+    assert out.read_text() == lines
+    assert others(str(out)) == ["head", "2001:db8::2", "ann@2001:db8::9"]
+
+
 def test_hosts_that_were_added_are_missing_until_they_are_used(tmp_path, answering):
     hosts = tmp_path / "hosts"
     hosts.write_text("head\n")

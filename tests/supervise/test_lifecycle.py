@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pipeinfer.supervise import lifecycle as on
 from pipeinfer.supervise.lifecycle import (
     LIMIT,
-    Answer,
+    Answered,
     Due,
     Elapsed,
-    Ended,
+    JobEnded,
+    JobReady,
     Order,
     Phase,
-    Ready,
     Stop,
 )
 from pipeinfer.supervise.rules import End, Patience
@@ -49,7 +49,7 @@ class World(RuleBasedStateMachine):
 
     def perform(self, actions):
         for action in actions:
-            assert self.exit is None or (isinstance(action, Answer) and action.refused)
+            assert self.exit is None or (isinstance(action, Answered) and action.refused)
             match action:
                 case on.Start():
                     assert not self.alive, "two jobs at a time"
@@ -60,7 +60,7 @@ class World(RuleBasedStateMachine):
                     self.settings = self.state.order
                 case on.Restore():
                     self.settings = self.wanted
-                case Answer(number, error):
+                case Answered(number, error):
                     assert number not in self.answers, "a second answer"
                     self.answers[number] = error
                     if not error and self.settings == number:
@@ -78,7 +78,7 @@ class World(RuleBasedStateMachine):
         meant = phase in (Phase.MOVING, Phase.TRYING, Phase.FAILING, Phase.ENDING)
         if not meant:
             self.patience, verdict = self.patience.after(status, lived)
-        self.feed(Ended(status, lived, "why"))
+        self.feed(JobEnded(status, lived, "why"))
         if phase is Phase.ENDING:
             assert self.exit == status
         if not meant:
@@ -87,7 +87,7 @@ class World(RuleBasedStateMachine):
 
     @rule(late=st.booleans())
     def job_serves(self, late):
-        self.feed(Ready(self.state.job - late))
+        self.feed(JobReady(self.state.job - late))
 
     @rule(late=st.booleans())
     def time_is_over(self, late):
@@ -159,12 +159,12 @@ class World(RuleBasedStateMachine):
         if self.alive:
             assert self.state.phase is Phase.ENDING
             self.alive = False
-            self.feed(Ended(5, 1.0))
+            self.feed(JobEnded(5, 1.0))
             assert self.exit == 5
         assert self.state.phase is Phase.STOPPED
         assert self.exit is not None
         assert set(self.answers) == set(range(1, self.orders + 1))
-        for event in (Stop(), Ready(self.state.job), Elapsed(self.state.job), Ended(1, 1.0)):
+        for event in (Stop(), JobReady(self.state.job), Elapsed(self.state.job), JobEnded(1, 1.0)):
             assert on.next_state(self.state, event) == (self.state, ())
 
 
@@ -180,36 +180,36 @@ def after(*events, restarts=3):
     return state, actions
 
 
-MOVED = (Ready(1), Order(1), Due(1), Ended(143, 9.0))
+MOVED = (JobReady(1), Order(1), Due(1), JobEnded(143, 9.0))
 
 
 def test_a_move_ends_the_job_and_starts_the_next_one():
     assert after(*MOVED[:3])[1] == (on.Announce(), on.EndJob())
     state, actions = after(*MOVED)
     assert (state.phase, actions) == (Phase.TRYING, (on.Apply(), on.Start(), on.Wait(LIMIT, 2)))
-    state, actions = after(*MOVED, Ready(2))
-    assert (state.phase, actions) == (Phase.READY, (Answer(1),))
+    state, actions = after(*MOVED, JobReady(2))
+    assert (state.phase, actions) == (Phase.READY, (Answered(1),))
 
 
 @pytest.mark.parametrize(("events", "says"), [
-    ((Ended(3, 1.0, "no such file"),), r"the changed job does not start (exit code 3; no such fil"),
-    ((Elapsed(2), Ready(2), Ended(143, 601.0)), "the changed job is not ready after 600 s")])
+    ((JobEnded(3, 1.0, "no such file"),), "the changed job does not start (exit code 3; no such "),
+    ((Elapsed(2), JobReady(2), JobEnded(143, 601.0)), "the changed job is not ready after 600 s")])
 def test_where_the_next_job_does_not_start_the_one_before_comes_back(events, says):
     state, actions = after(*MOVED, *events)
     assert state.phase is Phase.RETURNING
     said, *rest = actions
     assert said.text.startswith(says)
     assert rest == [on.Restore(), on.Announce(back=True), on.Start(), on.Wait(LIMIT, 3)]
-    for last in (Ready(3), Elapsed(3), Ended(1, 1.0), Stop()):
+    for last in (JobReady(3), Elapsed(3), JobEnded(1, 1.0), Stop()):
         then, actions = after(*MOVED, *events, last)
-        assert actions[0] == Answer(1, said.text)
-        assert then.phase is {Ready: Phase.READY, Elapsed: Phase.STARTING, Ended: Phase.PAUSING,
-                              Stop: Phase.ENDING}[type(last)]
+        assert actions[0] == Answered(1, said.text)
+        assert then.phase is {JobReady: Phase.READY, Elapsed: Phase.STARTING,
+                              JobEnded: Phase.PAUSING, Stop: Phase.ENDING}[type(last)]
 
 
 @pytest.mark.parametrize(("events", "says"), [
-    ((), "the job is not ready"), ((Ready(1), Order(1)), "the job is being moved already"),
-    (MOVED, "the job is being moved already"), ((Ready(1), Stop()), "the job is not ready")])
+    ((), "the job is not ready"), ((JobReady(1), Order(1)), "the job is being moved already"),
+    (MOVED, "the job is being moved already"), ((JobReady(1), Stop()), "the job is not ready")])
 def test_an_order_at_another_time_is_refused(events, says):
     state, (answer,) = after(*events, Order(7))
     assert (answer.order, answer.refused, answer.error.startswith(says)) == (7, True, True)
@@ -217,14 +217,14 @@ def test_an_order_at_another_time_is_refused(events, says):
 
 
 def test_a_job_that_dies_while_a_move_is_prepared_starts_again_as_it_was():
-    state, actions = after(Ready(1), Order(1), Ended(6, 30.0))
+    state, actions = after(JobReady(1), Order(1), JobEnded(6, 30.0))
     assert state.phase is Phase.PAUSING
-    assert actions[:2] == (on.Admit(), Answer(1, "the job has ended meanwhile"))
+    assert actions[:2] == (on.Admit(), Answered(1, "the job has ended meanwhile"))
     assert actions[-1] == on.Wait(1.0, 1)
-    assert after(Ready(1), Order(1), Ended(6, 30.0), Elapsed(1))[1] == (on.Start(again=True),)
+    assert after(JobReady(1), Order(1), JobEnded(6, 30.0), Elapsed(1))[1] == (on.Start(again=True),)
 
 
 def test_an_end_that_the_user_wants_is_no_failure():
-    assert after(Stop(), Ended(6, 1.0))[1] == (on.Exit(6),)
-    assert after(Ended(6, 1.0), Stop())[1] == (on.Exit(130),)
+    assert after(Stop(), JobEnded(6, 1.0))[1] == (on.Exit(6),)
+    assert after(JobEnded(6, 1.0), Stop())[1] == (on.Exit(130),)
     assert after(Stop(), Stop(True))[1] == (on.Interrupt(True),)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
-from pipeinfer.supervise.lifecycle import Phase, Ready
+import pytest
+
+from pipeinfer.supervise.lifecycle import JobReady, Phase
 from pipeinfer.supervise.supervisor import JobChange, Supervisor
 
 
@@ -72,7 +76,7 @@ async def until_it_runs(supervisor, job):
     async with asyncio.timeout(20):
         while supervisor.running != job:
             await asyncio.sleep(0.01)
-    supervisor.feed(Ready(job))
+    supervisor.feed(JobReady(job))
 
 
 async def moved(supervisor, jobs):
@@ -123,3 +127,27 @@ def test_a_job_that_fails_starts_again_on_the_hosts_that_answer():
     status, said = supervise(Jobs(6, None), act, restarts=2)
     assert (status, said[1:]) == (5, ["all hosts answer"])
     assert said[0].startswith("the job has ended with exit code 6: starting again in 1 s (1 more")
+
+
+@pytest.mark.parametrize(("last", "at_once"), [((), False), ((signal.SIGHUP,), True)])
+def test_a_hang_up_counts_once_and_lets_requests_end_unless_it_is_a_chat(last, at_once):
+    """The terminal's end and the shell each send one."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    asked = []
+
+    async def run():
+        supervisor = Supervisor(Jobs(None), 0, None, [].append, last=last)
+        running = asyncio.create_task(supervisor.run())
+        await until_it_runs(supervisor, 1)
+        supervisor._job.interrupt = lambda *, at_once: asked.append(at_once)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        assert asked == [at_once]
+        supervisor._job.end()
+        return await asyncio.wait_for(running, 30)
+
+    try:
+        assert asyncio.run(run()) == 143
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from pipeinfer.errors import RequestError
-from pipeinfer.supervise.commands_socket import Reload, Rescale, Status, call
+from pipeinfer.supervise.commands_socket import Reload, Rescale, SocketStatus, call
 from pipeinfer.supervise.state import Folder
 from tests.mpi.test_supervised import Stream, job_processes
 from tests.rig import launch
@@ -39,7 +39,7 @@ class Up:
 
     def status(self):
         """What `pipeinfer status --json` shows, without a process of its own."""
-        return call(Folder("default"), print, 20, Status())
+        return call(Folder("default"), print, 20, SocketStatus())
 
 
 @contextlib.contextmanager
@@ -144,6 +144,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
 
 @pytest.mark.parametrize(("words", "says"), [
     (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
+    (["--journal", "--", "serve"], "--journal stands before `serve`: give options of the"),
     full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
     full(["--", "--port", "many"], "Invalid value for '--port'"),
     (["--overlap", "auto", "--", "serve"], "--overlap has gone: a move ends the job before"),
@@ -154,3 +155,17 @@ def test_wrong_use_is_one_line(tmp_path, words, says):
                           env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False)
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_folder_is_said_before_anything_goes_into_the_background(tmp_path):
+    logs = tmp_path / "default" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "detached.log").symlink_to("/dev/full")
+    tmp_path.chmod(0o700)
+    done = subprocess.run([*PIPEINFER, "up", "--detach", "--", "serve", "-m", "/nowhere"],
+                          env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False,
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (f"pipeinfer: error: cannot write {logs}/detached.log: No space left on "
+                           "device; free some space, or name another folder with "
+                           "PIPEINFER_STATE\n")

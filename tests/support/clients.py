@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pipeinfer.core.types import Request
 from pipeinfer.lab.emulation.virtual import Simulation, prompt_of
-from pipeinfer.scheduler.events import Submit
+from pipeinfer.scheduler.events import Enqueue
 
 
 @dataclass(slots=True)
@@ -62,4 +62,4 @@ class Clients(Simulation):
         self._open.add(request_id)
         self.result.outputs[request_id] = []
         request = Request(request_id, prompt_of(self.spec, request_id), self.spec.tokens)
-        self.at(self.now, lambda: self.feed(Submit(request)))
+        self.at(self.now, lambda: self.feed(Enqueue(request)))

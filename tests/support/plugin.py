@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeinfer.config import Option, OwnOption
 from pipeinfer.core.drafting import Proposal
-from pipeinfer.strategies.decomposers.base import MAIN, Piece
+from pipeinfer.strategies.decomposers.base import MAIN, TextPiece
 from pipeinfer.strategies.spec import DecomposerSpec, ProposerSpec
 
 
@@ -42,13 +42,13 @@ class Shout:
 
     def accepted(self, thread, token):
         text = self._vocabulary.piece(token).upper()
-        self._pieces.append(Piece(MAIN, self._count, text))
+        self._pieces.append(TextPiece(MAIN, self._count, text))
         self._count += 1
         return []
 
     def ended(self, thread):
         if self._sign:
-            self._pieces.append(Piece(MAIN, max(self._count - 1, 0), self._sign.encode()))
+            self._pieces.append(TextPiece(MAIN, max(self._count - 1, 0), self._sign.encode()))
         self.complete = True
         return []
 

@@ -16,18 +16,18 @@ import numpy as np
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.types import ALL_SEQS, END, Choice, Request, SeqCopy, SeqKeep, SeqRemove
 from pipeinfer.scheduler.events import (
-    Abort,
+    AbortRequest,
     CancelRuns,
     CloseLane,
     Drafted,
     Emit,
+    Enqueue,
     Finish,
     IssueRun,
     OpenLane,
     Refuse,
     SendOps,
     StopDraft,
-    Submit,
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 
@@ -201,10 +201,10 @@ class Pipeline:
 
     def submit(self, request: Request):
         self.output[request.request_id] = []
-        self.feed(Submit(request))
+        self.feed(Enqueue(request))
 
     def abort(self, request_id):
-        self.feed(Abort(request_id, "abort"))
+        self.feed(AbortRequest(request_id, "abort"))
 
     def choices(self):
         out = [("stage", k) for k, s in enumerate(self.stages) if s.queue]

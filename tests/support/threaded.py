@@ -13,10 +13,10 @@ from pipeinfer.core.types import ALL_SEQS, Choice, SeqCopy, SeqJoin, SeqKeep, Se
 from pipeinfer.strategies.decomposers.base import (
     MAIN,
     Close,
-    Cut,
+    CutThread,
     Feed,
     Fork,
-    Hold,
+    Halt,
     Join,
     Skip,
     TokenVocabulary,
@@ -226,9 +226,9 @@ def reference(words, prompt, decomposer, most, n_ctx, choose=None):
                 case Skip(_, count):
                     at = len(thread.tokens)
                     thread.jumps.append((at, thread.position(at) - at + count))
-                case Hold():
+                case Halt():
                     thread.waiting = True
-                case Cut(_, keep):
+                case CutThread(_, keep):
                     del thread.tokens[keep:], thread.cells[keep:]
                     thread.jumps = [jump for jump in thread.jumps if jump[0] < keep]
                     thread.waiting = True

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.terminal import show_over
 from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.chaos import client
@@ -226,6 +227,5 @@ def _client(name: str) -> Callable[..., Awaitable[Answer]]:
 
 def _progress(text: str, quiet: bool) -> None:
     """A line on a terminal that the next one overwrites."""
-    if not quiet and sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+    if not quiet:
+        show_over(text)

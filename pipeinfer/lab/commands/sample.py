@@ -46,7 +46,7 @@ from pipeinfer.lab.training.tasks import tasks
 from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.base import MAIN, Fork, GiveUp, Hold, Skip, TokenVocabulary
+from pipeinfer.strategies.decomposers.base import MAIN, Fork, GiveUp, Halt, Skip, TokenVocabulary
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import Pasta, Spacing
 from pipeinfer.strategies.decomposers.prompts import validate
@@ -249,7 +249,7 @@ def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated
                 case Skip(_, count):
                     last = blocks.pop()
                     blocks.append(Block(last.promise, last.start, last.end, count))
-                case Hold():
+                case Halt():
                     syncs.append(promise)
                 case _:
                     pass

@@ -36,6 +36,7 @@ from pipeinfer.scheduler.events import (
     CloseLane,
     Drafted,
     Emit,
+    Enqueue,
     Event,
     Finish,
     Instruction,
@@ -46,7 +47,6 @@ from pipeinfer.scheduler.events import (
     RunDone,
     SendOps,
     StopDraft,
-    Submit,
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
@@ -299,7 +299,7 @@ class Simulation:
 
     def run(self) -> Result:
         request = Request(0, prompt_of(self.spec), self.spec.tokens)
-        self.at(0.0, lambda: self.feed(Submit(request)))
+        self.at(0.0, lambda: self.feed(Enqueue(request)))
         self.advance()
         assert self.finished is not None
         spans = [(stage, run, start, end, "dead" if fate == "guess" and run in self.died else fate)

@@ -170,6 +170,11 @@ class Tokenizer:
             raise RequestError(f"a text of {len(raw)} bytes cannot be tokenised: {last_log()}")
         return list(buffer[:count])
 
+    @cached_property
+    def longest(self) -> int:
+        """The bytes of the longest token."""
+        return max(len(self.piece(token, special=True)) for token in range(self.n_vocab))
+
     def piece(self, token: int, special: bool = False) -> bytes:
         """Return the bytes of one token; control tokens are empty unless `special`.
 

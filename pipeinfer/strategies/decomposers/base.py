@@ -58,13 +58,13 @@ class Skip(Struct, frozen=True):
     count: int
 
 
-class Hold(Struct, frozen=True):
+class Halt(Struct, frozen=True):
     """Do not evaluate the token just accepted before a `Feed` of this thread."""
 
     thread: int
 
 
-class Cut(Struct, frozen=True):
+class CutThread(Struct, frozen=True):
     """Drop all but the first `keep` tokens of a thread, which then waits for a `Feed`."""
 
     thread: int
@@ -98,10 +98,10 @@ class Close(Struct, frozen=True):
     evaluate: bool = False
 
 
-Action: TypeAlias = Fork | Feed | Skip | Hold | Cut | Join | GiveUp | Close
+Action: TypeAlias = Fork | Feed | Skip | Halt | CutThread | Join | GiveUp | Close
 
 
-class Piece(Struct, frozen=True):
+class TextPiece(Struct, frozen=True):
     """The next piece of text for the reader.
 
     thread: whose token it comes from
@@ -173,8 +173,8 @@ class Decomposer(Protocol):
     def complete(self) -> bool:
         """Whether the response is over."""
 
-    def take(self) -> Sequence[Piece]:
+    def take(self) -> Sequence[TextPiece]:
         """Return the pieces that the reader can have now and has not received."""
 
-    def flush(self) -> Sequence[Piece]:
+    def flush(self) -> Sequence[TextPiece]:
         """Return all remaining pieces in reading order; the response ends here, complete or not."""

@@ -31,7 +31,7 @@ from pipeinfer.strategies.decomposers.base import (
     Feed,
     Fork,
     GiveUp,
-    Hold,
+    Halt,
     Join,
     Skip,
     TokenVocabulary,
@@ -221,7 +221,7 @@ class Pasta(Reader):
 
     def _sync(self) -> list[Action]:
         self._waiting = True
-        return [Hold(MAIN), *self._join()]
+        return [Halt(MAIN), *self._join()]
 
     def _join(self) -> list[Action]:
         """Join all blocks and continue, if a sync waits and every block is settled."""

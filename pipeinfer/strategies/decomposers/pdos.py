@@ -26,7 +26,7 @@ from pipeinfer.strategies.decomposers.base import (
     MAIN,
     Action,
     Close,
-    Cut,
+    CutThread,
     Feed,
     Fork,
     TokenVocabulary,
@@ -225,7 +225,7 @@ class Pdos(Reader):
             main.edit(-k, b"")
         main.parts += [branch.stream for branch in self._branches]
         main.held, self._titles, self._index = 0, None, self._block_index
-        return [Cut(MAIN, self._block_index), *(
+        return [CutThread(MAIN, self._block_index), *(
             Fork(b.thread, MAIN, self._block_index, b.prefix,
                  tuple((b.prefix[-1], ANY, dots) for dots in sorted(self._marks.dots)))
             for b in self._branches)]

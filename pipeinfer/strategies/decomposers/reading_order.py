@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from msgspec import Struct, field, structs
 
-from pipeinfer.strategies.decomposers.base import Action, Piece
+from pipeinfer.strategies.decomposers.base import Action, TextPiece
 
 
 class Stream(Struct, eq=False):
@@ -27,26 +27,26 @@ class Stream(Struct, eq=False):
     _at: int = 0
 
     def add(self, thread: int, number: int, text: bytes) -> None:
-        """Append a token's text; `number` as in `Piece`."""
-        self.parts.append(Piece(thread, number, text))
+        """Append a token's text; `number` as in `TextPiece`."""
+        self.parts.append(TextPiece(thread, number, text))
 
     def edit(self, index: int, text: bytes) -> None:
         """Replace the text of part `index`, which was not returned yet."""
         part = self.parts[index]
-        assert isinstance(part, Piece)
+        assert isinstance(part, TextPiece)
         self.parts[index] = structs.replace(part, text=text)
 
     def text(self, start: int, stop: int | None = None) -> bytes:
         """Return the text of the pieces from index `start` on, before index `stop`."""
-        return b"".join(part.text for part in self.parts[start:stop] if isinstance(part, Piece))
+        return b"".join(part.text for part in self.parts[start:stop] if isinstance(part, TextPiece))
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[TextPiece]:
         """Return the pieces that the reader can have now and has not received."""
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         until = len(self.parts) - (0 if self.over else self.held)
         while self._at < until:
             part = self.parts[self._at]
-            if isinstance(part, Piece):
+            if isinstance(part, TextPiece):
                 pieces.append(part)
             else:
                 pieces += part.take()
@@ -68,7 +68,7 @@ class Stream(Struct, eq=False):
                 part.end()
 
 
-Part: TypeAlias = Piece | Stream
+Part: TypeAlias = TextPiece | Stream
 
 
 class Reader:
@@ -82,11 +82,11 @@ class Reader:
         del thread
         return []
 
-    def take(self) -> Sequence[Piece]:
+    def take(self) -> Sequence[TextPiece]:
         """Return the pieces of text that are final and were not returned yet."""
         return self._main.take()
 
-    def flush(self) -> Sequence[Piece]:
+    def flush(self) -> Sequence[TextPiece]:
         """Return all remaining pieces in reading order; the response ends here, complete or not."""
         self._main.end()
         return self._main.take()

@@ -20,7 +20,7 @@ from pipeinfer.strategies.decomposers.base import (
     Close,
     Fork,
     GiveUp,
-    Hold,
+    Halt,
     Specification,
     TokenVocabulary,
 )
@@ -75,7 +75,7 @@ class Skeleton(Reader):
             self._outline.append(piece)
             self._line = 0 if b"\n" in piece else self._line + 1
             if self._line > LONGEST_TITLE:
-                return [GiveUp(MAIN), Hold(MAIN), *self._expand(self._line)]
+                return [GiveUp(MAIN), Halt(MAIN), *self._expand(self._line)]
         else:
             point = self._points[thread]
             point.add(thread, len(point.parts), self._leads.pop(thread, b"") + piece)

@@ -49,7 +49,7 @@ class RowHead(Backend, Protocol):
         """Return the hidden rows, float32[n, n_embd], for rows of the target, float32[n, t]."""
 
 
-class _Sequence(Struct):
+class _HeadSequence(Struct):
     """A sequence of the head's cache.
 
     lane: whose text it has; -1: none
@@ -62,7 +62,7 @@ class _Sequence(Struct):
     own: dict[int, FloatArray] = field(default_factory=dict)
 
 
-class _Row(Struct):
+class _WaitingRow(Struct):
     """A row that waits for its decode."""
 
     token: int
@@ -84,7 +84,7 @@ class HeadRows:
         self._head, self._lanes = head, lanes
         self._true: OrderedDict[int, dict[int, FloatArray]] = OrderedDict()
         self._fresh: dict[int, dict[int, FloatArray]] = {}  # the target's rows as they came
-        self._sequences = [_Sequence() for _ in range(head.info.n_seq_max)]
+        self._sequences = [_HeadSequence() for _ in range(head.info.n_seq_max)]
 
     def feed(self, lane: int, index: int, rows: FloatArray) -> None:
         """Keep rows of the target, for a lane's tokens from `index` on."""
@@ -126,7 +126,7 @@ class HeadRows:
         """Evaluate rows; tokens that were left out have no logits."""
         del hidden, should_stop
         found: list[FloatArray] = []
-        waiting: list[_Row] = []
+        waiting: list[_WaitingRow] = []
         try:
             for token, index, output, (seq_id,) in zip(*rows.lists, rows.seq_ids, strict=True):
                 one = self._sequences[seq_id]
@@ -145,7 +145,7 @@ class HeadRows:
                     if one.own:
                         self.seq_rm(seq_id, 0, END)
                 else:
-                    waiting.append(_Row(token, index, seq_id, output, before))
+                    waiting.append(_WaitingRow(token, index, seq_id, output, before))
             found += self._flush(waiting)
         except BaseException:
             for seq_id, first in rows.first_positions().items():
@@ -153,7 +153,7 @@ class HeadRows:
             raise
         return np.concatenate(found) if found else np.empty((0, self.info.n_vocab), np.float32)
 
-    def _flush(self, waiting: list[_Row]) -> Iterable[FloatArray]:
+    def _flush(self, waiting: list[_WaitingRow]) -> Iterable[FloatArray]:
         """Decode the rows that wait, and keep the head's own rows."""
         if not waiting:
             return ()
@@ -180,7 +180,7 @@ class HeadRows:
         """Add `dst` to the cells of `src` in `[p0, p1)`; of a sequence's beginning alone."""
         self._head.seq_cp(src, dst, max(p0 + self._head.shift, 0), p1 + self._head.shift)
         one = self._sequences[src]
-        self._sequences[dst] = _Sequence(one.lane, min(one.sure, p1), {
+        self._sequences[dst] = _HeadSequence(one.lane, min(one.sure, p1), {
             index: row for index, row in one.own.items() if index < p1})
 
     def seq_keep(self, seq_id: int) -> None:

@@ -36,7 +36,7 @@ from pipeinfer.lab.training.pasta import pasta
 from pipeinfer.lab.training.pasta.annotate import parse
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Hold, Join, Skip
+from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Halt, Join, Skip
 from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import Pasta
 from tests.support.tiny_torch import reference, save, tokens_of
@@ -128,9 +128,9 @@ def test_the_interpreter_does_what_a_row_was_laid_out_for(words, tags, positions
             if isinstance(action, Skip):
                 following = next(k for k in range(at + 1, len(owner)) if not owner[k])
                 assert positions[following] - positions[at] == action.count + 1
-            if isinstance(action, Hold):
+            if isinstance(action, Halt):
                 assert at == flat.syncs[0]
-            assert isinstance(action, Fork | Skip | Hold | Join | Feed)
+            assert isinstance(action, Fork | Skip | Halt | Join | Feed)
     assert len(forks) == 2
     reader.ended(MAIN)
     assert b"".join(piece.text for piece in reader.take()).decode() == chat.answer
