@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from pipeinfer.models.text.text_stream import partial
 from pipeinfer.server.families import CHANNELS, QUOTE, Family
-from pipeinfer.server.tools import TYPES, Call, More, Part, Thought, Words, types_of
+from pipeinfer.server.tools import TYPES, Call, More, Part, Thought, ToolUse, Words, types_of
 
 _LONGEST_HEAD = 256  #: characters between an opening mark and the arguments
 _BLANKS = " \t\r\n"
@@ -22,9 +22,8 @@ _OBJECT = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _BEGUN = re.compile(_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAME = re.compile(r'\s*(?:function<[^<>]*>|functions\.)?([\w./-]+)(?::\d+)?"?'
                    r"(?:\s|```\w*|<[^<>]*>|\[[A-Z_]+\]\w*)*")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w./-]+)")
-_RECIPIENT_FIRST = " to=functions."
-_KEY = re.compile(r'\s*([^"<>\n]*)')
+_RECIPIENT = "to=functions."
+_CALLED = re.compile(r"to=(?:functions\.)?([\w./-]+)")
 _MARK = re.compile(r"<[^<>]+>?|\[TOOL_CALLS\]|call:")
 _PYTHON_TAG = "<|python_tag|>"
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -37,27 +36,25 @@ Sink: TypeAlias = Callable[[str], None]
 class AnswerParser:
     """Reads one answer.
 
-    family: of the model. functions: that are offered; None: calls are words.
-    most: further calls are dropped. inside: whether the prompt has begun the reasoning.
-    forced: whether it must be calls, so that the beginning of one that is cut off is no content.
+    family: of the model. tools: that are offered; None: calls are words. If they are required, the
+        beginning of a call that is cut off is no content.
+    inside: whether the prompt has begun the reasoning.
     """
 
-    def __init__(self, family: Family, functions: Sequence[Mapping[str, Any]] | None = None,
-                 most: int = 1 << 30, inside: bool = False, forced: bool = False) -> None:
-        self._family, self._most, self._inside, self._forced = family, most, inside, forced
-        self._reads_calls = functions is not None
-        self._schemas = {f["name"]: f.get("parameters") or {} for f in functions or ()}
+    def __init__(self, family: Family, tools: ToolUse | None = None, inside: bool = False) -> None:
+        self._family, self._reads_calls, self._inside = family, tools is not None, inside
+        self._most, self._forced = (tools.most, tools.required) if tools else (0, False)
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {}
+                         for tool in (tools.tools if tools else ())}
         self._open, self._close, self._begin, self._end = (
             found[0] if (found := _MARK.search(text)) else ""
             for text in (family.open, family.close, family.begin, family.end))
         self._text = self._raw = ""  # not read yet; read since the last opening mark
-        self._ended = False
         self._parts: list[Part] = []
         self._blank = self._pause = ""  # blanks in words and reasoning that may be dropped
         self._fresh = self._reads_calls  # whether blanks are dropped if a call follows
-        self._is_kept = True  # whether the present call is returned
-        self.calls = 0  #: how many have been found
-        self._steps = self._answer()
+        self.calls, self._ended = 0, False  #: how many have been found; whether all has come
+        self._steps = self._channels() if family.form == "channels" else self._marked()
 
     def push(self, text: str, ended: bool = False) -> list[Part]:
         """Return the parts of which it is certain what they are; all if the text has ended."""
@@ -66,24 +63,18 @@ class AnswerParser:
         if ended:  # a step of its own, so that cuts of the text make no difference
             self._ended = True
             next(self._steps, None)
+            if not self.calls and self._blank:
+                self._parts.append(Words(self._blank))
         taken, self._parts = self._parts, []
         return taken
 
     # --- the answer -----------------------------------------------------------------------------
 
-    def _answer(self) -> Steps:
-        yield from self._channels() if self._family.form == "channels" else self._marked()
-        if not self.calls and self._blank:
-            self._parts.append(Words(self._blank))
-
     def _marked(self) -> Steps:
         opened, closed = self._family.think
-        while not self._inside and not self._ended and self._text.lstrip() != opened and (
-                opened.startswith(self._text.lstrip())):
-            yield
-        if not self._inside and (begun := self._text.lstrip()).startswith(opened):
-            self._text, self._inside = begun[len(opened) :], True
+        self._inside = self._inside or bool((yield from self._begins(opened)))
         if self._inside:
+            yield from self._skip("\n")
             yield from self._until([closed], self._think)
             yield from self._skip("\n")
         if self._reads_calls and not self._family.open:
@@ -93,8 +84,7 @@ class AnswerParser:
             if not (yield from self._calls()):
                 self._put_back()
         # Some models leave the opening mark out.
-        opens = [self._open, self._begin] if self._family.form == "tags" else [self._open]
-        opens = opens if self._reads_calls else []
+        opens = [self._open, self._begin * (self._family.form == "tags")] * self._reads_calls
         while mark := (yield from self._until(opens, self._say))[1]:
             self._text, self._raw = mark + self._text, ""
             yield from self._starts(self._open)
@@ -106,19 +96,18 @@ class AnswerParser:
         """Read parts with headers: `<|channel|>NAME to=RECIPIENT<|message|>TEXT<|end|>`."""
         start, channel, message, *_ = CHANNELS
         sink: Sink | None = self._say
-        if not (head := (yield from self._starts(_RECIPIENT_FIRST))):
-            self._text = self._raw + self._text
+        head = yield from self._begins(_RECIPIENT)
         while head or (head := (yield from self._until(CHANNELS, sink))[1]):
-            text, sink, called = "", self._say, None
-            if head in (start, channel, _RECIPIENT_FIRST):
+            text, mark, sink = "", "", self._say
+            if head in (start, channel, _RECIPIENT):
                 text, mark = yield from self._until([message], limit=_LONGEST_HEAD)
-                called = _RECIPIENT.search(head + text) if mark and self._reads_calls else None
-            if called:
+            if mark and self._reads_calls and (called := _CALLED.search(head + text)):
                 self._call(called[1])
                 yield from self._json()
                 sink = None
             elif "analysis" in text:
-                sink, self._inside, self._pause = self._think, True, ""
+                sink, self._pause = self._think, ""
+                yield from self._skip("\n")
             head = ""
 
     def _say(self, text: str) -> None:
@@ -131,10 +120,9 @@ class AnswerParser:
     def _think(self, text: str) -> None:
         text = self._pause + text
         kept = text.rstrip()
-        self._pause = text[len(kept) :].lstrip("\n" if self._inside and not kept else "")
+        self._pause = text[len(kept) :]
         if kept:
-            self._parts.append(Thought(kept.lstrip("\n") if self._inside else kept))
-            self._inside = False
+            self._parts.append(Thought(kept))
 
     def _put_back(self) -> None:
         """Read what is no call again, as words."""
@@ -145,14 +133,12 @@ class AnswerParser:
     def _calls(self) -> Steps:
         """Read the calls after an opening mark; return whether there is one. What was read and is
         no call is in `_raw`."""
-        while not self._text.strip(_BLANKS + "[") and not self._ended:
-            yield
-        is_object = re.match(r"[\s\[]*\{", self._text) is not None
         found = False
         while True:
             yield from self._skip(_BLANKS + (",;]})" if found else "["))
             if self._close and (yield from self._starts(self._close)):
                 return found
+            is_object = self._text.startswith("{")
             if not (yield from self._object() if is_object else self._named()):
                 break
             found, self._raw = True, ""
@@ -176,8 +162,6 @@ class AnswerParser:
 
     def _object(self) -> Steps:
         """Read a call that is one JSON object with its name; return whether it is one."""
-        if not self._text.startswith("{"):
-            return False
         reader, seen = _Nested('"'), 0
         while not (begun := _BEGUN.match(self._text)):
             seen += len(reader.take(self._text[seen:])[1])
@@ -204,9 +188,8 @@ class AnswerParser:
         bracket = {"python": "(", "tags": family.then.strip()[-1:] or family.pair[0]}.get(
             family.form, "{")
         head, mark = yield from self._until([bracket, self._end], limit=_LONGEST_HEAD)
-        name = _NAME.fullmatch(head) if len(head) <= _LONGEST_HEAD else None
-        if name is None or (not mark and (
-                name.end(1) == len(head) or name[1] not in self._schemas)):
+        name = _NAME.fullmatch(head)
+        if not name or not (mark or (name.end(1) < len(head) and name[1] in self._schemas)):
             return False
         self._call(name[1])
         if mark == self._end and mark:
@@ -224,10 +207,10 @@ class AnswerParser:
 
     def _json(self) -> Steps:
         yield from self._skip(_BLANKS)
-        if not self._text.startswith("{"):
-            self._more("" if self._ended and not self._text else "{}")
-            return
-        yield from self._nested('"', self._more)
+        if self._text.startswith("{"):
+            yield from self._nested('"', self._more)
+        elif not self._is_cut:
+            self._more("{}")
 
     def _nested(self, quotes: str, sink: Sink) -> Steps:
         """Pass a value in brackets on; return whether it is complete."""
@@ -253,10 +236,8 @@ class AnswerParser:
         before, between, after = (part.strip() for part in self._family.pair)
         between = between[between.rfind("<") :] if "<" in between else between[-1:]
         yield from self._starts(self._family.then.strip()[-1:])
-        root = self._schemas.get(function, {})
-        properties = root.get("properties") or {}
-        is_line = self._family.pair[1].endswith("\n")
-        comma = "{"
+        properties = (root := self._schemas.get(function, {})).get("properties") or {}
+        is_line, comma = self._family.pair[1].endswith("\n"), "{"
         while True:
             yield from self._skip(_BLANKS)
             if (yield from self._starts(before, self._end)) != before:
@@ -264,7 +245,7 @@ class AnswerParser:
             key, mark = yield from self._until([between], limit=_LONGEST_HEAD)
             if not mark:
                 break
-            name = _KEY.findall(key)[0].strip()
+            name = re.split('[<>"]', key)[0].strip()
             types = {"string"} if 'string="true"' in key else types_of(properties.get(name), root)
             is_text = types == {"string"}
             self._more(f"{comma}{json.dumps(name, ensure_ascii=False)}: " + '"' * is_text)
@@ -312,29 +293,33 @@ class AnswerParser:
                 return self._cut(len(self._text))[:0]
             yield
 
+    def _begins(self, mark: str) -> Steps:
+        """Return the mark if the text begins with it after blanks; if not, nothing is left out."""
+        self._raw = ""
+        yield from self._skip(_BLANKS)
+        if not (found := (yield from self._starts(mark))):
+            self._text = self._raw + self._text
+        return found
+
     def _until(self, marks: Sequence[str], sink: Sink | None = None, limit: int = 0) -> Steps:
         """Return the text before the first of the marks, and that mark; "" at the end.
 
         sink: gets the text as it arrives. limit: of its characters; nothing is read beyond it.
         """
         marks = [mark for mark in marks if mark]
-        out = ""
         while True:
-            found = min((at, mark) for mark in ("", *marks)
-                        if (at := self._text.find(mark) if mark else len(self._text)) >= 0)
-            at, mark = found
+            at, mark = min(((at, mark) for mark in marks if (at := self._text.find(mark)) >= 0),
+                           default=(len(self._text), ""))
             if not mark and not (
                     self._ended and not self._forced and sink in (self._say, self._think)):
                 at -= max((partial(self._text, one) for one in marks), default=0)
             if limit and at > limit:
                 return "", ""
-            if not limit or mark or self._ended:
-                text = self._cut(at)
-                out = out if sink else out + text
-                if sink:
-                    self._raw = ""
-                    sink(text)
+            if sink:
+                sink(self._cut(at))
+                self._raw = ""
             if mark or self._ended:
+                out = "" if sink else self._cut(at)
                 self._cut(len(mark or self._text))
                 return out, mark
             yield
@@ -418,7 +403,6 @@ def _from_gemma(text: str) -> str:
 
 def _converted(text: str, types: set[str]) -> str:
     """Return an argument that is written without quotes as JSON of one of these types."""
-    text = text.strip("\n")
     try:
         value = json.loads({"True": "true", "False": "false", "None": "null"}.get(
             text.strip(), text), strict=False)

@@ -23,34 +23,30 @@ NAME: /[A-Za-z0-9_.$-]+/
 {quoted}"""
 
 
-def call_grammar(functions: Sequence[Mapping[str, Any]], family: Family, marks: Mapping[str, int],
-                 *, most: int = 1, words: bool = False) -> str:
-    """Return a lark grammar of one to `most` calls of the functions.
+class CallGrammar:
+    """Writes grammars in the form of a family. marks: the tokens among its texts, by their text."""
 
-    marks: the tokens among the family's texts, by their text.
-    words: whether words may come before the calls, or instead of them; the form must be Hermes's.
-    Raises RequestError for parameters that are nested too deeply.
-    """
-    return _Grammar(family, marks).of(functions, most, words)
-
-
-class _Grammar:
     def __init__(self, family: Family, marks: Mapping[str, int]) -> None:
         self._family, self._marks = family, marks
         longest = sorted(marks, key=len, reverse=True)
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest or ["\0"])) + ")")
 
-    def of(self, functions: Sequence[Mapping[str, Any]], most: int, words: bool) -> str:
+    def of(self, functions: Sequence[Mapping[str, Any]], most: int = 1, words: bool = False
+           ) -> str:
+        """Return a lark grammar of one to `most` calls of the functions.
+
+        words: whether words may come before the calls, or instead of them; the form must be
+            Hermes's.
+        Raises RequestError for parameters that are nested too deeply.
+        """
         family = self._family
         rules = ["call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
         for i, function in enumerate(functions):
             head = self._written(family.begin + function["name"] + family.then)
             rules.append(f"call{i}: {head} given{i} {self._written(family.end)}")
             schema = closed(function.get("parameters") or NONE)
-            if family.pair[0] or family.pair[1]:
-                rules += self._given(i, schema)
-            else:
-                rules.append(f"given{i}: %json {json.dumps(schema)}")
+            rules += self._given(i, schema) if family.pair[1] else [
+                f"given{i}: %json {json.dumps(schema)}"]
         if family.form == "gemma":
             rules.append(_GEMMA_VALUE.format(quoted=self._text("quoted", QUOTE, QUOTE)))
         most = most if family.between is not None else 1
@@ -58,15 +54,14 @@ class _Grammar:
         calls = f"call{rest} {self._written(family.close)}"
         first, _, after = family.open.partition("\n")
         opened = self._written(family.open)
-        if not words:
-            return "\n".join([f"start: {opened} {calls}", *rules])
-        if first in self._marks:
-            return "\n".join([
-                f"start: WORDS | WORDS? {opened} {calls}", "WORDS: /(.|\\n)+/", *rules])
-        return "\n".join([
-            f'start: WORDS | opened "\\n{after}" {calls}',
-            f'opened[suffix="{first}"]: /(.|\\n)*/',
-            f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{first}(.|\\n)*/", *rules])
+        start = [f"start: {opened} {calls}"]
+        if words and first in self._marks:
+            start = [f"start: WORDS | WORDS? {opened} {calls}", "WORDS: /(.|\\n)+/"]
+        elif words:
+            start = [f'start: WORDS | opened "\\n{after}" {calls}',
+                     f'opened[suffix="{first}"]: /(.|\\n)*/',
+                     f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{first}(.|\\n)*/"]
+        return "\n".join(start + rules)
 
     def _written(self, text: str) -> str:
         """Return a text in the grammar's notation, its marks as tokens."""
@@ -90,13 +85,10 @@ class _Grammar:
         listed = [name for name in schema.get("required") or () if name in properties]
         needed = len(listed)
         listed += [name for name in properties if name not in listed]
-        rules: list[str] = []
-        names: list[str] = []
-        for name in listed:
-            rule = f"given{function}_{len(names)}"
-            names.append(rule)
-            rules.append(f"{rule}: {self._written(before + name + between)} {rule}v")
-            rules.append(self._value(f"{rule}v", properties[name], schema, after))
+        names = [f"given{function}_{number}" for number in range(len(listed))]
+        rules = [f"{rule}: {self._written(before + name + between)} {rule}v\n"
+                 + self._value(f"{rule}v", properties[name], schema, after)
+                 for rule, name in zip(names, listed, strict=True)]
         comma = self._written(self._family.comma)
 
         def optional(start: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +16,12 @@ from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import generic_tools, tools
 from pipeinfer.server import schema_requests as schema
-from pipeinfer.server.call_grammar import call_grammar
+from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.errors import bad
-from pipeinfer.server.families import Family, family_of, knows_tools
+from pipeinfer.server.families import CHANNELS, QUOTE, Family, family_of, knows_tools
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import Specification
 from pipeinfer.strategies.decomposers.prompts import opening, texts_of
@@ -129,24 +130,9 @@ def _templated(
     raise bad(str(errors[0]), "messages") from errors[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The tools of a request.
-
-    tools: in the form that templates take.
-    most: most calls of one answer. required: whether there must be one.
-    grammar: the lark grammar that restricts the answer to calls; "" for none.
-    """
-
-    tools: list[dict[str, Any]]
-    most: int
-    required: bool = False
-    grammar: str = ""
-
-
-def marks_of(family: Family, tokenizer: Tokenizer, calls: bool) -> dict[str, int]:
+def marks_of(family: Family, tokenizer: Tokenizer) -> dict[str, int]:
     """Return the tokens among the texts that a family writes around reasoning and calls."""
-    tokens = tokenizer.encode("\n".join(family.texts(calls)), add_bos=False, special=True)
+    tokens = tokenizer.encode(f"{family} {CHANNELS} {QUOTE}", add_bos=False, special=True)
     return {tokenizer.piece(token, special=True).decode("utf-8", "replace"): token
             for token in tokens if tokenizer.is_markup(token)}
 
@@ -158,7 +144,7 @@ def reading_of(prompt: list[int], offered: ToolUse | None, grammar: str, tokeniz
     grammar: of the answer; unless it can end reasoning that the template has begun, there is none.
     """
     family = family_of(tokenizer.chat_template or "")
-    marks = marks_of(family, tokenizer, offered is not None)
+    marks = marks_of(family, tokenizer)
     opened, closed = family.think
     is_free = not grammar or (offered is not None and offered.grammar and not offered.required)
     inside = tokenizer.decode(prompt[-_MARK_TOKENS:], True).rstrip().endswith(opened) and bool(
@@ -210,8 +196,8 @@ def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Gramma
     family = family_of(tokenizer.chat_template or "")
     functions, notes = _held(functions, grammars)
     try:
-        grammar = call_grammar(functions, family, marks_of(family, tokenizer, True), most=most,
-                               words=not required)
+        grammar = CallGrammar(family, marks_of(family, tokenizer)).of(
+            functions, most, words=not required)
     except RequestError as error:
         raise bad(f"the parameters of a tool cannot be used: {error}", "tools") from error
     return replace(offered, most=most, required=required, grammar=grammar), notes

@@ -39,13 +39,6 @@ class Family:
     comma: str = ""
     think: tuple[str, str] = ("<think>", "</think>")
 
-    def texts(self, calls: bool) -> tuple[str, ...]:
-        """Return what the family writes around reasoning, and around calls if there are any."""
-        marks = (*self.think, *CHANNELS) if self.form == "channels" else self.think
-        quotes = (QUOTE,) if self.form == "gemma" else ()
-        return (*marks, self.open, self.close, self.begin, self.then, self.end, *self.pair, *quotes
-                ) if calls else marks
-
 
 QUOTE = '<|"|>'  #: around texts, in Gemma's form
 CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -62,11 +55,10 @@ _CALL_END, _CALLS_END = map(_deepseek, ("tool call end", "tool calls end"))
 _DSML = "\uff5cDSML\uff5c"
 #: the first whose signs are all in a template
 FAMILIES = (
-    Family("gpt-oss", ("<|channel|>",), "channels", between=None,
-           begin="<|channel|>commentary to=functions.", then=" <|constrain|>json<|message|>",
-           end=""),
-    Family("gemma", ("<|tool_call>",), "gemma", "<|tool_call>", begin="call:", then="{",
-           end="}<tool_call|>", between="<|tool_call>", pair=("", ":", ""), comma=","),
+    Family("gpt-oss", ("<|channel|>",), "channels", "", "", None,
+           "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
+    Family("gemma", ("<|tool_call>",), "gemma", "<|tool_call>", "", "<|tool_call>", "call:", "{",
+           "}<tool_call|>", ("", ":", ""), ","),
     Family("deepseek-v3.2", (_DSML,), "tags", f"<{_DSML}function_calls>\n",
            f"</{_DSML}function_calls>", "", f'<{_DSML}invoke name="', '">\n',
            f"</{_DSML}invoke>\n", (f'<{_DSML}parameter name="', '">', f"</{_DSML}parameter>\n")),

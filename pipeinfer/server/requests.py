@@ -21,6 +21,7 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.grammars import Grammars, constrain
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies.decomposers.base import Specification
 
 _COMPLETION_TOKENS = 16  #: max_tokens of /v1/completions when it is left out, as in the OpenAI API
@@ -64,7 +65,7 @@ class EngineRequest:
     logprobs: bool = False
     echo: bool = False
     decompose: Specification | None = None
-    tools: chat.ToolUse | None = None
+    tools: ToolUse | None = None
     shown: list[int] = field(default_factory=list)
     inside: bool = False
     notes: list[str] = field(default_factory=list)
@@ -129,7 +130,8 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
                          notes=[*notes, *more],
-                         **chat.reading_of(prompt, offered, grammar, tokenizer), **_common(request, settings))
+                         **chat.reading_of(prompt, offered, grammar, tokenizer),
+                         **_common(request, settings))
 
 
 def _sampling(request: schema.Sampling, server: ServedModel, n_logprobs: int) -> SamplingParams:

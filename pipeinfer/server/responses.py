@@ -39,7 +39,7 @@ from pipeinfer.server.schema_replies import (
     Timings,
     Usage,
 )
-from pipeinfer.server.tools import Call, Part, Thought, Words, joined
+from pipeinfer.server.tools import Call, More, Part, Thought, Words, joined
 
 _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"}
 
@@ -81,16 +81,10 @@ class ResponsesWriter:
     def start(self, generations: Sequence[Generation]) -> None:
         """Set the choices, in the order of their indices."""
         for generation in generations:
-            parser = self._parser() if self.is_chat else None
+            parser = AnswerParser(family_of(self.tokenizer.chat_template or ""), self.asked.tools,
+                                  self.asked.inside) if self.is_chat else None
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
             self.choices.append(ResponseChoice(generation, parser, text))
-
-    def _parser(self) -> AnswerParser:
-        family = family_of(self.tokenizer.chat_template or "")
-        if (tools := self.asked.tools) is None:
-            return AnswerParser(family, inside=self.asked.inside)
-        return AnswerParser(family, [tool["function"] for tool in tools.tools], tools.most,
-                            self.asked.inside, tools.required)
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -116,10 +110,9 @@ class ResponsesWriter:
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
             out.append(self._piece(choice, delta, content))
         for call in parts:
-            if isinstance(call, Words | Thought):
-                continue
-            number += isinstance(call, Call)
-            out.append(self._delta(choice, {"tool_calls": [call.to_json(number)]}))
+            if isinstance(call, Call | More):
+                number += isinstance(call, Call)
+                out.append(self._delta(choice, {"tool_calls": [call.to_json(number)]}))
         if ended:
             choice.done = True
             last = self._delta(choice, {}, self._reason(choice)) if self.is_chat else (

@@ -20,6 +20,21 @@ TYPES: dict[type, set[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request.
+
+    tools: in the form that templates take.
+    most: most calls of one answer. required: whether there must be one.
+    grammar: the lark grammar that restricts the answer to calls; "" for none.
+    """
+
+    tools: list[dict[str, Any]]
+    most: int
+    required: bool = False
+    grammar: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Words:
     """A piece of the answer's text."""
 

@@ -14,7 +14,6 @@ import pytest
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.server import journal as module
-from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.journal import (
     Begun,
@@ -27,6 +26,7 @@ from pipeinfer.server.journal import (
     check,
 )
 from pipeinfer.server.requests import EngineRequest
+from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies.decomposers.base import Specification
 
 ASKED = EngineRequest(

@@ -19,7 +19,6 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
 from pipeinfer.server.app import Server
-from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import Generation
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
@@ -30,6 +29,7 @@ from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.streaming import event
+from pipeinfer.server.tools import ToolUse
 
 FILE = Path(__file__).parent / "recorded_answers.json"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

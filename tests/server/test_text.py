@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server.answer_parser import AnswerParser, parse_call
-from pipeinfer.server.call_grammar import call_grammar
+from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.choice import Generation
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.families import FAMILIES, HERMES
-from pipeinfer.server.tools import Call, Words, joined
+from pipeinfer.server.tools import Call, ToolUse, Words, joined
 
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
@@ -110,8 +110,8 @@ def cut(text, places):
     return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def parser(family, *more):
-    return AnswerParser(next(f for f in FAMILIES if f.name == family), [], *more)
+def parser(family, most=99):
+    return AnswerParser(next(f for f in FAMILIES if f.name == family), ToolUse([], most))
 
 
 def parse(parser, parts):
@@ -197,7 +197,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
         {"name": "g"}]
     vocabulary = Vocabulary.of(tokenizer)
     family = HERMES if hermes else FAMILIES[-1]
-    compiled = compile_grammar("lark", call_grammar(functions, family, {}), vocabulary)
+    compiled = compile_grammar("lark", CallGrammar(family, {}).of(functions), vocabulary)
     constraint = Constraint(vocabulary, compiled)
     key = "arguments" if hermes else "parameters"
     for text, right in ((f'{{"name": "f", "{key}": {{"x": 12}}}}', True),
@@ -220,8 +220,8 @@ def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
               b"\xff<|end|>"]
     mark, close, end = 256, 257, 258
     vocabulary = Vocabulary(tokens, [end])
-    compiled = compile_grammar("lark", call_grammar(
-        [{"name": "f"}], HERMES, {"<tool_call>": 256, "</tool_call>": 257}), vocabulary)
+    compiled = compile_grammar("lark", CallGrammar(
+        HERMES, {"<tool_call>": 256, "</tool_call>": 257}).of([{"name": "f"}]), vocabulary)
     constraint = Constraint(vocabulary, compiled)
 
     def allowed(path):

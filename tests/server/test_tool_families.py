@@ -13,9 +13,9 @@ from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.server.answer_parser import AnswerParser
-from pipeinfer.server.call_grammar import call_grammar
+from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.families import FAMILIES, HERMES, QUOTE, family_of
-from pipeinfer.server.tools import Call, Thought, Words, joined
+from pipeinfer.server.tools import Call, Thought, ToolUse, Words, joined
 from tests.rig.server_peer import front
 from tests.server.test_http import events
 from tests.support.gguf_files import with_template
@@ -114,9 +114,14 @@ def arguments(family, given):
     return json.dumps(given, ensure_ascii=False)
 
 
+def parser_of(family, functions=FUNCTIONS, most=99, required=False, inside=False):
+    return AnswerParser(family, ToolUse(
+        [{"function": function} for function in functions], most, required), inside)
+
+
 def read(family, pieces, **more):
     """The words, the reasoning, and the calls with their arguments."""
-    parser = AnswerParser(family, FUNCTIONS, **more)
+    parser = parser_of(family, **more)
     parts = [part for piece in pieces for part in parser.push(piece)]
     parts = joined(parts + parser.push("", ended=True))
     return ("".join(p.text for p in parts if isinstance(p, Words)),
@@ -126,7 +131,7 @@ def read(family, pieces, **more):
 
 def same_in_every_cut(family, text, **more):
     whole = read(family, [text], **more)
-    parser = AnswerParser(family, FUNCTIONS, **more)
+    parser = parser_of(family, **more)
     assert "".join(p.text for p in parser.push(text, ended=True) if isinstance(p, Words)) == \
         whole[0]
     assert read(family, list(text), **more) == whole
@@ -190,9 +195,9 @@ def test_an_answer_may_be_cut_anywhere(family):
     text = written(family, CALLS["hard"])
     names = set()
     for at in range(len(text)):
-        words, thought, calls = read(family, [text[:at]], forced=True)
+        words, thought, calls = read(family, [text[:at]], required=True)
         assert (words, thought) == ("", ""), text[:at]
-        assert read(family, list(text[:at]), forced=True) == (words, thought, calls)
+        assert read(family, list(text[:at]), required=True) == (words, thought, calls)
         assert read(family, list(text[:at])) == read(family, [text[:at]])
         names |= {name for name, _ in calls}
         whole = read(family, [text])[2][0][1]
@@ -265,7 +270,7 @@ def test_other_ways_to_write_a_call(name, text, calls):
 def test_arguments_in_tags_have_the_types_of_the_schema(types, text, value):
     functions = [{"name": "f", "parameters": {
         "type": "object", "properties": {"a": types}, "$defs": {"n": {"type": "string"}}}}]
-    parser = AnswerParser(BY_NAME["glm"], functions)
+    parser = parser_of(BY_NAME["glm"], functions)
     (call,) = joined(parser.push("<tool_call>f<arg_key>a</arg_key>"
                                  f"<arg_value>{text}</arg_value></tool_call>", ended=True))
     assert json.loads(call.arguments) == {"a": value}
@@ -283,7 +288,7 @@ def tokenizer():
 
 def test_a_forced_call_has_the_form_of_the_family(family, tokenizer):
     vocabulary = Vocabulary.of(tokenizer)
-    grammar = call_grammar(FUNCTIONS, family, {}, most=2)
+    grammar = CallGrammar(family, {}).of(FUNCTIONS, most=2)
     constraint = Constraint(vocabulary, compile_grammar("lark", grammar, vocabulary))
 
     def follows(text):

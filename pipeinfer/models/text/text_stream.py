@@ -24,7 +24,7 @@ class TextStream:
         self.stopped = False
         self.produced = 0  #: characters of all tokens, certain or not
         self.certain = 0  #: characters that stay; where the text ends, once it has ended
-        self._decoder, self._stopper = tokenizer.stream(shown=shown), StopText(stops)
+        self._decoder, self._stopper = tokenizer.stream(shown), StopText(stops)
         self._ready = ""
 
     @property
