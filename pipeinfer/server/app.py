@@ -32,6 +32,7 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.asking_again import Kind, RepeatedRequests, writer_of
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError
+from pipeinfer.server.families import knows_tools
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import surround
@@ -255,7 +256,7 @@ class Server:
             model["context_length"] = self._n_ctx
             model["capabilities"] = {
                 "chat": True, "chat_template": bool(template), "completions": True,
-                "tools": "template" if chat.knows_tools(template) else "generic",
+                "tools": "template" if knows_tools(template) else "generic",
                 "structured_outputs": True, "logprobs": True,
                 "embeddings": self.client.facts.get("no_embeddings") == "",
                 "decomposers": list(self.settings.decomposers)}

@@ -6,22 +6,18 @@ Uses choices and their text, no HTTP and no engine.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pydantic_core import from_json
 from typing_extensions import override
 
-from pipeinfer.server.choice import Generation
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.responses import ResponseChoice, ResponsesWriter
-from pipeinfer.server.thoughts import OPEN, ThoughtParser
-from pipeinfer.server.tools import Call
+from pipeinfer.server.tools import Call, Thought, Words
 
-_MARK_TOKENS = 8  #: of the end of a prompt, in which the mark of thoughts is looked for
 #: of a block, the field that its deltas continue, and what that is called in them
 _FIELDS = {"text": ("text", "text_delta", "text"),
            "thinking": ("thinking", "thinking_delta", "thinking"),
@@ -35,17 +31,10 @@ class BlockWriter(ResponsesWriter):
     ends_with_mark: ClassVar[bool] = False
     PING: ClassVar[Mapping[str, Any]] = {"type": "ping"}
     blocks: list[dict[str, Any]] = field(default_factory=list)
-    _thoughts: ThoughtParser = field(default_factory=lambda: ThoughtParser(inside=False))
     _events: list[Mapping[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.answer_id = self.answer_id or f"msg_{secrets.token_hex(14)}"
-
-    @override
-    def start(self, generations: Sequence[Generation]) -> None:
-        ResponsesWriter.start(self, generations)
-        end = self.tokenizer.decode(self.asked.prompts[0][-_MARK_TOKENS:], True)
-        self._thoughts = ThoughtParser(inside=end.rstrip().endswith(OPEN))
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -93,21 +82,16 @@ class BlockWriter(ResponsesWriter):
     # --- parts --------------------------------------------------------------------------------
 
     def _take(self, choice: ResponseChoice, ended: bool) -> None:
-        delta = choice.generation.take()
-        thoughts, text = self._thoughts.push(delta.text, ended)
-        self._continue("thinking", thoughts)
-        content, calls = self._split(choice, dataclasses.replace(delta, text=text), ended)
-        self._continue("text", content)
-        for call in calls:
-            if isinstance(call, Call):
-                choice.written += 1
-                name = f"toolu_{call.call_id.removeprefix('call_')}"
-                self._begin({"type": "tool_use", "id": name, "name": call.name, "input": {}})
-            self._more(call.arguments)
+        for part in self._split(choice, choice.generation.take(), ended):
+            if isinstance(part, Words | Thought):
+                self._continue("text" if isinstance(part, Words) else "thinking", part.text)
+                continue
+            if isinstance(part, Call):
+                name = f"toolu_{part.call_id.removeprefix('call_')}"
+                self._begin({"type": "tool_use", "id": name, "name": part.name, "input": {}})
+            self._more(part.arguments)
 
     def _continue(self, kind: str, text: str) -> None:
-        if not text:
-            return
         if not self.blocks or self.blocks[-1]["type"] != kind:
             signed = {"signature": ""} if kind == "thinking" else {}
             self._begin({"type": kind, _FIELDS[kind][0]: "", **signed})
@@ -159,9 +143,10 @@ class BlockWriter(ResponsesWriter):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; what is no JSON object becomes a field of one."""
+    """Return the arguments of a call, as far as they go; what is no JSON object becomes a field of
+    one."""
     try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        found = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
         found = arguments
     return found if isinstance(found, dict) else {"arguments": found}

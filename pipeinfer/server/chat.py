@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +16,18 @@ from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import generic_tools, tools
 from pipeinfer.server import schema_requests as schema
+from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.errors import bad
+from pipeinfer.server.families import CHANNELS, QUOTE, Family, family_of, knows_tools
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import Specification
 from pipeinfer.strategies.decomposers.prompts import opening, texts_of
 
 T = TypeVar("T")
+_MARK_TOKENS = 8  #: of the end of a prompt, in which the mark of reasoning is looked for
 MOST_CALLS = 16  #: of one answer: a weak model would call functions forever
 
 
@@ -126,26 +130,26 @@ def _templated(
     raise bad(str(errors[0]), "messages") from errors[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The tools of a request.
+def marks_of(family: Family, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the tokens among the texts that a family writes around reasoning and calls."""
+    tokens = tokenizer.encode(f"{family} {CHANNELS} {QUOTE}", add_bos=False, special=True)
+    return {tokenizer.piece(token, special=True).decode("utf-8", "replace"): token
+            for token in tokens if tokenizer.is_markup(token)}
 
-    tools: in the form that templates take.
-    hermes: whether calls have the Hermes form.
-    most: most calls of one answer. required: whether there must be one.
-    grammar: the lark grammar that restricts the answer to calls; "" for none.
+
+def reading_of(prompt: list[int], offered: ToolUse | None, grammar: str, tokenizer: Tokenizer
+               ) -> dict[str, Any]:
+    """Return how the answer is to be read: `shown` and `inside` of EngineRequest.
+
+    grammar: of the answer; unless it can end reasoning that the template has begun, there is none.
     """
-
-    tools: list[dict[str, Any]]
-    hermes: bool
-    most: int
-    required: bool = False
-    grammar: str = ""
-
-
-def knows_tools(template: str) -> bool:
-    """Whether a chat template describes tools itself."""
-    return "tools" in template
+    family = family_of(tokenizer.chat_template or "")
+    marks = marks_of(family, tokenizer)
+    opened, closed = family.think
+    is_free = not grammar or (offered is not None and offered.grammar and not offered.required)
+    inside = tokenizer.decode(prompt[-_MARK_TOKENS:], True).rstrip().endswith(opened) and bool(
+        is_free or closed in grammar or f"<[{marks.get(closed)}]>" in grammar)
+    return {"inside": inside, "shown": [i for i in marks.values() if tokenizer.is_control(i)]}
 
 
 def offered_by(request: schema.Conversation, tokenizer: Tokenizer) -> ToolUse | None:
@@ -160,7 +164,7 @@ def offered_by(request: schema.Conversation, tokenizer: Tokenizer) -> ToolUse | 
         function["parameters"] = function.get("parameters") or tools.NONE
         if knows_tools(template):  # most of these templates append it
             function.setdefault("description", "")
-    return ToolUse(offered, tools.is_hermes(template) or not knows_tools(template), most)
+    return ToolUse(offered, most)
 
 
 def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Grammars
@@ -189,12 +193,11 @@ def tools_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Gramma
         if not functions:
             raise bad(f"tool_choice names {choice.function.name!r}, which is not in tools",
                       "tool_choice")
-    marks = tokenizer.encode(tools.OPEN, add_bos=False, special=True)
-    is_token = len(marks) == 1 and tokenizer.is_markup(marks[0])
+    family = family_of(tokenizer.chat_template or "")
     functions, notes = _held(functions, grammars)
     try:
-        grammar = tools.call_grammar(functions, offered.hermes, is_token, most=most,
-                                     words=not required)
+        grammar = CallGrammar(family, marks_of(family, tokenizer)).of(
+            functions, most, words=not required)
     except RequestError as error:
         raise bad(f"the parameters of a tool cannot be used: {error}", "tools") from error
     return replace(offered, most=most, required=required, grammar=grammar), notes

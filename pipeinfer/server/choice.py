@@ -58,11 +58,12 @@ class Generation:
 
     request_id: of the choice, at the engine. index: of the choice in the request.
     n_prompt: tokens of its prompt. stops: strings that end it.
+    shown: control tokens that are text here.
     """
 
     def __init__(
         self, request_id: int, index: int, n_prompt: int, tokenizer: Tokenizer,
-        stops: Sequence[str], news: asyncio.Event,
+        stops: Sequence[str], news: asyncio.Event, shown: Sequence[int] = (),
     ) -> None:
         self.request_id, self.index = request_id, index
         self.reason: str | None = None  #: set once, when the choice has ended
@@ -74,7 +75,7 @@ class Generation:
         self.same_bits = True  #: whether all of these computed as the first one did
         self.asker = Asker()  # nobody pays
         self._news = news
-        self._stream = TextStream(tokenizer, stops)
+        self._stream = TextStream(tokenizer, stops, shown)
         self._waiting: deque[tuple[int, AnswerPiece]] = deque()  # where each begins
 
     @property

@@ -185,7 +185,8 @@ class EngineClient:
         for index in range(request.count):
             prompt, _ = request.choice(index)
             generation = Generation(
-                self.new_id(), index, len(prompt), tokenizer, request.stops, job.news)
+                self.new_id(), index, len(prompt), tokenizer, request.stops, job.news,
+                request.shown)
             job.generations.append(generation)
             self.add(generation, request)
         return job

@@ -15,10 +15,16 @@ from typing_extensions import override
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.responses import ResponseChoice, ResponsesWriter
 from pipeinfer.server.schema_items import ResponseRequest
-from pipeinfer.server.tools import Call, More
+from pipeinfer.server.tools import Call, More, Thought, Words
 
 _REPEATED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text",
              "tool_choice", "tools"}  #: what answers repeat of requests
+#: of an item of text: what its events and its ids are named after, its part when that is empty,
+#: and more fields of the events
+_TEXTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "message": ("output_text", "msg", {
+        "type": "output_text", "text": "", "annotations": [], "logprobs": []}, {"logprobs": []}),
+    "reasoning": ("reasoning_text", "rs", {"type": "reasoning_text", "text": ""}, {})}
 
 
 @dataclass(slots=True)
@@ -80,30 +86,31 @@ class ItemWriter(ResponsesWriter):
     # --- parts --------------------------------------------------------------------------------
 
     def _take(self, choice: ResponseChoice, ended: bool) -> None:
-        content, calls = self._split(choice, choice.generation.take(), ended)
-        if content:
-            self._words(content)
-        for call in calls:
-            if isinstance(call, Call):
-                choice.written += 1
+        for part in self._split(choice, choice.generation.take(), ended):
+            if isinstance(part, Words | Thought):
+                self._continue("message" if isinstance(part, Words) else "reasoning", part.text)
+                continue
+            if isinstance(part, Call):
                 self._begin({"id": self._new_id("fc"), "type": "function_call",
-                             "status": "in_progress", "call_id": call.call_id, "name": call.name,
+                             "status": "in_progress", "call_id": part.call_id, "name": part.name,
                              "arguments": ""})
-            self._arguments(call)
+            self._arguments(part)
         if ended:
             if not self.items:
-                self._words("")
+                self._continue("message", "")
             self._finish("completed" if self._status(choice) == "completed" else "incomplete")
 
-    def _words(self, text: str) -> None:
-        if not self.items or self.items[-1]["type"] != "message":
-            self._begin({"id": self._new_id("msg"), "type": "message",
-                         "status": "in_progress", "role": "assistant", "content": []})
-            self.items[-1]["content"] = [_part("")]
-            self._of_item("response.content_part.added", content_index=0, part=_part(""))
+    def _continue(self, kind: str, text: str) -> None:
+        name, short, empty, extra = _TEXTS[kind]
+        if not self.items or self.items[-1]["type"] != kind:
+            begun: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+            self._begin({"id": self._new_id(short), "type": kind,
+                         "status": "in_progress", **begun, "content": []})
+            self.items[-1]["content"] = [dict(empty)]
+            self._of_item("response.content_part.added", content_index=0, part=dict(empty))
         self.items[-1]["content"][0]["text"] += text
         if text:
-            self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+            self._of_item(f"response.{name}.delta", content_index=0, delta=text, **extra)
 
     def _arguments(self, call: Call | More) -> None:
         self.items[-1]["arguments"] += call.arguments
@@ -126,10 +133,10 @@ class ItemWriter(ResponsesWriter):
             return
         item = self.items[-1]
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] in _TEXTS:
             (part,) = item["content"]
-            self._of_item("response.output_text.done", content_index=0, text=part["text"],
-                          logprobs=[])
+            name, _, _, extra = _TEXTS[item["type"]]
+            self._of_item(f"response.{name}.done", content_index=0, text=part["text"], **extra)
             self._of_item("response.content_part.done", content_index=0, part=dict(part))
         else:
             self._of_item("response.function_call_arguments.done", name=item["name"],
@@ -182,6 +189,3 @@ class ItemWriter(ResponsesWriter):
             "total_tokens": usage["total_tokens"],
         }
 
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -27,9 +27,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pipeinfer.errors import UsageError
-from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.requests import EngineRequest
+from pipeinfer.server.tools import ToolUse
 
 VERSION = 1
 _LOCK_SECONDS = 10.0  #: that another server, which is ending, may take to unlock the file

@@ -324,7 +324,7 @@ class Follower(Choices):
         kept.readers.add(self._news)
         self.generations = [
             Generation(0, index, len(asked.prompts[index // asked.n]), tokenizer, asked.stops,
-                       asyncio.Event()) for index in range(asked.count)]
+                       asyncio.Event(), asked.shown) for index in range(asked.count)]
 
     def abort(self, reason: str) -> None:
         """Remove this reader. A request that no other client can read ends with it."""

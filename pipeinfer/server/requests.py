@@ -21,6 +21,7 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.grammars import Grammars, constrain
 from pipeinfer.server.settings import Settings
+from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies.decomposers.base import Specification
 
 _COMPLETION_TOKENS = 16  #: max_tokens of /v1/completions when it is left out, as in the OpenAI API
@@ -45,6 +46,8 @@ class EngineRequest:
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
     usage, detail: whether the answer includes these. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
+    shown: control tokens that are text to the parser of the answer.
+    inside: whether the answer begins within reasoning.
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -62,7 +65,9 @@ class EngineRequest:
     logprobs: bool = False
     echo: bool = False
     decompose: Specification | None = None
-    tools: chat.ToolUse | None = None
+    tools: ToolUse | None = None
+    shown: list[int] = field(default_factory=list)
+    inside: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -125,6 +130,7 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
                          notes=[*notes, *more],
+                         **chat.reading_of(prompt, offered, grammar, tokenizer),
                          **_common(request, settings))
 
 

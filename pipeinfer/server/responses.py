@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.answer_parser import AnswerParser
 from pipeinfer.server.choice import AnswerPiece, Delta, Generation
 from pipeinfer.server.errors import ApiError
+from pipeinfer.server.families import family_of
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.schema_replies import (
     Alternative,
@@ -37,7 +39,7 @@ from pipeinfer.server.schema_replies import (
     Timings,
     Usage,
 )
-from pipeinfer.server.tools import Call, CallParser, More
+from pipeinfer.server.tools import Call, More, Part, Thought, Words, joined
 
 _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"}
 
@@ -47,9 +49,8 @@ class ResponseChoice:
     """The part of a choice that was written already. text: the prompt, when it is echoed."""
 
     generation: Generation
-    parser: CallParser | None = None
+    parser: AnswerParser | None = None
     text: str = ""
-    written: int = 0  #: calls written so far
     called: int = 0  #: calls found so far
     done: bool = False
 
@@ -80,9 +81,8 @@ class ResponsesWriter:
     def start(self, generations: Sequence[Generation]) -> None:
         """Set the choices, in the order of their indices."""
         for generation in generations:
-            parser = None
-            if (tools := self.asked.tools) is not None:
-                parser = CallParser(tools.hermes, tools.most, pieces=self.asked.stream)
+            parser = AnswerParser(family_of(self.tokenizer.chat_template or ""), self.asked.tools,
+                                  self.asked.inside) if self.is_chat else None
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
             self.choices.append(ResponseChoice(generation, parser, text))
 
@@ -101,13 +101,18 @@ class ResponsesWriter:
         generation = choice.generation
         ended = generation.ended and generation.failure is None
         delta = generation.take()
-        content, calls = self._split(choice, delta, ended)
+        number = choice.called - 1
+        parts = self._split(choice, delta, ended)
+        content = _text_of(Words, parts)
         out = []
+        if thought := _text_of(Thought, parts):
+            out.append(self._delta(choice, {"reasoning_content": thought}))
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
             out.append(self._piece(choice, delta, content))
-        for call in calls:
-            choice.written += not isinstance(call, More)
-            out.append(self._delta(choice, {"tool_calls": [call.to_json(choice.written - 1)]}))
+        for call in parts:
+            if isinstance(call, Call | More):
+                number += isinstance(call, Call)
+                out.append(self._delta(choice, {"tool_calls": [call.to_json(number)]}))
         if ended:
             choice.done = True
             last = self._delta(choice, {}, self._reason(choice)) if self.is_chat else (
@@ -190,10 +195,12 @@ class ResponsesWriter:
         return answer
 
     def _chat_choice(self, choice: ResponseChoice, delta: Delta) -> ChatChoice:
-        content, found = self._split(choice, delta, ended=True)
-        calls = [call for call in found if isinstance(call, Call)]
-        choice.written = len(calls)
+        parts = self._split(choice, delta, ended=True)
+        content, thought = _text_of(Words, parts), _text_of(Thought, parts)
+        calls = [call for call in parts if isinstance(call, Call)]
         message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [call.to_json() for call in calls]
@@ -218,22 +225,20 @@ class ResponsesWriter:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _split(self, choice: ResponseChoice, delta: Delta, ended: bool
-               ) -> tuple[str, list[Call | More]]:
+    def _split(self, choice: ResponseChoice, delta: Delta, ended: bool) -> list[Part]:
+        """Return the parts of the answer's text; in whole answers calls with their arguments."""
         if choice.parser is None:
-            return delta.text, []
-        content, calls = choice.parser.push(delta.text)
-        if ended:
-            more, rest = choice.parser.finish()
-            content, calls = content + more, calls + rest
-        return content, [self._named(choice, call) for call in calls]
+            return [Words(delta.text)]
+        parts = choice.parser.push(delta.text, ended)
+        parts = parts if self.asked.stream else joined(parts)
+        return [self._named(choice, part) for part in parts]
 
-    def _named(self, choice: ResponseChoice, call: Call | More) -> Call | More:
-        if isinstance(call, More) or not self.kept:
-            return call
-        choice.called += 1
+    def _named(self, choice: ResponseChoice, part: Part) -> Part:
+        choice.called += isinstance(part, Call)
+        if not isinstance(part, Call) or not self.kept:
+            return part
         name = f"call_{self.name_of(choice, 'call', choice.called)}"
-        return dataclasses.replace(call, call_id=name)
+        return dataclasses.replace(part, call_id=name)
 
     def name_of(self, choice: ResponseChoice, kind: str, number: int) -> str:
         """Return a name for a part of the answer that is the same whenever the answer is written
@@ -243,7 +248,7 @@ class ResponsesWriter:
 
     def _reason(self, choice: ResponseChoice) -> Finish:
         end = _end(choice)
-        return "tool_calls" if choice.written and end == "stop" else end
+        return "tool_calls" if choice.called and end == "stop" else end
 
     def _text_logprobs(self, delta: Delta, shift: int) -> TextLogprobs | None:
         if not self.asked.logprobs:
@@ -278,6 +283,10 @@ class ResponsesWriter:
             return piece.decode("utf-8")
         except UnicodeDecodeError:  # a part of a character; its bytes make the name unique
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _text_of(kind: type[Words | Thought], parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
 
 
 def _end(choice: ResponseChoice) -> End:

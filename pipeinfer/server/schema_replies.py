@@ -202,6 +202,7 @@ class ReplyMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ReplyCall]]
 
 
@@ -219,6 +220,7 @@ class MessageDelta(TypedDict, total=False):
 
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
     tool_calls: list[ReplyCall | ReplyMore]
 
 

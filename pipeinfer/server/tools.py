@@ -1,32 +1,56 @@
-"""Function calls: how they look in a model's text, and a grammar that enforces them.
-
-Two styles are supported, recognised by the model's chat template: Hermes (`<tool_call>` around a
-JSON object with "name" and "arguments"), and Llama 3 (the whole answer is an object with "name"
-and "parameters"). Uses text and JSON, no HTTP and no engine.
-"""
+"""The parts of an answer: words, reasoning, and function calls with arguments in pieces."""
 
 from __future__ import annotations
 
-import json
-import re
+import dataclasses
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from pipeinfer.models.text.json_schema import closed
+from pipeinfer.models.text.json_schema import target
 from pipeinfer.server.schema_replies import ReplyCall, ReplyMore
 
 #: parameters of a function that has none
 NONE: dict[str, Any] = {"type": "object", "properties": {}}
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_PYTHON_TAG = "<|python_tag|>"
-_BEGUN = re.compile(OPEN + r'\s*\{\s*"name"\s*:\s*("[^"\\]*")\s*,\s*'
-                    r'"(?:arguments|parameters)"\s*:\s*(?=\{)')
+#: of values, their types in a JSON schema
+TYPES: dict[type, set[str]] = {
+    bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"},
+    list: {"array"}, dict: {"object"}, type(None): {"null"}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request.
+
+    tools: in the form that templates take.
+    most: most calls of one answer. required: whether there must be one.
+    grammar: the lark grammar that restricts the answer to calls; "" for none.
+    """
+
+    tools: list[dict[str, Any]]
+    most: int
+    required: bool = False
+    grammar: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of the model's reasoning."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function call; arguments as JSON text."""
+    """A function call; arguments as JSON text, which may go on in further pieces."""
 
     name: str
     arguments: str
@@ -50,180 +74,35 @@ class More:
         return {"index": index, "function": {"arguments": self.arguments}}
 
 
-def is_hermes(template: str) -> bool:
-    """Whether a chat template uses the Hermes style."""
-    return OPEN in template
+Part: TypeAlias = Words | Thought | Call | More
 
 
-def parse_call(text: str) -> Call | None:
-    """Return the call in a JSON text, None if it is none."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return None
-    arguments = data.get("arguments", data.get("parameters"))
-    if isinstance(arguments, str):
-        return Call(data["name"], arguments)
-    if not isinstance(arguments, dict):
-        return None
-    return Call(data["name"], json.dumps(arguments, ensure_ascii=False))
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts of an answer with the pieces of each in one."""
+    out: list[Part] = []
+    for part in parts:
+        last = out[-1] if out else None
+        if isinstance(part, More) and isinstance(last, Call):
+            out[-1] = dataclasses.replace(last, arguments=last.arguments + part.arguments)
+        elif isinstance(part, Words | Thought) and isinstance(last, type(part)):
+            out[-1] = type(part)(last.text + part.text)
+        else:
+            out.append(part)
+    return out
 
 
-class _Arguments:
-    """Finds the end of a JSON object that arrives in pieces. is_kept: whether the call is
-    returned."""
+def types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """Return the types that a JSON schema allows, none if it does not say.
 
-    def __init__(self, is_kept: bool) -> None:
-        self.is_kept, self.over = is_kept, False
-        self._depth, self._in_text, self._escaped = 0, False, False
-
-    def end_in(self, text: str) -> int:
-        """Return how many of the next characters belong to the object."""
-        if self.over:
-            return 0
-        for at, char in enumerate(text):
-            if self._in_text:
-                self._in_text = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-                continue
-            self._in_text = char == '"'
-            self._depth += (char in "{[") - (char in "}]")
-            if not self._depth:
-                self.over = True
-                return at + 1
-        return len(text)
-
-
-class CallParser:
-    """Separates calls from content in a text that arrives in pieces.
-
-    Text that may be the beginning of a call is held back; if it turns out not to be one, it is
-    returned as content.
-    hermes: whether calls have the Hermes form. most: further calls are dropped.
-    pieces: return a Hermes call first without arguments, and these as they arrive.
+    root: the schema in which references count. depth: of references and choices.
     """
-
-    def __init__(self, hermes: bool, most: int = 1 << 30, pieces: bool = False) -> None:
-        self._hermes, self._most, self._pieces = hermes, most, pieces
-        self._arguments: _Arguments | None = None  # of the call that is being given in pieces
-        self._held = ""
-        self._is_text = False  # Llama 3: the answer does not begin with a call
-        self.calls = 0  #: how many have been found
-
-    def push(self, text: str) -> tuple[str, list[Call | More]]:
-        """Return the content that is certain, and the complete calls or pieces of them."""
-        self._held += text
-        return self._push_hermes() if self._hermes else self._push_llama()
-
-    def finish(self) -> tuple[str, list[Call | More]]:
-        """Return the text that was held back, when no more text comes."""
-        held, self._held = self._held, ""
-        if self._arguments is not None:
-            return "", []
-        if self._hermes:
-            if held.startswith(OPEN) and (call := parse_call(held[len(OPEN) :])) is not None:
-                return "", self._taken([call])
-            return held, []
-        parts = held.strip().removeprefix(_PYTHON_TAG).split(";")
-        found = [parse_call(part) for part in parts] if held.strip() else []
-        if not found or None in found:
-            return held, []
-        return "", self._taken([call for call in found if call is not None])
-
-    def _taken(self, calls: list[Call]) -> list[Call | More]:
-        kept = calls[: self._most - self.calls]
-        self.calls += len(kept)
-        return list(kept)
-
-    def _push_hermes(self) -> tuple[str, list[Call | More]]:
-        content = ""
-        calls: list[Call | More] = []
-        while True:
-            if self._arguments is not None and not self._push_arguments(calls):
-                break
-            start = self._held.find(OPEN)
-            if start < 0:
-                keep = partial(self._held, OPEN)
-                cut = len(self._held) - keep
-                content, self._held = content + self._held[:cut], self._held[cut:]
-                break
-            content, self._held = content + self._held[:start], self._held[start:]
-            if self._pieces and (begun := _BEGUN.match(self._held)):
-                is_kept = self.calls < self._most
-                if is_kept:
-                    calls += self._taken([Call(json.loads(begun[1]), "")])
-                self._held = self._held[begun.end() :]
-                self._arguments = _Arguments(is_kept)
-                continue
-            end = self._held.find(CLOSE)
-            if end < 0:
-                break
-            block, self._held = self._held[:end], self._held[end + len(CLOSE) :]
-            call = parse_call(block[len(OPEN) :])
-            if call is None:
-                content += block + CLOSE
-            else:
-                calls += self._taken([call])
-        if self.calls and not content.strip():
-            content = ""  # line breaks between calls
-        return content, calls
-
-    def _push_arguments(self, calls: list[Call | More]) -> bool:
-        """Append the arguments that have arrived; return whether the call is complete."""
-        reading = self._arguments
-        assert reading is not None
-        end = reading.end_in(self._held)
-        if self._held[:end] and reading.is_kept:
-            calls.append(More(self._held[:end]))
-        self._held = self._held[end:]
-        if not reading.over or (close := self._held.find(CLOSE)) < 0:
-            return False
-        self._held, self._arguments = self._held[close + len(CLOSE) :], None
-        return True
-
-    def _push_llama(self) -> tuple[str, list[Call | More]]:
-        begun = self._held.lstrip()
-        if not self._is_text and (not begun or begun[0] == "{" or _PYTHON_TAG.startswith(
-                begun[: len(_PYTHON_TAG)])):
-            return "", []
-        self._is_text = True
-        content, self._held = self._held, ""
-        return content, []
-
-
-def call_grammar(functions: list[dict[str, Any]], hermes: bool, open_is_token: bool, *,
-                 most: int = 1, words: bool = False) -> str:
-    """Return a lark grammar of one to `most` calls of the functions.
-
-    open_is_token: whether the vocabulary has the Hermes marks as tokens.
-    words: whether words may come before the calls, or instead of them (Hermes only).
-    Raises RequestError for parameters that are nested too deeply.
-    """
-    key = "arguments" if hermes else "parameters"
-    # A rule for each function: references within its parameters count from their own root.
-    rules = "call: " + " | ".join(f"call{i}" for i in range(len(functions))) + "\n" + "".join(
-        f'call{i}: "{{\\"name\\": \\"{f["name"]}\\", \\"{key}\\": " given{i} "}}"\n'
-        f'given{i}: %json {json.dumps(closed(f.get("parameters") or NONE))}\n'
-        for i, f in enumerate(functions))
-    more = "" if most == 1 else f"{{0,{most - 1}}}"
-    if not hermes:
-        rest = f' (";" call){more}' if more else ""
-        return f"start: call{rest}\n{rules}"
-    first, last = (OPEN, CLOSE) if open_is_token else (f'"{OPEN}"', f'"{CLOSE}"')
-    rest = f' ("\\n" marked){more}' if more else ""
-    rules = f'marked: {first} "\\n" call "\\n" {last}\n{rules}'
-    if not words:
-        return f"start: marked{rest}\n{rules}"
-    if open_is_token:
-        return f"start: WORDS | WORDS? marked{rest}\nWORDS: /(.|\\n)+/\n{rules}"
-    return (f'start: WORDS | opened "\\n" call "\\n" {last}{rest}\n'
-            f"opened[suffix={first}]: /(.|\\n)*/\n"
-            f"WORDS: /(.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n{rules}")
-
-
-def partial(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that begins `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1)
-                 if mark.startswith(text[-n:])), 0)
+    if not isinstance(schema, Mapping) or not depth:
+        return set()
+    named = schema.get("type", [])
+    found = {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)}
+    if not found:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        found = {t for value in values for t in TYPES[type(value)]}
+    parts = [target(schema.get("$ref"), root), *(
+        part for key in ("allOf", "anyOf", "oneOf") for part in schema.get(key) or ())]
+    return found.union(*(types_of(part, root, depth - 1) for part in parts))

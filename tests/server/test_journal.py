@@ -14,7 +14,6 @@ import pytest
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.server import journal as module
-from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.journal import (
     Begun,
@@ -27,6 +26,7 @@ from pipeinfer.server.journal import (
     check,
 )
 from pipeinfer.server.requests import EngineRequest
+from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies.decomposers.base import Specification
 
 ASKED = EngineRequest(
@@ -39,7 +39,7 @@ ROWS = [(7, True, -0.5, ((7, -0.5), (8, -3.0)), None), (9, False, None, (), b"\x
 def begun(name, **changes):
     fields = {"id": name, "at": 17, "kind": "chat", "owner": "", "key": "k", "body": "d",
               "model": "m", "bits": "x", "asked": ASKED,
-              "tools": ToolUse([{"a": 1}], True, 2), **changes}
+              "tools": ToolUse([{"a": 1}], 2), **changes}
     return Begun(**fields)
 
 

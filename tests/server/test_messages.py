@@ -9,9 +9,11 @@ import anthropic
 import pytest
 import requests
 
+from pipeinfer.server.answer_parser import AnswerParser
+from pipeinfer.server.families import HERMES
 from pipeinfer.server.frames import Refused, Submit
 from pipeinfer.server.schema_messages import MessagesRequest
-from pipeinfer.server.thoughts import ThoughtParser
+from pipeinfer.server.tools import Thought, Words
 from tests.rig.server_peer import front
 from tests.server.test_response_items import prompt
 from tests.server.test_tools import CALL, TEMPLATE
@@ -232,10 +234,11 @@ def test_thinking_is_a_variable_of_the_template(server, ask, thinking, is_on):
     ("a</thin", True, ("a</thin", "")), ("", False, ("", "")), ("\n x", False, ("", "\n x")),
 ])
 def test_thoughts_in_pieces(cuts, text, inside, expected):
-    parser = ThoughtParser(inside)
-    found = [parser.push(text[i:i + cuts]) for i in range(0, len(text), cuts)]
-    found.append(parser.push("", ended=True))
-    assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == expected
+    parser = AnswerParser(HERMES, inside=inside)
+    found = [part for i in range(0, len(text), cuts) for part in parser.push(text[i:i + cuts])]
+    found += parser.push("", ended=True)
+    assert tuple("".join(part.text for part in found if isinstance(part, kind))
+                 for kind in (Thought, Words)) == expected
 
 
 @pytest.mark.parametrize(("body", "says"), [

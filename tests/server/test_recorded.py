@@ -19,7 +19,6 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
 from pipeinfer.server.app import Server
-from pipeinfer.server.chat import ToolUse
 from pipeinfer.server.choice import Generation
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
@@ -30,6 +29,7 @@ from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.streaming import event
+from pipeinfer.server.tools import ToolUse
 
 FILE = Path(__file__).parent / "recorded_answers.json"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -45,7 +45,7 @@ def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompt
     """A ResponsesWriter whose choices have said these texts, and the generations that say them."""
     asked = EngineRequest([[1, 2, 3]] * prompts, ["the prompt"] * prompts, n=fields.pop("n", 1),
                           max_tokens=9, params=SamplingParams(), seed=1,
-                          tools=ToolUse([], True, 16) if with_tools else None, **fields)
+                          tools=ToolUse([], 16) if with_tools else None, **fields)
     made = ResponsesWriter(asked, "m", tokenizer, is_chat=is_chat, created=5)
     made.answer_id = "id"
     generations = []

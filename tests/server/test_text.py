@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.server.answer_parser import AnswerParser, parse_call
+from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.choice import Generation
 from pipeinfer.server.errors import Failure
-from pipeinfer.server.tools import Call, CallParser, call_grammar, parse_call
+from pipeinfer.server.families import FAMILIES, HERMES
+from pipeinfer.server.tools import Call, ToolUse, Words, joined
 
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
@@ -107,20 +110,23 @@ def cut(text, places):
     return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
+def parser(family, most=99):
+    return AnswerParser(next(f for f in FAMILIES if f.name == family), ToolUse([], most))
+
+
 def parse(parser, parts):
-    content, calls = "", []
-    for part in parts:
-        more, found = parser.push(part)
-        content, calls = content + more, calls + found
-    more, found = parser.finish()
-    return content + more, calls + found
+    """The words of an answer, and its calls with all of their arguments."""
+    found = [part for text in parts for part in parser.push(text)]
+    found = joined(found + parser.push("", ended=True))
+    return ("".join(part.text for part in found if isinstance(part, Words)),
+            [part for part in found if isinstance(part, Call)])
 
 
 @given(st.lists(st.integers(0, 200), max_size=12))
 def test_hermes_calls_are_found_however_the_text_is_cut(places):
     text = f'so <b>: <tool_call>\n{CALL}\n</tool_call>\n' \
            '<tool_call>{"name":"g","arguments":{}}</tool_call> and'
-    content, calls = parse(CallParser(hermes=True), cut(text, places))
+    content, calls = parse(parser("hermes"), cut(text, places))
     assert content.split() == ["so", "<b>:", "and"]
     assert [(c.name, json.loads(c.arguments)) for c in calls] == [
         ("f", {"a": "<tool_call>", "b": 1}), ("g", {})]
@@ -131,51 +137,47 @@ def test_hermes_calls_are_found_however_the_text_is_cut(places):
 def test_arguments_come_in_pieces_however_the_text_is_cut(places, most):
     hard = json.dumps({"name": "f", "arguments": {"a": '}{"\\', "b": [{}, "</tool_call>"]}})
     text = f"so <tool_call>\n{hard}\n</tool_call>\n<tool_call>{CALL}</tool_call> and"
-    content, found = parse(CallParser(True, most, pieces=True), cut(text, places))
+    content, found = parse(parser("hermes", most), cut(text, places))
     assert content.split() == ["so", "and"]
-    starts = [i for i, one in enumerate(found) if isinstance(one, Call)]
-    joined = ["".join(more.arguments for more in found[a + 1 : b])
-              for a, b in zip(starts, [*starts[1:], len(found)], strict=True)]
-    assert [found[i].arguments for i in starts] == [""] * len(starts)
     wanted = [json.loads(hard), json.loads(CALL)][:most]
-    assert [json.loads(arguments) for arguments in joined] == [w["arguments"] for w in wanted]
+    assert [json.loads(call.arguments) for call in found] == [w["arguments"] for w in wanted]
 
 
 def test_arguments_are_not_held_back_and_an_end_within_them_is_no_content():
-    parser = CallParser(True, pieces=True)
-    assert parser.push('<tool_call>{"name": "f", "arguments": ')[1] == []
-    content, (call, more) = parser.push('{"a": "lo')
-    assert (content, call.name, more.arguments) == ("", "f", '{"a": "lo')
-    assert parser.push("ng")[1][0].arguments == "ng"
-    assert parser.finish() == ("", [])
-    assert parser.calls == 1
+    reader = parser("hermes")
+    (call,) = reader.push('<tool_call>{"name": "f", "arguments": {')[:1]
+    assert (call.name, call.arguments) == ("f", "")
+    assert [more.arguments for more in reader.push('"a": "lo')] == ['"a": "lo']
+    assert [more.arguments for more in reader.push("ng")] == ["ng"]
+    assert reader.push("", ended=True) == []
+    assert reader.calls == 1
 
 
 @given(st.lists(st.integers(0, 100), max_size=8))
 def test_llama_calls_are_found_however_the_text_is_cut(places):
     text = '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
-    content, calls = parse(CallParser(hermes=False), cut(text, places))
+    content, calls = parse(parser("llama"), cut(text, places))
     assert content == ""
     assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}')]
 
 
-@pytest.mark.parametrize("hermes", [True, False])
+@pytest.mark.parametrize("family", ["hermes", "llama"])
 @pytest.mark.parametrize("text", [
     "plain text", "a < b, <tool", "{not json}", '{"name": 1}', "<tool_call>oh</tool_call>",
     "<tool_call>{", "", "  ", '{"name": "f"}', "<|python",
 ])
-def test_what_is_no_call_is_content(hermes, text):
+def test_what_is_no_call_is_content(family, text):
     for places in ([], [1], [3, 5]):
-        assert parse(CallParser(hermes), cut(text, places)) == (text, [])
+        assert parse(parser(family), cut(text, places)) == (text, [])
 
 
 def test_content_is_not_held_back_longer_than_needed():
-    parser = CallParser(hermes=True)
-    assert parser.push("hello <to")[0] == "hello "
-    assert parser.push("day")[0] == "<today"
-    parser = CallParser(hermes=False)
-    assert parser.push("hello")[0] == "hello"
-    assert parser.push(' {"name"')[0] == ' {"name"'
+    reader = parser("hermes")
+    assert reader.push("hello <to") == [Words("hello ")]
+    assert reader.push("day") == [Words("<today")]
+    reader = parser("llama")
+    assert reader.push("hello") == [Words("hello")]
+    assert reader.push(' {"name"') == [Words(' {"name"')]
 
 
 def test_arguments_may_be_text_and_depth_is_no_trap():
@@ -194,7 +196,8 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
         "x": {"type": "integer"}}, "required": ["x"]}},
         {"name": "g"}]
     vocabulary = Vocabulary.of(tokenizer)
-    compiled = compile_grammar("lark", call_grammar(functions, hermes, False), vocabulary)
+    family = HERMES if hermes else FAMILIES[-1]
+    compiled = compile_grammar("lark", CallGrammar(family, {}).of(functions), vocabulary)
     constraint = Constraint(vocabulary, compiled)
     key = "arguments" if hermes else "parameters"
     for text, right in ((f'{{"name": "f", "{key}": {{"x": 12}}}}', True),
@@ -205,7 +208,7 @@ def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
         mask = constraint.allowed(tokenizer.encode(whole, add_bos=False))
         assert (mask is not None and any(mask[i] for i in tokenizer.eog_ids)) == right
         if right:
-            assert [c.name for c in parse(CallParser(hermes), [whole])[1]] == ["f"]
+            assert [c.name for c in parse(parser(family.name), [whole])[1]] == ["f"]
 
 
 def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
@@ -217,7 +220,8 @@ def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():
               b"\xff<|end|>"]
     mark, close, end = 256, 257, 258
     vocabulary = Vocabulary(tokens, [end])
-    compiled = compile_grammar("lark", call_grammar([{"name": "f"}], True, True), vocabulary)
+    compiled = compile_grammar("lark", CallGrammar(
+        HERMES, {"<tool_call>": 256, "</tool_call>": 257}).of([{"name": "f"}]), vocabulary)
     constraint = Constraint(vocabulary, compiled)
 
     def allowed(path):

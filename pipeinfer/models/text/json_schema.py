@@ -74,7 +74,7 @@ class _Closing:
         if not isinstance(part, dict) or id(part) in self._shared:
             return
         self._shared.add(id(part))
-        self._share(_target(part.get("$ref"), root), root)
+        self._share(target(part.get("$ref"), root), root)
         for key in ("allOf", "anyOf", "oneOf"):
             for inner in _listed(part, key):
                 self._share(inner, root)
@@ -89,7 +89,7 @@ def _listed(schema: dict[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _target(reference: Any, root: Any) -> Any:
+def target(reference: Any, root: Any) -> Any:
     """The part of the schema that a reference points to; None for one outside the schema."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

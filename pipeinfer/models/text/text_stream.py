@@ -18,11 +18,13 @@ class TextStream:
     stopped: whether a stop string occurred; the text ends before it
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (),
+                 shown: Sequence[int] = ()) -> None:
+        """shown: control tokens that are text here."""
         self.stopped = False
         self.produced = 0  #: characters of all tokens, certain or not
         self.certain = 0  #: characters that stay; where the text ends, once it has ended
-        self._decoder, self._stopper = tokenizer.stream(), StopText(stops)
+        self._decoder, self._stopper = tokenizer.stream(shown), StopText(stops)
         self._ready = ""
 
     @property
@@ -103,8 +105,7 @@ class StopText:
             at, self.found = min(found)
             self._held = ""
             return text[:at], True
-        keep = max((n for s in self._stops for n in range(1, min(len(s), len(text) + 1))
-                    if text.endswith(s[:n])), default=0)
+        keep = max(partial(text, s) for s in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -112,3 +113,9 @@ class StopText:
         """Return the text that was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+def partial(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that begins `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1)
+                 if text.endswith(mark[:n])), 0)

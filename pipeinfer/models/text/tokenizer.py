@@ -199,9 +199,9 @@ class Tokenizer:
         """Return the text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
-    def stream(self, special: bool = False) -> Detokenizer:
-        """Return a new streaming decoder; special: whether it writes special tokens, too."""
-        return Detokenizer(self, special)
+    def stream(self, shown: Iterable[int] = ()) -> Detokenizer:
+        """Return a new streaming decoder. shown: control tokens that are text to it."""
+        return Detokenizer(self, shown)
 
     @property
     def chat_template(self) -> str | None:
@@ -354,13 +354,13 @@ class Detokenizer:
     left out. Bytes that begin no character become U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
-        self._tokenizer, self._special = tokenizer, special
+    def __init__(self, tokenizer: Tokenizer, shown: Iterable[int] = ()) -> None:
+        self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Return the text that became complete with `token`; often empty inside a character."""
-        return self.push_bytes(self._tokenizer.piece(token, self._special))
+        return self.push_bytes(self._tokenizer.piece(token, token in self._shown))
 
     def push_bytes(self, data: bytes) -> str:
         """Return the text that became complete with these bytes."""

@@ -133,7 +133,11 @@ export class Answer {
       this.lost = null;
     }
     this.heard = performance.now();
-    this.text += choice.delta.content ?? "";
+    const { content = "", reasoning_content: thought = "" } = choice.delta;
+    if (thought) this.text += this.thinking ? thought : `<think>\n${thought}`;
+    else if (content && this.thinking) this.text += "\n</think>\n\n";
+    if (thought || content) this.thinking = Boolean(thought);
+    this.text += content;
     const detail = chunk.pipeinfer;
     if (detail) {
       detail.texts.forEach((text, i) => extend(this.marks, text.length, detail.speculated[i]));
