@@ -38,8 +38,8 @@ def check_size(text: object, tokenizer: Tokenizer, n_ctx: int, param: str = "pro
     """
     size = characters(text)
     if size > SHORT and size > _SHRINKS * tokenizer.longest * n_ctx:
-        raise bad(f"the {param} has {size} characters, more than the context of {n_ctx} tokens "
-                  f"holds: shorten the {param}", param, "context_length_exceeded")
+        raise bad(f"the context of {n_ctx} tokens cannot hold {size} characters: shorten the "
+                  f"{param}", param, "context_length_exceeded")
 
 
 def characters(value: object) -> int:

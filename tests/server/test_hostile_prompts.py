@@ -23,7 +23,7 @@ STREAMS = 20
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     path = write_with("gpt-4o", tmp_path_factory.mktemp("model") / "m.gguf")
-    with front(path, parallel=32, facts={"n_ctx": 1 << 16}) as made:  # in which it could fit
+    with front(path, parallel=32, facts={"n_ctx": 1 << 22}) as made:  # in which it could fit
         yield made
 
 

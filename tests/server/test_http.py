@@ -350,7 +350,7 @@ def test_a_conversation_that_does_not_fit_names_the_messages(server):
 def test_what_cannot_fit_is_refused_before_it_is_tokenised(server, path, body):
     found = error(server.post(path, body), 400)
     assert found["code"] == "context_length_exceeded"
-    assert "characters, more than the context of 256 tokens holds" in found["message"]
+    assert "the context of 256 tokens cannot hold 3800" in found["message"]
 
 
 def test_long_prompts_keep_no_short_one_waiting():
