@@ -79,8 +79,7 @@ async def in_thread(wanted: schema.CompletionRequest | schema.ChatRequest,
                     work: Callable[..., Answered], *args: Any) -> Answered:
     """Run work on a prompt outside the event loop; long ones share threads of their own, so that
     they keep no short one waiting."""
-    text = wanted.prompt if isinstance(wanted, schema.CompletionRequest) else [
-        one.model_dump() for one in wanted.messages]
+    text = wanted.prompt if isinstance(wanted, schema.CompletionRequest) else wanted.messages
     if prompts.characters(text) <= prompts.SHORT:
         return await asyncio.to_thread(work, *args)
     context = contextvars.copy_context()

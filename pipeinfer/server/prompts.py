@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from pydantic import BaseModel
+
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.errors import bad
@@ -43,11 +45,12 @@ def check_size(text: object, tokenizer: Tokenizer, n_ctx: int, param: str = "pro
 
 
 def characters(value: object) -> int:
-    """Return the number of characters of all strings in a value of JSON."""
+    """Return the number of characters of all strings in a value of JSON, or of a
+    request's parts, whose texts are not copied."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict):
-        return sum(map(characters, value.values()))
+    if isinstance(value, dict | BaseModel):
+        return sum(map(characters, dict(value).values()))
     return sum(map(characters, value)) if isinstance(value, list) else 0
 
 

@@ -119,8 +119,7 @@ def _completion(request: schema.CompletionRequest, server: ServedModel) -> Engin
 def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineRequest:
     settings, tokenizer = server.settings, server.tokenizer
     max_tokens, n_logprobs = _chat_limits(request, server.n_ctx)
-    prompts.check_size([m.model_dump() for m in request.messages], tokenizer, server.n_ctx,
-                       "messages")
+    prompts.check_size(request.messages, tokenizer, server.n_ctx, "messages")
     params = _sampling(request, server, n_logprobs)
     offered, notes = chat.tools_of(request, tokenizer, server.grammars)
     grammar, more = constrain(request, server.grammars, offered.grammar if offered else "")
