@@ -54,8 +54,7 @@ ENVIRONMENTS = {
         "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", **_NO_AVX2}, ("X86_V3", *_NEW), "sse"),
 }
-_POLICIES = "test_every_policy_gives_the_plain_tokens"
-_TORCH_POLICIES = "tests/mpi/test_torch.py::test_every_policy_gives_a_plain_torch_loops_tokens"
+_POLICIES = "tests/mpi/test_matrix.py::test_every_policy_writes_the_tokens_of_plain_decoding"
 #: a minute or so each: splits, cache operations, widths, losslessness over 1 and 3 ranks, sampling
 TESTS = {
     "llamacpp": (
@@ -65,8 +64,8 @@ TESTS = {
         "tests/backends/test_split_parity.py::"
         "test_logits_up_to_the_exact_width_ignore_neighbours_beyond_512_cells",
         "tests/backends/test_kv_state.py",
-        f"tests/mpi/test_jobs.py::{_POLICIES}[1]",
-        f"tests/mpi/test_jobs.py::{_POLICIES}[3]",
+        f"{_POLICIES}[plain-1 ranks]",
+        f"{_POLICIES}[plain-3 ranks]",
         "tests/core/test_sampling.py",
     ),
     "torch": (
@@ -74,8 +73,8 @@ TESTS = {
         "tests/backends/test_torch_backend.py::test_rows_up_to_the_exact_width_are_single_rows",
         "tests/backends/test_torch_backend.py::test_bits_do_not_depend_on_where_cells_lie",
         "tests/backends/test_torch_cells.py",
-        f"{_TORCH_POLICIES}[1-gguf]",
-        f"{_TORCH_POLICIES}[3-gguf]",
+        f"{_POLICIES}[torch-1 ranks]",
+        f"{_POLICIES}[torch-3 ranks]",
     ),
 }
 

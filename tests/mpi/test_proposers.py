@@ -66,7 +66,7 @@ def test_lookahead_over_ranks_takes_fewer_runs_than_tokens(wanted):
     found = answered(3, "-m", str(EMBEDDED / "target.gguf"), "-md", "none", "-n", "60", "--temp",
                      "0", "--ignore-eos", "--proposer", "lookahead", "--policy", "speculative")
     assert found["tokens"] == wanted[0.0]
-    assert found["stats"]["runs"] < 40  # the prompt repeats itself
+    assert found["stats"]["runs"] < len(found["tokens"])
 
 
 def test_the_embedded_adapter_foresees_tokens():
