@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STATE = Path("/run/pipeinfer-namespaces")  #: one directory per cluster, named after its process
 TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "nsenter", "unshare", "mount")
 _PERIOD_US, _LEAST_US = 10_000, 1_000
+_LOG_IN = 30.0  #: seconds for a log-in that runs nothing
 _CGROUP = Path("/sys/fs/cgroup")
 _OUTER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 
@@ -40,17 +42,22 @@ class Refused(Exception):
     """This machine does not allow it; the text says why."""
 
 
+@functools.cache
 def why_not() -> str:
-    """Why no such cluster can be made here, or an empty text. Makes and removes a small one."""
+    """Why no such cluster can be made here, or an empty text. Makes and removes a small one, and
+    logs in from one of its nodes to the other."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in TOOLS if _tool(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (apt install iproute2 openssh-server)"
     try:
-        with Cluster(1):
-            return ""
-    except Refused as error:
+        with Cluster(2) as cluster:
+            options = shlex.split(cluster.environment()["PIPEINFER_SSH_ARGS"])
+            done = cluster.run(["ssh", "-v", "-o", "LogLevel=DEBUG1", *options, "node2", "true"],
+                               timeout=_LOG_IN)
+        return "" if done.returncode == 0 else f"node1 cannot log in at node2: {done.stderr[-600:]}"
+    except (Refused, AssertionError) as error:
         return str(error)
 
 
