@@ -231,8 +231,8 @@ def test_a_second_signal_leaves_at_once():
             next(stream)
             server.process.send_signal(signal.SIGINT)
             server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
-            server.until(lambda: "open requests (1) may take 1000 s; a second" in "".join(server.log),
-                         "the note")
+            note = "open requests (1) may take 1000 s; a second"
+            server.until(lambda: note in "".join(server.log), "the note")
             server.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="was terminated"):
                 list(stream)
