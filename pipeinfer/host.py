@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -52,6 +53,7 @@ _SET_DEATH_SIGNAL = 1  #: of prctl
 _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
 
 
+HOST_NAME = "PIPEINFER_HOST_NAME"  #: by which the cluster calls this host, if not by its own name
 SECRETS = "PIPEINFER_SECRETS"  #: host:path of the file with secrets, until rank 0 has read it
 #: variables that hold keys or tokens: no launcher has them, nor any rank but the first
 SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -88,6 +90,21 @@ class Launch(Struct, frozen=True):
             number = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
             step = f"Slurm step {'.'.join(filter(None, number))}: "
         return step + ", ".join(f"{name}={os.environ[name]}" for name in self.names)
+
+
+def host_name() -> str:
+    """Return the name by which the cluster calls this host."""
+    return os.environ.get(HOST_NAME) or socket.gethostname()
+
+
+def package_digest() -> str:
+    """Return the SHA-256 of this package's source, in hexadecimal."""
+    found, root = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".c", ".h", ".env"):
+            found.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def launch() -> Launch:
@@ -191,7 +208,7 @@ def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
                    if _cpu_list(path / "cpulist"))
     if which.isdigit() and int(which) not in known:
         raise UsageError(
-            f"{socket.gethostname()} has no NUMA node {which} (it has "
+            f"{host_name()} has no NUMA node {which} (it has "
             f"{', '.join(map(str, known)) or 'none'}): correct numa in the nodes file")
     if not known:
         return
@@ -216,11 +233,16 @@ def choose_gpu(device: str, place: Place, root: Path = _DEVICES) -> None:
     """
     kind, _, number = device.partition(":")
     if device == "per-rank":
-        count = max(len(list(root.glob(pattern))) for pattern in _GPU_FILES)
+        count = gpus(root)
         kind, number = "gpu", str(place.local_rank % count) if count > 1 else ""
     if kind == "gpu" and number:
         for name in _GPU_VARIABLES:
             os.environ.setdefault(name, number)
+
+
+def gpus(root: Path = _DEVICES) -> int:
+    """Return how many GPUs of one vendor this host has a driver for."""
+    return max(len(list(root.glob(pattern))) for pattern in _GPU_FILES)
 
 
 def visible_gpus() -> str:
@@ -288,7 +310,7 @@ def facts(cores: int, local_rank: int, local_size: int) -> Facts:
     memory = psutil.virtual_memory()
     available = min(memory.available, _memory_left())
     return Facts(
-        socket.gethostname(), os.getpid(), cores, min(_allowed(), _quota()), local_rank,
+        host_name(), os.getpid(), cores, min(_allowed(), _quota()), local_rank,
         local_size, memory.total, available, cpu_features(), platform.machine(),
         platform.python_version(),
     )

@@ -249,13 +249,20 @@ def common_network(entries: Sequence[HostEntry]) -> str:
                      for entry in entries if not is_here(entry.host)}
     except (OSError, ValueError):
         return ""
-    networks = set()
-    for interface in psutil.net_if_addrs().values():
-        for own in interface:
-            if own.family == socket.AF_INET and own.netmask:
-                networks.add(ipaddress.IPv4Network((own.address, own.netmask), strict=False))
-    fitting = [net for net in networks if addresses and all(a in net for a in addresses)]
+    fitting = [net for net, _ in _networks() if addresses and all(a in net for a in addresses)]
     return str(fitting[0]) if len(fitting) == 1 else ""
+
+
+def network_of(address: str) -> str:
+    """Return the network of this host in which it has an address; "" if none."""
+    return next((str(net) for net, own in _networks() if own == address.partition("%")[0]), "")
+
+
+def _networks() -> set[tuple[ipaddress.IPv4Network, str]]:
+    """Return this host's networks, and its address in each."""
+    return {(ipaddress.IPv4Network((own.address, own.netmask), strict=False), own.address)
+            for interface in psutil.net_if_addrs().values() for own in interface
+            if own.family == socket.AF_INET and own.netmask}
 
 
 def hydra_hostfile(entries: Sequence[HostEntry]) -> str:

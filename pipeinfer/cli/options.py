@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from pipeinfer.cluster import features
 from pipeinfer.config import BASIC, SECTIONS, Config, Option, Resolved, options
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
+from pipeinfer.host import host_name
 from pipeinfer.strategies import registry
 
 ENV_PREFIX = "PIPEINFER_"
@@ -68,7 +68,7 @@ def config_options(*sections: str, **defaults: Any
                 return function(resolved=resolved, **values)
             if host.launched_rank() == 0:
                 if "cluster" in sections:  # as each rank does at its start
-                    resolved = nodes.apply(resolved, socket.gethostname())
+                    resolved = nodes.apply(resolved, host_name())
                 click.echo(resolved.show())
             return None
 

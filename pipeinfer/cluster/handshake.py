@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import time
 
 from msgspec import structs
@@ -18,7 +17,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.codec import VERSION
 from pipeinfer.core.control import Bell, Hello, Refused, pack, unpack
 from pipeinfer.errors import MismatchError, PipeinferError, RankLost
-from pipeinfer.host import Place
+from pipeinfer.host import Place, host_name
 from pipeinfer.llama.library import NO_LIBRARY, llama_kernels, llama_version
 from pipeinfer.nodes import Nodes, RankInfo, check_head
 from pipeinfer.nodes import load as load_nodes
@@ -76,7 +75,7 @@ def refuse(error: PipeinferError) -> None:
     if mpi_job.JOB.ports or comm.Get_size() != host.launched_size():
         time.sleep(_ALONE_SECONDS)
         return
-    words = Refused(comm.Get_rank(), socket.gethostname(), str(error), error.exit_code)
+    words = Refused(comm.Get_rank(), host_name(), str(error), error.exit_code)
     try:
         mpi_startup.refuse(comm, words, _REFUSED_SECONDS)
     except Dismissed:

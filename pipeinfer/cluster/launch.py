@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -45,7 +44,7 @@ from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Leave, Meeting
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
-from pipeinfer.host import Place
+from pipeinfer.host import Place, host_name
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import check_whole
 from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
@@ -266,7 +265,7 @@ def _await_verdict(port: Port) -> None:
 
 def _cut_off(place: Place) -> None:
     """Called by the heartbeat thread when rank 0 does not answer any more: exit."""
-    sys.stderr.write(f"pipeinfer: rank {place.rank} on {socket.gethostname()} no longer receives "
+    sys.stderr.write(f"pipeinfer: rank {place.rank} on {host_name()} no longer receives "
                      "heartbeats of rank 0, so it exits\n")
     sys.stderr.flush()
     os._exit(0)

@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import Message, ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import MismatchError, ModelError, ProtocolError, TransportTimeout
-from pipeinfer.host import on_network
+from pipeinfer.host import host_name, on_network
 from pipeinfer.llama import stream
 from pipeinfer.models import embedding
 from pipeinfer.models.cache_room import make_room
@@ -208,7 +207,7 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
         model = open_model(path)
         if model.fingerprint != setup.fingerprint:
             raise MismatchError(
-                f"{path} on {socket.gethostname()} differs from rank 0's file: copy the same model "
+                f"{path} on {host_name()} differs from rank 0's file: copy the same model "
                 "to every host"
             )
         if setup.piece == embedding.PIECE:
@@ -220,7 +219,7 @@ def stage_shard(config: ClusterConfig, port: Port, setup: Setup, report: Report
                              progress=lambda d, t: report("extracting", d, t)), 0
     if not config.distribute:
         raise ModelError(
-            f"{path} does not exist on {socket.gethostname()}: copy it there under the same path, "
+            f"{path} does not exist on {host_name()}: copy it there under the same path, "
             "share its directory, or let rank 0 send the layers with --distribute"
         )
     name, total = _ask(port, setup.port, setup.start, setup.stop, config.timeout, setup.piece)
@@ -287,14 +286,14 @@ def receive(port: Port, directory: Path, name: str, total: int, timeout: float, 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ModelError(
-                    f"{part}: another job on {socket.gethostname()} is receiving this shard; wait "
+                    f"{part}: another job on {host_name()} is receiving this shard; wait "
                     "for it, or give this job its own PIPEINFER_CACHE") from None
             arrived, digest = _fill(port, part, file, total, timeout, report)
             os.replace(part, target)
             seal(target, digest)
     except OSError as error:
         raise ModelError(
-            f"{part} on {socket.gethostname()}: cannot store a shard of {total / 1e6:.0f} MB "
+            f"{part} on {host_name()}: cannot store a shard of {total / 1e6:.0f} MB "
             f"({error.strerror or error}); free some space, or set PIPEINFER_CACHE to another "
             "directory"
         ) from None
@@ -319,7 +318,7 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
     free = shutil.disk_usage(part.parent).free
     if free < total - have:
         raise ModelError(
-            f"{part} on {socket.gethostname()} needs {(total - have) / 1e6:.0f} MB, but the disk "
+            f"{part} on {host_name()} needs {(total - have) / 1e6:.0f} MB, but the disk "
             f"has only {free / 1e6:.0f} MB: free some space, or set PIPEINFER_CACHE to another "
             "directory")
     port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
@@ -342,7 +341,7 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
             case ShardEnd(digest):
                 if have != total or digest != hasher.digest():
                     file.truncate(0)
-                    raise ModelError(f"{part} on {socket.gethostname()} was damaged on the way: "
+                    raise ModelError(f"{part} on {host_name()} was damaged on the way: "
                                      "start the job again")
                 file.flush()
                 os.fsync(file.fileno())

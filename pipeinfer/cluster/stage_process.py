@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
 import sys
 import time
 import traceback
@@ -64,7 +63,7 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.types import ALL_SEQS, END
 from pipeinfer.errors import ClusterError, PipeinferError, TransportTimeout
-from pipeinfer.host import Place, threads_of
+from pipeinfer.host import Place, host_name, threads_of
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
@@ -216,7 +215,7 @@ class StageProcess:
             summary, trace = f"{type(error).__name__}: {summary}", traceback.format_exc()
         with contextlib.suppress(Exception):
             self._port.send(0, Tag.ERROR, WorkerFailed(
-                self._port.node, socket.gethostname(),
+                self._port.node, host_name(),
                 -1 if self._stage is None else self._stage.current_run, summary, trace, code))
 
     def _await_setup(self) -> Setup | Receive:
@@ -275,7 +274,7 @@ class StageProcess:
             learned=learned,
             tapped=_tapped(backend, setup),
             extra_report=lambda: {
-                "host": socket.gethostname(),
+                "host": host_name(),
                 "rank": self._place.rank,
                 "exact_width": widths.exact,
                 **({} if team is None else {"n_sums": team.count - begun}),
@@ -287,7 +286,7 @@ class StageProcess:
                config: JobConfig) -> Ready:
         info, parts = backend.info, self._parts
         return Ready(
-            self._name, self._place.rank, socket.gethostname(), (setup.start, setup.stop), kind,
+            self._name, self._place.rank, host_name(), (setup.start, setup.stop), kind,
             widths.exact, widths.row_cost, tuple(widths.curve), info.weight_bytes,
             info.cache_bytes, max(part.threads for part in parts),
             sum(part.received for part in parts), tuple(part.layers for part in parts),

@@ -32,6 +32,10 @@ START_SECONDS = 60.0  #: for MPI_Init on every rank
 _LATE = 2.0  #: longest sleeps that passed in one: then the watchdog itself was not running
 
 
+def _host() -> str:
+    return os.environ.get("PIPEINFER_HOST_NAME") or socket.gethostname()
+
+
 class Watchdog:
     """Starts and feeds the watchdog process.
 
@@ -74,7 +78,7 @@ class Watchdog:
     def _beat(self) -> None:
         while self._pipe >= 0:
             if doing := self._pulse.hangs:
-                _kill(os.getpid(), f"{self._name} on {socket.gethostname()} {doing} for more than "
+                _kill(os.getpid(), f"{self._name} on {_host()} {doing} for more than "
                                    f"{self._pulse.deadline:.0f} s")
             self._write()
             asleep = time.monotonic()
@@ -93,7 +97,7 @@ def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_S
     seconds, name, start: see `Watchdog`.
     """
     if not select.select([pipe], (), (), start)[0]:
-        _kill(pid, f"{name} on {socket.gethostname()} has been waiting in MPI_Init for more than "
+        _kill(pid, f"{name} on {_host()} has been waiting in MPI_Init for more than "
                    f"{start:.0f} s (did another rank die?)")
         return
     if not (data := os.read(pipe, 1)) or data == b"q":
@@ -112,7 +116,7 @@ def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_S
         elif now - asleep > _LATE * pause:
             heard = now  # this process did not run either: the machine was suspended
         elif now - heard > allowed:
-            _kill(pid, f"{name} on {socket.gethostname()} has not responded for "
+            _kill(pid, f"{name} on {_host()} has not responded for "
                        f"{now - heard:.1f} s")
             return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from msgspec import Struct
 
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
 from pipeinfer.errors import MismatchError, ModelError, UsageError
+from pipeinfer.host import host_name
 from pipeinfer.models import bundled, local_stores
 from pipeinfer.models.bundled import EMBEDDED, PAIR, SMOLLM2, TASK_MODEL
 from pipeinfer.models.hub_files import Wanted
@@ -172,9 +172,9 @@ def same_model(path: str, fingerprint: str) -> Path:
     Raises ModelError when it does not exist, MismatchError for another model.
     """
     if not Path(path).exists():
-        raise ModelError(f"{path} does not exist on {socket.gethostname()}: copy it there under "
+        raise ModelError(f"{path} does not exist on {host_name()}: copy it there under "
                          "the same path, or share its directory")
     if open_model(Path(path)).fingerprint != fingerprint:
-        raise MismatchError(f"{path} on {socket.gethostname()} differs from rank 0's model: copy "
+        raise MismatchError(f"{path} on {host_name()} differs from rank 0's model: copy "
                             "the same model to every host")
     return Path(path)

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import math
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -32,6 +31,7 @@ from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import Measured
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
+from pipeinfer.host import host_name
 from pipeinfer.models.cuts import barred, smallest_stage
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
@@ -148,7 +148,7 @@ def _name(config: ModelConfig, model: Any, threads: int) -> str:
     from pipeinfer.llama.library import llama_identity
 
     own = (config.device, config.dtype, torch_version()) if _on_torch(config, model) else ()
-    identity = (*own, FORMAT, socket.gethostname(), model.fingerprint, llama_identity(), threads,
+    identity = (*own, FORMAT, host_name(), model.fingerprint, llama_identity(), threads,
                 os.cpu_count(), host.quota(), host.cpu_features(), llama_options(config),
                 os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()

@@ -14,7 +14,6 @@ stages may be rearranged meanwhile. This module loads no model and contains no p
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +43,7 @@ from pipeinfer.errors import (
     RankLost,
     TransportTimeout,
 )
+from pipeinfer.host import host_name
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
@@ -178,7 +178,7 @@ class DraftRank:
                 self._proposer = self._loader.proposer(setup, whole)
         self._pulse.settle()
         self._port.post(0, DraftReady(
-            self._rank, socket.gethostname(), (setup.start, setup.stop),
+            self._rank, host_name(), (setup.start, setup.stop),
             self._layers.info.weight_bytes if self._layers else 0, self._threads,
             host.memory_parts()["rss"]))
 
@@ -258,7 +258,7 @@ class DraftRank:
             self.close()
         self._todo.clear()
         self._port.post(0, DraftReady(
-            self._rank, socket.gethostname(), (0, 0), 0, 0, 0, words, code))
+            self._rank, host_name(), (0, 0), 0, 0, 0, words, code))
 
 
 class PartedBackend:

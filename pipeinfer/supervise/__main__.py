@@ -22,7 +22,7 @@ from typing import Any
 from pipeinfer.cli import inherited
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import UsageError
-from pipeinfer.supervise.hosts import Roster
+from pipeinfer.supervise.hosts import Roster, clean_by_ssh
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import name_terminal
@@ -36,7 +36,7 @@ class _Words:
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
                  roster: Roster | None) -> None:
         self.name, self._words, self._environ, self._roster = name, words, environ, roster
-        self.logs_at = "its output"
+        self.logs_at, self.waits = "its output", False
 
     @property
     def hostfile(self) -> str:
@@ -55,6 +55,9 @@ class _Words:
 
     def error(self) -> str:
         return ""
+
+    def clean(self, host: str, job: str) -> None:
+        clean_by_ssh(host, job)
 
 
 def say(text: str) -> None:

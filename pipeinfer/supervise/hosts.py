@@ -6,14 +6,23 @@ these.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.findings import Finding
+from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, nodes_file_beside, read_hostfile
+
+_CLEAN = 15.0  #: seconds for a host to end what is left there
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,11 @@ class Roster:
     out: path of the launcher's hostfile.
     asked: requested number of ranks, 0 for one per slot.
     place: of the present or next job.
+    agent: the program that the launcher calls in place of ssh, "" for ssh.
+    waits: whether a job that its hosts cannot hold waits for more hosts.
     """
+
+    agent, waits = "", False
 
     def __init__(self, hostfile: str, kind: str, out: Path, asked: int = 0) -> None:
         self.hostfile, self.kind, self.out = hostfile, kind, out
@@ -100,10 +113,7 @@ class Roster:
     def missing(self) -> list[HostEntry]:
         """The hosts that the job would use if they answered, according to the file's present
         content."""
-        try:
-            entries = read_hostfile(self.hostfile)
-        except UsageError:
-            return []  # it is being edited
+        entries = self._entries()
         if self.place.asked and self.place.ranks >= self.place.asked:
             return []
         used = {entry.host for entry in self.place.used}
@@ -115,10 +125,26 @@ class Roster:
         return self._slots(self.place.asked)
 
     def _slots(self, asked: int) -> int:
+        return JobPlace(asked, tuple(self._entries())).ranks or asked or self.place.ranks
+
+    def _entries(self) -> Sequence[HostEntry]:
+        """Return all hosts that there may be, () while the file is being edited."""
         try:
-            return JobPlace(asked, tuple(read_hostfile(self.hostfile))).ranks
+            return read_hostfile(self.hostfile)
         except UsageError:
-            return asked or self.place.ranks
+            return ()
+
+    def called(self, host: str) -> str:
+        """Return what users call a host."""
+        return host
+
+    def troubles(self, entries: Sequence[HostEntry]) -> dict[str, str]:
+        """Return the problem of each of these hosts, "" if it can run ranks."""
+        return doctor_hosts.troubles(entries)
+
+    def clean(self, host: str, job: str) -> None:
+        """End the processes that a job has left on another host, of those in `out`."""
+        clean_by_ssh(host, job)
 
     @property
     def network(self) -> str:
@@ -130,6 +156,17 @@ class Roster:
         """The path of the nodes file next to the hostfile, or ""."""
         nodes = nodes_file_beside(self.hostfile)
         return str(nodes.resolve()) if nodes else ""
+
+
+def clean_by_ssh(host: str, job: str) -> None:
+    """End the processes that a job has left on another host, which has a time limit for it."""
+    ssh = ["ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5",
+           *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), host,
+           shlex.join([sys.executable, "-m", "pipeinfer.cluster.cleanup", job])]
+    environ = {k: v for k, v in os.environ.items() if k != cleanup.VARIABLE}
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(ssh, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,
+                       timeout=_CLEAN, check=False)
 
 
 def others(hostfile: str) -> list[str]:

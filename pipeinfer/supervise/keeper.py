@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, assert_never
 
-from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Look, ServerState
 from pipeinfer.supervise.changes import is_wide
@@ -17,13 +16,16 @@ from pipeinfer.supervise.commands_socket import (
     Command,
     Commands,
     Down,
+    JoinedHosts,
     Reload,
     Report,
     Rescale,
     SocketStatus,
+    StartDaemon,
 )
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.lifecycle import JobReady, Phase
+from pipeinfer.supervise.join.server import JoinServer
+from pipeinfer.supervise.lifecycle import HostCame, JobReady, Phase
 from pipeinfer.supervise.moves import JobMove, move
 from pipeinfer.supervise.rules import Comeback
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
@@ -32,6 +34,7 @@ from pipeinfer.supervise.supervisor import Supervisor
 
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
+_LATEST = 600.0  #: seconds after which it moves though requests are open
 _SERVES = (Phase.READY, Phase.ORDERED)
 
 
@@ -42,17 +45,20 @@ class Keeper:
         none.
     every: seconds between two checks of missing hosts, 0 for never.
     auto: whether the job moves by itself when no request is open.
+    joins: accepts machines that join, None without --join.
     """
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report, *,
-                 left: tuple[str, list[str]], every: float, auto: bool) -> None:
+                 left: tuple[str, list[str]], every: float, auto: bool,
+                 joins: JoinServer | None = None) -> None:
         self._serving, self._folder, self._say, self._auto = serving, folder, say, auto
         self._http = HttpDoor(serving.environ, say)
         self._supervisor = Supervisor(serving, restarts, self._http, say, changed=self._write)
-        self._left, self._comeback = left, Comeback(every)
+        self._left, self._joins = left, joins
+        self._comeback = Comeback(every, new_hosts=joins is not None)
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
-        self._quiet_since = 0.0
+        self._quiet_since = self._back_since = 0.0
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
         self._since = time.time()
@@ -62,6 +68,8 @@ class Keeper:
         """Run jobs until the end; return the exit status of the last one."""
         commands = Commands(self._folder, self._execute)
         await commands.start()
+        if self._joins is not None:
+            self._joins.came = lambda _: self._supervisor.feed(HostCame())
         if self._left[0]:
             await self._supervisor.clean(*self._left)
         self._write()
@@ -120,19 +128,22 @@ class Keeper:
             self._comeback.missing(host, now)
         due = [host for host in self._comeback.due(now) if host in entries]
         asked = [entry for host in due if (entry := entries[host]) is not None]
-        found = await asyncio.to_thread(doctor_hosts.troubles, asked) if asked else {}
+        found = await asyncio.to_thread(roster.troubles, asked) if roster and asked else {}
         for host in due:
             trouble = self._absent[host] = found.get(host, "")
             if trouble:
                 self._back.discard(host)
             elif host not in self._back:
+                self._back_since = self._back_since if self._back else now
                 self._back.add(host)
                 when = "at the next quiet moment" if self._auto else "when you say so"
-                self._say(f"{'host ' * (host != 'this host')}{host} can take ranks again: the job "
-                          f"moves {when}; `pipeinfer rescale` moves it now")
+                called = f"host {roster.called(host)}" if roster else host
+                self._say(f"{called} can take ranks: the job moves {when}; `pipeinfer rescale` "
+                          "moves it now")
 
     async def _move_if_quiet(self) -> None:
-        quiet = time.monotonic() - self._quiet_since > _QUIET
+        now = time.monotonic()
+        quiet = now - self._quiet_since > _QUIET or now - self._back_since > _LATEST
         if self._back and self._auto and quiet and self._is(Phase.READY):
             await self._rescale(self._say, 0, 1.0)
 
@@ -149,6 +160,15 @@ class Keeper:
                 return {"message": "ending"}
             case Rescale(ranks, wait):
                 return {"message": await self._rescale(report, ranks or 0, wait)}
+            case StartDaemon(host, kind, arguments):
+                if self._joins is None:
+                    raise UsageError("no machines join here: `pipeinfer up --join`")
+                if error := await self._joins.start_daemon(host, self._serving.name, kind,
+                                                           arguments):
+                    raise UsageError(error)
+                return {}
+            case JoinedHosts():
+                return self._joined(command)
             case Reload():
                 return {"message": await self._reload(command, report)}
             case _:
@@ -195,6 +215,20 @@ class Keeper:
 
         return await move(self._supervisor, serving, self._http, report, plan)
 
+    def _joined(self, command: JoinedHosts) -> dict[str, Any]:
+        """Make or revoke a token; return the machines that have joined, and the tokens."""
+        if (joins := self._joins) is None:
+            raise UsageError("no machines join here: `pipeinfer up --join`")
+        new = joins.tokens.token(joins.tokens.new(command.seconds)).text if command.new else ""
+        if command.revoke and not joins.revoke(command.revoke):
+            raise UsageError(f"there is no token {command.revoke}: `pipeinfer tokens` lists them")
+        used = {entry.host for entry in self._serving.served[2]}
+        return {"new": new, "line": joins.line,
+                "hosts": [{**one.facts, "used": one.address in used and not one.gone}
+                          for one in joins.members.values()],
+                "tokens": [{"id": one.id, "made": one.made, "until": one.until,
+                            "machines": len(one.members)} for one in joins.tokens.issued()]}
+
     # --- reporting ----------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
@@ -214,6 +248,8 @@ class Keeper:
                 one |= {"state": "back", "why": ""}
             elif one["state"] != "used":
                 one["why"] = self._absent.get(str(one["host"]), "")
+            if self._serving.roster is not None:
+                one["host"] = self._serving.roster.called(str(one["host"]))
         return {"name": self._folder.name, "pid": os.getpid(), "job": self._serving.name,
                 "since": self._since, "phase": state.phase.value + more,
                 "ready": state.phase in _SERVES,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -24,9 +25,13 @@ from pipeinfer.transport.settings import mpi_settings
 
 Kind: TypeAlias = Literal["openmpi", "hydra"]
 _SECONDS = 20.0
+_VERSION = re.compile(r"\d+\.\d+(?:\.\d+)?")
 _PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PASSED_FROM = ("MPI4PY_", "OMP_", "GOMP_", "KMP_", "PIPEINFER_", "OMPI_MCA_")
 _KEPT = ("PIPEINFER_SSH_ARGS", "PIPEINFER_MPIRUN")  #: ranks need none of it
+#: what each machine that has joined has for itself
+_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "MPI4PY_", "PIPEINFER_CACHE", "PIPEINFER_LLAMA",
+        "PIPEINFER_STATE", "PIPEINFER_HOST_NAME", "PIPEINFER_JOB")
 _LIBRARIES = ("lib/libmpi.so.[0-9]*", "lib64/libmpi.so.[0-9]*", "lib/*/libmpich.so.[0-9]*",
               "lib/*/libmpi.so.[0-9]*", "lib/libmpich.so.[0-9]*", "lib/libmpi.so.12")
 _OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_JOB")
@@ -34,46 +39,60 @@ _OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_JOB")
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A program that starts ranks. kind: whose options it takes."""
+    """A program that starts ranks. kind: whose options it takes. version: such as 5.0.11."""
 
     path: str
     kind: Kind
+    version: str = ""
 
     def command(self, ranks: int, words: Sequence[str], environ: dict[str, str], hosts: str = "",
-                network: str = "", tagged: bool = True) -> list[str]:
+                network: str = "", tagged: bool = True, agent: str = "") -> list[str]:
         """Return the command line that starts `pipeinfer WORDS` on so many ranks.
 
         hosts: a hostfile in the launcher's format. network: of this host, such as 10.0.0.0/24.
-        tagged: whether each line of output begins with its rank. Adds variables to `environ`.
+        tagged: whether each line of output begins with its rank.
+        agent: the program that is called in place of ssh, "" for ssh; hosts may have this program
+            at other paths then. Adds variables to `environ`.
         """
         more = shlex.split(environ.get("PIPEINFER_MPIRUN_ARGS", ""))
         network = environ.get("PIPEINFER_IF") or network
         if network == "all":
             network = ""
+        command, names = program(), passed_names(environ)
+        if agent:
+            environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
+            command, names = ["pipeinfer"], [one for one in names if not one.startswith(_OWN)]
         if self.kind == "hydra":
             tags = ["-prepend-rank"] * tagged
-            return [self.path, *self._hydra(environ, hosts), *more, *tags, "-n", str(ranks),
-                    *program(), *words]
+            return [self.path, *self._hydra(environ, hosts, names, agent), *more, *tags, "-n",
+                    str(ranks), *command, *words]
         if hosts:
             # With :oversubscribe the first host would get every rank.
             environ["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:nooversubscribe"
-            prefix = str(Path(self.path).parent.parent)
-            more = ["--prefix", prefix, "--hostfile", hosts, *more]
-            if ssh := environ.get("PIPEINFER_SSH_ARGS"):
-                more += ["--mca", "plm_ssh_args", ssh]
+            if agent:  # the other hosts start no daemons on each other
+                place = ["--prtemca", "plm_ssh_agent", agent, "--prtemca",
+                         "plm_ssh_no_tree_spawn", "1"]
+            else:
+                place = ["--prefix", str(Path(self.path).parent.parent)]
+                if ssh := environ.get("PIPEINFER_SSH_ARGS"):
+                    more += ["--mca", "plm_ssh_args", ssh]
+            more = [*place, "--hostfile", hosts, *more]
             if network:
                 more += ["--mca", "btl_tcp_if_include", network, "--prtemca", "prte_if_include",
                          network]
-            for name in passed_names(environ):
+            for name in names:
                 more += ["-x", name]
         tags = ["--output", "tag"] * tagged
-        return [self.path, *more, *tags, "-np", str(ranks), *program(), *words]
+        return [self.path, *more, *tags, "-np", str(ranks), *command, *words]
 
-    def _hydra(self, environ: dict[str, str], hosts: str) -> list[str]:
+    def _hydra(self, environ: dict[str, str], hosts: str, names: Sequence[str], agent: str
+               ) -> list[str]:
         if not hosts:
             return []
-        more = ["-f", hosts, "-genvlist", ",".join(passed_names(environ))]
-        if ssh := environ.get("PIPEINFER_SSH_ARGS"):  # hydra has no option for them
+        more = ["-f", hosts, "-genvlist", ",".join(names)]
+        if agent:
+            more += ["-launcher", "ssh", "-launcher-exec", agent]
+        elif ssh := environ.get("PIPEINFER_SSH_ARGS"):  # hydra has no option for them
             wrapper = Path(hosts).with_name("ssh-wrapper")
             wrapper.write_text(f'#!/bin/sh\nexec ssh {ssh} "$@"\n', encoding="utf-8")
             wrapper.chmod(0o700)
@@ -113,7 +132,8 @@ def find(environ: dict[str, str]) -> Launcher | None:
         for pattern in _LIBRARIES:
             for library in root.glob(pattern):
                 environ.setdefault("MPI4PY_LIBMPI", str(library))
-    return Launcher(found, kind)
+    number = _VERSION.search(said)
+    return Launcher(found, kind, number[0] if number else "")
 
 
 def settings() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TypeAlias, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
+from pipeinfer.errors import PlanError
 from pipeinfer.supervise.rules import INTERRUPTED, End, Patience
 
 LIMIT = 600.0  #: seconds for the next job of a move to be ready
@@ -27,6 +28,7 @@ class Phase(Enum):
     FAILING = "moving: the next job ends, as it was not ready in time"
     RETURNING = "the next job did not start: the job before starts again"
     PAUSING = "starting again soon"
+    WAITING = "waiting for more machines to join"
     ENDING = "ending"
     STOPPED = "ended"
 
@@ -39,10 +41,12 @@ class State(Struct, frozen=True):
 
     job: number of the last start. order: number of the move in progress, 0 if there is none.
     failure: why that move has failed, "" if it has not.
+    waits: whether a job that its hosts cannot hold waits for more hosts.
     """
 
     phase: Phase
     patience: Patience
+    waits: bool = False
     job: int = 1
     order: int = 0
     failure: str = ""
@@ -63,6 +67,10 @@ class JobEnded(Struct, frozen=True):
     status: int
     lived: float
     why: str = ""
+
+
+class HostCame(Struct, frozen=True):
+    """There is a host more."""
 
 
 class Elapsed(Struct, frozen=True):
@@ -96,7 +104,7 @@ class Withdraw(Struct, frozen=True):
     why: str = ""
 
 
-Event: TypeAlias = JobReady | JobEnded | Elapsed | Stop | Order | Due | Withdraw
+Event: TypeAlias = JobReady | JobEnded | HostCame | Elapsed | Stop | Order | Due | Withdraw
 
 # --- actions ----------------------------------------------------------------------------------
 
@@ -169,9 +177,10 @@ Step: TypeAlias = tuple[State, tuple[Action, ...]]
 # --- transitions ------------------------------------------------------------------------------
 
 
-def begin(restarts: int) -> Step:
-    """Return the first state and its actions. restarts: how often a failed job starts again."""
-    return State(Phase.STARTING, Patience.of(restarts)), (Start(),)
+def begin(restarts: int, *, waits: bool = False) -> Step:
+    """Return the first state and its actions. restarts: how often a failed job starts again.
+    waits: see `State`."""
+    return State(Phase.STARTING, Patience.of(restarts), waits), (Start(),)
 
 
 def next_state(state: State, event: Event) -> Step:
@@ -191,11 +200,14 @@ def next_state(state: State, event: Event) -> Step:
     | RETURNING             | Elapsed  | STARTING  | Answer (the failure)                          |
     | STARTING, READY,      | Ended    | PAUSING   | Say, Wait(pause), if restarts are left and    |
     | ORDERED, RETURNING    |          |           | the exit status is that of a failure          |
+    |                       |          | WAITING   | Say, if it waits for hosts and the status is  |
+    |                       |          |           | that of a model that does not fit             |
     |                       |          | STOPPED   | Exit(status), else                            |
     |                       |          |           | before that in ORDERED: Admit, Answer;        |
     |                       |          |           | in RETURNING: Answer (the failure)            |
     | PAUSING               | Elapsed  | STARTING  | Start(again)                                  |
-    | PAUSING               | Stop     | STOPPED   | Exit(130)                                     |
+    | WAITING               | HostCame | STARTING  | Start(again)                                  |
+    | PAUSING, WAITING      | Stop     | STOPPED   | Exit(130)                                     |
     | ENDING                | Stop     | ENDING    | Interrupt                                     |
     | any other but STOPPED | Stop     | ENDING    | Answer, if an order is open; Interrupt        |
     | ENDING                | Ended    | STOPPED   | Exit(status)                                  |
@@ -208,6 +220,8 @@ def next_state(state: State, event: Event) -> Step:
             return _ready(state) if job == state.job else (state, ())
         case JobEnded():
             return _ended(state, event)
+        case HostCame():
+            return _restarted(state) if state.phase is Phase.WAITING else (state, ())
         case Elapsed(job):
             return _elapsed(state) if job == state.job else (state, ())
         case Stop(at_once):
@@ -263,6 +277,9 @@ def _ended(state: State, event: JobEnded) -> Step:
 
 def _again(state: State, event: JobEnded, before: tuple[Action, ...] = ()) -> Step:
     """Start the job again, or stop. before: further actions, which come first."""
+    if state.waits and event.status == PlanError.exit_code:
+        return replace(state, phase=Phase.WAITING), (
+            *before, Say("the model does not fit yet: waiting for more machines to join"))
     patience, verdict = state.patience.after(event.status, event.lived)
     ended = f"the job has ended with exit code {event.status}"
     if isinstance(verdict, End):
@@ -278,7 +295,7 @@ def _again(state: State, event: JobEnded, before: tuple[Action, ...] = ()) -> St
 def _elapsed(state: State) -> Step:
     match state.phase:
         case Phase.PAUSING:
-            return replace(state, phase=Phase.STARTING, job=state.job + 1), (Start(again=True),)
+            return _restarted(state)
         case Phase.TRYING:
             failure = (f"the changed job is not ready after {LIMIT:g} s: back to what there was "
                        "before")
@@ -289,11 +306,15 @@ def _elapsed(state: State) -> Step:
             return state, ()
 
 
+def _restarted(state: State) -> Step:
+    return replace(state, phase=Phase.STARTING, job=state.job + 1), (Start(again=True),)
+
+
 def _stop(state: State, at_once: bool) -> Step:
     match state.phase:
         case Phase.STOPPED:
             return state, ()
-        case Phase.PAUSING:
+        case Phase.PAUSING | Phase.WAITING:
             return replace(state, phase=Phase.STOPPED), (Exit(INTERRUPTED),)
         case phase if phase in _MOVES:
             then, answers = _answered(state, Phase.ENDING, state.failure or _ENDING)

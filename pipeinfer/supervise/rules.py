@@ -81,12 +81,12 @@ class Comeback:
     """Decides when missing hosts are checked again.
 
     Checks are `every` seconds apart. With each loss of the same host its first check comes later,
-    up to an hour after the loss, since each move costs a pause. Times are those of the caller's
-    clock.
+    up to an hour after the loss, since each move costs a pause. new_hosts: whether a host that is
+    missing for the first time is checked at once. Times are those of the caller's clock.
     """
 
-    def __init__(self, every: float) -> None:
-        self._every = every
+    def __init__(self, every: float, *, new_hosts: bool = False) -> None:
+        self._every, self._new_hosts = every, new_hosts
         self._due: dict[str, float] = {}
         self._losses: dict[str, int] = {}
 
@@ -94,7 +94,8 @@ class Comeback:
         """Record that a host is not in the job; repeated calls have no effect."""
         if host not in self._due:
             count = self._losses[host] = self._losses.get(host, 0) + 1
-            self._due[host] = now + min(self._every * 2 ** (count - 1), max(_HOUR, self._every))
+            pause = min(self._every * 2 ** (count - 1), max(_HOUR, self._every))
+            self._due[host] = now + (0.0 if self._new_hosts and count == 1 else pause)
 
     def present(self, host: str) -> None:
         """Record that a host is in the job."""

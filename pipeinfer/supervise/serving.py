@@ -16,7 +16,7 @@ from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.changes import kept, risky
-from pipeinfer.supervise.hosts import JobPlace, Roster
+from pipeinfer.supervise.hosts import JobPlace, Roster, clean_by_ssh
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, program
 from pipeinfer.supervise.logs import Logs
@@ -45,6 +45,7 @@ class Serving:
                  launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs) -> None:
         self.name, self.environ, self.launcher = name, environ, launcher
         self.roster, self.logs, self.logs_at = roster, logs, str(logs.folder)
+        self.waits = roster is not None and roster.waits
         self._ranks = ranks
         self._starts = 0  #: how many jobs there were
         self.served: tuple[list[str], int, list[HostEntry]] = ([], 0, [])  #: of the last job
@@ -116,14 +117,14 @@ class Serving:
             return SupervisedJob([*program(), *self.words], environ, lambda _, text: line(0, text),
                        alone=True)
         assert self.launcher is not None
-        network = ""
+        network = agent = ""
         if self.roster is not None:
-            network = self.roster.network
+            network, agent = self.roster.network, self.roster.agent
             if "PIPEINFER_NODES" not in environ and self.roster.nodes:
                 environ["PIPEINFER_NODES"] = self.roster.nodes
         return SupervisedJob(
-            self.launcher.command(self.ranks, self.words, environ, self.hostfile, network),
-            environ, line)
+            self.launcher.command(self.ranks, self.words, environ, self.hostfile, network,
+                                  agent=agent), environ, line)
 
     def ask_hosts(self) -> list[str]:
         """Use the hosts that answer; return notes for the user."""
@@ -136,6 +137,11 @@ class Serving:
     def error(self) -> str:
         """Return the first error that the last job has printed, "" if none."""
         return self.logs.error(self._starts)
+
+    def clean(self, host: str, job: str) -> None:
+        """End the processes that a job has left on another host."""
+        clean = clean_by_ssh if self.roster is None else self.roster.clean
+        clean(host, job)
 
     def hosts_of(self, ranks: Sequence[int]) -> dict[str, HostEntry | None]:
         """Return the hosts of these ranks; None stands for this host, which needs no check."""

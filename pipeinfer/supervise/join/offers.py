@@ -1,0 +1,46 @@
+"""What this machine has, for the cluster that it is part of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+
+from pipeinfer import __version__, host
+from pipeinfer.core.codec import VERSION
+from pipeinfer.llama.library import llama_version
+from pipeinfer.planning.partition import size_text
+from pipeinfer.supervise.join.messages import Offer
+from pipeinfer.supervise.launcher import Launcher
+
+_KINDS = {"openmpi": "Open MPI", "hydra": "MPICH"}
+_ELSEWHERE = ("192.0.2.1", 9)  #: an address that nobody has: nothing is sent there
+
+
+def own_offer(launcher: Launcher, settings: dict[str, int | str]) -> Offer:
+    """Return what this machine has, without the addresses that a connection decides.
+
+    settings: of its table in a nodes file.
+    """
+    facts = host.facts(len(os.sched_getaffinity(0)), 0, 1)
+    return Offer(host=socket.gethostname(), cores=facts.cores, memory=facts.memory_available,
+                 gpus=host.gpus(), dialled="", own="", port=0, pipeinfer=__version__,
+                 digest=host.package_digest(), protocol=VERSION, llama=llama_version(),
+                 python=platform.python_version(),
+                 launcher=f"{_KINDS[launcher.kind]} {launcher.version}", settings=settings)
+
+
+def words_of(offer: Offer) -> str:
+    """Return what a machine has, in words."""
+    gpus = f", {offer.gpus} GPU{'s' * (offer.gpus > 1)}" if offer.gpus else ""
+    own = "".join(f", {name} {value}" for name, value in offer.settings.items())
+    return f"{offer.cores} cores, {size_text(offer.memory)} of memory{gpus}{own}"
+
+
+def own_address() -> str:
+    """Return the address of this host in the network that leads elsewhere, else its host name."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ELSEWHERE)
+        return str(probe.getsockname()[0])
+    return socket.gethostname()

@@ -1,0 +1,104 @@
+"""The hosts of a job whose machines have joined: this one first, then the members that are here."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeinfer.cli import doctor_hosts
+from pipeinfer.cli.findings import Finding
+from pipeinfer.host import host_name
+from pipeinfer.nodes import HostEntry
+from pipeinfer.supervise.hosts import JobPlace, Roster
+from pipeinfer.supervise.join.server import JoinServer
+from pipeinfer.supervise.launcher import Kind
+
+_CLEAN = 15.0  #: seconds for a member to end what a job has left
+
+
+class JoinedRoster(Roster):
+    """The hosts that have joined at `server`.
+
+    folder: of the supervisor's files. name: of the supervisor.
+    """
+
+    waits = True
+
+    def __init__(self, server: JoinServer, kind: Kind, folder: Path, name: str) -> None:
+        super().__init__("the machines that have joined", kind, folder / "hosts")
+        self._server, self._folder = server, folder
+        self._loop: asyncio.AbstractEventLoop | None = None
+        agent = folder / "launch-agent"
+        words = [sys.executable, "-P", "-m", "pipeinfer.supervise.join.launch_agent", name]
+        agent.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        agent.chmod(0o700)
+        self.agent = str(agent)
+        self.take(self.found(0))
+
+    def start(self) -> None:
+        """Let threads reach the members through the running event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def found(self, asked: int) -> JobPlace:
+        """Return where a job with so many ranks would run now; 0 for one rank per machine."""
+        gone = tuple(Finding("fail", f"host {one.address}", one.gone)
+                     for one in self._server.members.values() if one.gone)
+        return JobPlace(asked, (self._own(), *map(_entry, self._here())), gone)
+
+    def _own(self) -> HostEntry:
+        return HostEntry(host_name(), 1, 0)
+
+    def _here(self) -> list[str]:
+        return [one.address for one in self._server.present]
+
+    def _entries(self) -> Sequence[HostEntry]:
+        return [self._own(), *(_entry(one.address) for one in self._server.members.values())]
+
+    def notes(self, place: JobPlace) -> list[str]:
+        """Return no notes: the server says who comes and goes."""
+        del place
+        return []
+
+    def called(self, host: str) -> str:
+        """Return the name of the machine at an address."""
+        names = {one.address: one.name for one in self._server.members.values()}
+        return names.get(host, host_name())
+
+    def troubles(self, entries: Sequence[HostEntry]) -> dict[str, str]:
+        """Return the reason why each of these hosts cannot run ranks, "" if it can."""
+        gone = {one.address: one.gone for one in self._server.members.values()}
+        return {entry.host: gone.get(entry.host, "") for entry in entries}
+
+    def clean(self, host: str, job: str) -> None:
+        """End the processes that a job has left on a member; called in a thread."""
+        assert self._loop is not None
+        if self._server.at(host) is not None:
+            work = asyncio.run_coroutine_threadsafe(self._server.end_job(host, job), self._loop)
+            try:
+                work.result(_CLEAN)
+            except TimeoutError:
+                work.cancel()
+
+    @property
+    def network(self) -> str:
+        """The network of this host over which the members have joined."""
+        return doctor_hosts.network_of(self._server.address) if self._server.address else ""
+
+    @property
+    def nodes(self) -> str:
+        """The path of a nodes file with the members' own settings, "" if they have none."""
+        path, lines = self._folder / "joined.toml", list[str]()
+        for member in self._server.present:
+            if member.offer.settings:
+                lines.append(f'[node."{member.name}"]')
+                lines += [f"{name} = {value if isinstance(value, int) else repr(value)}"
+                          for name, value in member.offer.settings.items()]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return str(path) if lines else ""
+
+
+def _entry(address: str) -> HostEntry:
+    return HostEntry(address, 1, 0)

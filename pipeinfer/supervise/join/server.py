@@ -1,0 +1,357 @@
+"""The head's end: accepts machines that join, and passes the launcher's orders on to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+from pipeinfer.errors import ProtocolError, UsageError
+from pipeinfer.supervise.join import messages as wire
+from pipeinfer.supervise.join.offers import own_address, words_of
+from pipeinfer.supervise.join.tokens import Tokens, nonce
+
+_PROVE = 10.0  #: seconds for TLS and the proof
+_SETTLE = 20.0  #: seconds after that until a machine is a member
+_TRY = 4.0  #: seconds for a connection to a machine's port, or back
+_ORDER = 30.0  #: seconds for an order
+_STRANGERS, _STRANGERS_EACH = 64, 8  #: connections without a proof, in all and of one address
+_NO_NAME = re.compile(r"[^A-Za-z0-9.-]+")
+_LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)  # ssl's, too long lines
+
+
+class _Refusal(Exception):
+    """The machine cannot become a member."""
+
+    def __init__(self, why: str, remedy: str, *, final: bool = True) -> None:
+        super().__init__(why)
+        self.message = wire.Rejected(why=why, remedy=remedy, final=final)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A machine that has joined.
+
+    id: its random id. token: the id of its token. name: here. address: as seen from here.
+    since: seconds since 1970 when it came, or left. gone: why it is away, "" while it is here.
+    """
+
+    id: str
+    token: str
+    name: str
+    address: str
+    offer: wire.Offer
+    since: float
+    gone: str = ""
+    writer: asyncio.StreamWriter | None = None
+    orders: dict[int, asyncio.Future[str]] = field(default_factory=dict)
+
+    def send(self, message: wire.FromHead) -> None:
+        """Send a message, if it is here."""
+        if self.writer is not None and not self.writer.is_closing():
+            self.writer.write(wire.encode(message))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what users see of it."""
+        offer = self.offer
+        return {"name": self.name, "address": self.address, "cores": offer.cores,
+                "memory": offer.memory, "gpus": offer.gpus, "has": words_of(offer),
+                "token": self.token, "since": self.since, "gone": self.gone}
+
+
+class JoinServer:
+    """Accepts machines, and knows those that have joined.
+
+    own: what a member must have in common with the head, and the head's host name.
+    say: prints a line for the user. came: called when a machine has come.
+    """
+
+    def __init__(self, tokens: Tokens, own: wire.Offer, say: Callable[[str], None],
+                 came: Callable[[Member], None] = lambda _: None) -> None:
+        self.tokens, self._own, self._say, self.came = tokens, own, say, came
+        self.members: dict[str, Member] = {}  #: by id, in the order in which they came first
+        self.address = ""  #: of the head, at which its members are connected
+        self.line = ""  #: what to call on the other machines
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+        self._strangers: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._numbers = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. host: "" for all addresses. Raises UsageError if that is not possible."""
+        try:
+            self._server = await asyncio.start_server(self._accept, host or None, port,
+                                                      limit=wire.MOST, backlog=256)
+        except (OSError, UnicodeError) as error:
+            raise UsageError(f"--join: cannot listen at {host or '*'}:{port}: "
+                             f"{getattr(error, 'strerror', None) or error}") from error
+        number, host = self._server.sockets[0].getsockname()[1], host or own_address()
+        self.line = f"pipeinfer join {f'[{host}]' if ':' in host else host}:{number}"
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    @property
+    def present(self) -> list[Member]:
+        """The members that are here."""
+        return [one for one in self.members.values() if not one.gone]
+
+    def at(self, address: str) -> Member | None:
+        """Return the member at an address, None if there is none now."""
+        return next((one for one in self.present if one.address == address), None)
+
+    def tell(self, text: str) -> None:
+        """Show a line to the users of all members."""
+        for member in self.present:
+            member.send(wire.Note(text=text))
+
+    def revoke(self, id: str) -> bool:
+        """Take a token back, and with it all members that have joined by it; return whether there
+        was one. Raises UsageError if that cannot be stored."""
+        found = self.tokens.revoke(id)
+        for member in self.present:
+            if member.token == id:
+                self._drop(member, "its token is revoked")
+        return found
+
+    async def start_daemon(self, address: str, job: str, kind: str, arguments: list[str]) -> str:
+        """Start the launcher's daemon on a member; return the error, "" if none."""
+        return await self._order(address, lambda number: wire.StartDaemon(
+            order=number, job=job, kind=kind, arguments=arguments))
+
+    async def end_job(self, address: str, job: str) -> str:
+        """End all processes of a job on a member; return the error, "" if none."""
+        return await self._order(address, lambda number: wire.EndJob(order=number, job=job))
+
+    async def _order(self, address: str, order: Callable[[int], wire.FromHead]) -> str:
+        if (member := self.at(address)) is None:
+            return f"{address} has not joined"
+        return await self._ask(member, order, _ORDER)
+
+    async def _ask(self, member: Member, order: Callable[[int], wire.FromHead], seconds: float
+                   ) -> str:
+        self._numbers += 1
+        number = self._numbers
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        member.orders[number] = answer
+        member.send(order(number))
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            return f"{member.name} has not answered within {seconds:g} s"
+        finally:
+            member.orders.pop(number, None)
+
+    # --- one connection -----------------------------------------------------------------------
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        peer = str(writer.get_extra_info("peername")[0])
+        member: Member | None = None
+        try:
+            if self._strangers.total() < _STRANGERS and self._strangers[peer] < _STRANGERS_EACH:
+                self._strangers[peer] += 1
+                try:
+                    async with asyncio.timeout(_PROVE):
+                        await writer.start_tls(self.tokens.context)
+                        claim = await self._prove(reader, writer)
+                finally:
+                    self._strangers[peer] -= 1
+                    self._strangers += Counter()  # forgets those without connections
+                async with asyncio.timeout(_SETTLE):
+                    member = await self._admit(reader, writer, claim)
+                await self._attend(reader, member)
+        except _Refusal as refusal:
+            self._say_refused(peer, refusal.message)
+            with contextlib.suppress(OSError):
+                writer.write(wire.encode(refusal.message))
+                async with asyncio.timeout(1.0):
+                    await writer.drain()
+        except _LOST:
+            pass
+        finally:
+            if member is not None and member.writer is writer:
+                self._drop(member, "the connection is lost")
+            self._open.discard(task)
+            writer.close()
+
+    def _say_refused(self, peer: str, refusal: wire.Rejected) -> None:
+        """Tell the user about a refusal; not again about the same one, so that nobody fills a
+        log."""
+        key = f"{peer} {refusal.why}"
+        self._refused[key] += 1
+        if self._refused[key] == 1 and len(self._refused) <= 100:
+            self._say(f"{peer} was not let in: {refusal.why}")
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+                     ) -> wire.Claim:
+        """Check the other end's proof and send the own one."""
+        mine = nonce()
+        writer.write(wire.encode(wire.Greeting(nonce=mine)))
+        claim = wire.from_member(await reader.readline())
+        if not isinstance(claim, wire.Claim):
+            raise ProtocolError("no claim")
+        if claim.version != wire.VERSION:
+            raise _Refusal("it speaks another version of the protocol for joining",
+                           "install the same pipeinfer on both machines")
+        issued = self.tokens.find(claim.token)
+        token = None if issued is None else self.tokens.token(issued)
+        if token is None or not token.proves(claim.proof, "member", mine, claim.nonce):
+            raise _Refusal("its token is wrong or revoked",
+                           "`pipeinfer tokens --new` on the head makes another one")
+        assert issued is not None
+        if not issued.admits(claim.member, time.time()):
+            raise _Refusal("its token has ended",
+                           "`pipeinfer tokens --new` on the head makes another one")
+        writer.write(wire.encode(wire.Proved(proof=token.proof("head", mine, claim.nonce))))
+        return claim
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+                     claim: wire.Claim) -> Member:
+        """Make the machine a member."""
+        offer = wire.from_member(await reader.readline())
+        if not isinstance(offer, wire.Offer):
+            raise ProtocolError("no offer")
+        peer, here = (str(writer.get_extra_info(name)[0]) for name in ("peername", "sockname"))
+        self._check(claim, offer, peer, here)
+        member = Member(claim.member, claim.token, self._name(claim.member, offer.host), peer,
+                        offer, time.time(), writer=writer)
+        await self._try_ports(reader, member, here)
+        former = self.members.get(member.id)
+        if former is not None and former.writer is not None:
+            former.writer.close()  # a half-open connection of the same machine
+        self.tokens.joined(claim.token, claim.member)
+        self.address, self.members[member.id] = here, member
+        member.send(wire.Admitted(name=member.name, address=peer))
+        self._say(f"{member.name} ({peer}) has joined: {words_of(offer)}")
+        self.came(member)
+        return member
+
+    def _check(self, claim: wire.Claim, offer: wire.Offer, peer: str, here: str) -> None:
+        """Raise _Refusal if this machine cannot be a member."""
+        own = self._own
+        for name, theirs, ours in (
+                ("pipeinfer", offer.pipeinfer, own.pipeinfer),
+                ("pipeinfer's source", offer.digest[:12], own.digest[:12]),
+                ("the ranks' protocol", str(offer.protocol), str(own.protocol)),
+                ("llama.cpp", offer.llama, own.llama),
+                ("the launcher", offer.launcher, own.launcher)):
+            if theirs != ours:
+                raise _Refusal(f"{name} is {theirs} on {offer.host} and {ours} on {own.host}",
+                               "install the same version on both: the same release, or the same "
+                               "commit with launch/join on one and launch/up on the other")
+        if offer.dialled.partition("%")[0] != here.partition("%")[0]:
+            raise _Refusal(
+                f"it reaches this head as {offer.dialled}, which is not the head's own address "
+                f"({here}): a router translates addresses between them, and ranks must reach each "
+                "other", f"join at an address of the head itself, such as {here}, or connect both "
+                "by a VPN")
+        if offer.own.partition("%")[0] != peer.partition("%")[0]:
+            raise _Refusal(
+                f"its own address is {offer.own}, but it arrives from {peer}: a router translates "
+                "addresses between them, and ranks must reach each other",
+                "use a network without translation, or connect both by a VPN")
+        if peer == here:
+            raise _Refusal("it is the head's own machine", "join from another machine; the head "
+                           "takes part already")
+        if self.present and here != self.address:
+            raise _Refusal(
+                f"the other machines have joined at {self.address}, this one at {here}: they "
+                "could not reach each other", f"join at {self.address}")
+        other = self.at(peer)
+        if other is not None and other.id != claim.member:
+            raise _Refusal(f"{other.name} has joined from the same machine",
+                           "`pipeinfer leave` ends the other one")
+
+    def _name(self, id: str, host: str) -> str:
+        """Return a name that no other member has, nor the head."""
+        wanted = _NO_NAME.sub("-", host).strip("-.")[:60] or "host"
+        taken = {self._own.host, *(one.name for one in self.members.values() if one.id != id)}
+        return next(name for name in (wanted, *(f"{wanted}-{i}" for i in range(2, 10_000)))
+                    if name not in taken)
+
+    async def _try_ports(self, reader: asyncio.StreamReader, member: Member, here: str) -> None:
+        """Raise _Refusal unless any port of each end can be reached from the other, as MPI
+        needs."""
+        remedy = ("ranks connect to each other at ports that the system chooses: let {} accept all "
+                  "TCP and UDP from the machines of the cluster (ufw allow from {})")
+        try:
+            async with asyncio.timeout(_TRY):
+                _, probe = await asyncio.open_connection(member.address, member.offer.port)
+            probe.close()
+        except OSError:  # TimeoutError is one
+            raise _Refusal(
+                f"this head cannot reach port {member.offer.port} of {member.address}: a firewall "
+                f"on {member.name} is in the way",
+                remedy.format(member.name, here), final=False) from None
+        listener = await asyncio.start_server(lambda _, writer: writer.close(), here, 0)
+        port = listener.sockets[0].getsockname()[1]
+        try:
+            member.send(wire.Dial(order=0, port=port))
+            while not isinstance(answer := wire.from_member(await reader.readline()), wire.Done):
+                pass
+        finally:
+            listener.close()
+        if answer.error:
+            raise _Refusal(
+                f"{member.name} cannot reach port {port} of this head ({answer.error}): a firewall "
+                f"on {self._own.host} is in the way",
+                remedy.format(self._own.host, member.address), final=False)
+
+    async def _attend(self, reader: asyncio.StreamReader, member: Member) -> None:
+        """Handle a member's messages until it leaves or is lost."""
+        beating = asyncio.create_task(self._beat(member))
+        try:
+            while True:
+                async with asyncio.timeout(wire.SILENT):
+                    line = await reader.readline()
+                match wire.from_member(line):
+                    case wire.Done() as done:
+                        self._done(member, done)
+                    case wire.Leave():
+                        self._drop(member, "it has left")
+                        return
+                    case wire.Beat():
+                        pass
+                    case wire.Claim() | wire.Offer() as late:
+                        raise ProtocolError(f"{type(late).__name__} after the start")
+                    case other:
+                        assert_never(other)
+        finally:
+            beating.cancel()
+
+    async def _beat(self, member: Member) -> None:
+        while True:
+            await asyncio.sleep(wire.BEAT)
+            member.send(wire.Beat())
+
+    def _done(self, member: Member, done: wire.Done) -> None:
+        answer = member.orders.get(done.order)
+        if answer is not None and not answer.done():
+            answer.set_result(done.error)
+
+    def _drop(self, member: Member, why: str) -> None:
+        """Count a member as gone."""
+        if member.writer is not None:
+            member.writer.close()
+        member.writer, member.gone, member.since = None, why, time.time()
+        for answer in member.orders.values():
+            if not answer.done():
+                answer.set_result(f"{member.name} is gone: {why}")
+        self._say(f"{member.name} ({member.address}) is gone: {why}")
+

@@ -1,0 +1,357 @@
+"""A head and machines that join it, in one process over real connections; and who tries to get in
+between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+
+import pytest
+from msgspec import structs
+
+from pipeinfer.supervise.join import agent as agents
+from pipeinfer.supervise.join import messages as wire
+from pipeinfer.supervise.join import server as servers
+from pipeinfer.supervise.join.agent import Agent, JoinRefused
+from pipeinfer.supervise.join.server import JoinServer
+from pipeinfer.supervise.join.tokens import Token, Tokens
+from pipeinfer.supervise.launcher import Launcher
+
+HEAD = "127.0.0.2"  #: so that a member, which arrives from 127.0.0.1, is another machine
+OFFER = wire.Offer(host="box", cores=4, memory=8 << 30, gpus=0, dialled="", own="", port=0,
+                   pipeinfer="1", digest="d", protocol=1, llama="l", python="3.11",
+                   launcher="Open MPI 5.0.11")
+OWN = structs.replace(OFFER, host="head")
+SECONDS = 10.0
+
+
+class World:
+    """A head, and what it and its members print."""
+
+    def __init__(self, folder):
+        self.said, self.members_said = [], []
+        self.tokens = Tokens(folder)
+        self.token = self.tokens.token(self.tokens.usable())
+        self.server = JoinServer(self.tokens, OWN, self.said.append)
+        self.running = []
+
+    async def __aenter__(self):
+        await self.server.start(HEAD, 0)
+        self.port = int(self.server.line.rpartition(":")[2])
+        return self
+
+    async def __aexit__(self, *_):
+        for agent, task in self.running:
+            agent.stop()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(task, SECONDS)
+        await self.server.close()
+
+    def agent(self, *, token=None, member="m1", offer=OFFER, port=0, mpirun="/bin/false"):
+        launcher = Launcher(mpirun, "openmpi", "5.0.11")
+        return Agent((HEAD, port or self.port), token or self.token, member, offer, launcher, {},
+                     self.members_said.append)
+
+    def join(self, **more):
+        agent = self.agent(**more)
+        task = asyncio.ensure_future(agent.run())
+        self.running.append((agent, task))
+        return agent, task
+
+    async def until(self, condition):
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, (self.said, self.members_said)
+            await asyncio.sleep(0.01)
+
+    async def refused(self, **more):
+        """The reason why the head, or the machine, does not want the other."""
+        with pytest.raises(JoinRefused) as found:
+            await asyncio.wait_for(self.agent(**more).run(), SECONDS)
+        return str(found.value)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Run a coroutine function of a World."""
+    def run(story):
+        async def whole():
+            async with World(tmp_path) as found:
+                await story(found)
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_a_machine_joins_leaves_and_comes_back_under_its_name(world):
+    async def story(world):
+        agent, task = world.join()
+        await world.until(lambda: world.server.present)
+        (member,) = world.server.present
+        assert (member.name, member.address, member.offer.cores) == ("box", "127.0.0.1", 4)
+        assert any("joined" in line and "as box" in line for line in world.members_said)
+        agent.stop()
+        await task
+        await world.until(lambda: not world.server.present)
+        assert world.server.members["m1"].gone == "it has left"
+        world.join()
+        await world.until(lambda: world.server.present)
+        assert [one.name for one in world.server.members.values()] == ["box"]
+
+    world(story)
+
+
+def test_names_are_unique_and_the_heads_is_taken(world):
+    async def story(world):
+        for number, name in enumerate(["head", "box", "box", "b;x $(id)", "ü"]):
+            assert await world.refused(offer=structs.replace(OFFER, launcher="other"))  # no member
+            agent, task = world.join(member=f"m{number}", offer=structs.replace(OFFER, host=name))
+            await world.until(lambda: world.server.present)
+            agent.stop()
+            await task
+            await world.until(lambda: not world.server.present)
+        assert [one.name for one in world.server.members.values()] == [
+            "head-2", "box", "box-2", "b-x-id", "host"]
+
+    world(story)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"pipeinfer": "2"}, "pipeinfer is 2 on box and 1 on head"),
+    ({"digest": "e"}, "source is e on box"), ({"protocol": 2}, "protocol is 2"),
+    ({"llama": "m"}, "llama.cpp is m on box and l on head"),
+    ({"launcher": "MPICH 4"}, "launcher is MPICH 4")])
+def test_another_version_is_said_on_both_ends(world, change, says):
+    async def story(world):
+        assert says in await world.refused(offer=structs.replace(OFFER, **change))
+        assert any(says in line for line in world.said)
+
+    world(story)
+
+
+def test_a_second_agent_on_one_machine_is_refused(world):
+    async def story(world):
+        world.join()
+        await world.until(lambda: world.server.present)
+        assert "has joined from the same machine" in await world.refused(member="m2")
+
+    world(story)
+
+
+def test_the_own_machine_and_translated_addresses_are_refused(world):
+    async def story(world):
+        for field, says in (("dialled", "not the head's own address"), ("own", "it arrives from")):
+            claim = wire.Claim(token=world.token.id, member="m9", nonce="", proof="")
+            offer = structs.replace(OFFER, **{"own": "127.0.0.1", "dialled": HEAD,
+                                              field: "192.0.2.7"})
+            with pytest.raises(servers._Refusal, match=says):
+                world.server._check(claim, offer, "127.0.0.1", HEAD)
+        with pytest.raises(servers._Refusal, match="the head's own machine"):
+            world.server._check(claim, structs.replace(OFFER, own=HEAD, dialled=HEAD), HEAD, HEAD)
+
+    world(story)
+
+
+def test_a_firewall_on_either_side_is_named_with_the_port(world, monkeypatch):
+    async def story(world):
+        async def dial(self, port):
+            return "no answer in time"
+
+        monkeypatch.setattr(agents.Agent, "_dial", dial)
+        agent, task = world.join()
+        await world.until(lambda: any("cannot reach port" in line for line in world.members_said))
+        assert not world.server.present
+        assert any("firewall on head" in line for line in world.members_said)
+        agent.stop()
+        await task
+
+    world(story)
+
+
+# --- who tries to get in ----------------------------------------------------------------------
+
+
+def test_without_the_secret_nobody_gets_in(world):
+    async def story(world):
+        wrong = structs.replace(world.token, secret="00" * 16)
+        assert "its token is wrong or revoked" in await world.refused(token=wrong)
+        unknown = structs.replace(world.token, id="00" * 4)
+        assert "its token is wrong or revoked" in await world.refused(token=unknown)
+        assert not world.server.members
+        assert world.token.secret not in "".join(world.said + world.members_said)
+
+    world(story)
+
+
+def test_a_head_with_another_certificate_learns_nothing(world):
+    """A man in the middle ends TLS himself and has a certificate of his own."""
+    async def story(world):
+        heard = []
+
+        async def pass_on(reader, writer):
+            heard.append(await reader.read(1000))
+            writer.close()
+
+        folder = world.tokens._folder / "evil"
+        folder.mkdir()
+        middle = await asyncio.start_server(pass_on, HEAD, 0, ssl=Tokens(folder).context)
+        port = middle.sockets[0].getsockname()[1]
+        assert "another certificate" in await world.refused(port=port)
+        await asyncio.sleep(0.1)
+        assert b"".join(heard) == b""
+        middle.close()
+
+    world(story)
+
+
+def test_who_has_the_certificate_but_not_the_secret_is_found_out(world, tmp_path):
+    """A head whose key was copied, but not its tokens."""
+    async def story(world):
+        async def pretend(reader, writer):
+            writer.write(wire.encode(wire.Greeting(nonce="00" * 16)))
+            await reader.readline()
+            writer.write(wire.encode(wire.Proved(proof="00" * 32)))
+            await reader.read()
+
+        head = await asyncio.start_server(pretend, HEAD, 0, ssl=world.tokens.context)
+        port = head.sockets[0].getsockname()[1]
+        assert "does not know the secret" in await world.refused(port=port)
+        head.close()
+
+    world(story)
+
+
+async def speak(world, *messages):
+    """A TLS connection that sends these lines after the greeting; the replies."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(HEAD, world.port, ssl=context)
+    greeting = wire.from_head(await reader.readline())
+    for message in messages:
+        line = message(greeting) if callable(message) else message
+        writer.write(line)
+    with contextlib.suppress(OSError):
+        found = await asyncio.wait_for(reader.read(), SECONDS)
+        writer.close()
+        return found
+    return b""
+
+
+def claim(token: Token, nonce="11" * 16):
+    def of(greeting):
+        return wire.encode(wire.Claim(token=token.id, member="m1", nonce=nonce,
+                                      proof=token.proof("member", greeting.nonce, nonce)))
+
+    return of
+
+
+def test_a_proof_of_another_connection_is_refused(world):
+    async def story(world):
+        kept = []
+
+        def once(greeting):
+            kept.append(claim(world.token)(greeting))
+            return kept[-1]
+
+        await speak(world, once, b"x\n")  # a right proof; then no offer
+        assert b"wrong or revoked" in await speak(world, kept[0])
+        assert not world.server.members
+
+    world(story)
+
+
+@pytest.mark.parametrize("lines", [
+    [b"GET / HTTP/1.1\r\n\r\n"], [b"{}\n"], [b"\xff" * 100 + b"\n"], [b"x" * (wire.MOST * 2)],
+    [b'{"is":"offer"}\n'], [b'{"is":"claim","token":1}\n'], [b"[" * 10_000 + b"\n"]])
+def test_garbage_costs_only_its_own_connection(world, lines):
+    async def story(world):
+        world.join()
+        await world.until(lambda: world.server.present)
+        assert await speak(world, *lines) == b""
+        assert len(world.server.present) == 1
+
+    world(story)
+
+
+def test_a_thousand_silent_and_slow_connections_do_not_keep_a_machine_out(world, monkeypatch):
+    """Eight of one address may be open without a proof; the others are closed at once."""
+    monkeypatch.setattr(servers, "_PROVE", 1.0)
+
+    async def story(world):
+        links = []
+        for number in range(1000):
+            reader, writer = await asyncio.open_connection(
+                HEAD, world.port, local_addr=("127.0.0.3", 0))
+            links.append((reader, writer))
+            if number % 100 == 0:
+                writer.write(b"\x16")  # of a handshake, and no more
+        world.join()
+        await world.until(lambda: world.server.present)
+        await world.until(lambda: not world.server._strangers.total())
+        assert len(world.server._open) == 1
+        for _, writer in links:
+            writer.close()
+
+    world(story)
+
+
+def test_a_revoked_token_sends_its_machines_away(world):
+    async def story(world):
+        _, task = world.join()
+        await world.until(lambda: world.server.present)
+        assert world.server.revoke(world.token.id)
+        assert not world.server.present
+        with pytest.raises(JoinRefused, match="wrong or revoked"):
+            await asyncio.wait_for(task, SECONDS)
+
+    world(story)
+
+
+# --- orders -----------------------------------------------------------------------------------
+
+
+def programs(folder, daemon):
+    """A launcher, whose path is returned, and a daemon beside it that does this."""
+    (folder / "bin").mkdir()
+    for name, text in (("mpirun", "exit 1"), ("prted", daemon)):
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o700)
+    return str(folder / "bin" / "mpirun")
+
+
+def test_a_daemon_is_started_with_checked_arguments_and_ends_with_the_agent(world, tmp_path):
+    async def story(world):
+        mpirun = programs(tmp_path, 'echo "$PIPEINFER_JOB $PIPEINFER_HOST_NAME $@" '
+                                    f">{tmp_path}/ran; exec sleep 1000")
+        agent, task = world.join(mpirun=mpirun)
+        await world.until(lambda: world.server.present)
+        refused = await world.server.start_daemon("127.0.0.1", "job-1", "openmpi", ["-c", "id"])
+        assert "does not take" in refused
+        assert await world.server.start_daemon(
+            "127.0.0.1", "job-1", "openmpi", ["--prtemca", "ess", "env"]) == ""
+        await world.until(lambda: (tmp_path / "ran").exists() and (tmp_path / "ran").read_text())
+        assert (tmp_path / "ran").read_text() == "job-1 box --prtemca ess env\n"
+        (daemon,) = agent._daemons
+        agent.stop()
+        await task
+        assert daemon.poll() is not None
+        assert "has not joined" in await world.server.start_daemon("127.0.0.1", "j", "openmpi", [])
+
+    world(story)
+
+
+def test_what_a_job_has_left_is_ended_by_order(world, tmp_path):
+    async def story(world):
+        mpirun = programs(tmp_path, "exec sleep 1000")
+        agent, _ = world.join(mpirun=mpirun)
+        await world.until(lambda: world.server.present)
+        assert await world.server.start_daemon("127.0.0.1", "job-2", "openmpi", []) == ""
+        (daemon,) = agent._daemons
+        assert await world.server.end_job("127.0.0.1", "job-2") == ""
+        assert daemon.wait(SECONDS) < 0
+
+    world(story)
