@@ -98,12 +98,11 @@ def host_name() -> str:
 
 
 def package_digest() -> str:
-    """Return the SHA-256 of this package's source, in hexadecimal."""
+    """Return the SHA-256 of this package's source in Python, in hexadecimal."""
     found, root = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".c", ".h", ".env"):
-            found.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
-            found.update(path.read_bytes())
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 

@@ -256,8 +256,8 @@ def test_a_prediction_head_is_as_often_right_as_its_distance_says(by_depth):
         assert found.tokens_per_second > 2 * slow.tokens_per_second
     elif by_depth == (0.0,):
         assert right < 0.2  # alternatives
-    elif by_depth == (1.0, 0.0):  # it is learned that two tokens behind a row nothing is right
-        assert right > 0.9
+    elif by_depth == (1.0, 0.0):  # it is learned that two tokens behind a row nothing is right,
+        assert right > 0.75  # and tried again now and then
         assert stats.steps < 0.6 * stats.accepted
     else:
         assert 0.5 < right < 0.95

@@ -7,6 +7,8 @@ import os
 import platform
 import socket
 
+import psutil
+
 from pipeinfer import __version__, host
 from pipeinfer.core.codec import VERSION
 from pipeinfer.llama.library import llama_version
@@ -39,8 +41,10 @@ def words_of(offer: Offer) -> str:
 
 
 def own_address() -> str:
-    """Return the address of this host in the network that leads elsewhere, else its host name."""
+    """Return the address of this host in the network that leads elsewhere, else its first one."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(_ELSEWHERE)
         return str(probe.getsockname()[0])
-    return socket.gethostname()
+    found = [one.address for name, interface in sorted(psutil.net_if_addrs().items())
+             for one in interface if one.family == socket.AF_INET]
+    return next((one for one in found if not one.startswith("127.")), socket.gethostname())
