@@ -33,7 +33,7 @@ class BufferedTree(Tree):
 
     @override
     def rows_left(self, base: Node, width: int) -> int:
-        return width if self.shares else width - len(self._path(base))
+        return width if self.shares else max(0, width - len(self._path(base)))
 
     @override
     def issue(self, nodes: Sequence[Node], run_id: int) -> list[Node]:

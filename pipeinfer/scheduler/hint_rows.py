@@ -147,8 +147,11 @@ class HintRows:
 
     def send(self, lane: Lane, planned: list[Node], state: SchedulerState) -> None:
         """Issue planned hints in a run of their own, after the run of the rows that they hang
-        below.
+        below. Not where that run would have to repeat these rows (`BufferedTree.repeated`).
         """
+        if planned and planned[0].parent is not None and \
+                not lane.tree.rows_left(planned[0].parent, 1):
+            return
         ready: list[Node] = []
         for node in planned:  # their parent may have found no room in its run
             assert node.parent is not None

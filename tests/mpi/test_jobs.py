@@ -94,7 +94,7 @@ main()
 
 @pytest.mark.parametrize(("command", "code"), [
     (["doctor", "-m", "/nowhere.gguf"], 1), full(["plan"], 0), full(["doctor"], 0),
-    full(["plan", "--set", "split=equal"], 4),
+    full(["plan", "--split", "equal"], 4),
 ])
 def test_commands_that_only_query_skip_mpi_finalize(command, code):
     """It crashes there now and then, in a job that survives the death of a rank."""

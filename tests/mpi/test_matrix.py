@@ -160,7 +160,7 @@ KINDS = {
         "1x2 and a draft rank")),
     "lookup and draft": Kind(embedded, ("4 ranks",), ("1 ranks", "3 ranks"),
                              {"proposer": ["prompt-lookup", "draft"]}),
-    "lookahead": Kind(embedded, ("3 ranks",), ("1 ranks", "4 ranks"),
+    "lookahead": Kind(embedded, ("1 ranks", "3 ranks"), ("4 ranks",),
                       {"proposer": ["lookahead", "draft"]}),
     "lookahead on torch": Kind(shallow, (), ("2 ranks",), TORCH | {"proposer": ["lookahead"]}),
     "masks": Kind(with_masks(0), ("2 ranks",), ("1 ranks", "4 ranks"), MASKS),
