@@ -54,6 +54,7 @@ _FEATURES = ("avx", "avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_vnn
 
 
 HOST_NAME = "PIPEINFER_HOST_NAME"  #: by which the cluster calls this host, if not by its own name
+MPI_PREFIX = "PIPEINFER_MPI_PREFIX"  #: where this host has MPI, if not at rank 0's path
 SECRETS = "PIPEINFER_SECRETS"  #: host:path of the file with secrets, until rank 0 has read it
 #: variables that hold keys or tokens: no launcher has them, nor any rank but the first
 SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -279,6 +280,8 @@ def choose_transports() -> None:
     network for it, this is ofi, which waits a second in MPI_Init before it gives up. Where shared
     memory is too small for all ranks of the host, as in containers, they share files instead.
     """
+    if prefix := os.environ.get(MPI_PREFIX):
+        os.environ["OPAL_PREFIX"] = prefix
     if launched_size() > 1:
         alone = on_one_host()
         if _free_bytes(_SHARED) < local_place()[1] * _SHARED_BYTES:

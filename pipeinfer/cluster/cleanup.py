@@ -1,9 +1,11 @@
 """Ends the processes that a job has left on this host, found by their environment.
 
-    python -m pipeinfer.cluster.cleanup JOB        JOB is $PIPEINFER_JOB of the launch scripts
+    python -m pipeinfer.cluster.cleanup [--after] JOB    JOB is $PIPEINFER_JOB of the launch scripts
 
 The launch scripts run it on every host before they start a failed job again. A rank that is
-stopped, or whose daemon died first, would otherwise keep its memory and its file locks.
+stopped, or whose daemon died first, would otherwise keep its memory and its file locks. With
+--after it first waits until its standard input is closed, which the death of the process at the
+other end does, too.
 
 It also deletes the directories that killed launchers left in the temporary directory
 (`clear_sessions`). Every job does that at its start.
@@ -94,11 +96,14 @@ def _is_ours(session: Path) -> bool:
 
 def main() -> None:
     """Clear sessions of dead launchers and end the processes of a job."""
-    if len(sys.argv) != 2 or not sys.argv[1]:
-        sys.exit("usage: python -m pipeinfer.cluster.cleanup JOB")
+    *after, job = sys.argv[1:] or [""]
+    if not job or after not in ([], ["--after"]):
+        sys.exit("usage: python -m pipeinfer.cluster.cleanup [--after] JOB")
+    if after:
+        sys.stdin.read()
     clear_sessions()
-    killed = end(sys.argv[1])
-    if killed:
+    killed = end(job)
+    if killed and not after:
         sys.stderr.write(f"pipeinfer: killed {len(killed)} processes that the previous job left "
                          "behind\n")
 

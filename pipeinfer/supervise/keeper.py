@@ -4,8 +4,10 @@ the job there (`moves`), executes commands, reports its state."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -62,6 +64,7 @@ class Keeper:
         self._absent: dict[str, str] = {}
         self._back: set[str] = set()
         self._since = time.time()
+        self._moving: asyncio.Task[None] | None = None
         self._written: dict[str, Any] = {}
 
     async def run(self) -> int:
@@ -77,8 +80,10 @@ class Keeper:
         try:
             return await self._supervisor.run()
         finally:
-            tending.cancel()
-            await asyncio.gather(tending, return_exceptions=True)
+            tasks = [tending, *filter(None, [self._moving])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await commands.close()
             self._write()
 
@@ -87,14 +92,10 @@ class Keeper:
     async def _tend(self) -> None:
         while True:
             await asyncio.sleep(_LOOK)
-            try:
+            with reported(self._say):
                 await self._look()
                 await self._ask_missing()
-                await self._move_if_quiet()
-            except UsageError as error:
-                self._say(str(error))
-            except Exception as error:  # a bug here must not end the job
-                self._say(f"{type(error).__name__}: {error} (this is a bug)")
+                self._move_if_quiet()
             self._write()
 
     async def _look(self) -> None:
@@ -141,10 +142,16 @@ class Keeper:
                 self._say(f"{called} can take ranks: the job moves {when}; `pipeinfer rescale` "
                           "moves it now")
 
-    async def _move_if_quiet(self) -> None:
+    def _move_if_quiet(self) -> None:
         now = time.monotonic()
         quiet = now - self._quiet_since > _QUIET or now - self._back_since > _LATEST
-        if self._back and self._auto and quiet and self._is(Phase.READY):
+        if self._back and self._auto and quiet and self._is(Phase.READY) and \
+                (self._moving is None or self._moving.done()):
+            self._moving = asyncio.create_task(self._move())
+
+    async def _move(self) -> None:
+        """Move by itself, beside the monitoring, which finds out when the next job is ready."""
+        with reported(self._say):
             await self._rescale(self._say, 0, 1.0)
 
     # --- commands -----------------------------------------------------------------------------
@@ -194,11 +201,13 @@ class Keeper:
             return JobMove(f"the job is moved to {place.ranks} ranks",
                         JobSettings(serving.words, place), waits=waits, wait=wait)
 
-        said = await move(self._supervisor, serving, self._http, report, plan)
-        for host in self._back:  # so that a further loss lengthens the next wait
-            self._comeback.present(host)
-        self._back.clear()
-        return said
+        try:
+            return await move(self._supervisor, serving, self._http, report, plan)
+        finally:  # a further loss, or a job that does not start, lengthens the next wait
+            for host in self._back:
+                self._comeback.present(host)
+            self._back.clear()
+            self._absent.clear()
 
     async def _reload(self, command: Reload, report: Report) -> str:
         serving = self._serving
@@ -265,6 +274,17 @@ class Keeper:
         if state != self._written:
             self._written = {**state, "starts": [dict(one) for one in state["starts"]]}
             self._folder.write(state)
+
+
+@contextlib.contextmanager
+def reported(say: Report) -> Iterator[None]:
+    """Print errors instead of raising them: a bug here must not end the job."""
+    try:
+        yield
+    except UsageError as error:
+        say(str(error))
+    except Exception as error:
+        say(f"{type(error).__name__}: {error} (this is a bug)")
 
 
 def identity(path: str) -> tuple[object, ...]:

@@ -84,12 +84,15 @@ class Cluster:
     frame takes, and the share that is lost (tests/rig/bad_wires.py); then nodes cannot be
     unplugged. cpu: cores per node, 0 for
     no limit; cpus: other values for some nodes. private: directories that are empty and its own on
-    every node but node1, which keeps the real ones.
+    every node but node1, which keeps the real ones. sshd: whether they can be logged in to.
+    host_name: the host name of all nodes, "" for node1, node2 and so on.
     """
 
     def __init__(self, n_nodes: int, *, rate: str = "1gbit", cpu: float = 0.0,
                  cpus: Mapping[int, float] | None = None, private: Sequence[str | Path] = (),
-                 burst: str = "256kb", delay: float = 0.0, loss: float = 0.0) -> None:
+                 burst: str = "256kb", delay: float = 0.0, loss: float = 0.0,
+                 sshd: bool = True, host_name: str = "") -> None:
+        self._sshd, self._host_name = sshd, host_name
         self.delay, self.loss = delay, loss
         self.n_nodes, self.rate, self.burst = n_nodes, rate, burst
         self.cpus = {node: (cpus or {}).get(node, cpu) for node in self.nodes}
@@ -163,9 +166,10 @@ class Cluster:
         for node in self.nodes:
             self._make_links(node, switch)
             self._make_cgroup(node)
-        for node in self.nodes:
+        for node in self.nodes if self._sshd else ():
             self._start_sshd(node)
-        self._await_sshd()
+        if self._sshd:
+            self._await_sshd()
 
     def _make_links(self, node: int, switch: str) -> None:
         space, port = f"{self.id}n{node}", f"port{node}"
@@ -258,7 +262,7 @@ class Cluster:
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """`command` as it has to be started here to run on a node."""
         etc = shlex.quote(str(self.state / "etc-hosts"))
-        inside = [f"hostname node{node}", f"mount --bind {etc} /etc/hosts"]
+        inside = [f"hostname {self._host_name or f'node{node}'}", f"mount --bind {etc} /etc/hosts"]
         for i, path in enumerate(self.private if node > 1 else []):
             own = self.state / f"disk-{node}-{i}"
             own.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ import random
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, assert_never
 
@@ -20,7 +21,7 @@ from msgspec import structs
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import PipeinferError, ProtocolError, UsageError
-from pipeinfer.host import HOST_NAME, end_with_parent
+from pipeinfer.host import HOST_NAME
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join.daemon import command_of, environment_of
 from pipeinfer.supervise.join.tokens import Token, fingerprint, nonce
@@ -57,7 +58,8 @@ class Agent:
         self._environ = environment_of(launcher, environ)
         self._stopping = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
-        self._daemons: dict[subprocess.Popen[bytes], str] = {}  #: with the ids of their jobs
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._guards: dict[str, subprocess.Popen[bytes]] = {}  #: by job: ends it when this ends
         self._tasks: set[asyncio.Task[None]] = set()
         self._name = ""
 
@@ -86,15 +88,15 @@ class Agent:
                     away, pause = clock(), 1.0
                     self._say(f"{self._at} cannot be reached ({why}): trying again")
                 self._name = ""
-                if clock() - away > _AWAY and self._daemons:
+                if clock() - away > _AWAY and self._guards:
                     self._say("the head is away for long: its processes here end")
-                    await self._end_daemons()
+                    await self._end_jobs()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
                         await self._stopping.wait()
                 pause = min(2 * pause, _LONGEST)
         finally:
-            await self._end_daemons()
+            await self._end_jobs()
 
     @property
     def _at(self) -> str:
@@ -228,32 +230,37 @@ class Agent:
 
     def _start(self, order: wire.StartDaemon) -> str:
         """Start the launcher's daemon; return the error, "" if none."""
-        self._daemons = {one: job for one, job in self._daemons.items() if one.poll() is None}
+        self._daemons = [one for one in self._daemons if one.poll() is None]
         try:
             command = command_of(self._launcher, order.kind, order.arguments)
-            daemon = subprocess.Popen(
+            if order.job not in self._guards:  # the daemon would outlive a killed agent
+                self._guards[order.job] = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "pipeinfer.cluster.cleanup", "--after", order.job],
+                    stdin=subprocess.PIPE, start_new_session=True)
+            self._daemons.append(subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, start_new_session=True,
-                cwd=os.path.expanduser("~"), preexec_fn=end_with_parent,
-                env=self._environ | {cleanup.VARIABLE: order.job, HOST_NAME: self._name})
+                cwd=os.path.expanduser("~"),
+                env=self._environ | {cleanup.VARIABLE: order.job, HOST_NAME: self._name}))
         except UsageError as error:
             self._say(f"an order of the head was not carried out: {error}")
             return str(error)
         except OSError as error:
             return f"cannot start {self._launcher.kind}'s daemon: {error.strerror}"
-        self._daemons[daemon] = order.job
         self._say("a job of the head starts here")
         return ""
 
     async def _end_job(self, job: str) -> str:
-        self._daemons = {one: name for one, name in self._daemons.items()
-                         if one.poll() is None}
-        await asyncio.to_thread(cleanup.end, job)
+        """End all processes of a job."""
+        if (guard := self._guards.pop(job, None)) is None:
+            await asyncio.to_thread(cleanup.end, job)
+        else:
+            await asyncio.to_thread(guard.communicate)
         return ""
 
-    async def _end_daemons(self) -> None:
-        """End the daemons and what they have started."""
-        for daemon, job in self._daemons.items():
-            await asyncio.to_thread(cleanup.end, job)
+    async def _end_jobs(self) -> None:
+        for job in list(self._guards):
+            await self._end_job(job)
+        for daemon in self._daemons:
             daemon.wait()
         self._daemons.clear()
 

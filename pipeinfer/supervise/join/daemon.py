@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeinfer.errors import UsageError
+from pipeinfer.host import MPI_PREFIX
 from pipeinfer.supervise.launcher import Kind, Launcher
 
 _PROGRAMS: dict[Kind, str] = {"openmpi": "prted", "hydra": "hydra_pmi_proxy"}
@@ -66,7 +67,7 @@ def environment_of(launcher: Launcher, environ: dict[str, str]) -> dict[str, str
     prefix = str(prefix_of(launcher))
     libraries = [f"{prefix}/lib", *filter(None, [environ.get("LD_LIBRARY_PATH", "")])]
     return environ | {"PRTE_PREFIX": prefix, "PMIX_PREFIX": prefix, "OPAL_PREFIX": prefix,
-                      "LD_LIBRARY_PATH": ":".join(libraries)}
+                      MPI_PREFIX: prefix, "LD_LIBRARY_PATH": ":".join(libraries)}
 
 
 def _openmpi(arguments: Sequence[str]) -> list[str]:

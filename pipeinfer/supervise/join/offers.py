@@ -40,11 +40,12 @@ def words_of(offer: Offer) -> str:
     return f"{offer.cores} cores, {size_text(offer.memory)} of memory{gpus}{own}"
 
 
-def own_address() -> str:
-    """Return the address of this host in the network that leads elsewhere, else its first one."""
+def own_addresses() -> list[str]:
+    """Return the addresses of this host: first that in the network that leads elsewhere."""
+    found = [one.address for _, interface in sorted(psutil.net_if_addrs().items())
+             for one in interface
+             if one.family == socket.AF_INET and not one.address.startswith("127.")]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(_ELSEWHERE)
-        return str(probe.getsockname()[0])
-    found = [one.address for name, interface in sorted(psutil.net_if_addrs().items())
-             for one in interface if one.family == socket.AF_INET]
-    return next((one for one in found if not one.startswith("127.")), socket.gethostname())
+        found.insert(0, str(probe.getsockname()[0]))
+    return list(dict.fromkeys(found)) or [socket.gethostname()]

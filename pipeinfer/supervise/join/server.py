@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from pipeinfer.errors import ProtocolError, UsageError
 from pipeinfer.supervise.join import messages as wire
-from pipeinfer.supervise.join.offers import own_address, words_of
+from pipeinfer.supervise.join.offers import own_addresses, words_of
 from pipeinfer.supervise.join.tokens import Tokens, nonce
 
 _PROVE = 10.0  #: seconds for TLS and the proof
@@ -92,8 +92,11 @@ class JoinServer:
         except (OSError, UnicodeError) as error:
             raise UsageError(f"--join: cannot listen at {host or '*'}:{port}: "
                              f"{getattr(error, 'strerror', None) or error}") from error
-        number, host = self._server.sockets[0].getsockname()[1], host or own_address()
-        self.line = f"pipeinfer join {f'[{host}]' if ':' in host else host}:{number}"
+        number = self._server.sockets[0].getsockname()[1]
+        first, *others = [host] if host else own_addresses()
+        self.line = f"pipeinfer join {f'[{first}]' if ':' in first else first}:{number}"
+        if others:
+            self._say(f"this machine has other addresses, too: {', '.join(others)}")
 
     async def close(self) -> None:
         """Close all connections."""

@@ -335,7 +335,7 @@ def test_a_daemon_is_started_with_checked_arguments_and_ends_with_the_agent(worl
             "127.0.0.1", "job-1", "openmpi", ["--prtemca", "ess", "env"]) == ""
         await world.until(lambda: (tmp_path / "ran").exists() and (tmp_path / "ran").read_text())
         assert (tmp_path / "ran").read_text() == "job-1 box --prtemca ess env\n"
-        (daemon,) = agent._daemons
+        daemon = agent._daemons[0]
         agent.stop()
         await task
         assert daemon.poll() is not None
@@ -350,7 +350,7 @@ def test_what_a_job_has_left_is_ended_by_order(world, tmp_path):
         agent, _ = world.join(mpirun=mpirun)
         await world.until(lambda: world.server.present)
         assert await world.server.start_daemon("127.0.0.1", "job-2", "openmpi", []) == ""
-        (daemon,) = agent._daemons
+        daemon = agent._daemons[0]
         assert await world.server.end_job("127.0.0.1", "job-2") == ""
         assert daemon.wait(SECONDS) < 0
 

@@ -1,0 +1,150 @@
+"""Machines without sshd, keys and names that resolve, which join by an address and a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.rig.namespaces import Cluster
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]
+SERVE = ["serve", "-m", "embedded", "--port", "8133", "-c", "512", "-t", "1"]
+BODY = {"prompt": "class Stack:\n    def __init__", "max_tokens": 400, "temperature": 1.0,
+        "seed": 3, "ignore_eos": True, "stream": True}
+ASK = f"""
+import json, urllib.request
+request = urllib.request.Request(
+    "http://127.0.0.1:8133/v1/completions", {json.dumps(BODY).encode()!r},
+    {{"Content-Type": "application/json"}})
+with urllib.request.urlopen(request, timeout=120) as answer:
+    for line in answer:
+        if line.startswith(b"data: {{"):
+            for choice in json.loads(line[6:])["choices"]:
+                print(choice["text"], end="", flush=True)
+"""
+
+
+class Machines:
+    """A head and machines that join it, all with one host name."""
+
+    def __init__(self, cluster, folder):
+        self.cluster, self.folder, self.lines = cluster, folder, {}
+        self.head = f"{cluster.address(1)}:7700"
+        self.processes = []
+
+    def start(self, node, *words, typed=""):
+        """Start a command on a machine, which keeps what it prints."""
+        process = self.cluster.start(words, timeout=110, node=node,
+                                     PIPEINFER_STATE=str(self.folder / f"state{node}"),
+                                     PIPEINFER_JOIN_TOKEN=typed)
+        self.processes.append(process)
+        lines = self.lines[node] = []
+
+        def read():
+            lines.extend(iter(process.stderr.readline, ""))
+
+        threading.Thread(target=read, daemon=True).start()
+        return process
+
+    def until(self, node, text, seconds=60.0):
+        deadline = time.monotonic() + seconds
+        while text not in "".join(self.lines[node]):
+            assert time.monotonic() < deadline, "".join(self.lines[node])[-3000:]
+            time.sleep(0.05)
+
+    def run(self, *words):
+        """What a command on the head prints."""
+        return self.cluster.run([*PIPEINFER, *words], timeout=30,
+                                PIPEINFER_STATE=str(self.folder / "state1")).stdout
+
+    def up(self, *more):
+        process = self.start(1, *PIPEINFER, "up", f"--join={self.head}", "--", *SERVE, *more)
+        self.until(1, "on each other machine")
+        self.token = self.run("tokens", "--new").split()[-1]
+        return process
+
+    def join(self, node):
+        return self.start(node, *PIPEINFER, "join", self.head, typed=self.token)
+
+    def ask(self):
+        return self.cluster.start([sys.executable, "-c", ASK], timeout=110)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    with Cluster(3, sshd=False, host_name="box", private=["/tmp"]) as cluster:
+        found = Machines(cluster, tmp_path)
+        try:
+            yield found
+        finally:
+            cluster.kill_jobs()
+            for process in found.processes:
+                process.communicate(timeout=20)
+
+
+def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
+    machines.up()
+    machines.until(1, "embedded on http")
+    plain, _ = machines.ask().communicate(timeout=60)
+    agent = machines.join(2)
+    machines.until(2, "as box-2")
+    machines.until(1, "is moved to 2 ranks: ready again")
+    hosts = json.loads(machines.run("hosts", "--json"))
+    assert [(host["name"], host["used"], host["gone"]) for host in hosts] == [("box-2", True, "")]
+    stream = machines.ask()
+    begin = os.read(stream.stdout.fileno(), 4096).decode()
+    below = subprocess.run(["ps", "axo", "args"], capture_output=True, text=True, check=True).stdout
+    assert machines.token not in below
+    agent.kill()
+    text, error = stream.communicate(timeout=90)
+    assert begin + text == plain, error
+    assert len(plain) > 400
+    machines.until(1, "box-2 (")
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in machines.cluster.pids(2) if _is_rank(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    logs = list((machines.folder / "state1" / "default" / "logs").iterdir())
+    assert logs
+    assert not any(machines.token in log.read_text() for log in logs)
+
+
+def _is_rank(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8") as file:
+            return "serve" in file.read()
+    except OSError:
+        return False
+
+
+def test_a_model_that_does_not_fit_waits_for_the_machine_that_it_needs(machines):
+    nodes = machines.folder / "nodes.toml"
+    nodes.write_text('[node."*"]\nmemory = "50 MiB"\n')
+    head = machines.up("--nodes", str(nodes))
+    machines.until(1, "waiting for more machines")
+    assert "waiting for more machines" in machines.run("status")
+    agent = machines.join(2)
+    machines.until(1, "embedded on http")
+    assert machines.ask().communicate(timeout=60)[0]
+    agent.send_signal(signal.SIGTERM)
+    machines.until(2, "this machine has left")
+    assert agent.wait(20) == 0
+    head.send_signal(signal.SIGTERM)
+    assert head.wait(30) is not None
+    assert os.listdir(machines.folder / "state1")
+
+
+def test_without_the_token_nobody_joins(machines):
+    machines.up()
+    machines.token = machines.token[:-4] + "AAAA"
+    agent = machines.join(2)
+    assert agent.wait(30) == 2
+    machines.until(2, "another certificate")
