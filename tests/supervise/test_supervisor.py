@@ -38,7 +38,7 @@ class Job:
 class Jobs:
     """A source of jobs, which end by themselves with these exit statuses, or not (None)."""
 
-    name, logs_at, hostfile = "test-no-such-job", "its logs", ""
+    name, logs_at, hostfile, waits = "test-no-such-job", "its logs", "", False
 
     def __init__(self, *statuses):
         self._statuses, self.settings, self.began = list(statuses), "old", []
