@@ -85,6 +85,11 @@ class Calibration(Struct):
             return ()
         return tuple(min(1.0, (_PRIOR + hits) / (_PRIOR + claims)) for claims, hits in self._fade)
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """How often first proposals are right, by tenths of the claimed confidence."""
+        return tuple(self.estimate((slot + 0.5) / _BINS, first=True) for slot in range(_BINS))
+
     def least_claim(self, wanted: float) -> float:
         """Return the least confidence at which first proposals are right as often as `wanted`.
 

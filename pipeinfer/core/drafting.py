@@ -80,6 +80,10 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         the same as for the others
     sent: how many tokens before those in `accepted` the receiver has
     fade: by how much confidences of proposals of depth 1, 2, ... have to be reduced (`Calibration`)
+    rates: how often proposals were right whose confidence was in the first, second, ... of equal
+        parts of 0 to 1; empty: as often as they claim
+    chain_min: least probability that all of a chain is right at which the next token of it is
+        drafted
     """
 
     job_id: int
@@ -102,6 +106,19 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     free_min: float | None = None
     sent: int = 0
     fade: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    chain_min: float = 0.0
+
+    def chance(self, confidence: float, depth: int) -> float:
+        """Return the probability that a proposal is right if those before it are.
+
+        depth: its distance from the last accepted token, from 1
+        """
+        if self.fade:
+            return confidence * self.fade[min(depth, len(self.fade)) - 1]
+        if not self.rates:
+            return confidence
+        return self.rates[min(int(confidence * len(self.rates)), len(self.rates) - 1)]
 
 
 class FeedDraft(Struct, frozen=True):

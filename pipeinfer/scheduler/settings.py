@@ -48,6 +48,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     draft_price: time of a token of the draft's models, in runs of one row, which their proposals
         have to gain besides their rows for the models to be queried; 0: always queried; infinity:
         never
+    chain_min: least probability that a whole chain is right at which the draft adds a token to it
     free_max, free_min: `tree_max` and `p_min` of proposals that no model is evaluated for, with
         `take_turns`; 0 and None: the same as the others
     """
@@ -71,6 +72,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     same_cores: bool = False
     costs: tuple[float, ...] = ()
     draft_price: float = 0.0
+    chain_min: float = 0.0
     free_max: int = 0
     free_min: float | None = None
 

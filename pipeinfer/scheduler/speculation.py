@@ -494,7 +494,8 @@ class Speculation:
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
             self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
             lane.request.pool, free_only, self.limits.free_max, self.limits.free_min,
-            fade=self.calibration.fade,
+            fade=self.calibration.fade, rates=self.calibration.rates,
+            chain_min=self.limits.chain_min,
         )
 
     def _issue_tree(self, lane: Lane, tip: Node, planned: list[Node], size: int) -> None:

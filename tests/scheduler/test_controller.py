@@ -14,6 +14,7 @@ from pipeinfer.scheduler.controller import (
     Controller,
     Setting,
     Timing,
+    chain_cutoff,
     costs,
     cutoff,
     in_flight,
@@ -187,6 +188,9 @@ def test_guesses_cost_what_their_rows_take_beyond_the_first():
     assert least_hope(costs(curve, 5), 0.1) == 0.7  # and the next one has to be named
     assert least_hope(costs(curve, 5), 2.0) == 0.95
     assert least_hope((), 0.0) == 0.0
+    assert chain_cutoff(costs(curve, 5), 0.0) == 0.85
+    assert chain_cutoff((0.1,), 0.1) == 0.6
+    assert chain_cutoff((), 0.0) == 0.0
 
 
 @given(st.floats(0.05, 0.95), st.integers(1, 15))

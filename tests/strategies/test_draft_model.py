@@ -137,6 +137,28 @@ def test_limits_of_a_tree():
     assert len(leaves) == 3
 
 
+@pytest.mark.parametrize("change", [
+    {}, {"rates": tuple(0.1 * k + 0.05 for k in range(10))}, {"fade": (0.9, 0.5)}])
+def test_a_chain_is_continued_while_all_of_it_is_likely_to_be_right(change):
+    whole = fresh(job([3, 1, 4], max_tokens=4, **change))
+    wanted, likely = job([3, 1, 4], **change), [1.0]
+    for depth, one in enumerate(whole, 1):
+        likely.append(likely[-1] * wanted.chance(one.confidence, depth))
+    assert len(whole) == 4
+    for kept in range(1, 4):  # the token after which the chain is no longer likely enough is kept
+        found = fresh(job([3, 1, 4], chain_min=likely[kept] * 1.001, **change))
+        assert found == whole[:kept]
+        assert len(fresh(job([3, 1, 4], chain_min=likely[kept], **change))) > kept
+
+
+def test_the_chance_of_a_proposal_is_how_often_such_claims_were_right():
+    plain, rated, faded = (job([1], **more) for more in (
+        {}, {"rates": (0.1, 0.3)}, {"rates": (0.1, 0.3), "fade": (0.5, 0.25)}))
+    assert plain.chance(0.8, 3) == 0.8
+    assert (rated.chance(0.4, 1), rated.chance(1.0, 1)) == (0.1, 0.3)
+    assert (faded.chance(0.8, 1), faded.chance(0.8, 9)) == (0.4, 0.2)
+
+
 def test_guesses_follow_the_grammar_of_the_lane():
     letters = Vocabulary([b"\xff<eos>", *(b"%c" % (97 + i) for i in range(11))], [0])
     params = SamplingParams(grammar='%llguidance {"no_forcing": true}\nstart: /(cad|feed)+/',

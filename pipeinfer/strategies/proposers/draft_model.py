@@ -60,13 +60,17 @@ class _Path(Struct):
 
 
 class Branch(Struct):
-    """One open path below the job's tip: its draft sequence id, leaf and candidates."""
+    """One open path below the job's tip: its draft sequence id, leaf and candidates.
+
+    chance: the probability that all of its tokens are right
+    """
 
     seq_id: int
     leaf: int
     tokens: list[int]
     ranking: Ranking
     pending: int = field(default=-1)
+    chance: float = 1.0
 
 
 class DraftModel:
@@ -125,6 +129,7 @@ class DraftModel:
             while len(proposals) < job.max_tokens and depth < job.max_depth:
                 depth += 1
                 grown, used_ids = self._grow(job, open_branches, proposals, alternatives, used_ids)
+                grown = [one for one in grown if one.chance >= job.chain_min]
                 if not grown or len(proposals) >= job.max_tokens or depth >= job.max_depth:
                     break
                 yield from self._evaluate(job, grown)
@@ -288,8 +293,9 @@ class DraftModel:
                     length = job.base + len(job.suffix) + len(branch.tokens)
                     self.backend.seq_cp(branch.seq_id, seq_id, 0, length)
                 proposals.append(Proposal(branch.leaf, token, confidence, paid=True))
+                chance = job.chance(confidence, len(job.suffix) + len(branch.tokens) + 1)
                 grown.append(Branch(seq_id, len(proposals) - 1, [*branch.tokens, token],
-                                     branch.ranking, pending=token))
+                                    branch.ranking, token, branch.chance * chance))
         return grown, used_ids
 
     def _evaluate(self, job: StartDraft, branches: list[Branch]) -> Generator[int, None, None]:
