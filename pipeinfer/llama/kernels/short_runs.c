@@ -193,13 +193,12 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
     const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
     __m256 sums[MOST_GROUP];
     __m128 least[MOST_GROUP];
-    float falls[MOST_GROUP];
     int row, part;
     int64_t block;
+    UNROLLED
     for (row = 0; row < count; row++) {
         sums[row] = _mm256_setzero_ps();
         least[row] = _mm_setzero_ps();
-        falls[row] = 0.0f;
     }
     for (block = 0; block < blocks; block++, x += fifth ? Q5_K_BYTES : Q4_K_BYTES) {
         const uint8_t *numbers = x + (fifth ? 48 : 16);
@@ -211,25 +210,6 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
         const float scale = one(x), fall = one(x + 2);
         __m256i found[MOST_GROUP];
         fetch(x, fifth ? Q5_K_BYTES : Q4_K_BYTES);
-        for (row = 0; row < count; row++) {
-            const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES;
-            const __m256i parts = load(other + 260);
-            const __m128i pairs = _mm_hadd_epi16(_mm256_extracti128_si256(parts, 0),
-                                                 _mm256_extracti128_si256(parts, 1));
-            const __m128i products = _mm_madd_epi16(lowest, pairs);
-            const float theirs_scale = *(const float *)(const void *)other;
-            found[row] = _mm256_setzero_si256();
-            if (fifth) {
-                const __m128i zero = _mm_setzero_si128();
-                const __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(products, zero), zero);
-                falls[row] = _mm_cvtss_f32(_mm_fmadd_ss(
-                    _mm_set_ss(-theirs_scale * fall),
-                    _mm_set_ss((float)_mm_extract_epi32(sum, 0)), _mm_set_ss(falls[row])));
-            } else {
-                least[row] = _mm_fmadd_ps(_mm_set1_ps(-theirs_scale * fall),
-                                          _mm_cvtepi32_ps(products), least[row]);
-            }
-        }
         UNROLLED
         for (part = 0; part < 4; part++) {
             const __m256i scale_l = spread(scales, 2 * part), scale_h = spread(scales, 2 * part + 1);
@@ -242,25 +222,42 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
                 h = _mm256_add_epi8(h, _mm256_slli_epi16(_mm256_and_si256(
                     _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
             }
+            UNROLLED
             for (row = 0; row < count; row++) {
-                const __m256i sum_l = _mm256_madd_epi16(scale_l, _mm256_maddubs_epi16(
-                    l, aligned(y->numbers, y, row, 8 * block + 2 * part)));
-                const __m256i sum_h = _mm256_madd_epi16(scale_h, _mm256_maddubs_epi16(
-                    h, aligned(y->numbers, y, row, 8 * block + 2 * part + 1)));
-                found[row] = _mm256_add_epi32(found[row], _mm256_add_epi32(sum_l, sum_h));
+                const __m256i sum = _mm256_add_epi32(
+                    _mm256_madd_epi16(scale_l, _mm256_maddubs_epi16(
+                        l, aligned(y->numbers, y, row, 8 * block + 2 * part))),
+                    _mm256_madd_epi16(scale_h, _mm256_maddubs_epi16(
+                        h, aligned(y->numbers, y, row, 8 * block + 2 * part + 1))));
+                found[row] = part ? _mm256_add_epi32(found[row], sum) : sum;
             }
         }
+        UNROLLED
         for (row = 0; row < count; row++) {
-            const float theirs_scale =
-                *(const float *)(const void *)(y->at + row * y->apart + block * Q8_K_BYTES);
+            const float theirs_scale = y->scale[row * y->blocks + block];
+            const __m128i products = _mm_madd_epi16(lowest, _mm_load_si128(
+                (const __m128i *)(const void *)(y->pairs + 8 * (row * y->blocks + block))));
+            if (fifth) {
+                const __m128i zero = _mm_setzero_si128();
+                const __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(products, zero), zero);
+                least[row] = _mm_fmadd_ss(_mm_set_ss(-theirs_scale * fall), _mm_cvtepi32_ps(sum),
+                                          least[row]);
+            } else {
+                least[row] = _mm_fmadd_ps(_mm_set1_ps(-theirs_scale * fall),
+                                          _mm_cvtepi32_ps(products), least[row]);
+            }
             sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(theirs_scale * scale),
                                         _mm256_cvtepi32_ps(found[row]), sums[row]);
         }
     }
+    UNROLLED
     for (row = 0; row < count; row++) {
-        __m128 sum = _mm_add_ps(least[row], _mm_movehl_ps(least[row], least[row]));
-        sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
-        to[row * apart] = sum_of(sums[row]) + (fifth ? falls[row] : _mm_cvtss_f32(sum));
+        __m128 sum = least[row];
+        if (!fifth) {
+            sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+            sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
+        }
+        to[row * apart] = sum_of(sums[row]) + _mm_cvtss_f32(sum);
     }
 }
 
@@ -291,6 +288,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
         const float scale = one(x + 208);
         __m256i found[MOST_GROUP];
         fetch(x, Q6_K_BYTES);
+        UNROLLED
         for (row = 0; row < count; row++)
             found[row] = _mm256_setzero_si256();
         UNROLLED
@@ -308,6 +306,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
                 const int number = 8 * half + 2 * part;
                 const __m256i by = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, _mm_set_epi64x(
                     0x0101010101010101LL * (number + 1), 0x0101010101010101LL * number)));
+                UNROLLED
                 for (row = 0; row < count; row++) {
                     found[row] = _mm256_add_epi32(found[row], _mm256_madd_epi16(
                         by, _mm256_maddubs_epi16(numbers, aligned(
@@ -315,10 +314,11 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
                 }
             }
         }
+        UNROLLED
         for (row = 0; row < count; row++) {
-            const uint8_t *other = y->at + row * y->apart + block * Q8_K_BYTES;
-            const __m256i offset = _mm256_slli_epi32(_mm256_madd_epi16(load(other + 260), scales), 5);
-            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(*(const float *)(const void *)other * scale),
+            const __m256i parts = load(y->at + row * y->apart + block * Q8_K_BYTES + 260);
+            const __m256i offset = _mm256_slli_epi32(_mm256_madd_epi16(parts, scales), 5);
+            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(y->scale[row * y->blocks + block] * scale),
                                         _mm256_cvtepi32_ps(_mm256_sub_epi32(found[row], offset)),
                                         sums[row]);
         }
@@ -420,9 +420,9 @@ static const struct kernel KERNEL[TYPES] = {
     [Q4_1] = {all_q4_1, Q8_1, 32, 1, 20, 36, MOST_GROUP, 2, 0, false},
     [Q5_0] = {all_q5_0, Q8_0, 32, 1, 22, Q8_0_BYTES, MOST_OFFSET, 1, 16, false},
     [Q8_0] = {all_q8_0, Q8_0, 32, 1, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0, false},
-    [Q4_K] = {all_q4_k, Q8_K, 256, 1, Q4_K_BYTES, Q8_K_BYTES, 4, 0, 0, false},
-    [Q5_K] = {all_q5_k, Q8_K, 256, 1, Q5_K_BYTES, Q8_K_BYTES, 4, 0, 0, false},
-    [Q6_K] = {all_q6_k, Q8_K, 256, 1, Q6_K_BYTES, Q8_K_BYTES, 4, 0, 0, false},
+    [Q4_K] = {all_q4_k, Q8_K, 256, 1, Q4_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false},
+    [Q5_K] = {all_q5_k, Q8_K, 256, 1, Q5_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false},
+    [Q6_K] = {all_q6_k, Q8_K, 256, 1, Q6_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false},
 };
 
 static const struct kernel *used[TYPES];  /* NULL: left to llama.cpp */
@@ -433,6 +433,7 @@ static bool fits(const struct kernel *kernel, int64_t blocks)
 }
 
 static _Thread_local float scales[2 * MOST_ROWS * MOST_BLOCKS];
+static _Thread_local int16_t pairs_of[MOST_ROWS * MOST_NUMBERS / 32] ALIGNED;
 /* A product's rows have blocks or they have none. */
 static _Thread_local union {
     struct { int8_t numbers[MOST_ROWS * MOST_NUMBERS], offsets[MOST_ROWS * MOST_NUMBERS]; };
@@ -451,6 +452,15 @@ AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows,
         for (row = 0; row < count; row++)
             for (block = 0; block < blocks; block++)
                 *to++ = one(rows + row * apart + block * kernel->partner_bytes + 2 * number);
+    for (row = 0; row < count && kernel->partner == Q8_K; row++)
+        for (block = 0; block < blocks; block++) {
+            const uint8_t *from = rows + row * apart + block * Q8_K_BYTES;
+            const __m256i parts = load(from + 260);
+            memcpy(scales + row * blocks + block, from, sizeof *scales);
+            _mm_store_si128((__m128i *)(void *)(pairs_of + 8 * (row * blocks + block)),
+                            _mm_hadd_epi16(_mm256_extracti128_si256(parts, 0),
+                                           _mm256_extracti128_si256(parts, 1)));
+        }
     for (row = 0; row < count; row++)
         for (block = 0; block < blocks; block++)
             for (part = 0; part < kernel->elements; part += 32) {
@@ -499,7 +509,7 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
                                   unpacked.numbers + begin * blocks * kernel->elements,
                                   unpacked.offsets + begin * blocks * kernel->elements,
                                   unpacked.floats + begin * blocks, blocks,
-                                  blocks * kernel->elements};
+                                  blocks * kernel->elements, pairs_of + 8 * begin * blocks};
         kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
                      to + from + begin * apart, apart);
         begin = end;

@@ -78,9 +78,9 @@ INLINE float sum_of(__m256 x)
 /* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
    `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row; offsets: what
    a weight's offset adds to their sums by twos, int16. Of types without blocks: floats, `length` in a
-   row. */
+   row. Of Q8_K: sums of 32 numbers, 8 a block, int16. */
 struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
-              *offsets; const float *floats; int64_t blocks, length; };
+              *offsets; const float *floats; int64_t blocks, length; const int16_t *pairs; };
 
 enum { MOST_GROUP = 8,     /* rows that one pass over a weight's row takes */
        MOST_FLOATS = 6 };  /* the same for types without blocks */
