@@ -88,8 +88,9 @@ LAYOUTS = {
     "2x2": Layout(5, {}, (2, 2)),
     "2,1": Layout(4, {"sum_path": "messages", "sum_type": "bf16"}, (2, 1), "2,2"),
 }
-RANKS = tuple(name for name in LAYOUTS if name.endswith(" ranks"))
+RANKS = tuple(name for name in LAYOUTS if name[1:] == " ranks")
 GRIDS = ("1x2", "1x2 unequal", "1x3 unequal", "2x2", "2,1")
+HALVES = tuple(name for name in GRIDS if "3" not in name)  #: of models that cannot be cut in three
 
 
 class Kind(NamedTuple):
@@ -173,9 +174,9 @@ KINDS = {
     "many experts": Kind(recipe("qwen3moe", expert_ff=768, **K_QUANTS), (), ("1x4",)),
     "few experts": Kind(recipe("qwen3moe", expert_ff=256, **K_QUANTS), (), ("2,1",)),
     "state": Kind(recipe("qwen35", n_layer=12), ("2,1",), (
-        *RANKS, *GRIDS, "head stage", "few ids")),
-    "state and mixture": Kind(recipe("qwen35moe", n_layer=12), ("4 ranks",), GRIDS),
-    "state and some experts": Kind(recipe("qwen35moe", n_layer=12, expert_ff=32), (), GRIDS),
+        *RANKS, *HALVES, "head stage", "few ids")),
+    "state and mixture": Kind(recipe("qwen35moe", n_layer=12), ("4 ranks",), HALVES),
+    "state and some experts": Kind(recipe("qwen35moe", n_layer=12, expert_ff=32), (), HALVES),
     "windows": Kind(recipe("gemma3"), ("2x2",), ("3 ranks",)),
     "head": Kind(recipe("glm4moe"), ("draft rank",), (*RANKS, "head stage", "halves"), HEAD),
     "eagle": Kind(with_eagle(False), ("2 ranks",), (*RANKS, "head stage", "halves", "draft rank"),

@@ -76,5 +76,5 @@ def test_streams_outlive_a_host_that_leaves_and_comes_back(tmp_path):
             cluster.kill_jobs()
             server.kill()
             server.communicate(timeout=10)
-    assert "host node3 can take ranks again: the job moves at the next quiet moment" in log
+    assert "host node3 can take ranks: the job moves at the next quiet moment" in log
     assert log.count(" with 2 stages") == 2, log
