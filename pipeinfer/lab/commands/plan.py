@@ -27,7 +27,7 @@ from pipeinfer import host
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PipeinferError, PlanError, UsageError
-from pipeinfer.lab import grids
+from pipeinfer.lab import for_clients, grids
 from pipeinfer.lab.emulation import wide
 from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
 from pipeinfer.lab.emulation.wide import ITEM_BYTES, WideExperiment
@@ -80,6 +80,8 @@ _NO_LINK = Link(0.0, math.inf)
 @click.option("--remeasure", is_flag=True, help="Measure the ranks again (under mpirun).")
 @click.option("--grids", "compared", is_flag=True,
               help="Compare grids of wide stages on a cluster profile.")
+@click.option("--clients", type=click.IntRange(0, 1024), default=0,
+              help="Compare arrangements for so many users at a time, on a cluster profile.")
 @click.option("--pair", default="", help="With --grids: profile of a target and its draft.")
 @click.option("--hosts", type=click.IntRange(0, 256), default=0,
               help="With --grids: number of the cluster's nodes [default: all].")
@@ -99,10 +101,15 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
     if given["acceptance"] is not None and math.isnan(given["acceptance"]):
         raise UsageError("--acceptance is not a number")
     profiles = load_profiles(Path(given["profiles_file"]) if given["profiles_file"] else None)
-    if given["compared"]:
+    if given["compared"] or given["clients"]:
         profiles, experiment = _grid_experiment(model, profiles, given)
         if said := wide.warning(profiles, experiment):
             click.echo(f"note: {said}", err=True)
+        if given["clients"]:
+            found = for_clients.compare(profiles, experiment, given["clients"])
+            click.echo(json.dumps(for_clients.as_data(found)) if as_json
+                       else for_clients.as_text(found))
+            return
         table = grids.compare(profiles, experiment)
         click.echo(json.dumps(grids.as_data(table)) if as_json else grids.as_text(table))
         return
