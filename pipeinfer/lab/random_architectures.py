@@ -364,6 +364,115 @@ def _arctic(s: Sizes, _: int) -> dict[str, Shape]:
             | _dense(s, columns=s.width) | _experts(s, s.ff))
 
 
+def _normed_experts(s: Sizes, i: int) -> dict[str, Shape]:
+    """As `_later_experts`, with norms of queries and keys."""
+    return _later_experts(s, i) | _head_norms(s)
+
+
+def _hy_v3(s: Sizes, i: int) -> dict[str, Shape]:
+    """Its expert bias has another name than elsewhere."""
+    return {name.replace("_b.bias", "_b"): shape for name, shape in _normed_experts(s, i).items()}
+
+
+def _cohere2moe(s: Sizes, i: int) -> dict[str, Shape]:
+    return {name: shape for name, shape in _later_experts(s, i).items()
+            if name not in ("ffn_norm.weight", "exp_probs_b.bias")}
+
+
+_INDEXER = 128  #: elements of a head that chooses which positions are read
+
+
+def _indexed(_: Sizes) -> dict[str, Key]:
+    return {"attention.indexer.head_count": 2, "attention.indexer.key_length": _INDEXER,
+            "attention.indexer.top_k": WINDOW}
+
+
+def _mistral4_keys(s: Sizes) -> dict[str, Key]:
+    return {key: value for key, value in _deepseek2_keys(s).items()
+            if not key.startswith("rope.scaling")} | {"expert_shared_count": 1}
+
+
+def _mistral4(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _deepseek2(s, i)
+    return found if i < DENSE_FIRST else found | _dense(s, "_shexp", s.expert_ff)
+
+
+def _deepseek32(s: Sizes, i: int) -> dict[str, Shape]:
+    return _mistral4(s, i) | {
+        "indexer.k_norm.weight": (_INDEXER,), "indexer.k_norm.bias": (_INDEXER,),
+        "indexer.proj.weight": (2, s.width), "indexer.attn_k.weight": (_INDEXER, s.width),
+        "indexer.attn_q_b.weight": (2 * _INDEXER, _LORA)}
+
+
+def _glm_dsa_types(s: Sizes) -> list[int]:
+    return [int(i < 2 or i % 3 == 0) for i in range(s.n_layer)]
+
+
+def _glm_dsa(s: Sizes, i: int) -> dict[str, Shape]:
+    """Some layers read the positions that the last one with an indexer has chosen."""
+    return _deepseek32(s, i) if _glm_dsa_types(s)[i] else _mistral4(s, i)
+
+
+def _muse_glimmer(s: Sizes, i: int) -> dict[str, Shape]:
+    return _gemma3(s, i) | {"attn_gate.weight": (s.heads * s.head, s.width)}
+
+
+def _spark(s: Sizes, i: int) -> dict[str, Shape]:
+    return _llama_layer(s, i) | {"attn_gate.weight": (s.heads, s.width)}
+
+
+def _granite_swa(s: Sizes, i: int) -> dict[str, Shape]:
+    return _llama_layer(s, i) | {"attn_sinks.weight": (s.heads,)}
+
+
+def _grovemoe(s: Sizes, i: int) -> dict[str, Shape]:
+    return _qwen3moe(s, i) | {
+        f"ffn_{name}_chexps.weight": shape for name, shape in (
+            ("gate", (s.experts // 2, 32, s.width)), ("up", (s.experts // 2, 32, s.width)),
+            ("down", (s.experts // 2, s.width, 32)))}
+
+
+def _layer_norms(s: Sizes, *names: str) -> dict[str, Shape]:
+    return _norms(s, *names) | {f"{name}.bias": (s.width,) for name in names}
+
+
+def _starcoder2(s: Sizes, _: int) -> dict[str, Shape]:
+    return _layer_norms(s, "attn_norm", "ffn_norm") | _attention(s, bias=True) | {
+        "attn_output.bias": (s.width,), "ffn_up.weight": (s.ff, s.width), "ffn_up.bias": (s.ff,),
+        "ffn_down.weight": (s.width, s.ff), "ffn_down.bias": (s.width,)}
+
+
+def _nemotron(s: Sizes, _: int) -> dict[str, Shape]:
+    return _layer_norms(s, "attn_norm", "ffn_norm") | _attention(s) | {
+        "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)}
+
+
+def _stablelm(s: Sizes, _: int) -> dict[str, Shape]:
+    return _layer_norms(s, "attn_norm", "ffn_norm") | _attention(s) | _dense(s)
+
+
+def _arcee(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | {
+        "ffn_up.weight": (s.ff, s.width), "ffn_down.weight": (s.width, s.ff)}
+
+
+def _patterned(period: int) -> Callable[[Sizes], dict[str, Key]]:
+    """Windows in all but the last of every so many layers, as the file lists them."""
+    return lambda s: _WINDOWED | {"attention.sliding_window_pattern": [
+        i % period < period - 1 for i in range(s.n_layer)]}
+
+
+def _with(first: Callable[[Sizes], dict[str, Key]], *others: Callable[[Sizes], dict[str, Key]]
+          ) -> Callable[[Sizes], dict[str, Key]]:
+    def keys(s: Sizes) -> dict[str, Key]:
+        found = first(s)
+        for other in others:
+            found |= other(s)
+        return found
+
+    return keys
+
+
 def _as_many_kv_heads(*parts: dict[str, Key]) -> Callable[[Sizes], dict[str, Key]]:
     return lambda s: _plain(*parts)(s) | {"attention.head_count_kv": s.heads}
 
@@ -374,6 +483,8 @@ _SCALES: dict[str, Key] = {"embedding_scale": 12.0, "residual_scale": 0.22, "log
 _YARN: dict[str, Key] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
                          "rope.scaling.original_context_length": 16,
                          "rope.scaling.yarn_log_multiplier": 1.0}
+
+_SECTIONS: dict[str, Key] = {"rope.dimension_sections": [8, 8, 8, 8]}
 
 #: by architecture, or architecture and variant
 RECIPES = {
@@ -432,6 +543,40 @@ RECIPES = {
                          _minimax_m2),
     "olmoe": Recipe("olmoe", _as_many_kv_heads(_RMS, _MIXTURE), _olmoe),
     "arctic": Recipe("arctic", _plain(_RMS, _MIXTURE), _arctic),
+    "internlm2": Recipe("internlm2", _plain(_RMS), _llama_layer),
+    "nanbeige": Recipe("nanbeige", _plain(_RMS), _llama_layer),
+    "k2-horizon": Recipe("k2-horizon", _plain(_RMS), _llama_layer),
+    "arcee": Recipe("arcee", _plain(_RMS), _arcee),
+    "nemotron": Recipe("nemotron", _plain(_LAYER_NORM), _nemotron,
+                       lambda s: {"output_norm.bias": (s.width,)}),
+    "command-r": Recipe("command-r", _plain(_LAYER_NORM, {"logit_scale": 0.5}), _cohere2,
+                        tied=True),
+    "stablelm": Recipe("stablelm", _plain(_LAYER_NORM), _stablelm,
+                       lambda s: {"output_norm.bias": (s.width,)}),
+    "starcoder2": Recipe("starcoder2", _plain(_LAYER_NORM), _starcoder2,
+                         lambda s: {"output_norm.bias": (s.width,)}, tied=True),
+    "gemma": Recipe("gemma", _plain(_RMS), _llama_layer, tied=True),
+    "qwen3vl": Recipe("qwen3vl", _plain(_RMS, _SECTIONS, {"n_deepstack_layers": 2}), _hunyuan),
+    "qwen3vlmoe": Recipe("qwen3vlmoe", _plain(_RMS, _SPARSE, _SECTIONS, {
+        "n_deepstack_layers": 2}), _qwen3moe),
+    "hunyuan_vl": Recipe("hunyuan_vl", _plain(_RMS, _SECTIONS), _hunyuan, tied=True),
+    "hy_v3": Recipe("hy_v3", _plain(_RMS, _LATER), _hy_v3, tied=True),
+    "mistral4": Recipe("mistral4", _mistral4_keys, _mistral4),
+    "deepseek32": Recipe("deepseek32", _with(_mistral4_keys, _indexed), _deepseek32),
+    "exaone-moe": Recipe("exaone-moe", _with(_plain(_RMS, _LATER), _patterned(4)), _normed_experts,
+                         layers=8),
+    "cohere2moe": Recipe("cohere2moe", _with(_plain(_LAYER_NORM, _LATER, {"logit_scale": 0.25}),
+                                             _patterned(4)), _cohere2moe, tied=True, layers=8),
+    "glm-dsa": Recipe("glm-dsa", _with(_mistral4_keys, _indexed, lambda s: {
+        "attention.indexer.types": _glm_dsa_types(s)}), _glm_dsa, layers=6),
+    "muse-glimmer": Recipe("muse-glimmer", _with(_plain(_RMS, {
+        "logit_scale": 1.0, "final_logit_softcapping": 30.0, "rope.freq_base_swa": 1000.0}),
+        _patterned(4)), _muse_glimmer, layers=8),
+    "spark2_5": Recipe("spark2_5", _with(_plain(_RMS, _LATER), _patterned(2)), _spark, tied=True),
+    "granite_swa": Recipe("granite_swa", _with(_plain(_RMS, _SCALES), _patterned(2)), _granite_swa),
+    "grovemoe": Recipe("grovemoe", _plain(_RMS, _SPARSE, {
+        "expert_group_scale": 0.05, "experts_per_group": 2,
+        "expert_chunk_feed_forward_length": 32}), _grovemoe),
 }
 
 

@@ -39,6 +39,11 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
             f"{model.architecture} is of another kind, so stages begin at multiples of {step}; "
             "give such counts to --layers, or none")
     cut = declared(model.architecture).cut
+    if cut.begins and model.is_array(f"{model.architecture}.{cut.begins}") and not (
+            values_of(model, cut.begins)[start]):
+        raise PlanError(
+            f"{model.path.name}: a stage cannot begin at layer {start}, which reads the positions "
+            "that a layer before it has chosen; give other counts to --layers, or none")
     if cut.near_first:
         kinds = windows_of(model, cut.period)[start:stop]
         # so no part of a stage that a rank loads later, in addition to its own, has one kind only
@@ -131,6 +136,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     looks_up = start == 0 if takes_tokens is None else takes_tokens
     if keys.EMBEDDING_SCALE in cut.traps and not looks_up:
         own[keys.EMBEDDING_SCALE] = 0.0
+    if number(model, keys.DEEPSTACK):  # rows of a stage would have to be as wide as those of images
+        own[keys.DEEPSTACK] = 0
     own.update(cut.writes(model))
     if keys.INTERVAL in cut.traps:
         own[keys.RECURRENT] = [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]]

@@ -36,13 +36,16 @@ CASES = {
     "qwen3": RandomSpec(architecture="qwen3", qtype="F32"),
     "qwen3-Q8_0-tied": RandomSpec(architecture="qwen3", qtype="Q8_0", tied=True),
     **{name: tiny(name) for name in RECIPES},
-    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in (
-        "deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe")},
     **{name: tiny(name) for name in STATEFUL},
-    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in STATEFUL},
+    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in RECIPES | STATEFUL},
 }
-_LONG = (*(f"{name}-Q8_0" for name in STATEFUL if name != "qwen35moe"), "deepseek2-lite",
-         "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3")
+_QUANTISED = ("deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe", "qwen35moe")  #: in the sample
+_LONG = (*(f"{name}-Q8_0" for name in RECIPES | STATEFUL if name not in _QUANTISED),
+         "deepseek2-lite", "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3",
+         # declared as others, with other matrices in a layer
+         "arcee", "internlm2", "k2-horizon", "nanbeige", "nemotron", "stablelm", "starcoder2",
+         "command-r", "cohere2moe", "grovemoe", "granite_swa", "hunyuan_vl", "hy_v3", "spark2_5",
+         "qwen3vlmoe")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 

@@ -28,6 +28,7 @@ class Cut(Struct, frozen=True):
         default size
     arrays: further metadata with one value per layer
     step: a stage begins at a multiple of this many layers
+    begins: metadata with one value per layer; a stage begins where it is not 0
     head: whether the file always has an output matrix of its own
     always: a matrix or norm that every layer has
     norm: the norm behind the last layer
@@ -45,6 +46,7 @@ class Cut(Struct, frozen=True):
     plain: bool = False
     arrays: tuple[str, ...] = ()
     step: int = 1
+    begins: str = ""
     head: bool = False
     always: str = "attn_norm"
     norm: str = "output_norm"

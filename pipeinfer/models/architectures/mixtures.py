@@ -8,6 +8,7 @@ from pipeinfer.models.architectures import keys
 from pipeinfer.models.architectures.declaration import Architecture, Cut, number
 from pipeinfer.models.gguf import ModelFile
 
+_INDEXERS = "attention.indexer.types"
 NORMS = "its norm of queries and keys goes over all heads, of which a slice has some"
 
 
@@ -51,4 +52,12 @@ ARCHITECTURES = (
     Architecture(("minimax-m2",), Cut(head=True), partly=True, unsliced=NORMS, layer_inputs=True),
     Architecture(("olmoe", "qwen2moe"), Cut(head=True), fills_width=True),
     Architecture(("qwen3moe",), sliced=True, drawn="norm", layer_inputs=True),
+    # the checks before loading do not cover their graphs
+    Architecture(("deepseek32",), Cut((keys.DENSE, keys.NEXTN)), checked=False, latent=True),
+    Architecture(("glm-dsa",), Cut((keys.DENSE, keys.NEXTN), arrays=(_INDEXERS,),
+                                   begins=_INDEXERS), checked=False, latent=True),
+    Architecture(("grovemoe",), Cut((keys.DENSE,), head=True), checked=False),
+    Architecture(("hy_v3",), Cut((keys.DENSE, keys.NEXTN)), checked=False),
+    Architecture(("mistral4",), Cut((keys.DENSE,)), checked=False, latent=True),
+    Architecture(("qwen3vlmoe",), Cut((keys.DENSE,)), checked=False, sections=True),
 )
