@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.choice import Choices, Generation
+from pipeinfer.server.choice import Choices, Generation, PromptProgress
 from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, ChoiceEnded, Gone, Journal, Record, Story, TokenRows
 from pipeinfer.server.metrics import Metrics
@@ -73,6 +73,11 @@ class Recorded(Generation):
             self.story.bits = self.kept.bits
             self._taken()
         return stopped
+
+    def read(self, progress: PromptProgress) -> None:
+        """Record how much of the prompt is computed."""
+        super().read(progress)
+        self.kept.ring()
 
     def end(self, reason: str, stats: dict[str, Any]) -> None:
         """End the choice. reason: stop, length, context, or that of an abort. The end is
@@ -365,7 +370,10 @@ class Follower(Choices):
             self._read[generation.index] += 1
             return True
         if end is None:
-            return False
+            known, source = generation.progress, kept.generations[generation.index]
+            if source is not None and source.progress is not None:
+                generation.read(source.progress)
+            return generation.progress is not known
         counts = generation.counts
         counts.first, counts.last = (
             None if s is None else counts.submitted + s for s in end.seconds)

@@ -44,7 +44,8 @@ class EngineRequest:
 
     prompts: token ids of each. texts: of each, "" if it was given as tokens.
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
-    usage, detail: whether the answer includes these. decompose: for a response in threads.
+    usage, detail: whether the answer includes these. progress: whether its stream says how much of
+        the prompt is computed. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
     shown: control tokens that are text to the parser of the answer.
     inside: whether the answer begins within reasoning.
@@ -69,6 +70,7 @@ class EngineRequest:
     shown: list[int] = field(default_factory=list)
     inside: bool = False
     notes: list[str] = field(default_factory=list)
+    progress: bool = False
 
     @property
     def count(self) -> int:
@@ -163,6 +165,7 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
         "stream": bool(request.stream),
         "usage": bool(request.stream_options and request.stream_options.include_usage),
         "detail": bool(request.pipeinfer and request.pipeinfer.detail),
+        "progress": bool(request.return_progress),
     }
 
 

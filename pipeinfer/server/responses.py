@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.answer_parser import AnswerParser
-from pipeinfer.server.choice import AnswerPiece, Delta, Generation
+from pipeinfer.server.choice import AnswerPiece, Delta, Generation, PromptProgress
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import family_of
 from pipeinfer.server.requests import EngineRequest
@@ -52,6 +52,7 @@ class ResponseChoice:
     parser: AnswerParser | None = None
     text: str = ""
     called: int = 0  #: calls found so far
+    progress: PromptProgress | None = None  #: that was written last
     done: bool = False
 
 
@@ -105,6 +106,8 @@ class ResponsesWriter:
         parts = self._split(choice, delta, ended)
         content = _text_of(Words, parts)
         out = []
+        if generation.progress not in (None, choice.progress) and not generation.tokens:
+            out.append(self._read(choice))
         if thought := _text_of(Thought, parts):
             out.append(self._delta(choice, {"reasoning_content": thought}))
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
@@ -143,6 +146,17 @@ class ResponsesWriter:
     def _text(self, choice: ResponseChoice, text: str, reason: End | None = None) -> Chunk:
         return self._chunk([TextDelta(
             index=choice.generation.index, text=text, logprobs=None, finish_reason=reason)])
+
+    def _read(self, choice: ResponseChoice) -> Chunk:
+        """Return the chunk, as llama.cpp's server has it, that says how much of the prompt is
+        computed."""
+        progress = choice.progress = choice.generation.progress
+        assert progress is not None
+        spent = 1e3 * (time.monotonic() - choice.generation.counts.submitted)
+        chunk = self._delta(choice, {}) if self.is_chat else self._text(choice, "")
+        chunk["prompt_progress"] = {"total": progress.total, "cache": progress.cache,
+                                    "processed": progress.processed, "time_ms": round(spent)}
+        return chunk
 
     def _piece(self, choice: ResponseChoice, delta: Delta, content: str) -> Chunk:
         index = choice.generation.index

@@ -155,6 +155,7 @@ class Sampling(Strict):
         | None
     ) = None
     ignore_eos: bool | None = None
+    return_progress: bool | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     pipeinfer: Extras | None = None

@@ -10,7 +10,7 @@ import pytest
 import requests
 from msgspec import structs
 
-from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Submit
+from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Status, Submit
 from tests.rig.server_peer import SECONDS
 from tests.server.test_door import TEXT, Client, Door, rest, some
 
@@ -71,12 +71,13 @@ def all_events(answer):
 def begin(answer, count):
     """The first events of a stream that has not ended; its connection stays."""
     out, number = [], None
-    answer.lines = answer.iter_lines()
+    answer.lines = getattr(answer, "lines", None) or answer.iter_lines()
     for line in answer.lines:
         if line.startswith(b"id: "):
             number = int(line[4:])
         elif line.startswith(b"data: {"):
             out.append((number, json.loads(line[6:])))
+            number = None
             if len(out) == count:
                 return out
     raise AssertionError(out)
@@ -90,6 +91,24 @@ def door(tmp_path):
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "stream": True}
 ITEMS = {"input": "x", "max_output_tokens": 100, "stream": True, "seed": 5}
+
+
+def test_how_much_of_a_prompt_is_read_is_no_numbered_event(door):
+    """It has no place in the answer that every reader gets alike."""
+    door.peer.answer = lambda frame: None
+    asked = door.ask("/v1/chat/completions", {**CHAT, "return_progress": True}, key="one")
+    number = door.peer.wait_for(Submit).id
+    door.peer.send(Status(1.0, {"waiting": 0, "lanes": [
+        {"request": number, "prompt": 9, "prefilled": 4, "reused": 0}]}))
+    opening, read = begin(asked, 2)
+    assert (opening[0], read[0], read[1]["prompt_progress"]["processed"]) == (0, None, 4)
+    door.peer.news(door.peer.say(number, TEXT))
+    rest = begin(asked, 1)
+    assert rest[0][0] == 1
+    name = read[1]["id"]
+    again = all_events(door.ask(f"/v1/chat/completions/{name}?stream=true"))
+    assert [place for place, _ in again] == list(range(len(again)))
+    assert not any("prompt_progress" in data for _, data in again)
 
 
 def test_a_repeated_request_gets_the_rest_after_a_kill(door):
