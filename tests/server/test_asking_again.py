@@ -151,6 +151,35 @@ def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     assert answer["choices"][0]["text"] == TEXT
 
 
+def test_what_clients_without_a_key_have_left_comes_behind_others(door):
+    """One after the other, and at once where a client asks for it."""
+    door.peer.answer = lambda frame: None
+    names = [begin(door.ask("/v1/chat/completions", CHAT), 1)[0][1]["id"] for _ in range(4)]
+    begin(door.ask("/v1/chat/completions", CHAT, key="one"), 1)
+    door.peer.wait_for(Submit, 5)
+    door.until(lambda: door.journal.read_text().count('"op":"begun"') == 5)
+    door.killed()
+    door.enter()
+    first = [door.peer.wait_for(Submit, count) for count in (1, 2)]  # with the key, and one without
+    live = door.ask("/v1/completions", {"prompt": "y", "max_tokens": 3, "stream": True})
+    begin_at = door.peer.wait_for(Submit, 3)
+    assert begin_at.max_tokens == 3  # none of the others came before it
+    again = door.ask(f"/v1/chat/completions/{names[3]}?stream=true")
+    asked_for = door.peer.wait_for(Submit, 4)
+    door.peer.news(door.peer.say(asked_for.id, TEXT))
+    text = "".join(e["choices"][0]["delta"].get("content", "") for _, e in all_events(again))
+    assert text == TEXT
+    assert requests.delete(f"{door.url}/v1/chat/completions/{names[1]}", timeout=SECONDS).ok
+    running = max(first, key=lambda frame: frame.id).id
+    door.peer.news(door.peer.say(running, TEXT))
+    last = door.peer.wait_for(Submit, 5)  # the one that is left
+    door.peer.news(door.peer.say(last.id, TEXT))
+    whole = door.ask(f"/v1/chat/completions/{names[2]}").json()
+    assert whole["choices"][0]["message"]["content"] == TEXT
+    assert sum(isinstance(frame, Submit) for frame in door.peer.seen) == 5
+    live.close()
+
+
 def test_what_has_ended_is_there_after_a_kill_until_it_is_deleted(door):
     rest(door)
     body = {"prompt": ["x", "y"], "stop": ["four"]}
