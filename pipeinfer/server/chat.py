@@ -111,6 +111,8 @@ def _templated(
     offered = tools.tools if tools else None
     if family_of(template).form == "channels":
         messages = _one_call_each(messages)
+    if family_of(template).name == "kimi":
+        _number_calls(messages)
     generic = not knows_tools(template)
     calls = any(m.tool_calls for m in request.messages)
     if generic and (tools or calls or any(m.role == "tool" for m in request.messages)):
@@ -279,6 +281,19 @@ def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             out.append(message)
     return out + waiting
+
+
+def _number_calls(messages: list[dict[str, Any]]) -> None:
+    """Give calls the ids that Kimi was trained with: the function and a number that rises over the
+    conversation."""
+    ids: dict[str, str] = {}
+    count = itertools.count()
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            name = f"functions.{call['function']['name']}:{next(count)}"
+            ids[call["id"]] = call["id"] = name
+        if message.get("tool_call_id") in ids:
+            message["tool_call_id"] = ids[message["tool_call_id"]]
 
 
 def _written(message: dict[str, Any]) -> dict[str, Any]:
