@@ -49,6 +49,7 @@ class EngineRequest:
     tools: whose calls are to be parsed, None for no tools.
     shown: control tokens that are text to the parser of the answer.
     inside: whether the answer begins within reasoning.
+    marked: whether reasoning is a part of the content, between its marks.
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -71,6 +72,7 @@ class EngineRequest:
     inside: bool = False
     notes: list[str] = field(default_factory=list)
     progress: bool = False
+    marked: bool = False
 
     @property
     def count(self) -> int:
@@ -130,7 +132,8 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     prompts.check_lengths([prompt], server.n_ctx, "messages")
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
-                         notes=[*notes, *more],
+                         notes=[*notes, *more], marked="none" == (
+                             request.reasoning_format or settings.reasoning_format),
                          **chat.reading_of(prompt, offered, grammar, tokenizer),
                          **_common(request, settings))
 

@@ -53,6 +53,7 @@ class ResponseChoice:
     text: str = ""
     called: int = 0  #: calls found so far
     progress: PromptProgress | None = None  #: that was written last
+    thinks: bool = False  #: whether the last part was reasoning
     done: bool = False
 
 
@@ -85,7 +86,7 @@ class ResponsesWriter:
             parser = AnswerParser(family_of(self.tokenizer.chat_template or ""), self.asked.tools,
                                   self.asked.inside) if self.is_chat else None
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
-            self.choices.append(ResponseChoice(generation, parser, text))
+            self.choices.append(ResponseChoice(generation, parser, text, thinks=self.asked.inside))
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -245,7 +246,19 @@ class ResponsesWriter:
             return [Words(delta.text)]
         parts = choice.parser.push(delta.text, ended)
         parts = parts if self.asked.stream else joined(parts)
+        if self.asked.marked:
+            parts = [one for part in parts for one in self._in_marks(choice, part)]
         return [self._named(choice, part) for part in parts]
+
+    def _in_marks(self, choice: ResponseChoice, part: Part) -> list[Part]:
+        """Return a part as it is, or reasoning as words between the marks of its family."""
+        opened, closed = family_of(self.tokenizer.chat_template or "").think
+        thinks = isinstance(part, Thought)
+        mark = "" if thinks == choice.thinks else f"{opened}\n" if thinks else f"\n{closed}\n\n"
+        choice.thinks = thinks
+        if isinstance(part, Words | Thought):
+            return [Words(mark + part.text)]
+        return [Words(mark), part] if mark else [part]
 
     def _named(self, choice: ResponseChoice, part: Part) -> Part:
         choice.called += isinstance(part, Call)

@@ -451,6 +451,40 @@ def test_reasoning_words_and_calls_have_their_places(served, path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cut", [None, "Hm"])
+def test_reasoning_may_stay_in_the_content(served, cut):
+    """As llama.cpp's server does with --reasoning-format none."""
+    text = ANSWERS[served.family]
+    text = text[:text.index(cut) + len(cut)] if cut and cut in text else text
+    thought, words, calls, _ = both(served, "/v1/chat/completions", text, reasoning_format="none")
+    opened = "" if served.family == "qwen-xml" else "<think>\n"  # the template has begun it
+    assert thought == ""
+    if served.family == "llama":
+        assert (words, len(calls)) == ("", 2)
+    elif cut:
+        assert (words, calls) == (f"{opened}Hm", [])
+    else:
+        assert (words, len(calls)) == (f"{opened}Hm.\n</think>\n\nWell: ", 2)
+        only = text.replace("Well: ", "")
+        assert both(served, "/v1/chat/completions", only, reasoning_format="none")[1:3] == (
+            f"{opened}Hm.\n</think>\n\n", calls)
+    for name in ("deepseek", "auto"):
+        assert both(served, "/v1/chat/completions", text, reasoning_format=name)[0] == (
+            "" if served.family == "llama" else (cut or "Hm."))
+
+
+@pytest.mark.slow
+def test_a_server_may_leave_reasoning_in_the_content(tmp_path):
+    path = with_template(tmp_path / "m.gguf", "{{ messages[0].content }}{# <think> #}")
+    with front(path, reasoning_format="none") as server:
+        text = "<think>\nHm.\n</think>\n\nYes."
+        assert both(server, "/v1/chat/completions", text, tools=None)[:2] == ("", text)
+        assert both(server, "/v1/messages", text, tools=None)[:2] == ("", text)
+        assert both(server, "/v1/chat/completions", text, tools=None, reasoning_format="auto")[
+            :2] == ("Hm.", "Yes.")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_forced_call_that_is_cut_off_is_a_call_without_its_end(served, path):
     text = written(BY_NAME[served.family], [("f", {"a": "one two"})])
