@@ -131,9 +131,8 @@ class ServeConfig:
                                            "a loopback address other names are refused.")
     reasoning_format: str = setting("auto", kind="str",
                                     choices=("none", "deepseek", "auto"),
-                                    help="Where a model's reasoning goes, as in llama.cpp's "
-                                         "server: none: into the content, between its marks; "
-                                         "otherwise into fields of its own.")
+                                    help="Where reasoning goes, as in llama.cpp's server; none: "
+                                         "into the content.")
     race: bool = setting(True, kind="flag",
                          help="Let the page of a server on a loopback address and one host race "
                               "three policies over stages that are paced as slow hosts.")
