@@ -24,7 +24,12 @@ This module does not show errors: the command line prints the message as one lin
 `exit_code`, a server turns it into an event or an answer.
 """
 
+import signal
 from typing import TypeAlias
+
+#: signals that end a process which does not end by itself
+_KILLS = {signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL,
+          signal.SIGFPE}
 
 
 class PipeinferError(Exception):
@@ -167,3 +172,15 @@ class LinkCut(ClusterError):
 
 Loss: TypeAlias = RankLost | StageFailed | LinkCut  #: what a job may recover from
 LOSSES = (RankLost, StageFailed, LinkCut)
+
+
+def ending(status: int) -> str:
+    """Describe how a process ended.
+
+    status: its exit code; -N or 128 + N where signal N ended it.
+    """
+    code = 128 - status if status < 0 else status
+    if code - 128 not in _KILLS:
+        return f"exit code {code}"
+    return (f"exit code {code}: killed by signal {code - 128} ({signal.Signals(code - 128).name})"
+            + ", maybe by the kernel for want of memory" * (code - 128 == signal.SIGKILL))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from msgspec import Struct
 
+from pipeinfer import __version__
 from pipeinfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ def package_digest() -> str:
         found.update(f"{path.relative_to(root)}\n{path.stat().st_size}\n".encode())
         found.update(path.read_bytes())
     return found.hexdigest()
+
+
+def package_version() -> str:
+    """Return this package's version and, short, the digest of its source."""
+    return f"{__version__} (source {package_digest()[:8]})"
 
 
 def launch() -> Launch:

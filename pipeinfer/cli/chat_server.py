@@ -18,7 +18,7 @@ import click
 
 from pipeinfer import host
 from pipeinfer.config import JobConfig, SamplingConfig
-from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.errors import RequestError, UsageError, ending
 from pipeinfer.server.http_process import listen_privately
 
 _EVERY = 0.05  #: seconds between two checks whether the server is ready, or has ended
@@ -80,7 +80,7 @@ class OwnServer:
             self._status = self._wait()
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._status < 0:
-            click.echo(f"pipeinfer: error: rank 0 was ended by signal {-self._status}", err=True)
+            click.echo(f"pipeinfer: error: rank 0 has ended with {ending(self._status)}", err=True)
             self._status = 128 - self._status
         return self._status
 

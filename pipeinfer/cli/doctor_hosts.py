@@ -12,14 +12,17 @@ import ipaddress
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
@@ -27,6 +30,7 @@ import psutil
 from pipeinfer.cli import inherited
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
+from pipeinfer.host import package_version
 from pipeinfer.llama.library import NO_LIBRARY, llama_version
 from pipeinfer.nodes import HostEntry, Nodes, nodes_file_beside, ranks_of, read_hostfile, read_nodes
 
@@ -35,13 +39,31 @@ _ANSWER_SECONDS = 40
 _AT_ONCE = 32
 _THIS_HOST = "for this machine alone take hostfiles/localhost (one line: localhost slots=8)"
 _MARK = "pipeinfer-facts "
-_QUESTION = (
-    "import json,os,socket,sys\n"
-    "from importlib.metadata import version as v\n"
-    "from pipeinfer.llama.library import llama_version\n"
-    f"print({_MARK!r}+json.dumps(dict(host=socket.gethostname(),cores=os.cpu_count(),"
-    "python=sys.version.split()[0],pipeinfer=v('pipeinfer'),llama=llama_version())))"
-)
+_TCP_SECONDS = 5
+#: settings with which messages may take another way than these connections
+_OWN_WAY = ("PIPEINFER_IF", "OMPI_MCA_btl_tcp_port_min_v4", "MPIEXEC_PORT_RANGE")
+#: what runs on a host, whatever its version of pipeinfer; its arguments are this host's address
+#: ("": as ssh has it) and a port. It listens at another one until its input ends
+_QUESTION = f"""
+import json, os, socket, sys, pipeinfer, pipeinfer.host as own
+from pipeinfer.llama.library import llama_version
+ssh = os.environ.get("SSH_CONNECTION", "").split() or [""] * 4
+address, port = sys.argv[1] or ssh[0], int(sys.argv[2])
+version = getattr(own, "package_version", lambda: pipeinfer.__version__)()
+six = socket.has_dualstack_ipv6()
+family = socket.AF_INET6 if six else socket.AF_INET
+with socket.create_server(("", 0), family=family, dualstack_ipv6=six) as listener:
+    blocked = ""
+    try:
+        socket.create_connection((address, port), {_TCP_SECONDS}).close()
+    except OSError as error:
+        blocked = str(error)
+    print({_MARK!r} + json.dumps(dict(
+        host=socket.gethostname(), cores=os.cpu_count(), python=sys.version.split()[0],
+        pipeinfer=version, llama=llama_version(), address=ssh[2],
+        port=listener.getsockname()[1], blocked=blocked)), flush=True)
+    sys.stdin.read()
+"""
 #: text in ssh's output, its meaning, the remedy; {0} is the host
 _SSH_TROUBLE = (
     ("Permission denied", "refuses the ssh key", "ssh-copy-id {0}, then try `ssh {0} hostname`"),
@@ -137,24 +159,69 @@ def ask(entry: HostEntry) -> HostAnswer:
     if is_here(entry.host):
         return HostAnswer(entry, _own_facts())
     name = f"{entry.user}@{entry.host}" if entry.user else entry.host
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
-               *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
-               shlex.join([sys.executable, "-c", _QUESTION])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False,
-                              stdin=subprocess.DEVNULL, timeout=_ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
+    with _listener() as listener:
+        port = listener.getsockname()[1]
+        command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",
+                   *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), name,
+                   shlex.join([sys.executable, "-c", _QUESTION, _address_for(entry.host),
+                               str(port)])]
+        try:
+            process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+        except OSError as error:
+            return HostAnswer(
+                entry, {}, f"cannot be checked: this host has no ssh ({error.strerror})",
+                "install an ssh client (Debian and Ubuntu: apt install openssh-client)")
+        late = threading.Timer(_ANSWER_SECONDS, process.kill)
+        late.start()
+        with process:
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if line.startswith(_MARK)), "")
+            facts: dict[str, Any] = json.loads(line.removeprefix(_MARK)) if line else {}
+            trouble = _blocked(entry.host, facts, port) if "port" in facts else ("", "")
+            _, said = process.communicate()
+            late.cancel()
+    if facts:
+        return HostAnswer(entry, facts, *trouble)
+    if process.returncode == -signal.SIGKILL:
         return HostAnswer(entry, {}, f"did not answer within {_ANSWER_SECONDS} s",
                       f"log in by hand and check whether {entry.host} is busy or one of its file "
                       "systems hangs")
+    return HostAnswer(entry, {}, *_explain(entry.host, process.returncode, said))
+
+
+def _listener() -> socket.socket:
+    """Return a socket that listens on every address at a port that the system chooses. The system
+    completes connections to it."""
+    six = socket.has_dualstack_ipv6()
+    return socket.create_server(("", 0), family=socket.AF_INET6 if six else socket.AF_INET,
+                                dualstack_ipv6=six)
+
+
+def _address_for(host: str) -> str:
+    """Return the address of this host from which it reaches another; "" if that has no address."""
+    with contextlib.suppress(OSError, UnicodeError):
+        family, kind, proto, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _blocked(host: str, facts: Mapping[str, Any], port: int) -> tuple[str, str]:
+    """Connect to a host that listens; return what blocks one of the two ways, and its remedy."""
+    ways, there = [], facts["port"]
+    try:
+        address = host if _address_for(host) else facts["address"]
+        socket.create_connection((address, there), _TCP_SECONDS).close()
     except OSError as error:
-        return HostAnswer(entry, {}, f"cannot be checked: this host has no ssh ({error.strerror})",
-                      "install an ssh client (Debian and Ubuntu: apt install openssh-client)")
-    for line in done.stdout.splitlines():
-        if line.startswith(_MARK):
-            facts: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            return HostAnswer(entry, facts)
-    return HostAnswer(entry, {}, *_explain(entry.host, done.returncode, done.stderr))
+        ways.append(f"its TCP port {there} from here: {error}")
+    if facts["blocked"]:
+        ways.append(f"TCP port {port} of this host from there: {facts['blocked']}")
+    if not ways:
+        return "", ""
+    return (f"does not let ranks connect ({'; '.join(ways)})",
+            "a firewall? Let all TCP ports pass between the hosts, or bound them "
+            "(docs/clusters.md, Firewalls)")
 
 
 def _explain(host: str, code: int, said: str) -> tuple[str, str]:
@@ -178,7 +245,7 @@ def _judge(answer: HostAnswer, ranks: int, mine: dict[str, Any], seen: dict[str,
     own name."""
     entry, facts = answer.entry, answer.facts
     what = f"host {entry.host}"
-    if answer.trouble:
+    if answer.trouble and not (facts and any(name in os.environ for name in _OWN_WAY)):
         return Finding("fail", what, answer.trouble, answer.remedy)
     if facts["llama"].startswith(NO_LIBRARY) and facts["llama"] != mine["llama"]:
         return Finding("fail", what, "runs no llama.cpp", facts["llama"].removeprefix(NO_LIBRARY))
@@ -197,6 +264,8 @@ def _judge(answer: HostAnswer, ranks: int, mine: dict[str, Any], seen: dict[str,
         return Finding(
             "warn", what, f"has the host name {own}, for which {nodes.path} has other settings",
             f"name the table after the output of `hostname` there: [node.\"{own}\"]")
+    if answer.trouble:
+        return Finding("warn", what, answer.trouble, answer.remedy)
     if ranks > facts["cores"]:
         return Finding("warn", what, f"{ranks} ranks share {facts['cores']} cores",
                        "this is fine for a trial; for speed start one stage per host")
@@ -205,10 +274,8 @@ def _judge(answer: HostAnswer, ranks: int, mine: dict[str, Any], seen: dict[str,
 
 
 def _own_facts() -> dict[str, Any]:
-    from importlib.metadata import version
-
     return {"host": socket.gethostname(), "cores": os.cpu_count(), "pipeinfer":
-            version("pipeinfer"), "python": sys.version.split()[0], "llama": llama_version()}
+            package_version(), "python": sys.version.split()[0], "llama": llama_version()}
 
 
 def is_here(name: str) -> bool:

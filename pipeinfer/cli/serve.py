@@ -196,6 +196,7 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         journal_sync=config.journal_sync, journal_keep=config.journal_keep,
         journal_size=config.journal_size,
         certificate=files.certificate, private_key=files.key, race=race_words(job, config),
+        reasoning_format=config.reasoning_format,
     )
 
 

@@ -130,7 +130,8 @@ class Balance:
         shares = [Share(judge.seats[rank].host if rank in judge.seats else f"rank {rank}",
                         threads.get(node, 1)) for node, rank in leaders.items()]
         session.head.times.pace = StagePace(
-            assembly.grid, session.first.curve, shares, judge.cores)
+            assembly.grid, session.first.curve, shares, judge.cores,
+            session.plan.seconds_of(assembly.held))
         session.head.times.load.restart(session.head.scheduler.totals.accepted)
         self._trial = None
 

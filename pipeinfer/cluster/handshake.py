@@ -11,7 +11,7 @@ import time
 
 from msgspec import structs
 
-from pipeinfer import __version__, host
+from pipeinfer import host
 from pipeinfer.backends.pytorch.options import missing_packages
 from pipeinfer.config import JobConfig
 from pipeinfer.core.codec import VERSION
@@ -36,7 +36,7 @@ def hello(config: JobConfig, place: Place) -> Hello:
     shared = {k: v for k, v in config.values().items() if k not in _PER_NODE_FIELDS}
     digest = hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=8)
     return Hello(
-        rank=place.rank, version=__version__, protocol=VERSION, backend=llama_version(),
+        rank=place.rank, version=host.package_version(), protocol=VERSION, backend=llama_version(),
         kernels=llama_kernels(), config=digest.hexdigest(),
         values={k: repr(v)[:80] for k, v in shared.items()},
         asked_backend=config.model.backend, torch_missing=tuple(missing_packages()),

@@ -100,6 +100,7 @@ class Session:
     first: the terms of the stages at the start.
     fatal: why a rank's death ends the job; "" if it does not.
     reports: the stages' final reports, by node.
+    on_loss: called with the loss before the others take over.
     on_change: called with what happened when other stages have taken over, or ranks were lost.
     """
 
@@ -117,6 +118,7 @@ class Session:
     sharing: Sharing
     fatal: str
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    on_loss: Callable[[Loss], None] = lambda _: None
     on_change: Callable[[str], None] = lambda _: None
     balance: Balance = field(init=False)
     _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
@@ -250,6 +252,7 @@ class Session:
 
     def go_on(self, loss: Loss) -> None:
         """Continue without a lost rank. Raises the error if the job cannot continue."""
+        self.on_loss(loss)
         accepted = self.head.scheduler.totals.accepted
         same = [count for count in self._failures if count == accepted]
         self._failures = [*same, accepted] if isinstance(loss, StageFailed) else []

@@ -129,6 +129,10 @@ class ServeConfig:
                                       help="Host name under which the server may be reached, such "
                                            "as that of a proxy in front of it (repeatable); on "
                                            "a loopback address other names are refused.")
+    reasoning_format: str = setting("auto", kind="str",
+                                    choices=("none", "deepseek", "auto"),
+                                    help="Where reasoning goes, as in llama.cpp's server; none: "
+                                         "into the content.")
     race: bool = setting(True, kind="flag",
                          help="Let the page of a server on a loopback address and one host race "
                               "three policies over stages that are paced as slow hosts.")

@@ -40,16 +40,18 @@ class StagePace:
 
     curve: (rows, time relative to one row), rows ascending.
     shares, cores: which stages share which cores, see `own_seconds`; without them none do.
+    planned: seconds of each stage by the plan, where its ranks were measured.
     """
 
     def __init__(self, grid: Grid, curve: Sequence[tuple[int, float]],
-                 shares: Sequence[Share] = (), cores: Mapping[str, float] | None = None) -> None:
+                 shares: Sequence[Share] = (), cores: Mapping[str, float] | None = None,
+                 planned: Sequence[float] = ()) -> None:
         self._grid, self._n = grid, grid.n_stages
         self._runs: deque[tuple[int, Spans]] = deque(maxlen=WINDOW)
         self._others: deque[Spans] = deque(maxlen=WINDOW * _OTHERS)
         self._reports: dict[int, deque[tuple[int, float, float]]] = {}
         self._shares = shares or [Share(str(stage)) for stage in range(self._n)]
-        self._cores = cores or {}
+        self._cores, self._planned = cores or {}, planned
         self._best = [float("inf")] * self._n
         self._best_of_members: dict[int, float] = {}
         self._lately: list[float] = [0.0] * self._n
@@ -125,7 +127,15 @@ class StagePace:
 
     @property
     def slowdown(self) -> list[float]:
-        """The time of each stage relative to its best; 1 until known."""
+        """The time of each stage relative to its best, or where that is more, to the plan: how
+        much more than the plan it takes than the stage that keeps to it best. 1 until known."""
+        drift = self._drift()
+        if len(self._planned) != self._n or not self.settled or min(self.seconds) <= 0:
+            return drift
+        times = [now / planned for now, planned in zip(self.seconds, self._planned, strict=True)]
+        return [max(one, time / min(times)) for one, time in zip(drift, times, strict=True)]
+
+    def _drift(self) -> list[float]:
         return [now / best if 0 < best < float("inf") else 1.0
                 for now, best in zip(self.seconds, self._best, strict=True)]
 
@@ -133,7 +143,7 @@ class StagePace:
         """Return the computing time of each node relative to its best at earlier calls; that of
         the stages until members have reported."""
         if not self.members or min(self.seconds) <= 0:
-            return self.slowdown
+            return self._drift()
         now = self.computing
         for node, took in enumerate(now):
             self._best_of_members[node] = min(took, self._best_of_members.get(node, took))

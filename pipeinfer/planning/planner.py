@@ -93,6 +93,12 @@ class Plan(Struct, frozen=True):
         """The layers [start, stop) of each stage."""
         return [(start, stop) for _, start, stop in self.split.ranges()]
 
+    def seconds_of(self, held: Sequence[Holding]) -> tuple[float, ...]:
+        """Return the seconds of each stage, where its rank was measured and stages are held as
+        planned; otherwise nothing."""
+        known = self.timed and self.teams is None and tuple(held) == self.held
+        return tuple(filter(None, self.split.seconds)) if known else ()
+
     def line(self) -> str:
         """Describe the plan in one line; "" if it is the equal split over all ranks."""
         counts = ", ".join(str(stop - start) for start, stop in self.ranges)

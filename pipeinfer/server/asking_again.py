@@ -72,6 +72,7 @@ class RepeatedRequests:
         """Return an answer by its id, or stream it from the event after `starting_after`. An answer
         of /v1/responses is returned as it is now. Raises ApiError."""
         kept = self._find(name, request)
+        kept.archive.wanted(kept)
         if stream:
             return await self.answer(kept, request, stream=True, after=_after(request))
         if kept.record.begun.kind == "items" and not kept.ended:

@@ -14,6 +14,8 @@ from pipeinfer.models.text.json_schema import closed
 from pipeinfer.server.families import QUOTE, Family
 from pipeinfer.server.tools import NONE, types_of
 
+#: a pattern for the whole of a text; others are not enforced where texts have no quotes
+_WHOLE = re.compile(r"\^(?:[^|]*|\([^()]*\))(?<!\\)\$")
 #: any value in Gemma's notation; {q}: its quotes
 _GEMMA_VALUE = """
 any: quoted | %json {{"type": ["number", "boolean", "null"]}}
@@ -42,7 +44,12 @@ class CallGrammar:
         family = self._family
         rules = ["call: " + " | ".join(f"call{i}" for i in range(len(functions)))]
         for i, function in enumerate(functions):
-            head = self._written(family.begin + function["name"] + family.then)
+            name, counter, then = family.then.partition(":0")
+            if counter:  # of all calls of the conversation
+                head = (self._written(f"{family.begin}{function['name']}{name}:") + " /[0-9]+/ "
+                        + self._written(then))
+            else:
+                head = self._written(family.begin + function["name"] + name)
             rules.append(f"call{i}: {head} given{i} {self._written(family.end)}")
             schema = closed(function.get("parameters") or NONE)
             rules += self._given(i, schema) if family.pair[1] else [
@@ -113,4 +120,10 @@ class CallGrammar:
             texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
             return f"{rule}: " + " | ".join(
                 self._written(f"{quote}{text}{quote}{after}") for text in texts)
+        pattern = schema.get("pattern", "")
+        if _WHOLE.fullmatch(pattern) and types == {"string"}:
+            regex = re.sub(r"(?<!\\)/", r"\/", pattern[1:-1])
+            after = self._written(quote + after)
+            return (f"{rule}: {self._written(quote)} {rule.upper()} {after}\n"
+                    f"{rule.upper()}: /{regex}/")
         return self._text(rule, quote, f"{quote}{after}")

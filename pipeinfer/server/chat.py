@@ -5,6 +5,7 @@ Uses templates and the vocabulary; no sampling, no HTTP and no engine.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -108,6 +109,10 @@ def _templated(
     template = tokenizer.chat_template or ""
     messages = [_message(m, "developer" in template) for m in request.messages]
     offered = tools.tools if tools else None
+    if family_of(template).form == "channels":
+        messages = _one_call_each(messages)
+    if family_of(template).name == "kimi":
+        _number_calls(messages)
     generic = not knows_tools(template)
     calls = any(m.tool_calls for m in request.messages)
     if generic and (tools or calls or any(m.role == "tool" for m in request.messages)):
@@ -116,8 +121,10 @@ def _templated(
             messages, functions, tools is not None and tools.required)
         offered = None
     tries = [messages]
+    if any(m["role"] == "system" for m in messages[1:]):
+        tries.append(_one_system(messages))
     if calls and not generic:
-        tries.append([_written(m) for m in messages])
+        tries += [[_written(m) for m in tried] for tried in tries]
     if generic and tools and request.messages[0].role not in ("system", "developer"):
         tries.append(generic_tools.without_system(messages))  # the template has no system role
     errors = []
@@ -242,6 +249,51 @@ def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
                          "arguments": _arguments(call.function.arguments)},
         } for call in message.tool_calls]
     return out
+
+
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of agents for a template that allows one system message, at the beginning:
+    those at the beginning as one, later ones as the user's."""
+    first = list(itertools.takewhile(lambda m: m["role"] == "system", messages))
+    joined = [{**first[0], "content": "\n\n".join(m["content"] for m in first)}] if first else []
+    return joined + [{**m, "role": "user"} if m["role"] == "system" else m
+                     for m in messages[len(first):]]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as gpt-oss's template reads them: of a message's calls only the first, with
+    its reasoning or its text. Each call gets a message, which its result follows."""
+    out: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    for message in messages:
+        first = next((call for call in waiting
+                      if call["tool_calls"][0]["id"] == message.get("tool_call_id")), None)
+        if message["role"] != "tool":
+            out += waiting
+            waiting = []
+        elif first is not None:
+            waiting.remove(first)
+            out.append(first)
+        if calls := message.get("tool_calls"):
+            thought = "\n\n".join(filter(None, (message.get("thinking"), message["content"])))
+            waiting = [{"role": "assistant", "content": "", "thinking": "" if i else thought,
+                        "tool_calls": [call]} for i, call in enumerate(calls)]
+        else:
+            out.append(message)
+    return out + waiting
+
+
+def _number_calls(messages: list[dict[str, Any]]) -> None:
+    """Give calls the ids that Kimi was trained with: the function and a number that rises over the
+    conversation."""
+    ids: dict[str, str] = {}
+    count = itertools.count()
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            name = f"functions.{call['function']['name']}:{next(count)}"
+            ids[call["id"]] = call["id"] = name
+        if message.get("tool_call_id") in ids:
+            message["tool_call_id"] = ids[message["tool_call_id"]]
 
 
 def _written(message: dict[str, Any]) -> dict[str, Any]:

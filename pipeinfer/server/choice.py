@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -53,6 +53,15 @@ class Counts:
     last: float | None = None
 
 
+class PromptProgress(NamedTuple):
+    """How many tokens of a prompt have been issued to the stages, and how many of these were
+    stored."""
+
+    total: int
+    processed: int
+    cache: int
+
+
 class Generation:
     """One choice. `news` is set whenever there is something to fetch.
 
@@ -71,6 +80,7 @@ class Generation:
         self.stats: dict[str, Any] = {}
         self.counts = Counts(n_prompt)
         self.tokens: list[int] = []
+        self.progress: PromptProgress | None = None  #: of those that asked for it
         self.restarts = 0  #: how often a new job has taken it up
         self.same_bits = True  #: whether all of these computed as the first one did
         self.asker = Asker()  # nobody pays
@@ -135,6 +145,12 @@ class Generation:
         """End the choice with `failure`; without effect when it has ended."""
         if not self.ended:
             self.failure, self.reason = failure, "error"
+            self._news.set()
+
+    def read(self, progress: PromptProgress) -> None:
+        """Record how much of the prompt is computed, until the first token comes."""
+        if progress != self.progress and not self.tokens:
+            self.progress = progress
             self._news.set()
 
     # --- to the client ------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from pipeinfer.server.frames import (
     Ready,
     Rebalance,
     Rebalanced,
+    Recovering,
     Refused,
     Runs,
     Status,
@@ -70,6 +71,7 @@ class Engine:
         self._paced = 0.0
         link.on_frame = session.head.wake
         session.on_change = self._tell_change
+        session.on_loss = lambda loss: link.send(Recovering(str(loss)))
 
     def leave(self) -> None:
         """Accept no more requests and end when the open ones have. Any thread or signal handler

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
 
@@ -19,7 +19,7 @@ from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.asker import current
-from pipeinfer.server.choice import Generation, Submitted
+from pipeinfer.server.choice import Generation, PromptProgress, Submitted
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
@@ -37,6 +37,7 @@ from pipeinfer.server.frames import (
     Ready,
     Rebalance,
     Rebalanced,
+    Recovering,
     Refused,
     Runs,
     Status,
@@ -73,6 +74,7 @@ class _Open:
     frame: the Submit for the engine. handed: whether it was sent to one.
     bits: `bits` of the engine to which it was sent last.
     before: whether an earlier HTTP process had begun it.
+    progress: whether its client reads how much of the prompt is computed.
     """
 
     generation: Generation
@@ -80,6 +82,7 @@ class _Open:
     handed: bool = False
     bits: object = None
     before: bool = False
+    progress: bool = False
 
 
 class EngineClient:
@@ -98,6 +101,7 @@ class EngineClient:
         self.renewed: Callable[[], None] = _nothing
         self.state: State = "loading"
         self.reason = ""
+        self.recovering = ""  #: why stages are taken over now; requests wait for that
         self.loading: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
@@ -133,6 +137,11 @@ class EngineClient:
             pass
         finally:
             self.waiting -= 1
+
+    @property
+    def shown(self) -> str:
+        """The state as the page shows it: `state`, or recovering."""
+        return "recovering" if self.state == "ready" and self.recovering else self.state
 
     def hold(self, on: bool) -> None:
         """Hold new requests from now on, or admit all of them."""
@@ -209,7 +218,7 @@ class EngineClient:
         pool = asker.pool if self.settings.remember_answers and not before else 0
         one = self.open[request_id] = _Open(generation, Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
-            request.decompose, pool=pool), before, bits, before)
+            request.decompose, pool=pool), before, bits, before, request.progress)
         if not generation.index % request.n:  # a prompt counts once for all its choices
             asker.used(generation.counts.prompt)
         if self.state == "ready":
@@ -278,14 +287,18 @@ class EngineClient:
                 self.status = {"op": "status", "time": at, **figures}
                 self.metrics.status(figures, self.facts)
                 self._show(self.status)
+                self._progress(figures.get("lanes", ()))
             case Runs(items):
                 self._show({"op": "runs", "items": items})
             case Loading(stages):
                 self.loading = stages
             case Ready(facts):
                 self._welcome(facts)
+            case Recovering(message):
+                self.recovering = message
+                self._show_state()
             case Changed(facts):
-                self.facts = facts
+                self.facts, self.recovering = facts, ""
                 self._show({"op": "facts", "state": self.state, "facts": self.facts})
             case Rebalanced(number):
                 waiting = self._rebalances.pop(number, None)
@@ -303,6 +316,12 @@ class EngineClient:
                 self._end_all(Failure("shutdown", "the server has shut down"))
             case _:
                 assert_never(frame)
+
+    def _progress(self, lanes: Iterable[dict[str, Any]]) -> None:
+        for lane in lanes:
+            if (one := self.open.get(lane["request"])) is not None and one.progress:
+                one.generation.read(PromptProgress(
+                    lane["prompt"], min(lane["prefilled"], lane["prompt"]), lane["reused"]))
 
     def _item(self, item: NewsItem) -> None:
         one = self.open.get(item.id)
@@ -412,7 +431,7 @@ class EngineClient:
             self._patience.cancel()
         if self.state == "restarting":
             self.metrics.restarted()
-        self._patience, self._gave_up, self.reason = None, False, ""
+        self._patience, self._gave_up, self.reason, self.recovering = None, False, "", ""
         self._moving = False
         self.state, self.facts, self.status = "ready", facts, {}
         if self._watchers:
@@ -484,7 +503,7 @@ class EngineClient:
                     "cluster_failed" if kind == "failed" else "shutting_down")))
 
     def _show_state(self) -> None:
-        self._show({"op": "state", "state": self.state, "reason": self.reason,
+        self._show({"op": "state", "state": self.shown, "reason": self.reason or self.recovering,
                     "time": time.time()})
 
     def _show(self, frame: dict[str, Any]) -> None:

@@ -59,6 +59,12 @@ class Ready(Frame, frozen=True):
     facts: dict[str, Any]
 
 
+class Recovering(Frame, frozen=True):
+    """A rank was lost; requests wait until other stages have taken over (`Changed`)."""
+
+    message: str
+
+
 class Changed(Frame, frozen=True):
     """Other stages have taken over. facts: from now on."""
 
@@ -198,7 +204,8 @@ class Rebalance(Frame, frozen=True):
 
 
 EngineFrame: TypeAlias = (
-    Loading | Ready | Changed | News | Status | Runs | Rebalanced | Draining | Failed | Bye)
+    Loading | Ready | Recovering | Changed | News | Status | Runs | Rebalanced | Draining | Failed
+    | Bye)
 ClientFrame: TypeAlias = Submit | Abort | Watch | Rebalance
 Kinds: TypeAlias = Mapping[str, type[T]]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.choice import Choices, Generation
+from pipeinfer.server.choice import Choices, Generation, PromptProgress
 from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, ChoiceEnded, Gone, Journal, Record, Story, TokenRows
 from pipeinfer.server.metrics import Metrics
@@ -74,6 +74,11 @@ class Recorded(Generation):
             self._taken()
         return stopped
 
+    def read(self, progress: PromptProgress) -> None:
+        """Record how much of the prompt is computed."""
+        super().read(progress)
+        self.kept.ring()
+
     def end(self, reason: str, stats: dict[str, Any]) -> None:
         """End the choice. reason: stop, length, context, or that of an abort. The end is
         journaled."""
@@ -128,6 +133,11 @@ class Kept:
         return str(self.archive.client.facts.get("bits", ""))
 
     @property
+    def runs(self) -> bool:
+        """Whether it was submitted."""
+        return any(self.generations)
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more comes, at least for now."""
         return all(end is not None for end in self.last)
@@ -172,8 +182,10 @@ class Kept:
         if self.archive.client.state not in _LEAVING or end.failure is None:
             generation.story.end = end
             self.archive.write(self, generation.index, end)
-        if self.ended and self._limit is not None:
-            self._limit.cancel()
+        if self.ended:
+            if self._limit is not None:
+                self._limit.cancel()
+            self.archive.over(self)
 
     def ring(self) -> None:
         """Wake the followers."""
@@ -190,17 +202,45 @@ class Archive:
         self._kept = {name: Kept(self, record, alone=False)
                       for name, record in journal.read().items()}
         self._rewritten = journal.size
+        self._tokenizer: Tokenizer
+        self._abandoned: list[Kept] = []  # by an earlier process's clients, in order
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def go_on(self, tokenizer: Tokenizer) -> None:
-        """Continue the requests that had not ended when this process began."""
-        for kept in self._kept.values():
-            if kept.ended:
-                continue
-            if kept.record.begun.model == identity(self.client.settings):
-                kept.run(tokenizer, before=True)
+        """Continue the requests that had not ended when this process began.
+
+        Clients that named no key may never ask again. Their requests run one after the other, so
+        that those of others do not wait for all of them.
+        """
+        self._tokenizer = tokenizer
+        for kept in [kept for kept in self._kept.values() if not kept.ended]:
+            if kept.record.begun.key:
+                self._go_on(kept)
             else:
-                kept.refuse(tokenizer, "the server has come back with another model")
+                self._abandoned.append(kept)
+        self._next()
+
+    def wanted(self, kept: Kept) -> None:
+        """Run a request now if it waits, because a client asks for it."""
+        if kept in self._abandoned and not kept.runs:
+            self._go_on(kept)
+
+    def _go_on(self, kept: Kept) -> None:
+        if kept.record.begun.model == identity(self.client.settings):
+            kept.run(self._tokenizer, before=True)
+        else:
+            kept.refuse(self._tokenizer, "the server has come back with another model")
+
+    def _next(self) -> None:
+        idle = not any(kept.runs for kept in self._abandoned)
+        if idle and self._abandoned and self.client.state not in _LEAVING:
+            self._go_on(self._abandoned[0])
+
+    def over(self, kept: Kept) -> None:
+        """Run the next of the requests that wait, after the end of one."""
+        if kept in self._abandoned:
+            self._abandoned.remove(kept)
+            asyncio.get_running_loop().call_soon(self._next)
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -244,6 +284,7 @@ class Archive:
         if self._kept.pop(kept.record.begun.id, None) is not None:
             self._journal.hold(kept.record, Gone(kept.record.begun.id))
         kept.abort(reason)
+        self.over(kept)
 
     def _check_model(self, kept: Kept) -> None:
         if kept.record.begun.model != identity(self.client.settings):
@@ -365,7 +406,10 @@ class Follower(Choices):
             self._read[generation.index] += 1
             return True
         if end is None:
-            return False
+            known, source = generation.progress, kept.generations[generation.index]
+            if source is not None and source.progress is not None:
+                generation.read(source.progress)
+            return generation.progress is not known
         counts = generation.counts
         counts.first, counts.last = (
             None if s is None else counts.submitted + s for s in end.seconds)

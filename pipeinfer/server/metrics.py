@@ -36,8 +36,8 @@ _GAUGES = {
 
 _STAGES = {
     "stage_seconds": "Recent seconds of a stage for a run of one row, without its slowest runs.",
-    "stage_slowdown": "stage_seconds relative to the stage's best time: above 1 the stage has "
-                      "slowed down.",
+    "stage_slowdown": "stage_seconds relative to the stage's best time, or to the plan: above 1 "
+                      "the stage has slowed down, or is slower than it was measured.",
 }
 _MEMBERS = {
     "member_seconds": "Recent seconds that a member of a wide stage computes in a run of one row.",

@@ -26,7 +26,6 @@ from pipeinfer.server.streaming import event
 _SECONDS = 600.0  #: for a race
 _STOP_SECONDS, _STOPS = 2.0, 5  #: between signals that end it, and how many there are
 _MOST_LOG = 4096
-_RACERS = 3
 _ANOTHER = ApiError(429, "another race is running: try again when it has ended",
                     code="race_running")
 
@@ -71,7 +70,7 @@ class Races:
         (folder / "prompt").write_text(prompt, encoding="utf-8", errors="replace")
         words = [*self._client.settings.race, "--events", "-f", str(folder / "prompt"),
                  *["--chat"] * chat]
-        deadline, ended = asyncio.get_running_loop().time() + _SECONDS, 0
+        deadline = asyncio.get_running_loop().time() + _SECONDS
         with (folder / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pipeinfer", "race", *words, stdin=DEVNULL, stdout=PIPE,
@@ -79,9 +78,8 @@ class Races:
         ending = asyncio.create_task(self._end_with_server(process))
         try:
             async for one in _lines(process, deadline):
-                ended += one.get("event") == "end"
                 yield event(one)
-                if ended == _RACERS:
+                if one.get("event") == "lanes":
                     return
             why = "the server ends" if self._client.left.is_set() else _reason(folder / "log")
             yield event(ApiError(503, f"the race has ended early: {why}",

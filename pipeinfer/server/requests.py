@@ -44,10 +44,12 @@ class EngineRequest:
 
     prompts: token ids of each. texts: of each, "" if it was given as tokens.
     n: choices per prompt. params: of every choice, without its key. seed: of the noise.
-    usage, detail: whether the answer includes these. decompose: for a response in threads.
+    usage, detail: whether the answer includes these. progress: whether its stream says how much of
+        the prompt is computed. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
     shown: control tokens that are text to the parser of the answer.
     inside: whether the answer begins within reasoning.
+    marked: whether reasoning is a part of the content, between its marks.
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -69,6 +71,8 @@ class EngineRequest:
     shown: list[int] = field(default_factory=list)
     inside: bool = False
     notes: list[str] = field(default_factory=list)
+    progress: bool = False
+    marked: bool = False
 
     @property
     def count(self) -> int:
@@ -128,7 +132,8 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     prompts.check_lengths([prompt], server.n_ctx, "messages")
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
-                         notes=[*notes, *more],
+                         notes=[*notes, *more], marked="none" == (
+                             request.reasoning_format or settings.reasoning_format),
                          **chat.reading_of(prompt, offered, grammar, tokenizer),
                          **_common(request, settings))
 
@@ -163,6 +168,7 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
         "stream": bool(request.stream),
         "usage": bool(request.stream_options and request.stream_options.include_usage),
         "detail": bool(request.pipeinfer and request.pipeinfer.detail),
+        "progress": bool(request.return_progress),
     }
 
 

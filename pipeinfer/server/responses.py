@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.answer_parser import AnswerParser
-from pipeinfer.server.choice import AnswerPiece, Delta, Generation
+from pipeinfer.server.choice import AnswerPiece, Delta, Generation, PromptProgress
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import family_of
 from pipeinfer.server.requests import EngineRequest
@@ -52,6 +52,8 @@ class ResponseChoice:
     parser: AnswerParser | None = None
     text: str = ""
     called: int = 0  #: calls found so far
+    progress: PromptProgress | None = None  #: that was written last
+    thinks: bool = False  #: whether the last part was reasoning
     done: bool = False
 
 
@@ -84,7 +86,7 @@ class ResponsesWriter:
             parser = AnswerParser(family_of(self.tokenizer.chat_template or ""), self.asked.tools,
                                   self.asked.inside) if self.is_chat else None
             text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
-            self.choices.append(ResponseChoice(generation, parser, text))
+            self.choices.append(ResponseChoice(generation, parser, text, thinks=self.asked.inside))
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -105,6 +107,8 @@ class ResponsesWriter:
         parts = self._split(choice, delta, ended)
         content = _text_of(Words, parts)
         out = []
+        if generation.progress not in (None, choice.progress) and not generation.tokens:
+            out.append(self._read(choice))
         if thought := _text_of(Thought, parts):
             out.append(self._delta(choice, {"reasoning_content": thought}))
         if content or (delta.pieces and (self.asked.logprobs or self.asked.detail)):
@@ -143,6 +147,17 @@ class ResponsesWriter:
     def _text(self, choice: ResponseChoice, text: str, reason: End | None = None) -> Chunk:
         return self._chunk([TextDelta(
             index=choice.generation.index, text=text, logprobs=None, finish_reason=reason)])
+
+    def _read(self, choice: ResponseChoice) -> Chunk:
+        """Return the chunk, as llama.cpp's server has it, that says how much of the prompt is
+        computed."""
+        progress = choice.progress = choice.generation.progress
+        assert progress is not None
+        spent = 1e3 * (time.monotonic() - choice.generation.counts.submitted)
+        chunk = self._delta(choice, {}) if self.is_chat else self._text(choice, "")
+        chunk["prompt_progress"] = {"total": progress.total, "cache": progress.cache,
+                                    "processed": progress.processed, "time_ms": round(spent)}
+        return chunk
 
     def _piece(self, choice: ResponseChoice, delta: Delta, content: str) -> Chunk:
         index = choice.generation.index
@@ -231,7 +246,19 @@ class ResponsesWriter:
             return [Words(delta.text)]
         parts = choice.parser.push(delta.text, ended)
         parts = parts if self.asked.stream else joined(parts)
+        if self.asked.marked:
+            parts = [one for part in parts for one in self._in_marks(choice, part)]
         return [self._named(choice, part) for part in parts]
+
+    def _in_marks(self, choice: ResponseChoice, part: Part) -> list[Part]:
+        """Return a part as it is, or reasoning as words between the marks of its family."""
+        opened, closed = family_of(self.tokenizer.chat_template or "").think
+        thinks = isinstance(part, Thought)
+        mark = "" if thinks == choice.thinks else f"{opened}\n" if thinks else f"\n{closed}\n\n"
+        choice.thinks = thinks
+        if isinstance(part, Words | Thought):
+            return [Words(mark + part.text)]
+        return [Words(mark), part] if mark else [part]
 
     def _named(self, choice: ResponseChoice, part: Part) -> Part:
         choice.called += isinstance(part, Call)

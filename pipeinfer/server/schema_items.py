@@ -79,12 +79,18 @@ class ResultItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """Accepted without effect: this server makes none."""
+    """What the model thought before the next turn. Only its content is read."""
 
     type: Literal["reasoning"]
     summary: JsonValue = None
     content: JsonValue = None
     encrypted_content: JsonValue = None
+
+    @property
+    def text(self) -> str:
+        """The texts of its content."""
+        parts = self.content if isinstance(self.content, list) else []
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
 class OtherItem(OtherTool):
@@ -265,23 +271,30 @@ def _messages(request: ResponseRequest) -> list[schema.Message]:
     messages = []
     if request.instructions is not None:
         messages.append(schema.Message(role="system", content=request.instructions))
+    thought = ""
     for item in items:
         match item:
+            case ReasoningItem():
+                thought += item.text
+                continue
             case MessageItem():
+                own = thought if item.role == "assistant" else None
                 messages.append(schema.Message(
                     role=item.role, content=_text(item.content),
-                    reasoning_content=item.reasoning_content or item.reasoning))
+                    reasoning_content=item.reasoning_content or item.reasoning or own or None))
             case CallItem():
                 call = schema.ToolCall(id=item.call_id, function=schema.FunctionCall(
                     name=item.name, arguments=item.arguments))
                 if not messages or messages[-1].role != "assistant":
-                    messages.append(schema.Message(role="assistant", content=None))
+                    messages.append(schema.Message(role="assistant", content=None,
+                                                   reasoning_content=thought or None))
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
             case ResultItem():
                 messages.append(schema.Message(
                     role="tool", content=_text(item.output), tool_call_id=item.call_id))
             case _:
-                pass
+                continue
+        thought = ""
     if not messages:
         raise bad("input holds nothing to answer", "input")
     return messages

@@ -266,6 +266,15 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
 
 
+class Progress(TypedDict):
+    """How many tokens of a prompt are computed. cache: those that were stored."""
+
+    total: int
+    processed: int
+    cache: int
+    time_ms: int
+
+
 class Chunk(HeadFigures):
     """A part of a streamed answer; the last one of a choice has timings and notes, the last of all
     usage."""
@@ -276,6 +285,7 @@ class Chunk(HeadFigures):
     timings: NotRequired[Timings]
     notes: NotRequired[list[str]]
     pipeinfer: NotRequired[Detail]
+    prompt_progress: NotRequired[Progress]
 
 
 # --- the other routes -------------------------------------------------------------------------

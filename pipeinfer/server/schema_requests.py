@@ -155,6 +155,7 @@ class Sampling(Strict):
         | None
     ) = None
     ignore_eos: bool | None = None
+    return_progress: bool | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     pipeinfer: Extras | None = None
@@ -306,6 +307,7 @@ class ChatRequest(Sampling, Conversation):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     decomposer: DecomposerName | None = None
+    reasoning_format: Literal["none", "deepseek", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
 
 

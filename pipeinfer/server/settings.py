@@ -38,6 +38,7 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     journal_keep: seconds for which ended requests stay in it
     journal_size: MiB of it beyond which the oldest of them are deleted
     certificate, private_key: files of TLS; "" for plain HTTP
+    reasoning_format: none: reasoning is a part of the content
     race: words of `pipeinfer race` with the server's models; none where it offers no race
     """
 
@@ -69,6 +70,7 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     certificate: str = ""
     private_key: str = ""
     race: tuple[str, ...] = ()
+    reasoning_format: str = "auto"
 
     def __repr__(self) -> str:
         return f"Settings({self.model!r}, {self.name!r})"  # keys do not belong into logs

@@ -109,8 +109,8 @@ async def events(job: Work, writer: ResponsesWriter, after: int | None = None
         b": waiting\n\n" if numbers is None else b": waiting\n")
 
     def encoded(chunk: Mapping[str, Any]) -> bytes:
-        if numbers is None or after is None:
-            return event(chunk)
+        if numbers is None or after is None or "prompt_progress" in chunk:
+            return event(chunk)  # a reader of the journal has missed what was passing
         number = next(numbers)
         return event(chunk, number) if number > after else b""
 
@@ -210,7 +210,8 @@ class EventStream(Response):
 async def pipeline(client: EngineClient) -> AsyncGenerator[bytes, None]:
     """Yield the events for the web page: the facts, then status and runs as they come."""
     with client.watch() as watcher:
-        yield event({"op": "facts", "state": client.state, "facts": client.facts})
+        yield event({"op": "facts", "state": client.shown, "reason": client.recovering,
+                     "facts": client.facts})
         if client.status:
             yield event(client.status)
         while not client.left.is_set():

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
-from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.errors import RequestError, UsageError, ending
 from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, SocketStatus, call
 from pipeinfer.supervise.state import VARIABLE as STATE
 from pipeinfer.supervise.state import Folder
@@ -263,7 +263,7 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     for start in starts[-5:]:
         how = "runs" if start["exit"] is None else (
             f"moved after {start['lived']:g} s" if start.get("moved")
-            else f"exit code {start['exit']} after {start['lived']:g} s"
+            else f"after {start['lived']:g} s {ending(start['exit'])}"
             + (f": {start['why']}" if start.get("why") else ""))
         found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
     return [*found, f"  logs      {state['logs']}"]

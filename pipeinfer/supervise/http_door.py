@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeinfer.cluster.cleanup import VARIABLE
-from pipeinfer.errors import ProtocolError
+from pipeinfer.errors import ProtocolError, ending
 from pipeinfer.server import http_process
 from pipeinfer.server.orders import MOST_LINE, Look, Order, ServerState, decode_answer, encode
 
@@ -72,6 +72,8 @@ class HttpDoor:
         while missed < _MISSED:
             await asyncio.sleep(_EVERY)
             if process.poll() is not None:
+                if "killed" in (how := ending(process.returncode)):
+                    self._say(f"the HTTP process has ended with {how}")
                 return
             if (await self.ask(Look())).state:
                 missed = 0

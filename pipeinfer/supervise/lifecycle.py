@@ -8,7 +8,7 @@ from typing import TypeAlias, assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipeinfer.errors import PlanError
+from pipeinfer.errors import PlanError, ending
 from pipeinfer.supervise.rules import INTERRUPTED, End, Patience
 
 LIMIT = 600.0  #: seconds for the next job of a move to be ready
@@ -260,7 +260,7 @@ def _ended(state: State, event: JobEnded) -> Step:
             return then, (Apply(), Start(), Wait(LIMIT, then.job))
         case Phase.TRYING | Phase.FAILING:
             failure = state.failure or (
-                f"the changed job does not start (exit code {event.status}; {event.why}): back to "
+                f"the changed job does not start ({ending(event.status)}; {event.why}): back to "
                 "what there was before")
             then = replace(state, phase=Phase.RETURNING, job=state.job + 1, failure=failure)
             return then, (Say(failure), Restore(), Announce(back=True), Start(),
@@ -281,9 +281,10 @@ def _again(state: State, event: JobEnded, before: tuple[Action, ...] = ()) -> St
         return replace(state, phase=Phase.WAITING), (
             *before, Say("the model does not fit yet: waiting for more machines to join"))
     patience, verdict = state.patience.after(event.status, event.lived)
-    ended = f"the job has ended with exit code {event.status}"
+    ended = f"the job has ended with {ending(event.status)}"
     if isinstance(verdict, End):
-        said = (Say(f"{ended}, and every restart is used up"),) if verdict.used_up else ()
+        said = (Say(f"{ended}, and every restart is used up"),) if verdict.used_up else (
+            Say(ended),) if "killed" in ended else ()
         return (replace(state, phase=Phase.STOPPED, patience=patience),
                 (*before, *said, Exit(event.status)))
     said = (Say(f"{ended}: starting again in {verdict.pause:.0f} s ({verdict.left} more after "

@@ -12,6 +12,7 @@ import sys
 import psutil
 import pytest
 
+from pipeinfer import __version__
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.doctor_hosts import check_hosts, common_network, is_here
 from pipeinfer.errors import UsageError
@@ -81,6 +82,11 @@ def test_hosts_that_answer(tmp_path, fake_ssh):
      "launch/demo"),
     ([1, "", ""], "cannot be used: no message", "doctor"),
     (facts(host="a", pipeinfer="0.0.9"), "has pipeinfer 0.0.9, this host has", "same version"),
+    (facts(host="a", pipeinfer=f"{__version__} (source 0123abcd)"),
+     f"has pipeinfer {__version__} (source 0123abcd), this host has {__version__} (source ",
+     "same version"),
+    (facts(host="a", port=9, address="", blocked="timed out"), "of this host from there: timed out",
+     "Firewalls"),
     (facts(host="a", llama="none: no AVX2: compile"), "runs no llama.cpp", "no AVX2: compile"),
     (facts(host="a", llama="0.1"), "has llama.cpp 0.1", "same version"),
     (facts(host=OWN["host"]), f"has the host name {OWN['host']}, as head does", "slots=N"),

@@ -43,7 +43,8 @@ class Bed:
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, f"h{rank}") for rank in range(3)],
             draft=None, limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), notes=[],
-            first=SimpleNamespace(curve=()), plan=SimpleNamespace(whole=False),
+            first=SimpleNamespace(curve=()), plan=SimpleNamespace(
+                whole=False, seconds_of=lambda held: ()),
             loaded=SimpleNamespace(job=SimpleNamespace(model=MODEL)),
             resume=lambda: self.balance.watch(),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),

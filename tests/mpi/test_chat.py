@@ -213,7 +213,7 @@ def test_a_job_that_dies_ends_the_conversation_with_its_exit_code():
         rank.kill()
         _, err = process.communicate("another one\n", timeout=30)
         assert process.returncode == 137
-        assert "rank 0 was ended by signal 9" in err
+        assert "rank 0 has ended with exit code 137: killed by signal 9 (SIGKILL), maybe" in err
 
 
 @pytest.mark.mpi

@@ -71,7 +71,16 @@ def test_a_failed_job_starts_again_until_it_ends_well(fake):
     code, err = outcome(start(fake, "codes=(0 6 137 0); exit ${codes[$1]}", 5))
     assert (code, starts(fake)) == (0, 3)
     assert "exit code 6: starting again in 1 s (4 more after that)" in err
-    assert "exit code 137: starting again in 2 s" in err
+    assert ("killed by signal 9 (SIGKILL), maybe by the kernel for want of memory: starting again "
+            "in 2 s") in err
+
+
+def test_a_job_that_was_killed_says_so_without_restarts(fake):
+    code, err = outcome(start(fake, "kill -SEGV $$", 0))
+    assert code == 139
+    assert "has ended with exit code 139: killed by signal 11 (SIGSEGV)\n" in err
+    code, err = outcome(start(fake, "exit 6", 0))
+    assert (code, "has ended with" in err) == (6, False)
 
 
 def test_tries_end(fake):

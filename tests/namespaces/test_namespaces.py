@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -109,6 +110,30 @@ def test_what_is_wrong_with_a_host_is_said_before_the_job_starts():
         said = says("node1 slots=1\nnode2 slots=1\n")
         assert "host node2: " in said
         assert "is node2 switched on" in said
+
+
+@pytest.mark.parametrize("node", [1, 2])
+@pytest.mark.parametrize("target", ["DROP", "REJECT"])
+def test_a_firewall_is_named_before_the_job_starts(node, target):
+    """On the head, or on another host: only log-ins pass."""
+    if shutil.which("iptables") is None:
+        pytest.skip("no iptables here (apt install iptables)")
+    with Cluster(2) as cluster:
+        rules = ["-i lo -j ACCEPT", "-p tcp --dport 22 -j ACCEPT", f"-p tcp --syn -j {target}"]
+        done = cluster.run(["sh", "-ec", "\n".join(f"iptables -A INPUT {rule}" for rule in rules)],
+                           timeout=20, node=node)
+        if done.returncode:
+            pytest.skip(f"iptables does not work here: {done.stderr.strip()}")
+        done = cluster.pipeinfer(GENERATE, timeout=60)
+        noted = cluster.run([sys.executable, "-m", "pipeinfer", "doctor", "--hostfile",
+                             str(cluster.hostfile)], timeout=60, PIPEINFER_IF="eth1")
+    assert done.returncode == 2, done.stderr
+    way = r"TCP port \d+ of this host from there" if node == 1 else r"its TCP port \d+ from here"
+    assert re.search(rf"host node2: does not let ranks connect \({way}: ", done.stderr)
+    assert "Firewalls" in done.stderr
+    assert "PATH TO TARGET" not in done.stderr
+    assert noted.returncode == 0  # other addresses may let them pass
+    assert "warn host node2: does not let ranks connect" in noted.stdout
 
 
 def test_a_host_with_another_pipeinfer(tmp_path):

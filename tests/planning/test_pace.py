@@ -32,6 +32,19 @@ def test_members_are_compared_over_the_runs_that_all_have_told_of():
     assert pace.sums == pytest.approx([2e-3, 0.0])
 
 
+def test_a_stage_that_was_slow_from_its_first_run_is_slow_against_the_plan():
+    pace = StagePace(Grid.plain(3), (), planned=(1e-3, 2e-3, 3e-3))
+    for run in range(WINDOW):
+        assert pace.slowdown == pytest.approx([1.0] * 3)  # a few runs may be slow
+        pace.saw(1, [(float(run), took, 0.0) for took in (1.2e-3, 4.8e-3, 3.6e-3)])
+    assert pace.slowdown == pytest.approx([1.0, 2.0, 1.0])  # all take 1.2 times as long as planned
+    assert pace.member_slowdown() == pytest.approx([1.0] * 3)  # none has become slower
+    for run in range(WINDOW):
+        pace.saw(1, [(float(run), took, 0.0) for took in (1.2e-3, 4.8e-3, 9e-3)])
+    assert pace.slowdown == pytest.approx([1.0, 2.0, 2.5])
+    assert paced(Grid.plain(2), 2e-3, 5e-3).slowdown == [1.0, 1.0]  # nothing was measured
+
+
 def test_only_what_was_lately_counts():
     pace = paced(Grid((2,)), 1.0)
     for runs in range(1, 11):

@@ -10,7 +10,7 @@ import pytest
 import requests
 from msgspec import structs
 
-from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Submit
+from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Status, Submit
 from tests.rig.server_peer import SECONDS
 from tests.server.test_door import TEXT, Client, Door, rest, some
 
@@ -71,12 +71,13 @@ def all_events(answer):
 def begin(answer, count):
     """The first events of a stream that has not ended; its connection stays."""
     out, number = [], None
-    answer.lines = answer.iter_lines()
+    answer.lines = getattr(answer, "lines", None) or answer.iter_lines()
     for line in answer.lines:
         if line.startswith(b"id: "):
             number = int(line[4:])
         elif line.startswith(b"data: {"):
             out.append((number, json.loads(line[6:])))
+            number = None
             if len(out) == count:
                 return out
     raise AssertionError(out)
@@ -90,6 +91,24 @@ def door(tmp_path):
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "stream": True}
 ITEMS = {"input": "x", "max_output_tokens": 100, "stream": True, "seed": 5}
+
+
+def test_how_much_of_a_prompt_is_read_is_no_numbered_event(door):
+    """It has no place in the answer that every reader gets alike."""
+    door.peer.answer = lambda frame: None
+    asked = door.ask("/v1/chat/completions", {**CHAT, "return_progress": True}, key="one")
+    number = door.peer.wait_for(Submit).id
+    door.peer.send(Status(1.0, {"waiting": 0, "lanes": [
+        {"request": number, "prompt": 9, "prefilled": 4, "reused": 0}]}))
+    opening, read = begin(asked, 2)
+    assert (opening[0], read[0], read[1]["prompt_progress"]["processed"]) == (0, None, 4)
+    door.peer.news(door.peer.say(number, TEXT))
+    rest = begin(asked, 1)
+    assert rest[0][0] == 1
+    name = read[1]["id"]
+    again = all_events(door.ask(f"/v1/chat/completions/{name}?stream=true"))
+    assert [place for place, _ in again] == list(range(len(again)))
+    assert not any("prompt_progress" in data for _, data in again)
 
 
 def test_a_repeated_request_gets_the_rest_after_a_kill(door):
@@ -130,6 +149,35 @@ def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     assert answer == events[-1][1]["response"]
     answer = door.ask(f"/v1/completions/{text_name}").json()
     assert answer["choices"][0]["text"] == TEXT
+
+
+def test_what_clients_without_a_key_have_left_comes_behind_others(door):
+    """One after the other, and at once where a client asks for it."""
+    door.peer.answer = lambda frame: None
+    names = [begin(door.ask("/v1/chat/completions", CHAT), 1)[0][1]["id"] for _ in range(4)]
+    begin(door.ask("/v1/chat/completions", CHAT, key="one"), 1)
+    door.peer.wait_for(Submit, 5)
+    door.until(lambda: door.journal.read_text().count('"op":"begun"') == 5)
+    door.killed()
+    door.enter()
+    first = [door.peer.wait_for(Submit, count) for count in (1, 2)]  # with the key, and one without
+    live = door.ask("/v1/completions", {"prompt": "y", "max_tokens": 3, "stream": True})
+    begin_at = door.peer.wait_for(Submit, 3)
+    assert begin_at.max_tokens == 3  # none of the others came before it
+    again = door.ask(f"/v1/chat/completions/{names[3]}?stream=true")
+    asked_for = door.peer.wait_for(Submit, 4)
+    door.peer.news(door.peer.say(asked_for.id, TEXT))
+    text = "".join(e["choices"][0]["delta"].get("content", "") for _, e in all_events(again))
+    assert text == TEXT
+    assert requests.delete(f"{door.url}/v1/chat/completions/{names[1]}", timeout=SECONDS).ok
+    running = max(first, key=lambda frame: frame.id).id
+    door.peer.news(door.peer.say(running, TEXT))
+    last = door.peer.wait_for(Submit, 5)  # the one that is left
+    door.peer.news(door.peer.say(last.id, TEXT))
+    whole = door.ask(f"/v1/chat/completions/{names[2]}").json()
+    assert whole["choices"][0]["message"]["content"] == TEXT
+    assert sum(isinstance(frame, Submit) for frame in door.peer.seen) == 5
+    live.close()
 
 
 def test_what_has_ended_is_there_after_a_kill_until_it_is_deleted(door):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -14,7 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.client import rebalance_command
-from pipeinfer.server.frames import Changed, Failed, Rebalance, Rebalanced, Status, Submit, Watch
+from pipeinfer.server.frames import (
+    Changed,
+    Failed,
+    Rebalance,
+    Rebalanced,
+    Recovering,
+    Status,
+    Submit,
+    Watch,
+)
 from tests.rig.server_peer import FACTS, front
 
 pytestmark = pytest.mark.slow
@@ -81,6 +91,22 @@ def test_a_server_that_has_lost_nobody_says_so(server):
     answer = server.get("/health")
     assert answer.status_code == 200
     assert answer.json() == {"status": "ok", "recoveries": 0, "lost": []}
+
+
+def test_watchers_see_that_stages_are_taken_over_until_they_are(server):
+    with contextlib.closing(server.get("/pipeline", stream=True)) as first:
+        lines = (json.loads(line[6:]) for line in first.iter_lines() if line.startswith(b"data: "))
+        seen = (one for one in lines if one["op"] in ("facts", "state"))
+        assert next(seen)["state"] == "ready"
+        server.peer.send(Recovering("rank 2 is lost"))
+        assert {**next(seen), "time": 0} == {"op": "state", "state": "recovering", "time": 0,
+                                             "reason": "rank 2 is lost"}
+        with contextlib.closing(server.get("/pipeline", stream=True)) as second:
+            line = next(line for line in second.iter_lines() if line)
+            assert json.loads(line[6:])["state"] == "recovering"
+        assert server.get("/health").json()["status"] == "ok"  # requests wait for the others
+        change(server, STAGES, [LOSS], [2])
+        assert next(seen)["state"] == "ready"
 
 
 def test_health_counts_recoveries_and_names_who_is_lost(server):

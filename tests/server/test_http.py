@@ -64,6 +64,30 @@ def error(response, status):
     return body
 
 
+def test_a_stream_that_asks_for_it_says_how_much_of_a_prompt_is_read(server):
+    server.peer.answer = lambda frame: None
+    body = {"prompt": [1, 2, 3], "stream": True, "max_tokens": 2}
+    quiet = server.post("/v1/completions", body, stream=True)
+    asked = server.post("/v1/completions", {**body, "return_progress": True}, stream=True)
+    first, second = (server.peer.wait_for(Submit, number).id for number in (1, 2))
+    lines = (json.loads(line[6:]) for line in asked.iter_lines() if line.startswith(b"data: {"))
+    for prefilled in (1, 4):  # more rows than tokens: those of an answer that is replayed
+        for _ in range(2):  # the same again says nothing
+            server.peer.send(Status(1.0, {"waiting": 0, "lanes": [
+                {"request": number, "prompt": 3, "prefilled": prefilled, "reused": 1}
+                for number in (first, second, 99)]}))
+        found = next(lines)
+        assert found["choices"][0]["text"] == ""
+        assert found["prompt_progress"].pop("time_ms") >= 0
+        assert found["prompt_progress"] == {
+            "total": 3, "cache": 1, "processed": min(prefilled, 3)}
+    server.peer.news([*server.peer.say(second, "ok"), *server.peer.say(first, "ok")])
+    chunks = list(lines)
+    assert not any("prompt_progress" in one for one in chunks)
+    assert "prompt_progress" not in quiet.text
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 # --- answers ----------------------------------------------------------------------------------
 
 

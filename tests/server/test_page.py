@@ -362,21 +362,27 @@ def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
         served.wait_until_ready()
         opened = Page(browser, served.url)
         opened.tab.wait_for_selector("#state[data-state=locked]")
-        opened.ask()
-        opened.answer()
-        assert "wants an API key" in opened.problem()
-        opened.tab.click(".problem button:has-text('Open settings')")
-        assert opened.tab.evaluate("document.activeElement.id") == "api-key"
+        opened.until("document.activeElement.id === 'api-key'")  # before any message fails
+        assert "wants an API key" in opened.tab.inner_text("#key-wanted")
         opened.tab.fill("#api-key", "wrong")
         opened.tab.press("#api-key", "Enter")
-        opened.tab.click(".problem button:has-text('Try again')")
-        opened.tab.wait_for_selector(".answer:last-child .problem")
-        opened.set(api__key="sesame", max_tokens="8")
+        opened.tab.wait_for_selector("#key-wanted:has-text('does not accept this key')")
+        opened.tab.keyboard.press("Escape")
+        opened.ask()
+        opened.until("document.activeElement.id === 'api-key'")
+        assert opened.tab.input_value("#prompt") == PROMPT
+        assert opened.tab.locator(".log > li").count() == 0
+        opened.tab.fill("#max_tokens", "8")
+        opened.tab.fill("#api-key", "sesame")
+        opened.tab.press("#api-key", "Enter")
         opened.ready()
-        opened.tab.click(".problem button:has-text('Try again')")
-        opened.tab.wait_for_selector(".answer:last-child:not(:has(.problem)) .foot")
+        opened.tab.press("#prompt", "Enter")
         assert opened.answer()
-        assert opened.tab.locator(".answer").count() == 1
+        opened.tab.evaluate("sessionStorage.setItem('pipeinfer.api-key', 'another')")
+        opened.ask()  # a key that is no longer accepted
+        opened.tab.wait_for_selector(".problem:has-text('wants an API key')")
+        opened.tab.click(".problem button:has-text('Open settings')")
+        assert opened.tab.is_visible("#api-key")
         opened.close()
 
 

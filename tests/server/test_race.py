@@ -71,7 +71,7 @@ def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_r
         answer = requests.post(server.url + "/race", json={"prompt": "def f("}, stream=True,
                                timeout=SECONDS)
         assert answer.headers["Content-Type"].startswith("text/event-stream")
-        begin, *found = rows(answer)
+        begin, *found, last = rows(answer)
         names = [one["policy"] for one in begin["racers"]]
         assert (begin["stages"], names) == (3, ["iterative", "speculative", "pipeinfer"])
         ends = [one for one in found if one["event"] == "end"]
@@ -82,6 +82,11 @@ def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_r
                  for name in names}
         assert len(set(texts.values())) == 1
         assert all(texts.values())
+        assert [(lane["policy"], len(lane["stages"])) for lane in last["lanes"]] == [
+            (name, 3) for name in names]
+        fates = [fate for lane in last["lanes"] for runs in lane["stages"] for _, _, fate in runs]
+        assert last["span"] > 0
+        assert {"non-speculative", "accepted"} <= {*fates}
         gone(racing(server))
     assert select.select([terminal], [], [], 0)[0] == []
     os.close(terminal)

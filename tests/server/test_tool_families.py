@@ -311,6 +311,37 @@ def test_a_forced_call_has_the_form_of_the_family(family, tokenizer):
     assert not follows(forced([("f", {"a": "x", "e": "three"})]))
 
 
+@pytest.mark.parametrize(("name", "pattern", "good", "bad"), [
+    ("qwen-xml", "^[a-c]{2}/\\d$", "ab/1", "ab/x"), ("glm", "^(yes|no)$", "no", "maybe"),
+    ("gemma", "^\\d{4}-\\d{2}$", "2026-11", "2026"), ("glm", "b+", "abc", ""),
+    ("glm", "^a|b$", "ax", ""), ("hermes", "^[a-c]{2}$", "ab", "abc")])
+def test_a_forced_text_has_its_pattern(name, pattern, good, bad, tokenizer):
+    """Without quotes only one for the whole text is enforced."""
+    functions = [{"name": "f", "parameters": {"type": "object", "required": ["a"], "properties": {
+        "a": {"type": "string", "pattern": pattern}, "b": {"type": "integer"}}}}]
+    vocabulary = Vocabulary.of(tokenizer)
+    grammar = CallGrammar(BY_NAME[name], {}).of(functions)
+    constraint = Constraint(vocabulary, compile_grammar("lark", grammar, vocabulary))
+
+    def follows(value):
+        text = written(BY_NAME[name], [("f", {"a": value, "b": 1})])
+        mask = constraint.allowed(tokenizer.encode(text, add_bos=False))
+        return mask is not None and any(mask[i] for i in tokenizer.eog_ids)
+
+    assert follows(good)
+    assert not bad or not follows(bad)
+
+
+def test_kimis_calls_are_numbered(tokenizer):
+    vocabulary = Vocabulary.of(tokenizer)
+    grammar = CallGrammar(BY_NAME["kimi"], {}).of(FUNCTIONS, most=2)
+    constraint = Constraint(vocabulary, compile_grammar("lark", grammar, vocabulary))
+    text = LITERAL["kimi"].replace("f:0", "f:12").replace("g:1", "g:13")
+    mask = constraint.allowed(tokenizer.encode(text, add_bos=False))
+    assert mask is not None
+    assert any(mask[i] for i in tokenizer.eog_ids)
+
+
 def test_marks_that_are_control_tokens_reach_the_parser(tokenizer):
     tokens = tokenizer.encode("a<|im_end|>b", add_bos=False, special=True)
     for shown, text in (((), "ab"), (tokens[1:2], "a<|im_end|>b")):
@@ -417,6 +448,40 @@ def test_reasoning_words_and_calls_have_their_places(served, path):
     assert calls == [("f", {"a": "x", "b": 1}), ("g", {})]
     assert reason == {"/v1/messages": "tool_use", "/v1/responses": "completed"}.get(
         path, "tool_calls")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [None, "Hm"])
+def test_reasoning_may_stay_in_the_content(served, cut):
+    """As llama.cpp's server does with --reasoning-format none."""
+    text = ANSWERS[served.family]
+    text = text[:text.index(cut) + len(cut)] if cut and cut in text else text
+    thought, words, calls, _ = both(served, "/v1/chat/completions", text, reasoning_format="none")
+    opened = "" if served.family == "qwen-xml" else "<think>\n"  # the template has begun it
+    assert thought == ""
+    if served.family == "llama":
+        assert (words, len(calls)) == ("", 2)
+    elif cut:
+        assert (words, calls) == (f"{opened}Hm", [])
+    else:
+        assert (words, len(calls)) == (f"{opened}Hm.\n</think>\n\nWell: ", 2)
+        only = text.replace("Well: ", "")
+        assert both(served, "/v1/chat/completions", only, reasoning_format="none")[1:3] == (
+            f"{opened}Hm.\n</think>\n\n", calls)
+    for name in ("deepseek", "auto"):
+        assert both(served, "/v1/chat/completions", text, reasoning_format=name)[0] == (
+            "" if served.family == "llama" else (cut or "Hm."))
+
+
+@pytest.mark.slow
+def test_a_server_may_leave_reasoning_in_the_content(tmp_path):
+    path = with_template(tmp_path / "m.gguf", "{{ messages[0].content }}{# <think> #}")
+    with front(path, reasoning_format="none") as server:
+        text = "<think>\nHm.\n</think>\n\nYes."
+        assert both(server, "/v1/chat/completions", text, tools=None)[:2] == ("", text)
+        assert both(server, "/v1/messages", text, tools=None)[:2] == ("", text)
+        assert both(server, "/v1/chat/completions", text, tools=None, reasoning_format="auto")[
+            :2] == ("Hm.", "Yes.")
 
 
 @pytest.mark.slow

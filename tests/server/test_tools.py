@@ -35,6 +35,23 @@ def ask(server, **more):
     return server.post("/v1/chat/completions", BODY | more)
 
 
+def test_kimi_gets_its_own_ids_of_calls(tmp_path):
+    path = with_template(tmp_path / "kimi.gguf", (
+        "{{ tools }}<|tool_call_begin|>{% for m in messages %}[{{ m.role }}"
+        "{% for c in m.tool_calls or [] %} {{ c.id }}{% endfor %} {{ m.tool_call_id }}]"
+        "{% endfor %}"))
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "x"}]
+    for ids in (("a", "b"), ("a",)):  # the same id again
+        messages.append({"role": "assistant", "tool_calls": [{**call, "id": one} for one in ids]})
+        messages += [{"role": "tool", "tool_call_id": one, "content": ""} for one in ids[::-1]]
+    with front(path) as server:
+        prompt = server.post("/apply-template", {"messages": messages}).json()["prompt"]
+    assert prompt.partition("[user")[2].replace(" ]", "]") == (
+        "][assistant functions.f:0 functions.f:1][tool functions.f:1][tool functions.f:0]"
+        "[assistant functions.f:2][tool functions.f:2]")
+
+
 def test_the_template_gets_tools_calls_as_objects_and_variables(server):
     prompt = server.post("/apply-template", {
         "messages": [

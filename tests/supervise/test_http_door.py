@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -43,3 +44,18 @@ def test_one_that_hangs_is_killed(monkeypatch):
 
     asyncio.run(run())
     assert said == ["the HTTP process does not answer any more: killed"]
+
+
+def test_one_that_is_killed_is_said_to_be(monkeypatch):
+    async def watch(status):
+        said = []
+        door = http_door.HttpDoor({}, said.append)
+        monkeypatch.setattr(http_door, "_EVERY", 0.01)
+        process = subprocess.Popen(["sh", "-c", status])
+        await door._watch(process)
+        return said
+
+    assert asyncio.run(watch("kill -KILL $$")) == [
+        "the HTTP process has ended with exit code 137: killed by signal 9 (SIGKILL), maybe by the "
+        "kernel for want of memory"]
+    assert asyncio.run(watch("kill -TERM $$")) == []

@@ -153,5 +153,6 @@ def test_a_status_for_people():
     assert found[0] == "a: ready at http://h:1, model m, 2 requests open"
     assert "  ranks     2 ranks of 3, lost: 1" in found
     assert "  host      node2  missing: does not answer" in found
-    assert any(line.endswith("3 ranks, exit code 137 after 3.5 s") for line in found)
-    assert any(line.endswith("exit code 3 after 3 s: no such file") for line in found)
+    assert any(line.endswith("3 ranks, after 3.5 s exit code 137: killed by signal 9 (SIGKILL), "
+                             "maybe by the kernel for want of memory") for line in found)
+    assert any(line.endswith("after 3 s exit code 3: no such file") for line in found)

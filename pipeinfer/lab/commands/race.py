@@ -173,7 +173,9 @@ def _show(base: JobConfig, session: Session, race: list[Finished], request: Requ
     if request.json:
         click.echo(json.dumps([{**to_builtins(one), "ratio": one.speed / race[0].speed}
                                for one in race]))
-    elif span > 0 and not events:
+    elif events:
+        _event("lanes", span=span, lanes=to_builtins(lanes))
+    elif span > 0:
         click.echo(f"\nwhat the stages computed:\n{as_text(span, lanes)}")
     if picture is not None and span > 0:
         title = (f"{session.model_name}, draft {session.draft_name or 'none'}: "

@@ -17,14 +17,14 @@ export class Failure extends Error {
   }
 }
 
-export async function ask(path, { body, signal } = {}) {
-  const headers = {};
+export async function ask(path, { body, signal, method, name } = {}) {
+  const headers = name ? { "Idempotency-Key": name } : {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
     response = await fetch(path, {
-      method: body === undefined ? "GET" : "POST", headers, signal, cache: "no-store",
+      method: method ?? (body === undefined ? "GET" : "POST"), headers, signal, cache: "no-store",
       body: body === undefined ? undefined : JSON.stringify(body),
     });
   } catch (error) {
@@ -42,8 +42,8 @@ function failure(error, status, retryAfter = null) {
 }
 
 // The objects of a stream of server-sent events, until it ends. Gives `null` for [DONE]; an error
-// event is thrown.
-export async function* events(response) {
+// event is thrown. onNumber: called when events have numbers: the server keeps this answer.
+export async function* events(response, onNumber = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -59,6 +59,7 @@ export async function* events(response) {
       const blocks = (rest + part.value).split("\n\n");
       rest = blocks.pop();
       for (const block of blocks) {
+        if (block.startsWith("id: ")) onNumber();
         const data = block.split("\n").filter((line) => line.startsWith("data:"))
           .map((line) => line.slice(5).trimStart()).join("\n");
         if (data === "[DONE]") yield null;
@@ -88,6 +89,10 @@ export function explain(error) {
     case "broken":
       return { title: "The connection was lost", said: "",
         advice: "The text so far is kept: Continue goes on from there, Try again begins anew.",
+        actions: ["retry"] };
+    case "not_found":
+      return { title: "The rest of this answer is lost", said,
+        advice: "The page was left while it came. What had come by then stays.",
         actions: ["retry"] };
     case "invalid_api_key":
       return { title: "The server wants an API key", said: "",

@@ -9,6 +9,7 @@ import { Pipeline } from "./pipeline.js";
 import { Race } from "./race.js";
 import { Settings } from "./settings.js";
 import { Store } from "./store.js";
+import { Tabs } from "./tabs.js";
 import { Watcher } from "./watcher.js";
 
 const $ = (id) => document.getElementById(id);
@@ -23,9 +24,32 @@ const store = new Store();
 
 const pipeline = new Pipeline({ onChange: tellChange });
 
+// Another tab has changed a conversation. A tab that nobody looks at shows it when it is seen again.
+const tabs = new Tabs((id, gone) => {
+  if (gone && id === chat.conversation.id) chat.forget();
+  else follow(id);
+});
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && !chat.conversation.empty) follow(chat.conversation.id);
+});
+
+async function follow(id) {
+  const { conversation } = chat;
+  if (id === conversation.id) {
+    const stored = await store.get(id);
+    if (!stored || conversation !== chat.conversation) return;
+    chat.follow(stored);
+    if (!tabs.elsewhere(id)) $("notices").querySelector(".early")?.remove();
+    if (!$("settings").open) settings.show();
+    showOpen();
+  }
+  if (!document.hidden) library.refresh();
+}
+
 const chat = new Chat({
   log: $("log"), scroll: $("scroll"), end: $("to-end"), empty: $("empty"),
   guesses: () => pipeline.guesses !== false,
+  tabs, mayAsk,
   onAction: (action) => (action === "settings" ? settings.open(watcher.locked) : newChat()),
   onBusy: (busy) => {
     $("send").hidden = busy;
@@ -37,11 +61,12 @@ const chat = new Chat({
   onChange: keep,
 });
 
-async function keep(conversation) {
+async function keep(conversation, leaving) {
   if (conversation.empty) return;
   showOpen();
   try {
-    await store.put(conversation);
+    await store.put(conversation, leaving);
+    tabs.tell("changed", conversation.id);
     library.refresh();
   } catch (error) {
     say(`This conversation cannot be kept: ${error?.message ?? error}. Delete old ones under Chats, `
@@ -57,8 +82,12 @@ const library = new Library({
   search: $("find-chat"),
   current: () => chat.conversation.id,
   onOpen: open,
-  onGone: (id) => { if (id === chat.conversation.id) newChat(); },
+  onGone: (id) => {
+    tabs.tell("gone", id);
+    if (id === chat.conversation.id) chat.forget();
+  },
   onNamed: (id, title) => {
+    tabs.tell("changed", id);
     if (id !== chat.conversation.id) return;
     chat.conversation.rename(title);
     showOpen();
@@ -96,15 +125,23 @@ async function openNamed(id) {
 const files = new Files({
   list: $("files"), input: $("attach-file"), target: document.querySelector(".chat"), say });
 
+// Whether a message can be sent; if not, says what is needed first.
+function mayAsk() {
+  if (watcher.locked) settings.open(true);
+  else if (tabs.elsewhere(chat.conversation.id)) {
+    say("An answer to this chat is coming in another tab. It can be stopped there.", "early");
+  } else return true;
+  return false;
+}
+
 function send() {
   const text = $("prompt").value.trim();
   if (!text && !files.kept.length) return;
   if (chat.busy) {
-    if (!$("notices").querySelector(".early")) {
-      say("The answer is still coming. Esc or Stop ends it; then the message can be sent.", "early");
-    }
+    say("The answer is still coming. Esc or Stop ends it; then the message can be sent.", "early");
     return;
   }
+  if (!mayAsk()) return;
   $("prompt").value = "";
   grow();
   chat.send(text, files.give());
@@ -127,6 +164,7 @@ function tellChange(what) {
 
 // A line above the conversation until it is closed.
 function say(text, style = "") {
+  if (style === "early" && $("notices").querySelector(".early")) return;
   const line = element("div", `notice ${style}`.trim());
   line.append(element("p", "", text), button("Close", "quiet", () => {
     line.remove();
@@ -145,6 +183,7 @@ const watcher = new Watcher({
     showOpen();
   },
   onFrame: (frame) => pipeline.take(frame),
+  onLocked: () => settings.open(true),
 });
 
 // --- wiring ---------------------------------------------------------------------------------
@@ -175,6 +214,7 @@ $("stop").addEventListener("click", () => {
 // Another page would end the answer that is coming: then the status has a tab of its own.
 $("to-status").addEventListener("click", () => { $("to-status").target = chat.busy ? "_blank" : ""; });
 addEventListener("pagehide", () => chat.leave());
+addEventListener("pageshow", ({ persisted }) => { if (persisted) location.reload(); });
 $("new-chat").addEventListener("click", newChat);
 $("open-chats").addEventListener("click", () => library.open());
 $("import").addEventListener("click", () => $("import-file").click());

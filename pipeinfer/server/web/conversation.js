@@ -11,12 +11,14 @@ export function newId() {
 
 export class Conversation {
   // settings: {system, params}; turns: {id: {id, parent, role, content, files, note, cut, children,
-  // pick}}, where "" is the id of the root, pick the child that is shown, and cut says that the
-  // model had more to say.
+  // pick, asked, rev}}, where "" is the id of the root, pick the child that is shown, and cut says
+  // that the model had more to say. asked: of the answer that is coming: its id at the server, the
+  // turn that it becomes and, where that is continued, what that was before. rev: rises with each
+  // change, as `named` and `set` rise when name or settings change.
   constructor(saved = {}) {
     const now = Date.now();
     Object.assign(this, {
-      id: newId(), title: "", named: false, created: now, changed: now,
+      id: newId(), title: "", named: false, created: now, changed: now, set: 0,
       settings: { system: "", params: {} },
       turns: { "": { id: "", parent: null, children: [], pick: null } },
     }, saved);
@@ -67,6 +69,43 @@ export class Conversation {
   rename(title) {
     this.title = title.trim() || "Untitled";
     this.named = true;
+    this.set = Date.now();
+  }
+
+  use(settings) {
+    this.settings = settings;
+    this.set = Date.now();
+  }
+
+  // Changes what a turn holds.
+  alter(turn, changes) {
+    Object.assign(turn, changes, { rev: (turn.rev ?? 0) + 1 });
+  }
+
+  // Takes over what another tab has stored: its new turns, and of those of both the newer one.
+  // follows: whether what it has added is shown from now on.
+  merge(other, follows = false) {
+    for (const turn of Object.values(other.turns)) {
+      const own = this.turns[turn.id];
+      if (!own) {
+        this.turns[turn.id] = turn;
+        continue;
+      }
+      const children = [...new Set([...turn.children, ...own.children])];
+      const more = follows && children.length > own.children.length;
+      const pick = more ? turn.pick : own.pick ?? turn.pick;
+      if ((turn.rev ?? 0) > (own.rev ?? 0)) {
+        if (!turn.asked) delete own.asked;
+        Object.assign(own, turn);
+      }
+      Object.assign(own, { children, pick });
+    }
+    if ((other.set ?? 0) > this.set) {
+      const { title, named, settings, set } = other;
+      Object.assign(this, { title, named, settings, set });
+    }
+    this.title ||= other.title;
+    this.changed = Math.max(this.changed, other.changed);
   }
 
   // What the model gets: everything up to a turn.

@@ -1,8 +1,10 @@
 // A race: the same prompt by three policies over stages that are paced as slow hosts, as the server
-// runs it. Shows a line for each while it answers, and how much faster the last one was.
+// runs it. Shows a line for each while it answers, how much faster the last one was, and what the
+// stages computed meanwhile.
 
 import { ask, events, explain, Failure } from "./api.js";
 import { element } from "./element.js";
+import { BY_NAME, FATES } from "./runs.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -35,7 +37,7 @@ export class Race {
     const controller = new AbortController();
     this.controller = controller;
     this.lines.clear();
-    $("race-lines").replaceChildren();
+    for (const name of ["race-lines", "race-legend", "race-picture"]) $(name).replaceChildren();
     this.busy(true);
     this.say("Three stages load the model …");
     try {
@@ -52,7 +54,11 @@ export class Race {
     for await (const one of events(await ask("race", { body: { prompt }, signal }))) {
       if (one.event === "begin") this.begin(one);
       if (one.event === "text") this.write(one);
-      if (one.event === "end" && this.end(one)) return;
+      if (one.event === "end") this.end(one);
+      if (one.event === "lanes") {
+        this.draw(one);
+        return;
+      }
     }
     throw new Failure("the stream ended early", { code: "broken" });
   }
@@ -81,7 +87,6 @@ export class Race {
     return line;
   }
 
-  // Whether that was the last one.
   end(result) {
     const line = this.line(result);
     line.result = result;
@@ -89,16 +94,42 @@ export class Race {
       : ` · ${result.ratio.toFixed(1)} times, ${result.same ? "same text" : "another text"}`;
     line.speed.textContent = `${result.tokens_per_second.toFixed(1)} tokens/s${times}`;
     const results = [...this.lines.values()].map((one) => one.result);
-    if (!results.every(Boolean)) return false;
-    this.tell(results);
-    return true;
+    if (results.every(Boolean)) this.tell(results);
   }
 
   tell(results) {
     const last = results.at(-1);
+    const factors = [...this.lines.values()].slice(0, -1).map(({ name, result }) => (
+      `${(last.tokens_per_second / result.tokens_per_second).toFixed(1)} times as fast as ${name}`));
     const same = results.every((one) => one.same);
-    this.say(same ? `The same text, ${last.ratio.toFixed(1)} times as fast.`
+    this.say(same ? `The same text, ${factors.join(", ")}.`
       : "The texts differ. That must not happen: please report it with the prompt and the model.");
+  }
+
+  // A row for each stage: what it computed in `span` microseconds of each answer.
+  draw({ span, lanes }) {
+    const styles = new Set();
+    for (const { policy, stages } of span > 0 ? lanes : []) {
+      const box = element("div", "race-stages");
+      stages.forEach((runs, i) => {
+        const row = element("div", "race-stage");
+        row.title = `stage ${i + 1}`;
+        row.append(...runs.map(([start, end, fate]) => {
+          const bar = element("span", BY_NAME[fate] ?? "rejected");
+          styles.add(bar.className);
+          bar.style.left = `${100 * start / span}%`;
+          bar.style.width = `${100 * (end - start) / span}%`;
+          return bar;
+        }));
+        box.append(row);
+      });
+      this.lines.get(policy).item.append(box);
+    }
+    $("race-legend").replaceChildren(...FATES.filter(([style]) => styles.has(style))
+      .map(([style, text]) => element("li", style, text)));
+    $("race-picture").hidden = !styles.size;
+    $("race-picture").textContent = `What the stages computed within ${(span / 1e6).toFixed(1)} s `
+      + "of each answer, a row for each stage:";
   }
 
   fail(error) {

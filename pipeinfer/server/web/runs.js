@@ -16,7 +16,7 @@ export function words(guesses) {
   return guesses ? all : { ...all, plain: "tokens" };
 }
 
-const BY_NAME = Object.fromEntries(FATES.map(([style, , name]) => [name, style]));
+export const BY_NAME = Object.fromEntries(FATES.map(([style, , name]) => [name, style]));
 const KEEP_SECONDS = 90;
 const MOST = 20000;
 

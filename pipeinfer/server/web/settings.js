@@ -36,9 +36,13 @@ export class Settings {
     }
   }
 
+  // locked: the server wants a key.
   open(locked = false) {
     this.show();
-    $("settings").showModal();
+    $("key-wanted").hidden = !locked;
+    $("key-wanted").textContent = key.get() ? "The server does not accept this key."
+      : "This server wants an API key. Ask the person who runs it for one.";
+    if (!$("settings").open) $("settings").showModal();
     if (locked) $("api-key").focus();
   }
 
@@ -57,7 +61,7 @@ export class Settings {
     const settings = { system: $("system").value.trim(), params };
     const conversation = this.conversation();
     if (JSON.stringify(conversation.settings) !== JSON.stringify(settings)) {
-      conversation.settings = settings;
+      conversation.use(settings);
       this.onChange(conversation);
     }
     this.keep();

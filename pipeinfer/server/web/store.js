@@ -34,7 +34,8 @@ export class Store {
         };
         request.onsuccess = () => {
           request.result.onversionchange = () => request.result.close();
-          resolve(request.result);
+          this.base = request.result;
+          resolve(this.base);
         };
         request.onerror = request.onblocked = forget;
       } catch {
@@ -76,18 +77,31 @@ export class Store {
     return found ? new Conversation(found) : null;
   }
 
-  // Throws what the browser says when there is no room.
-  async put(conversation) {
-    const plain = JSON.stringify(conversation);
-    const base = await this.opened;
+  // What other tabs have added to the conversation becomes a part of it: none overwrites another's.
+  // leaving: the page goes away, and there is no time to read. Throws what the browser says when
+  // there is no room.
+  async put(conversation, leaving = false) {
+    const base = leaving ? this.base : await this.opened;
     if (!base) {
-      this.memory.set(conversation.id, plain);
+      this.memory.set(conversation.id, JSON.stringify(conversation));
       return;
     }
-    const { id, title, changed } = conversation;
     const change = base.transaction([HEADS, BODIES], "readwrite");
-    change.objectStore(HEADS).put({ id, title, changed });
-    change.objectStore(BODIES).put(JSON.parse(plain));
+    const bodies = change.objectStore(BODIES);
+    const write = () => {
+      const { id, title, changed } = conversation;
+      change.objectStore(HEADS).put({ id, title, changed });
+      bodies.put(JSON.parse(JSON.stringify(conversation)));
+      change.commit();
+    };
+    if (leaving) write();
+    else {
+      const stored = bodies.get(conversation.id);
+      stored.onsuccess = () => {
+        if (stored.result) conversation.merge(stored.result);
+        write();
+      };
+    }
     await finished(change);
   }
 

@@ -102,17 +102,18 @@ export class Answer {
     document.addEventListener("colours", this.repaint);
   }
 
-  // As it was kept.
-  static of(turn, beside, guesses, handlers) {
+  // As it was kept. coming: another tab writes it.
+  static of(turn, beside, guesses, handlers, coming) {
     const view = new Answer(guesses, handlers);
     view.text = turn.content;
     view.marks = turn.marks ?? [];
     view.draw(true);
-    view.end(turn, beside, turn.note ?? "");
+    if (coming) view.end(null, [], "This answer is coming in another tab");
+    else view.end(turn, beside, turn.note ?? "");
     return view;
   }
 
-  // More of an answer that was cut: what there is of it stays.
+  // What there is of an answer, to which more is added.
   goOn({ content, marks = [], tokens = 0, guessed = 0 }) {
     Object.assign(this, { text: content, marks: marks.map((mark) => [...mark]), tokens, guessed });
     this.draw(true);
@@ -126,6 +127,7 @@ export class Answer {
   take(chunk) {
     const choice = chunk.choices[0];
     if (!choice) return;
+    if (chunk.prompt_progress) this.reads(chunk.prompt_progress);
     if (this.lost) {
       const pause = (performance.now() - this.lost.since) / 1000;
       this.losses.push(`${this.lost.who} was lost on the way: ${pause.toFixed(1)} s of pause, `
@@ -149,8 +151,17 @@ export class Answer {
     if (!this.frame) this.frame = requestAnimationFrame(() => this.draw());
   }
 
+  // How much of the prompt is computed, until something of the answer has come.
+  reads({ processed, total }) {
+    this.reading ??= element("p", "reading");
+    this.reading.textContent = `reading ${processed.toLocaleString("en")} of `
+      + `${total.toLocaleString("en")} tokens`;
+    this.item.append(this.reading);
+  }
+
   draw(all = false) {
     this.frame = 0;
+    if (this.text) this.reading?.remove();
     this.shown.show(this.text, this.marks, all);
   }
 
@@ -162,6 +173,7 @@ export class Answer {
   // Nothing more comes. turn: what is kept of it, null for nothing.
   end(turn, beside, note) {
     cancelAnimationFrame(this.frame);
+    this.reading?.remove();
     this.draw(true);
     this.item.removeAttribute("aria-busy");
     const foot = element("div", "foot");

@@ -5,13 +5,13 @@ import { ask, events, Failure } from "./api.js";
 
 const RETRY_SECONDS = 2;
 const STATES = { ready: "ready", loading: "loading", restarting: "restarting",
-  draining: "shutting down",
+  recovering: "recovering", draining: "shutting down",
   stopped: "stopped", failed: "failed", gone: "no answer", locked: "API key needed" };
 
 export class Watcher {
-  // field: where the state is told; onProps(props), onFrame(frame).
-  constructor({ field, onProps, onFrame }) {
-    Object.assign(this, { field, onProps, onFrame });
+  // field: where the state is told; onProps(props), onFrame(frame); onLocked(): a key is needed.
+  constructor({ field, onProps, onFrame, onLocked }) {
+    Object.assign(this, { field, onProps, onFrame, onLocked });
     this.controller = null;
     this.changed = false; // something has, since the last rest
     this.wakeUp = () => {};
@@ -83,6 +83,7 @@ export class Watcher {
       if (error.name === "AbortError") return;
       if (error.status === 401) {
         this.state("locked");
+        this.onLocked?.();
         await this.rest(null);
       } else if (error.status === 0) {
         this.state("gone");

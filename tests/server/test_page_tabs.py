@@ -1,0 +1,223 @@
+"""Several tabs on one chat, a page that is left amid an answer, and what it says meanwhile.
+
+The engine is scripted, so that an answer is as far as a test wants it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.server.frames import Abort, Changed, Ended, Recovering, Status, Submit
+from tests.rig.server_peer import FACTS, front
+from tests.server.pages import CHROMIUM, Page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
+]
+MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+STAGES = [{"node": 1, "stage": 1, "rank": 0, "host": "a", "layers": [0, 12], "exact_width": 4}]
+KNOWN = FACTS | {"stages": STAGES, "changes": []}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with front(MODEL, parallel=4, facts=KNOWN) as server:
+        yield server
+
+
+@pytest.fixture
+def held(server):
+    """The module's server, whose answers come when a test sends them."""
+    server.peer.answer = lambda frame: None
+    return server
+
+
+def another(page):
+    """A second tab on the chat that a page shows."""
+    tab = page.context.new_page()
+    tab.goto(page.tab.url)
+    tab.wait_for_selector("#state[data-state=ready]")
+    return tab
+
+
+def texts(tab):
+    return [text.strip() for text in tab.locator(".log > li .text").all_inner_texts()]
+
+
+def stored(tab):
+    """The contents of all turns of the only chat that is stored."""
+    return sorted(tab.evaluate("""(async () => {
+        const {Store} = await import('/store.js');
+        const store = new Store(), [head] = await store.list();
+        return head && Object.values((await store.get(head.id)).turns).filter((turn) => turn.id)
+            .map((turn) => turn.content.trim());
+    })()""") or [])
+
+
+def begin(server, text="one two", count=1):
+    """The first words of the answer to the last message; its id at the engine."""
+    number = server.peer.wait_for(Submit, count).id
+    server.peer.news(server.peer.say(number, text, None))
+    return number
+
+
+def test_another_tab_follows_an_answer_and_sends_nothing_meanwhile(page, held):
+    page.ask("hello")
+    number = begin(held)
+    page.wait(lambda: stored(page.tab) == ["hello", "one two"], "the beginning")
+    other = another(page)
+    page.wait(lambda: texts(other) == ["hello", "one two"], "what is stored")
+    page.wait(lambda: "coming in another tab" in other.inner_text(".answer .foot"), "the note")
+    held.peer.news(held.peer.say(number, " three", None))
+    page.wait(lambda: texts(other)[-1] == "one two three", "what came since")
+    other.fill("#prompt", "me too")
+    other.press("#prompt", "Enter")
+    assert "coming in another tab" in other.inner_text(".notice")
+    assert other.input_value("#prompt") == "me too"
+    held.peer.news(held.peer.say(number, " four"))
+    page.answer()
+    page.wait(lambda: other.locator(".answer .foot button:has-text('Again')").count() == 1,
+              "the end")
+    assert texts(other)[-1] == "one two three four"
+    page.wait(lambda: other.locator(".notice").count() == 0, "the notice's end")
+    other.press("#prompt", "Enter")
+    begin(held, "yes", 2)
+    page.wait(lambda: texts(page.tab)[2:] == ["me too", "yes"], "the other one's message")
+
+
+def test_tabs_that_know_nothing_of_each_other_lose_no_turn(browser, held):
+    page = Page(browser, held.url).ready()
+    page.context.add_init_script("delete window.BroadcastChannel")
+    page.tab.reload()
+    page.ask("hello")
+    held.peer.news(held.peer.say(held.peer.wait_for(Submit).id, "one"))
+    page.answer()
+    other = another(page)
+    page.wait(lambda: texts(other) == ["hello", "one"], "what is stored")
+    page.ask("left")
+    held.peer.news(held.peer.say(held.peer.wait_for(Submit, 2).id, "sinister"))
+    page.wait(lambda: texts(page.tab)[2:] == ["left", "sinister"], "the left one")
+    other.fill("#prompt", "right")
+    other.press("#prompt", "Enter")
+    held.peer.news(held.peer.say(held.peer.wait_for(Submit, 3).id, "dexter"))
+    page.wait(lambda: "dexter" in stored(page.tab), "the right one")
+    assert stored(page.tab) == sorted(["hello", "one", "left", "sinister", "right", "dexter"])
+    page.tab.reload()
+    page.wait(lambda: len(texts(page.tab)) == 4, "it is open again")
+    assert " 2 / 2 " in page.tab.inner_text(".user >> nth=1 >> .branches").replace("\n", " ")
+    page.close()
+
+
+def test_a_chat_that_another_tab_deletes_stays_deleted(page, held):
+    page.ask("hello")
+    number = begin(held)
+    page.wait(lambda: stored(page.tab) == ["hello", "one two"], "the beginning")
+    other = another(page)
+    other.wait_for_selector("#beside [aria-label='Delete: hello']")
+    other.click("#beside [aria-label='Delete: hello']")
+    page.tab.wait_for_selector("#empty:not([hidden])")
+    held.peer.wait_for(Abort, id=number)
+    page.tab.wait_for_selector("#send:not([hidden])")  # the answer has ended here, too
+    page.wait(lambda: page.tab.locator("#chat-list li").count() == 0, "it is gone")
+    other.click("#chats-note button:has-text('Undo')")
+    page.wait(lambda: stored(other) == ["hello", "one two"], "it is back")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_page_that_is_left_gets_the_rest_from_a_journal(browser, tmp_path, shown):
+    """shown: whether anything of the answer had come."""
+    with front(MODEL, facts=KNOWN, journal=str(tmp_path / "journal")) as server:
+        server.peer.answer = lambda frame: None
+        page = Page(browser, server.url).ready()
+        with page.tab.expect_response("**/v1/chat/completions"):
+            page.ask("hello")
+        number = begin(server, "one two" if shown else "")
+        page.until("""(async () => {
+            const {Store} = await import('/store.js');
+            const store = new Store(), [head] = await store.list();
+            return Object.values((await store.get(head.id)).turns).some((turn) => turn.asked);
+        })()""")
+        if shown:
+            page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+        page.tab.reload()
+        server.peer.news(server.peer.say(number, " three" if shown else "one two three", None))
+        page.wait(lambda: texts(page.tab) == ["hello", "one two three"], "the rest so far")
+        assert page.tab.get_attribute(".answer", "aria-busy") == "true"
+        server.peer.news(server.peer.say(number, " four"))
+        assert page.answer().strip() == "one two three four"
+        assert "incomplete" not in page.tab.inner_text(".answer .foot")
+        assert stored(page.tab) == ["hello", "one two three four"]
+        page.ask("more")  # an answer that is stopped is not computed for nobody
+        number = begin(server, "and", 2)
+        page.wait(lambda: texts(page.tab)[-1] == "and", "the next beginning")
+        page.tab.keyboard.press("Escape")
+        server.peer.wait_for(Abort, id=number)
+        page.close()
+
+
+def test_a_page_that_is_left_says_what_is_lost_without_a_journal(page, held):
+    page.ask("hello")
+    number = begin(held)
+    page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+    page.tab.reload()
+    held.peer.wait_for(Abort, id=number)
+    page.tab.wait_for_selector(".problem")
+    assert "The rest of this answer is lost" in page.problem()
+    assert "--journal FILE" in page.problem()
+    assert texts(page.tab) == ["hello", "one two"]
+    assert "incomplete" in page.tab.inner_text(".answer .foot")
+    with page.tab.expect_request("**/v1/chat/completions") as asked:
+        page.tab.click(".answer button:has-text('Continue')")
+    assert asked.value.post_data_json["messages"][-1]["content"].strip() == "one two"
+    number = begin(held, " three", 2)
+    held.peer.news([Ended(number, "stop")])
+    page.wait(lambda: texts(page.tab) == ["hello", "one two three"], "more of it")
+    page.tab.reload()
+    page.wait(lambda: texts(page.tab) == ["hello", "one two three"], "it is stored")
+    page.tab.wait_for_selector(".answer .foot button")
+    assert page.tab.locator(".problem").count() == 0
+
+
+def test_a_long_prompt_shows_how_much_of_it_is_read(page, held):
+    page.ask("hello")
+    number = held.peer.wait_for(Submit).id
+    held.peer.send(Status(1.0, {"waiting": 0, "runs": 1, "cells": 1, "cells_used": 1,
+        "totals": {"accepted": 0, "guesses_tested": 0, "accepted_speculative": 0},
+        "lanes": [{"request": number, "prompt": 3900, "prefilled": 1200, "reused": 0}]}))
+    page.tab.wait_for_selector(".answer .reading")
+    assert page.tab.inner_text(".answer .reading") == "reading 1,200 of 3,900 tokens"
+    held.peer.news(held.peer.say(number, "one"))
+    page.answer()
+    assert page.tab.locator(".reading").count() == 0
+
+
+def test_the_state_is_not_ready_while_stages_are_taken_over(page, held):
+    held.peer.send(Recovering("rank 2 is lost"))
+    page.tab.wait_for_selector("#state[data-state=recovering]")
+    assert page.tab.inner_text("#state") == "recovering"
+    assert page.tab.get_attribute("#state", "title") == "rank 2 is lost"
+    held.peer.send(Changed(KNOWN, "as it is now"))
+    page.ready()
+
+
+def test_the_demonstration_says_so_and_shows_its_stages(browser):
+    race = ("-m", "embedded", "-t", "1", "--temp", "0", "--hook", "pace=2+1", "-n", "8")
+    with front(MODEL, race=race, facts=KNOWN) as server:
+        page = Page(browser, server.url).ready()
+        assert page.tab.inner_text("#open-race") == "Demonstration: three slow hosts …"
+        page.tab.click("#open-race")
+        page.tab.click("#race-start")
+        page.tab.wait_for_selector(".race-stages >> nth=2")
+        assert page.tab.locator(".race-stage").count() == 9
+        assert page.tab.locator(".race-stage .plain").count() > 0
+        assert "plain" in page.tab.inner_text("#race-legend")
+        note = page.tab.inner_text("#race-note")
+        speeds = [float(text.split()[0]) for text in
+                  page.tab.locator(".race-speed").all_inner_texts()]
+        for (name, before) in zip(("one token at a time", "synchronous"), speeds, strict=False):
+            factor = float(note.split(f" times as fast as {name}")[0].split()[-1])
+            assert factor == pytest.approx(speeds[2] / before, abs=0.15)
+        page.close()
