@@ -44,7 +44,7 @@ def _gemma2_config(model: ModelFile, value: Callable[..., Any]) -> dict[str, Any
 
 
 ARCHITECTURES = (
-    Architecture(("gemma",), checked=False, scaled=True, entry="inp_scaled",
+    Architecture(("gemma",), scaled=True, entry="inp_scaled",
                  torch=Torch(("gemma",), norm_offset=1.0)),
     Architecture(
         ("gemma2",), Cut(period=2, refuses=_refuses(_SCALED_OTHERWISE_2)), scaled=True,

@@ -52,12 +52,11 @@ ARCHITECTURES = (
     Architecture(("minimax-m2",), Cut(head=True), partly=True, unsliced=NORMS, layer_inputs=True),
     Architecture(("olmoe", "qwen2moe"), Cut(head=True), fills_width=True),
     Architecture(("qwen3moe",), sliced=True, drawn="norm", layer_inputs=True),
-    # the checks before loading do not cover their graphs
-    Architecture(("deepseek32",), Cut((keys.DENSE, keys.NEXTN)), checked=False, latent=True),
+    Architecture(("deepseek32",), Cut((keys.DENSE, keys.NEXTN)), latent=True),
     Architecture(("glm-dsa",), Cut((keys.DENSE, keys.NEXTN), arrays=(_INDEXERS,),
-                                   begins=_INDEXERS), checked=False, latent=True),
-    Architecture(("grovemoe",), Cut((keys.DENSE,), head=True), checked=False),
-    Architecture(("hy_v3",), Cut((keys.DENSE, keys.NEXTN)), checked=False),
-    Architecture(("mistral4",), Cut((keys.DENSE,)), checked=False, latent=True),
-    Architecture(("qwen3vlmoe",), Cut((keys.DENSE,)), checked=False, sections=True),
+                                   begins=_INDEXERS), latent=True),
+    Architecture(("grovemoe",), Cut((keys.DENSE,), head=True)),
+    Architecture(("hy_v3",), Cut((keys.DENSE, keys.NEXTN))),
+    Architecture(("mistral4",), Cut((keys.DENSE,)), latent=True),
+    Architecture(("qwen3vlmoe",), Cut((keys.DENSE,)), sections=True),
 )
