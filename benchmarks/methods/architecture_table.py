@@ -24,6 +24,7 @@ from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.errors import PipeinferError
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.cuts import step_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
@@ -32,8 +33,7 @@ from pipeinfer.models.slices import widths_of
 from tests.rig.cut_check import cuts_of, differing, load
 
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
-_HEADER = ("architecture", "models", "cut", "slices", "torch", "decomposers with gaps",
-           "exact width")
+_HEADER = ("architecture: models", "cut", "slices", "torch", "decomposers with gaps", "exact width")
 #: of each architecture: what to try, and for which models people know it
 ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "llama": (("llama", "llama-experts"), "Llama 2, 3, Mistral, Mixtral, SmolLM2, Yi"),
@@ -119,7 +119,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        return (f"`{self.architecture}`", ROWS[self.architecture][1], self.cut, self.slices,
+        return (f"`{self.architecture}`: {ROWS[self.architecture][1]}", self.cut, self.slices,
                 self.torch, self.gaps, str(self.width or "?"))
 
 
@@ -153,6 +153,8 @@ def study(architecture: str, *, width: bool = True) -> Row:
 def _places(model: ModelFile) -> str:
     if (step := step_of(model)) > 1:
         return f"at multiples of {step} layers"
+    if declared(model.architecture).cut.begins:
+        return "at layers that choose positions"
     kinds = set(layer_kinds(model))
     return "behind layers with attention" if {LayerKind.STATE, LayerKind.CACHE} <= kinds else "yes"
 
@@ -176,17 +178,25 @@ def _gaps(model: ModelFile) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
-    lines = [_HEADER, tuple("---" for _ in _HEADER), *(row.cells() for row in rows)]
+    """The rows as Markdown; those that differ in their models alone are one."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        name, *rest = row.cells()
+        alike.setdefault(tuple(rest), []).append(name)
+    lines = [_HEADER, tuple("---" for _ in _HEADER),
+             *(("; ".join(names), *rest) for rest, names in alike.items())]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def table_in(text: str) -> dict[str, tuple[str, ...]]:
-    """Architecture -> cells of its row, of a page that has the table."""
-    inner = text.partition(BEGIN)[2].partition(END)[0]
-    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | "))
-            for line in inner.splitlines() if line.startswith("| `")]
-    return {cells[0].strip("| `"): cells for cells in rows}
+    """Architecture -> cells of a row for it alone, of a page that has the table."""
+    inner, found = text.partition(BEGIN)[2].partition(END)[0], {}
+    for line in inner.splitlines():
+        if line.startswith("| `"):
+            names, *rest = (cell.strip() for cell in line.strip("|").split(" | "))
+            for name in re.split(r"; (?=`)", names):
+                found[name.split("`")[1]] = (name, *(cell.strip("| ") for cell in rest))
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +22,9 @@ from pipeinfer.errors import RequestError, UsageError, ending
 from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, SocketStatus, call
 from pipeinfer.supervise.state import VARIABLE as STATE
 from pipeinfer.supervise.state import Folder
+
+if TYPE_CHECKING:
+    from pipeinfer.supervise.serving import Serving
 
 _LOGS = "logs"
 _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -139,16 +143,9 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         joining = Joining(joined, launcher, folder, words, say)
         roster, words = joining.roster, joining.words
     serving = Serving(environ[VARIABLE], words, environ, launcher, roster, ranks or 1, logs)
-    if roster is not None and joining is None:
-        _check_head(roster.hostfile)
-        lines = serving.ask_hosts()
-        for line in lines:
-            say(line)
-        if ranks and serving.wanted < ranks:
-            raise UsageError(f"{ranks} ranks were asked for, but the hosts of {hosts} have "
-                             f"{serving.wanted} slots: give more slots, or fewer ranks")
-        if all_hosts and serving.ranks < serving.wanted:
-            raise UsageError("hosts are missing (--all-hosts)")
+    if hosts:
+        _ask_hosts(serving, hosts, ranks, all_hosts, say)
+
     async def run() -> int:
         async with joining or contextlib.nullcontext():
             return await Keeper(serving, restarts, folder, say, left=left, every=every,
@@ -160,6 +157,19 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         raise UsageError(str(error)) from None
     finally:
         logs.close()
+
+
+def _ask_hosts(serving: Serving, hosts: str, ranks: int | None, all_hosts: bool,
+               say: Callable[[str], None]) -> None:
+    """Use the hosts of a hostfile that answer. Raises UsageError if they are not enough."""
+    _check_head(hosts)
+    for line in serving.ask_hosts():
+        say(line)
+    if ranks and serving.wanted < ranks:
+        raise UsageError(f"{ranks} ranks were asked for, but the hosts of {hosts} have "
+                         f"{serving.wanted} slots: give more slots, or fewer ranks")
+    if all_hosts and serving.ranks < serving.wanted:
+        raise UsageError("hosts are missing (--all-hosts)")
 
 
 def _check_head(hostfile: str) -> None:

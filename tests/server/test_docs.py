@@ -79,7 +79,7 @@ def test_the_text_names_metrics_that_are_there():
 
 def test_the_text_names_options_that_are_there():
     options = set()
-    for command in ("serve", "chat", "up", "status", "top"):
+    for command in ("serve", "chat", "up", "status"):
         options |= set(re.findall(r"--[a-z][a-z-]+", CliRunner().invoke(
             main, [command, "--help-all" if command in ("serve", "chat") else "--help"]).output))
     ours = re.findall(r"`(--[a-z][a-z-]+)", TEXT) + [
