@@ -67,7 +67,7 @@ ARRANGEMENTS = (
     Arrangement("three ranks, exact off", 3, {**ON_GPU, "exact": "off"}),
     Arrangement("three ranks, draft on the processor", 3, {"gpu_layers": ALL, **PADDED}),
     Arrangement("four ranks, a stage is killed", 4, {
-        **ON_GPU, **PADDED, "fault": ["kill@2:decode=40"], "timeout": 30}, died=True),
+        **ON_GPU, **PADDED, "hook": ["fault=kill@2:decode=40"], "timeout": 30}, died=True),
 )
 
 
