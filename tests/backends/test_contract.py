@@ -420,6 +420,8 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
 def test_layers_on_a_gpu_that_is_not_there_change_nothing(monkeypatch, supports):
     """-ngl must not lift the processor's bounds on a build without GPU support, nor where one with
     it finds no GPU, such as llama.cpp's with RPC."""
+    if has_gpu():
+        pytest.skip("there is one")
     monkeypatch.setattr(binding, "llama_supports_gpu_offload", lambda: supports)
     assert not has_gpu()
     options = LlamaOptions(n_gpu_layers=9).resolved(64)
