@@ -14,7 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, assert_never
 
 from msgspec import structs
@@ -60,7 +60,7 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._guards: dict[str, subprocess.Popen[bytes]] = {}  #: by job: ends it when this ends
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._name = ""
         self._known = False  #: whether the head has let this machine in once
         self.proved = False  #: whether the head knows the token
@@ -210,7 +210,10 @@ class Agent:
         async def run() -> None:
             self._answer(order, await work)
 
-        task = asyncio.create_task(run())
+        self._spawn(run())
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -240,6 +243,8 @@ class Agent:
         self._daemons = [one for one in self._daemons if one.poll() is None]
         try:
             command = command_of(self._launcher, order.kind, order.arguments)
+            for former in [job for job in self._guards if job != order.job]:
+                self._spawn(self._end_job(former))  # of a head that was killed
             if order.job not in self._guards:  # the daemon would outlive a killed agent
                 self._guards[order.job] = subprocess.Popen(
                     [sys.executable, "-P", "-m", "pipeinfer.cluster.cleanup", "--after", order.job],

@@ -48,9 +48,9 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON 
 
 
 def address_of(text: str, port: int = PORT) -> tuple[str, int]:
-    """Return host and port of ADDRESS, ADDRESS:PORT or [ADDRESS]:PORT. Raises UsageError."""
+    """Return host and port of ADDRESS or ADDRESS:PORT; IPv6 in brackets. Raises UsageError."""
     host, colon, number = text.rpartition(":")
-    if not colon or (":" in host and not host.startswith("[")):
+    if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
         host, number = text, str(port)
     if not (number.isascii() and number.isdigit() and 0 <= int(number) < 1 << 16):
         raise UsageError(f"{text!r}: write ADDRESS or ADDRESS:PORT, such as 192.168.1.11:{port}")

@@ -93,8 +93,9 @@ class JoinServer:
             self._server = await asyncio.start_server(self._accept, host or None, port,
                                                       limit=wire.MOST, backlog=256)
         except (OSError, UnicodeError) as error:
-            raise UsageError(f"--join: cannot listen at {host or '*'}:{port}: "
-                             f"{getattr(error, 'strerror', None) or error}") from error
+            why = str(getattr(error, "strerror", None) or error).rpartition(": ")[2]
+            raise UsageError(f"--join: cannot listen at {host or '*'}:{port}: {why}; give another "
+                             "port or address of this machine, such as --join=:7701") from error
         number = self._server.sockets[0].getsockname()[1]
         first, *others = [host] if host else own_addresses()
         self.line = f"pipeinfer join {f'[{first}]' if ':' in first else first}:{number}"

@@ -510,3 +510,30 @@ def test_what_a_job_has_left_is_ended_by_order(world, tmp_path):
         assert daemon.wait(SECONDS) < 0
 
     world(story)
+
+
+def test_a_job_of_another_head_ends_what_the_former_has_left(world, tmp_path):
+    """A head that was killed has another job when it is started again."""
+    async def story(world):
+        agent, _ = world.join(mpirun=programs(tmp_path, "exec sleep 1000"))
+        await world.until(lambda: world.server.present)
+        assert await world.server.start_daemon("127.0.0.1", "job-3", "openmpi", []) == ""
+        assert await world.server.start_daemon("127.0.0.1", "job-4", "openmpi", []) == ""
+        former, later = agent._daemons
+        await world.until(lambda: former.poll() is not None)
+        assert list(agent._guards) == ["job-4"]
+        assert later.poll() is None
+
+    world(story)
+
+
+def test_processes_whose_guard_was_killed_end_with_the_agent(world, tmp_path):
+    async def story(world):
+        agent, task = world.join(mpirun=programs(tmp_path, "exec sleep 1000"))
+        await world.until(lambda: world.server.present)
+        assert await world.server.start_daemon("127.0.0.1", "job-5", "openmpi", []) == ""
+        agent._guards["job-5"].kill()
+        agent.stop()
+        await asyncio.wait_for(task, SECONDS)
+
+    world(story)
