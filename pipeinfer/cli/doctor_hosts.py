@@ -321,8 +321,12 @@ def common_network(entries: Sequence[HostEntry]) -> str:
 
 
 def network_of(address: str) -> str:
-    """Return the network of this host in which it has an address; "" if none."""
-    return next((str(net) for net, own in _networks() if own == address.partition("%")[0]), "")
+    """Return the network of this host in which it has an address, "" if none. For IPv6 the name of
+    the interface: Open MPI takes no networks of it."""
+    found: dict[str, str] = {one.address.partition("%")[0]: name for name, interface in
+                             psutil.net_if_addrs().items() for one in interface}
+    found |= {own: str(net) for net, own in _networks()}
+    return found.get(address.partition("%")[0], "")
 
 
 def _networks() -> set[tuple[ipaddress.IPv4Network, str]]:

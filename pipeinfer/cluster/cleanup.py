@@ -47,24 +47,17 @@ def processes_of(job: str) -> list[psutil.Process]:
 def end(job: str) -> list[int]:
     """Kill the processes of a job; return their process ids.
 
-    Waits up to 5 seconds until they are gone or are zombies that their parent, often a slow init,
-    has not reaped yet.
+    Looks again, for up to 5 seconds, until there are none: one may have started another meanwhile.
+    Zombies, which a slow init has not reaped yet, have no environment, and are not found.
     """
-    found = processes_of(job)
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    left, deadline = found, time.monotonic() + _SECONDS
-    while (left := list(filter(_lives, left))) and time.monotonic() < deadline:
+    killed, deadline = set[int](), time.monotonic() + _SECONDS
+    while (found := processes_of(job)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                killed.add(process.pid)
         time.sleep(0.02)
-    return [process.pid for process in found]
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+    return sorted(killed)
 
 
 def clear_sessions(folder: Path | None = None) -> list[Path]:

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -93,6 +94,8 @@ def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: b
     from pipeinfer.supervise.serving import command_of
 
     folder = Folder(name)
+    if joined == "" and words[:1] and re.fullmatch(r"[\d.:\[].*", words[0]):
+        raise UsageError(f"an address follows --join after an equals sign: --join={words[0]}")
     serve = command_of(words)
     if joined is not None and (hosts or ranks):
         raise UsageError("--join takes the machines that join, one rank on each: leave out "

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -249,3 +250,16 @@ def test_a_job_that_starts_again_takes_the_hosts_that_answer(tmp_path, monkeypat
     assert [finding.what for finding in gone] == ["host node2", "host node3"]
     with pytest.raises(UsageError, match="host node2, on which rank 0 runs, "):
         doctor_hosts.living(write(tmp_path, "node2\nhead\n"))
+
+
+def test_the_network_of_an_address_as_open_mpi_takes_it(monkeypatch):
+    def card(address, netmask, family=socket.AF_INET):
+        return SimpleNamespace(family=family, address=address, netmask=netmask)
+
+    monkeypatch.setattr(doctor_hosts.psutil, "net_if_addrs", lambda: {
+        "eth0": [card("192.0.2.7", "255.255.255.0"), card("fd00::7", None, socket.AF_INET6),
+                 card("fe80::1%eth0", None, socket.AF_INET6)],
+        "lo": [card("127.0.0.1", "255.0.0.0")]})
+    assert doctor_hosts.network_of("192.0.2.7") == "192.0.2.0/24"
+    assert doctor_hosts.network_of("fd00::7") == "eth0"
+    assert doctor_hosts.network_of("192.0.2.8") == ""

@@ -6,10 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
-from pipeinfer.cluster.cleanup import clear_sessions
+from pipeinfer.cluster.cleanup import VARIABLE, clear_sessions, end, processes_of
 
 HOST = socket.gethostname().split(".")[0]
 
@@ -58,3 +59,21 @@ def test_of_another_user_stays(tmp_path, dead, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert clear_sessions(tmp_path) == []
     assert path.exists()
+
+
+def test_processes_that_start_others_meanwhile_leave_none():
+    job = f"test-cleanup-{os.getpid()}"
+    forking = "while :; do (sleep 0.05; exec sleep 60) & sleep 0.004; done"
+    for _ in range(3):
+        process = subprocess.Popen(["sh", "-c", forking], env=os.environ | {VARIABLE: job},
+                                   start_new_session=True)
+        try:
+            time.sleep(0.5)
+        finally:
+            killed = end(job)
+            left = processes_of(job)
+            while end(job):
+                pass
+        assert process.wait(10) < 0
+        assert process.pid in killed
+        assert left == []

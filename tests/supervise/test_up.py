@@ -144,6 +144,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
 
 @pytest.mark.parametrize(("words", "says"), [
     (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
+    (["--join", "192.0.2.1:7700", "--", "serve"], "--join=192.0.2.1:7700"),
     (["--journal", "--", "serve"], "--journal stands before `serve`: give options of the"),
     full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
     full(["--", "--port", "many"], "Invalid value for '--port'"),

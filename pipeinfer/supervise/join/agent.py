@@ -14,7 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, assert_never
 
 from msgspec import structs
@@ -27,7 +27,7 @@ from pipeinfer.supervise.join.daemon import command_of, environment_of
 from pipeinfer.supervise.join.tokens import Token, fingerprint, nonce
 from pipeinfer.supervise.launcher import Launcher
 
-_CONNECT = 10.0  #: seconds for a connection and the proofs
+_CONNECT = 8.0  #: seconds for a connection, and for the proofs
 _LONGEST = 30.0  #: most seconds between two tries
 _AWAY = 120.0  #: seconds without the head after which its daemons end
 _DIAL = 4.0  #: seconds to reach a port of the head
@@ -60,8 +60,10 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._guards: dict[str, subprocess.Popen[bytes]] = {}  #: by job: ends it when this ends
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._name = ""
+        self._known = False  #: whether the head has let this machine in once
+        self.proved = False  #: whether the head knows the token
 
     def stop(self) -> None:
         """Leave the cluster, and end."""
@@ -123,11 +125,13 @@ class Agent:
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Check the head's certificate and proof, and send the own proof."""
+        self.proved = False
         link: ssl.SSLObject = writer.get_extra_info("ssl_object")
         if fingerprint(link.getpeercert(binary_form=True) or b"") != self._token.fingerprint:
             raise JoinRefused(
                 f"{self._at} has another certificate than the head that made this token: ask for "
-                "a token of this head, and make sure that nobody is between", final=True)
+                "a token of this head, and make sure that nobody is between",
+                final=not self._known)  # else a false head could send all machines away
         greeting = await self._next(reader)
         if not isinstance(greeting, wire.Greeting):
             raise ProtocolError("no greeting")
@@ -139,6 +143,7 @@ class Agent:
         if not isinstance(proved, wire.Proved) or not self._token.proves(
                 proved.proof, "head", greeting.nonce, mine):
             raise JoinRefused(f"{self._at} does not know the secret of this token", final=True)
+        self.proved = True
 
     async def _next(self, reader: asyncio.StreamReader) -> wire.FromHead:
         if not (line := await reader.readline()):
@@ -181,12 +186,14 @@ class Agent:
         match message:
             case wire.Admitted(name=name, address=address):
                 probe.close()
-                self._name = name
+                self._name, self._known = name, True
                 self._say(f"joined {self._at} as {name} ({address}); Ctrl-C leaves")
             case wire.Note(text=text):
                 self._say(text)
             case wire.Dial(order=order, port=port):
                 self._do(order, self._dial(port))
+            case wire.StartDaemon() | wire.EndJob() if not self._name:
+                raise ProtocolError("an order before this machine was let in")
             case wire.StartDaemon(order=order):
                 self._answer(order, self._start(message))
             case wire.EndJob(order=order, job=job):
@@ -203,13 +210,16 @@ class Agent:
         async def run() -> None:
             self._answer(order, await work)
 
-        task = asyncio.create_task(run())
+        self._spawn(run())
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _answer(self, order: int, error: str) -> None:
         if self._writer is not None:
-            self._writer.write(wire.encode(wire.Done(order=order, error=error)))
+            self._writer.write(wire.encode(wire.Done(order=order, error=error[:2000])))
 
     async def _beat(self) -> None:
         while True:
@@ -233,6 +243,8 @@ class Agent:
         self._daemons = [one for one in self._daemons if one.poll() is None]
         try:
             command = command_of(self._launcher, order.kind, order.arguments)
+            for former in [job for job in self._guards if job != order.job]:
+                self._spawn(self._end_job(former))  # of a head that was killed
             if order.job not in self._guards:  # the daemon would outlive a killed agent
                 self._guards[order.job] = subprocess.Popen(
                     [sys.executable, "-P", "-m", "pipeinfer.cluster.cleanup", "--after", order.job],
@@ -251,10 +263,9 @@ class Agent:
 
     async def _end_job(self, job: str) -> str:
         """End all processes of a job."""
-        if (guard := self._guards.pop(job, None)) is None:
-            await asyncio.to_thread(cleanup.end, job)
-        else:
+        if (guard := self._guards.pop(job, None)) is not None:
             await asyncio.to_thread(guard.communicate)
+        await asyncio.to_thread(cleanup.end, job)  # the guard may have been killed
         return ""
 
     async def _end_jobs(self) -> None:

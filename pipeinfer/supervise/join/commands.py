@@ -14,14 +14,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.files import parse_bytes
+from pipeinfer.files import parse_bytes, write_atomically
 from pipeinfer.supervise.commands_socket import JoinedHosts, call
+from pipeinfer.supervise.join.messages import Role, Settings
 from pipeinfer.supervise.join.tokens import Token
 from pipeinfer.supervise.state import JOINED, Folder, members
 
@@ -47,9 +48,9 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON 
 
 
 def address_of(text: str, port: int = PORT) -> tuple[str, int]:
-    """Return host and port of ADDRESS, ADDRESS:PORT or [ADDRESS]:PORT. Raises UsageError."""
+    """Return host and port of ADDRESS or ADDRESS:PORT; IPv6 in brackets. Raises UsageError."""
     host, colon, number = text.rpartition(":")
-    if not colon or (":" in host and not host.startswith("[")):
+    if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
         host, number = text, str(port)
     if not (number.isascii() and number.isdigit() and 0 <= int(number) < 1 << 16):
         raise UsageError(f"{text!r}: write ADDRESS or ADDRESS:PORT, such as 192.168.1.11:{port}")
@@ -62,11 +63,11 @@ def address_of(text: str, port: int = PORT) -> tuple[str, int]:
               f"variable {TOKEN}, the token of the last time, or standard input.")
 @click.option("--memory", help="What ranks may fill here, such as 12GiB. [default: what is free]")
 @click.option("--threads", type=click.IntRange(1), help="Of a stage. [default: the cores]")
-@click.option("--role", type=click.Choice(["stage", "draft", "spare"]), help="What ranks do here.")
+@click.option("--role", type=click.Choice(get_args(Role)), help="What ranks do here.")
 @click.option("--install-service", is_flag=True, help="Join now and after each start of this "
                                                       "machine (systemd, for this user).")
 def join_command(head: str, token_file: str | None, memory: str | None, threads: int | None,
-                 role: str | None, install_service: bool) -> None:
+                 role: Role | None, install_service: bool) -> None:
     """Give this machine to the cluster of another one, which runs `pipeinfer up --join`.
 
     \b
@@ -76,11 +77,7 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
     network was away. Its ranks end with it.
     """
     host, port = address_of(head)
-    settings: dict[str, int | str] = {}
-    if memory is not None:
-        settings["memory"] = parse_bytes(memory, "--memory")
-    settings |= {name: value for name, value in (("threads", threads), ("role", role))
-                 if value is not None}
+    settings = Settings(None if memory is None else parse_bytes(memory, "--memory"), threads, role)
     folder = Folder(f"{host}-{port}".replace(":", "_"), JOINED)
     folder.make()
     token = _token(folder, token_file)
@@ -92,7 +89,7 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
         raise UsageError(f"this machine has joined {head} already (process "
                          f"{folder.read().get('pid', '?')}): `pipeinfer leave` ends that")
     folder.write({**folder.read(), "pid": os.getpid(), "head": head})
-    _stay((host, port), token, _member(folder), settings)
+    _stay((host, port), token, folder, settings)
 
 
 def _token(folder: Folder, file: str | None) -> Token:
@@ -110,10 +107,16 @@ def _token(folder: Folder, file: str | None) -> Token:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the token cannot be read: {error}") from error
     token = Token.of(given)
-    number = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(number, "w", encoding="utf-8") as out:
-        out.write(token.text)
+    if token.text != _kept(kept):
+        write_atomically(kept, token.text)
     return token
+
+
+def _kept(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _member(folder: Folder) -> str:
@@ -123,9 +126,9 @@ def _member(folder: Folder) -> str:
     return found
 
 
-def _stay(head: tuple[str, int], token: Token, member: str, settings: dict[str, int | str]) -> None:
+def _stay(head: tuple[str, int], token: Token, folder: Folder, settings: Settings) -> None:
     from pipeinfer.supervise import launcher as launchers
-    from pipeinfer.supervise.join.agent import Agent
+    from pipeinfer.supervise.join.agent import Agent, JoinRefused
     from pipeinfer.supervise.join.offers import own_offer, words_of
 
     def say(text: str) -> None:
@@ -141,11 +144,16 @@ def _stay(head: tuple[str, int], token: Token, member: str, settings: dict[str, 
     say(f"this machine offers {words_of(offer)}")
 
     async def run() -> None:
-        agent = Agent(head, token, member, offer, launcher, environ, say)
+        agent = Agent(head, token, _member(folder), offer, launcher, environ, say)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop)
-        await agent.run()
+        try:
+            await agent.run()
+        except JoinRefused:
+            if not agent.proved:  # the next time asks for another token
+                (folder.path / "token").unlink(missing_ok=True)
+            raise
 
     asyncio.run(run())
     say("this machine has left")

@@ -41,7 +41,8 @@ def arguments_of(command: str) -> tuple[Kind, list[str]]:
     for number, word in enumerate(words):
         for kind, program in _PROGRAMS.items():
             if word.rpartition("/")[2] == program:
-                return kind, words[number + 1:]
+                # a user of sh gets the line as ( . ./.profile; ... )
+                return kind, words[number + 1:len(words) - (words[-1] == ")")]
     raise UsageError(f"the launcher starts no daemon that a joined machine has: {command[:200]}")
 
 
@@ -51,8 +52,9 @@ def command_of(launcher: Launcher, kind: str, arguments: Sequence[str]) -> list[
     if kind != launcher.kind:
         raise UsageError(f"the head's launcher is of the kind {kind}, this machine's of the kind "
                          f"{launcher.kind}")
-    if len(arguments) > 3 * _MOST or not all(map(_VALUE.fullmatch, arguments)):
-        raise UsageError("arguments that no launcher's daemon takes")
+    wrong = [one for one in arguments if not _VALUE.fullmatch(one)]
+    if len(arguments) > 3 * _MOST or wrong:
+        raise UsageError(f"arguments that no launcher's daemon takes: {wrong[:3] or 'too many'}")
     checked = _openmpi if launcher.kind == "openmpi" else _hydra
     return [str(prefix_of(launcher) / "bin" / _PROGRAMS[launcher.kind]), *checked(arguments)]
 

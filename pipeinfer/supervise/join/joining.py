@@ -9,6 +9,7 @@ from types import TracebackType
 import click
 
 from pipeinfer.supervise.join.commands import PORT, address_of
+from pipeinfer.supervise.join.messages import Settings
 from pipeinfer.supervise.join.offers import own_offer
 from pipeinfer.supervise.join.roster import JoinedRoster
 from pipeinfer.supervise.join.server import JoinServer
@@ -32,7 +33,7 @@ class Joining:
         """Raises UsageError if the token, the certificate or the hostfile cannot be used."""
         self._host, self._port = address_of(at) if at else ("", PORT)
         self._folder, self._say = folder, say
-        self.server = JoinServer(Tokens(folder.path), own_offer(launcher, {}), say)
+        self.server = JoinServer(Tokens(folder.path), own_offer(launcher, Settings()), say)
         self.roster = JoinedRoster(self.server, launcher.kind, folder.path, folder.name)
         self.words = [*words, *(word for word in _TOGETHER if word not in words)]
 

@@ -15,10 +15,10 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct, structs
 
 from pipeinfer.errors import ProtocolError
 
@@ -26,6 +26,13 @@ VERSION = 1
 MOST = 1 << 16  #: bytes of a message
 BEAT = 5.0  #: seconds between two beats
 SILENT = 20.0  #: seconds without any message after which a connection counts as lost
+#: without control characters: terminals and logs show it
+Line: TypeAlias = Annotated[str, Meta(max_length=4096, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+Word: TypeAlias = Annotated[str, Meta(max_length=255, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+Id: TypeAlias = Annotated[str, Meta(max_length=255, pattern=r"\A\w[\w.-]*\Z")]
+Port: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 16)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Role: TypeAlias = Literal["stage", "draft", "spare"]
 
 
 class _Message(Struct, frozen=True, tag_field="is", tag=str.lower, forbid_unknown_fields=True,
@@ -53,15 +60,15 @@ class Admitted(_Message, frozen=True):
     """The machine is a member. name: by which the head calls it. address: its own, as seen from
     the head."""
 
-    name: str
-    address: str
+    name: Word
+    address: Word
 
 
 class Rejected(_Message, frozen=True):
     """The machine does not become a member. remedy: what to do. final: trying again is useless."""
 
-    why: str
-    remedy: str
+    why: Line
+    remedy: Line
     final: bool
 
 
@@ -69,7 +76,7 @@ class Dial(_Message, frozen=True):
     """Open a connection to this port of the head, and close it. order: its number."""
 
     order: int
-    port: int
+    port: Port
 
 
 class StartDaemon(_Message, frozen=True):
@@ -77,8 +84,8 @@ class StartDaemon(_Message, frozen=True):
     launcher. arguments: of the daemon."""
 
     order: int
-    job: str
-    kind: str
+    job: Id
+    kind: Word
     arguments: list[str]
 
 
@@ -86,13 +93,13 @@ class EndJob(_Message, frozen=True):
     """End all processes of a job. order: its number."""
 
     order: int
-    job: str
+    job: Id
 
 
 class Note(_Message, frozen=True):
     """A line for the member's user."""
 
-    text: str
+    text: Line
 
 
 # --- from the member --------------------------------------------------------------------------
@@ -105,11 +112,24 @@ class Claim(_Message, frozen=True):
     nonce: 16 bytes in hexadecimal.
     """
 
-    token: str
-    member: str
-    nonce: str
+    token: Id
+    member: Id
+    nonce: Word
     proof: str
     version: int = VERSION
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a machine's user gives of its table in a nodes file; None: not set."""
+
+    memory: Annotated[int, Meta(ge=1, lt=1 << 53)] | None = None
+    threads: Annotated[int, Meta(ge=1, lt=1 << 16)] | None = None
+    role: Role | None = None
+
+    @property
+    def given(self) -> dict[str, int | str]:
+        """Those that are set."""
+        return {name: value for name, value in structs.asdict(self).items() if value is not None}
 
 
 class Offer(_Message, frozen=True):
@@ -120,30 +140,29 @@ class Offer(_Message, frozen=True):
     port: where it accepts a connection meanwhile, which the head tries.
     pipeinfer, digest, protocol: version of the package, of its source, of the ranks' messages.
     llama, python, launcher: versions.
-    settings: what its user gives of a nodes file's table: memory, threads, role.
     """
 
-    host: str
-    cores: int
-    memory: int
-    gpus: int
-    dialled: str
-    own: str
-    port: int
-    pipeinfer: str
-    digest: str
+    host: Word
+    cores: Count
+    memory: Count
+    gpus: Count
+    dialled: Word
+    own: Word
+    port: Port
+    pipeinfer: Word
+    digest: Word
     protocol: int
-    llama: str
-    python: str
-    launcher: str
-    settings: dict[str, int | str] = {}
+    llama: Word
+    python: Word
+    launcher: Word
+    settings: Settings = Settings()
 
 
 class Done(_Message, frozen=True):
     """An order was carried out. error: "" if it was."""
 
     order: int
-    error: str = ""
+    error: Line = ""
 
 
 class Leave(_Message, frozen=True):

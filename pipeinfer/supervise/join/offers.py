@@ -13,14 +13,14 @@ from pipeinfer import __version__, host
 from pipeinfer.core.codec import VERSION
 from pipeinfer.llama.library import llama_version
 from pipeinfer.planning.partition import size_text
-from pipeinfer.supervise.join.messages import Offer
+from pipeinfer.supervise.join.messages import Offer, Settings
 from pipeinfer.supervise.launcher import Launcher
 
 _KINDS = {"openmpi": "Open MPI", "hydra": "MPICH"}
 _ELSEWHERE = ("192.0.2.1", 9)  #: an address that nobody has: nothing is sent there
 
 
-def own_offer(launcher: Launcher, settings: dict[str, int | str]) -> Offer:
+def own_offer(launcher: Launcher, settings: Settings) -> Offer:
     """Return what this machine has, without the addresses that a connection decides.
 
     settings: of its table in a nodes file.
@@ -36,7 +36,7 @@ def own_offer(launcher: Launcher, settings: dict[str, int | str]) -> Offer:
 def words_of(offer: Offer) -> str:
     """Return what a machine has, in words."""
     gpus = f", {offer.gpus} GPU{'s' * (offer.gpus > 1)}" if offer.gpus else ""
-    own = "".join(f", {name} {value}" for name, value in offer.settings.items())
+    own = "".join(f", {name} {value}" for name, value in offer.settings.given.items())
     return f"{offer.cores} cores, {size_text(offer.memory)} of memory{gpus}{own}"
 
 

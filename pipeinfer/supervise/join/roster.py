@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.findings import Finding
+from pipeinfer.files import write_atomically
 from pipeinfer.host import host_name
 from pipeinfer.nodes import HostEntry
 from pipeinfer.supervise.hosts import JobPlace, Roster
 from pipeinfer.supervise.join.server import JoinServer
 from pipeinfer.supervise.launcher import Kind
 
+_NODES = "joined.toml"
 _CLEAN = 15.0  #: seconds for a member to end what a job has left
 
 
@@ -87,17 +90,19 @@ class JoinedRoster(Roster):
         """The network of this host over which the members have joined."""
         return doctor_hosts.network_of(self._server.address) if self._server.address else ""
 
+    def take(self, place: JobPlace) -> None:
+        """Use these hosts for the next job, and its members' own settings."""
+        lines = [f'[node."{one.name}"]\n' + "".join(
+            f"{name} = {json.dumps(value)}\n" for name, value in one.offer.settings.given.items())
+            for one in self._server.present if one.offer.settings.given]
+        write_atomically(self._folder / _NODES, "".join(lines))
+        self._nodes = str(self._folder / _NODES) if lines else ""
+        super().take(place)
+
     @property
     def nodes(self) -> str:
         """The path of a nodes file with the members' own settings, "" if they have none."""
-        path, lines = self._folder / "joined.toml", list[str]()
-        for member in self._server.present:
-            if member.offer.settings:
-                lines.append(f'[node."{member.name}"]')
-                lines += [f"{name} = {value if isinstance(value, int) else repr(value)}"
-                          for name, value in member.offer.settings.items()]
-        path.write_text("\n".join(lines), encoding="utf-8")
-        return str(path) if lines else ""
+        return self._nodes
 
 
 def _entry(address: str) -> HostEntry:

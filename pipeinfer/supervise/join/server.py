@@ -21,8 +21,11 @@ _SETTLE = 20.0  #: seconds after that until a machine is a member
 _TRY = 4.0  #: seconds for a connection to a machine's port, or back
 _ORDER = 30.0  #: seconds for an order
 _STRANGERS, _STRANGERS_EACH = 64, 8  #: connections without a proof, in all and of one address
+_REFUSED = 100  #: refusals that are printed
 _NO_NAME = re.compile(r"[^A-Za-z0-9.-]+")
-_LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)  # ssl's, too long lines
+_GOODBYE = 1.0  #: seconds for the other end to read the last message and to end TLS
+#: also ssl's and too long lines; and the end of this server, for which asyncio prints a traceback
+_LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError, asyncio.CancelledError)
 
 
 class _Refusal(Exception):
@@ -81,7 +84,7 @@ class JoinServer:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self._strangers: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
+        self._refused: set[str] = set()
         self._numbers = 0
 
     async def start(self, host: str, port: int) -> None:
@@ -90,8 +93,9 @@ class JoinServer:
             self._server = await asyncio.start_server(self._accept, host or None, port,
                                                       limit=wire.MOST, backlog=256)
         except (OSError, UnicodeError) as error:
-            raise UsageError(f"--join: cannot listen at {host or '*'}:{port}: "
-                             f"{getattr(error, 'strerror', None) or error}") from error
+            why = str(getattr(error, "strerror", None) or error).rpartition(": ")[2]
+            raise UsageError(f"--join: cannot listen at {host or '*'}:{port}: {why}; give another "
+                             "port or address of this machine, such as --join=:7701") from error
         number = self._server.sockets[0].getsockname()[1]
         first, *others = [host] if host else own_addresses()
         self.line = f"pipeinfer join {f'[{first}]' if ':' in first else first}:{number}"
@@ -164,42 +168,54 @@ class JoinServer:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
-        peer = str(writer.get_extra_info("peername")[0])
+        peer = str((writer.get_extra_info("peername") or [""])[0])
+        stranger = (self._strangers.total() < _STRANGERS
+                    and self._strangers[peer] < _STRANGERS_EACH)
+        self._strangers[peer] += stranger
         member: Member | None = None
         try:
-            if self._strangers.total() < _STRANGERS and self._strangers[peer] < _STRANGERS_EACH:
-                self._strangers[peer] += 1
-                try:
-                    async with asyncio.timeout(_PROVE):
-                        await writer.start_tls(self.tokens.context)
-                        claim = await self._prove(reader, writer)
-                finally:
-                    self._strangers[peer] -= 1
-                    self._strangers += Counter()  # forgets those without connections
+            if stranger:
+                async with asyncio.timeout(_PROVE):
+                    await writer.start_tls(self.tokens.context)
+                    claim = await self._prove(reader, writer)
+                stranger = self._known(peer)
                 async with asyncio.timeout(_SETTLE):
                     member = await self._admit(reader, writer, claim)
                 await self._attend(reader, member)
         except _Refusal as refusal:
-            self._say_refused(peer, refusal.message)
-            with contextlib.suppress(OSError):
-                writer.write(wire.encode(refusal.message))
-                async with asyncio.timeout(1.0):
-                    await writer.drain()
+            self._say_refused(peer, refusal.message.why)
+            writer.write(wire.encode(refusal.message))
+        except UsageError as error:  # a full disk, a damaged file; strangers get no paths
+            self._say_refused(peer, str(error))
+            writer.write(wire.encode(wire.Rejected(
+                why="it cannot use its tokens", remedy="its own messages say why", final=False)))
         except _LOST:
             pass
         finally:
             if member is not None and member.writer is writer:
                 self._drop(member, "the connection is lost")
-            self._open.discard(task)
             writer.close()
+            with contextlib.suppress(*_LOST):
+                async with asyncio.timeout(_GOODBYE):
+                    await writer.wait_closed()
+            writer.transport.abort()  # ssl would wait half a minute for an end that does not come
+            if stranger:
+                self._known(peer)
+            self._open.discard(task)
 
-    def _say_refused(self, peer: str, refusal: wire.Rejected) -> None:
+    def _known(self, peer: str) -> bool:
+        """Count a connection without a proof less; return False."""
+        self._strangers[peer] -= 1
+        self._strangers += Counter()  # forgets those without connections
+        return False
+
+    def _say_refused(self, peer: str, why: str) -> None:
         """Tell the user about a refusal; not again about the same one, so that nobody fills a
         log."""
-        key = f"{peer} {refusal.why}"
-        self._refused[key] += 1
-        if self._refused[key] == 1 and len(self._refused) <= 100:
-            self._say(f"{peer} was not let in: {refusal.why}")
+        line = f"{peer} was not let in: {why}"
+        if line not in self._refused and len(self._refused) < _REFUSED:
+            self._refused.add(line)
+            self._say(line)
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
                      ) -> wire.Claim:
@@ -232,13 +248,17 @@ class JoinServer:
             raise ProtocolError("no offer")
         peer, here = (str(writer.get_extra_info(name)[0]) for name in ("peername", "sockname"))
         self._check(claim, offer, peer, here)
+        for one in list(self.members.values()):
+            if one.address == peer and one.id != claim.member:
+                del self.members[one.id]  # the same machine, before it lost its id
         member = Member(claim.member, claim.token, self._name(claim.member, offer.host), peer,
                         offer, time.time(), writer=writer)
         await self._try_ports(reader, member, here)
-        former = self.members.get(member.id)
-        if former is not None and former.writer is not None:
-            former.writer.close()  # a half-open connection of the same machine
+        self._check(claim, offer, peer, here)  # another one may have come meanwhile
         self.tokens.joined(claim.token, claim.member)
+        former = self.members.get(member.id)
+        if former is not None and not former.gone:
+            self._drop(former, "it has connected again")
         self.address, self.members[member.id] = here, member
         member.send(wire.Admitted(name=member.name, address=peer))
         self._say(f"{member.name} ({peer}) has joined: {words_of(offer)}")
@@ -276,6 +296,12 @@ class JoinServer:
             raise _Refusal(
                 f"the other machines have joined at {self.address}, this one at {here}: they "
                 "could not reach each other", f"join at {self.address}")
+        known = self.members.get(claim.member)
+        if known is not None and not known.gone and known.address != peer:
+            raise _Refusal(
+                f"{known.name} at {known.address} is here with the same id",
+                "wait for half a minute if its address has changed; if its disk was copied, remove "
+                "~/.local/state/pipeinfer/up/.join on one", final=False)
         other = self.at(peer)
         if other is not None and other.id != claim.member:
             raise _Refusal(f"{other.name} has joined from the same machine",

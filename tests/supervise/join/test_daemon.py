@@ -35,12 +35,22 @@ def test_the_daemon_of_this_machine_gets_the_arguments_of_the_head():
     assert environ["LD_LIBRARY_PATH"] == "/opt/mpi/lib:/lib"
 
 
+def test_the_line_for_a_user_of_sh_starts_the_same_daemon():
+    line = f"( test ! -r ./.profile || . ./.profile; {LINE} )"
+    assert arguments_of(line) == arguments_of(LINE)
+
+
 def test_hydras_proxy_gets_them_too():
     line = ('"/home/a/bin/hydra_pmi_proxy" --control-port 10.0.0.1:4000 --rmk user --launcher ssh '
             "--demux poll --pgid 0 --retries 10 --usize -2 --proxy-id 1")
     kind, arguments = arguments_of(line)
     assert command_of(HYDRA, kind, arguments) == [
         "/opt/mpich/bin/hydra_pmi_proxy", *line.split()[1:]]
+
+
+def test_what_is_refused_is_named():
+    with pytest.raises(UsageError, match=r"takes: \['\$\(id\)'\]"):
+        command_of(MPIRUN, "openmpi", ["--prtemca", "ess", "$(id)"])
 
 
 @pytest.mark.parametrize("arguments", [

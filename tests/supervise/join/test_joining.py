@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import ssl
 import time
 
 import pytest
 from msgspec import structs
 
+from pipeinfer.errors import ProtocolError
+from pipeinfer.nodes import read_nodes
 from pipeinfer.supervise.join import agent as agents
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import server as servers
 from pipeinfer.supervise.join.agent import Agent, JoinRefused
+from pipeinfer.supervise.join.roster import JoinedRoster
 from pipeinfer.supervise.join.server import JoinServer
 from pipeinfer.supervise.join.tokens import Token, Tokens
 from pipeinfer.supervise.launcher import Launcher
@@ -113,6 +117,7 @@ def test_names_are_unique_and_the_heads_is_taken(world):
             agent.stop()
             await task
             await world.until(lambda: not world.server.present)
+            world.server.members[f"m{number}"].address = f"192.0.2.{number}"
         assert [one.name for one in world.server.members.values()] == [
             "head-2", "box", "box-2", "b-x-id", "host"]
 
@@ -128,6 +133,34 @@ def test_another_version_is_said_on_both_ends(world, change, says):
     async def story(world):
         assert says in await world.refused(offer=structs.replace(OFFER, **change))
         assert any(says in line for line in world.said)
+
+    world(story)
+
+
+def test_a_machine_that_has_lost_its_id_takes_its_own_place(world):
+    async def story(world):
+        for member in ("m1", "m2", "m1"):
+            agent, task = world.join(member=member)
+            await world.until(lambda: world.server.present)
+            (found,) = world.server.members.values()
+            assert (found.id, found.name) == (member, "box")
+            agent.stop()
+            await task
+            await world.until(lambda: not world.server.present)
+
+    world(story)
+
+
+def test_a_copied_id_is_refused_while_the_machine_that_has_it_is_here(world):
+    async def story(world):
+        world.join()
+        await world.until(lambda: world.server.present)
+        world.server.present[0].address = "192.0.2.7"
+        agent, task = world.join()
+        await world.until(lambda: any("with the same id" in line for line in world.members_said))
+        assert len(world.server.present) == 1
+        agent.stop()
+        await task
 
     world(story)
 
@@ -224,11 +257,16 @@ def test_who_has_the_certificate_but_not_the_secret_is_found_out(world, tmp_path
     world(story)
 
 
-async def speak(world, *messages):
-    """A TLS connection that sends these lines after the greeting; the replies."""
+def anyone():
+    """TLS that accepts every certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    reader, writer = await asyncio.open_connection(HEAD, world.port, ssl=context)
+    return context
+
+
+async def speak(world, *messages):
+    """A TLS connection that sends these lines after the greeting; the replies."""
+    reader, writer = await asyncio.open_connection(HEAD, world.port, ssl=anyone())
     greeting = wire.from_head(await reader.readline())
     for message in messages:
         line = message(greeting) if callable(message) else message
@@ -276,6 +314,86 @@ def test_garbage_costs_only_its_own_connection(world, lines):
     world(story)
 
 
+def offering(world, **more):
+    """The lines of a machine that has the token, and offers this."""
+    def offer(_):
+        return json.dumps(json.loads(wire.encode(structs.replace(
+            OFFER, own="127.0.0.1", dialled=HEAD, port=world.port))) | more).encode() + b"\n"
+
+    return [claim(world.token), offer]
+
+
+@pytest.mark.parametrize("more", [
+    {"port": 0}, {"port": 70_000}, {"port": -1}, {"memory": 10**400}, {"cores": -4},
+    {"host": "\x1b]0;title\x07"}, {"launcher": "a\nb"}, {"settings": {"device": 1}},
+    {"settings": {"role": "head"}}, {"settings": {"memory": 10**25}}, {"settings": {"threads": 0}},
+    {"settings": {"threads = 1\n[defaults]\nthreads": 1}}])
+def test_offers_that_no_machine_makes_cost_only_their_own_connection(world, more, caplog):
+    async def story(world):
+        assert b"admitted" not in await speak(world, *offering(world, **more))
+        assert not world.server.members
+        assert world.said == []
+
+    world(story)
+    assert caplog.text == ""
+
+
+def test_settings_of_members_are_their_tables_of_a_nodes_file(world, tmp_path):
+    async def story(world):
+        roster = JoinedRoster(world.server, "openmpi", tmp_path, "default")
+        assert roster.nodes == ""
+        world.join(offer=structs.replace(OFFER, settings=wire.Settings(1 << 30, 3, "spare")))
+        await world.until(lambda: world.server.present)
+        roster.take(roster.found(0))
+        nodes = read_nodes(roster.nodes)
+        assert nodes.tables == (("box", {"memory": 1 << 30, "threads": 3, "role": "spare"}),)
+
+    world(story)
+
+
+def test_who_does_not_end_tls_keeps_its_place_and_no_socket(world):
+    """Else a few seconds of this would use up the head's open files."""
+    async def story(world):
+        links = []
+        for _ in range(3 * servers._STRANGERS_EACH):
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(HEAD, world.port, ssl=anyone())
+                writer.write(b"{}\n")
+                writer.transport.pause_reading()
+                links.append(writer)
+            assert len(world.server._open) <= servers._STRANGERS_EACH + 1
+        assert len(links) <= servers._STRANGERS_EACH
+        await world.until(lambda: not world.server._open)
+        for writer in links:
+            writer.transport.abort()
+
+    world(story)
+
+
+def test_tokens_that_cannot_be_read_are_said_and_the_head_goes_on(world, tmp_path, caplog):
+    async def story(world):
+        (tmp_path / "tokens.json").write_text("{")
+        agent, task = world.join()
+        await world.until(lambda: any("cannot use its tokens" in line
+                                      for line in world.members_said))
+        assert any("tokens.json cannot be read" in line for line in world.said)
+        agent.stop()
+        await task
+
+    world(story)
+    assert caplog.text == ""
+
+
+def test_the_end_of_the_head_leaves_no_traceback(world, caplog):
+    async def story(world):
+        world.join()
+        await world.until(lambda: world.server.present)
+        await world.server.close()
+
+    world(story)
+    assert caplog.text == ""
+
+
 def test_a_thousand_silent_and_slow_connections_do_not_keep_a_machine_out(world, monkeypatch):
     """Eight of one address may be open without a proof; the others are closed at once."""
     monkeypatch.setattr(servers, "_PROVE", 1.0)
@@ -306,6 +424,43 @@ def test_a_revoked_token_sends_its_machines_away(world):
         assert not world.server.present
         with pytest.raises(JoinRefused, match="wrong or revoked"):
             await asyncio.wait_for(task, SECONDS)
+
+    world(story)
+
+
+@pytest.mark.parametrize(("line", "known"), [
+    (b'{"is":"startdaemon","order":1,"job":"j","kind":"openmpi","arguments":[]}\n', False),
+    (b'{"is":"endjob","order":1,"job":"--after"}\n', True),
+    (b'{"is":"dial","order":1,"port":70000}\n', True),
+    (b'{"is":"note","text":"\\u001b]0;title\\u0007"}\n', True)])
+def test_orders_that_no_head_gives_end_the_connection(world, line, known):
+    async def story(world):
+        agent = world.agent(mpirun="/bin/true")
+        agent._name = "box" * known
+        with pytest.raises(ProtocolError):
+            await agent._handle(wire.from_head(line), None)
+        assert not agent._daemons
+
+    world(story)
+
+
+def test_a_false_head_sends_away_no_machine_that_has_been_let_in(world):
+    async def story(world):
+        _, task = world.join()
+        await world.until(lambda: world.server.present)
+        await world.server.close()
+        folder = world.tokens._folder / "evil"
+        folder.mkdir()
+        false = await asyncio.start_server(lambda *_: None, HEAD, world.port,
+                                           ssl=Tokens(folder).context)
+        world.said.clear()
+        await world.until(lambda: any("cannot be reached" in line for line in world.members_said))
+        await asyncio.sleep(1.5)
+        assert not task.done()
+        false.close()
+        await false.wait_closed()
+        await world.server.start(HEAD, world.port)
+        await world.until(lambda: world.server.present)
 
     world(story)
 
@@ -353,5 +508,32 @@ def test_what_a_job_has_left_is_ended_by_order(world, tmp_path):
         daemon = agent._daemons[0]
         assert await world.server.end_job("127.0.0.1", "job-2") == ""
         assert daemon.wait(SECONDS) < 0
+
+    world(story)
+
+
+def test_a_job_of_another_head_ends_what_the_former_has_left(world, tmp_path):
+    """A head that was killed has another job when it is started again."""
+    async def story(world):
+        agent, _ = world.join(mpirun=programs(tmp_path, "exec sleep 1000"))
+        await world.until(lambda: world.server.present)
+        assert await world.server.start_daemon("127.0.0.1", "job-3", "openmpi", []) == ""
+        assert await world.server.start_daemon("127.0.0.1", "job-4", "openmpi", []) == ""
+        former, later = agent._daemons
+        await world.until(lambda: former.poll() is not None)
+        assert list(agent._guards) == ["job-4"]
+        assert later.poll() is None
+
+    world(story)
+
+
+def test_processes_whose_guard_was_killed_end_with_the_agent(world, tmp_path):
+    async def story(world):
+        agent, task = world.join(mpirun=programs(tmp_path, "exec sleep 1000"))
+        await world.until(lambda: world.server.present)
+        assert await world.server.start_daemon("127.0.0.1", "job-5", "openmpi", []) == ""
+        agent._guards["job-5"].kill()
+        agent.stop()
+        await asyncio.wait_for(task, SECONDS)
 
     world(story)
