@@ -20,7 +20,14 @@ import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import RequestError, UsageError, ending
-from pipeinfer.supervise.commands_socket import Down, Reload, Rescale, SocketStatus, call
+from pipeinfer.supervise.commands_socket import (
+    Down,
+    JoinedHosts,
+    Reload,
+    Rescale,
+    SocketStatus,
+    call,
+)
 from pipeinfer.supervise.state import VARIABLE as STATE
 from pipeinfer.supervise.state import Folder
 
@@ -223,6 +230,8 @@ def _go_into_the_background(folder: Folder, *, joined: bool) -> None:
             if joined:
                 from pipeinfer.supervise.join.joining import show_token
 
+                line = call(folder, _report, 20.0, JoinedHosts())["line"]
+                click.echo(f"pipeinfer: on each other machine: {line}", err=True)
                 show_token(folder)
             return
         time.sleep(0.1)

@@ -152,6 +152,11 @@ class Roster:
         return doctor_hosts.common_network(self.place.used)
 
     @property
+    def address(self) -> str:
+        """The address of this host, "" where the others resolve its name."""
+        return ""
+
+    @property
     def nodes(self) -> str:
         """The path of the nodes file next to the hostfile, or ""."""
         nodes = nodes_file_beside(self.hostfile)

@@ -46,13 +46,15 @@ class Launcher:
     version: str = ""
 
     def command(self, ranks: int, words: Sequence[str], environ: dict[str, str], hosts: str = "",
-                network: str = "", tagged: bool = True, agent: str = "") -> list[str]:
+                network: str = "", tagged: bool = True, agent: str = "", own: str = ""
+                ) -> list[str]:
         """Return the command line that starts `pipeinfer WORDS` on so many ranks.
 
         hosts: a hostfile in the launcher's format. network: of this host, such as 10.0.0.0/24.
         tagged: whether each line of output begins with its rank.
         agent: the program that is called in place of ssh, "" for ssh; hosts may have this program
-            at other paths then. Adds variables to `environ`.
+            at other paths then. own: this host's address, where others may not resolve its name.
+        Adds variables to `environ`.
         """
         more = shlex.split(environ.get("PIPEINFER_MPIRUN_ARGS", ""))
         network = environ.get("PIPEINFER_IF") or network
@@ -64,7 +66,7 @@ class Launcher:
             command, names = ["pipeinfer"], [one for one in names if not one.startswith(_OWN)]
         if self.kind == "hydra":
             tags = ["-prepend-rank"] * tagged
-            return [self.path, *self._hydra(environ, hosts, names, agent), *more, *tags, "-n",
+            return [self.path, *self._hydra(environ, hosts, names, agent, own), *more, *tags, "-n",
                     str(ranks), *command, *words]
         if hosts:
             # With :oversubscribe the first host would get every rank.
@@ -85,13 +87,14 @@ class Launcher:
         tags = ["--output", "tag"] * tagged
         return [self.path, *more, *tags, "-np", str(ranks), *command, *words]
 
-    def _hydra(self, environ: dict[str, str], hosts: str, names: Sequence[str], agent: str
-               ) -> list[str]:
+    def _hydra(self, environ: dict[str, str], hosts: str, names: Sequence[str], agent: str,
+               own: str) -> list[str]:
         if not hosts:
             return []
         more = ["-f", hosts, "-genvlist", ",".join(names)]
         if agent:
             more += ["-launcher", "ssh", "-launcher-exec", agent]
+            more += ["-localhost", own] if own else []
         elif ssh := environ.get("PIPEINFER_SSH_ARGS"):  # hydra has no option for them
             wrapper = Path(hosts).with_name("ssh-wrapper")
             wrapper.write_text(f'#!/bin/sh\nexec ssh {ssh} "$@"\n', encoding="utf-8")

@@ -117,14 +117,14 @@ class Serving:
             return SupervisedJob([*program(), *self.words], environ, lambda _, text: line(0, text),
                        alone=True)
         assert self.launcher is not None
-        network = agent = ""
+        network = agent = own = ""
         if self.roster is not None:
-            network, agent = self.roster.network, self.roster.agent
+            network, agent, own = self.roster.network, self.roster.agent, self.roster.address
             if "PIPEINFER_NODES" not in environ and self.roster.nodes:
                 environ["PIPEINFER_NODES"] = self.roster.nodes
         return SupervisedJob(
             self.launcher.command(self.ranks, self.words, environ, self.hostfile, network,
-                                  agent=agent), environ, line)
+                                  agent=agent, own=own), environ, line)
 
     def ask_hosts(self) -> list[str]:
         """Use the hosts that answer; return notes for the user."""

@@ -148,3 +148,13 @@ def test_without_the_token_nobody_joins(machines):
     agent = machines.join(2)
     assert agent.wait(30) == 2
     machines.until(2, "another certificate")
+    assert not list(machines.folder.glob("state2/.join/*/token")), "it would be used again"
+
+
+def test_in_the_background_the_lines_for_the_others_are_printed_too(machines):
+    told = machines.cluster.run([*PIPEINFER, "up", f"--join={machines.head}", "--detach", "--",
+                                 *SERVE], timeout=60,
+                                PIPEINFER_STATE=str(machines.folder / "state1")).stderr
+    assert f"on each other machine: pipeinfer join {machines.head}\n" in told
+    assert "it asks for this token: pipeinfer-" in told
+    machines.run("down", "--now")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import os
@@ -198,12 +199,11 @@ def leave_command(head: str | None) -> None:
                        check=False)
     deadline = time.monotonic() + _END
     while folder.alive:
-        if time.monotonic() > deadline:
-            raise RequestError(f"process {folder.read()['pid']} has not ended")
-        try:
-            os.kill(int(folder.read()["pid"]), signal.SIGTERM)
-        except ProcessLookupError:
-            pass
+        pid = folder.read().get("pid", 0)
+        if not pid or time.monotonic() > deadline:
+            raise RequestError(f"process {pid or '?'} has not ended: Ctrl-C where it runs ends it")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGTERM)
         time.sleep(0.2)
     click.echo("pipeinfer: this machine has left", err=True)
 

@@ -25,7 +25,8 @@ _PARAMETERS = re.compile(
     r"PREFIXES|ess|ess_base_(?:nspace|vpid|num_procs)|prte_hnp_uri|prte_if_include|"
     r"hwloc_default_binding_policy|rmaps_default_(?:mapping|ranking)_policy|"
     r"state_base_\w+|pmix_session_server|plm|plm_ssh_no_tree_spawn|prte_keep_fqdn_hostnames")
-_LEFT_OUT = ("plm_ssh_agent", "plm_ssh_args")  #: this machine starts no further daemons
+#: this machine starts no further daemons
+_LEFT_OUT = ("plm_ssh_agent", "plm_ssh_args", "--launcher-exec")
 _PLAIN = ("--allow-run-as-root", "--leave-session-attached", "--debug-daemons")
 _HYDRA = {"--control-port", "--rmk", "--launcher", "--demux", "--pgid", "--retries", "--usize",
           "--pmi-port", "--gpus-per-proc", "--gpu-subdevs-per-proc", "--proxy-id", "--iface"}
@@ -86,8 +87,8 @@ def _openmpi(arguments: Sequence[str]) -> list[str]:
             case ["--prtemca", name, value, *rest] if _PARAMETERS.fullmatch(name) and (
                     ";" not in value or name == _ADDRESSES):
                 found += ["--prtemca", name, value]
-            case _:
-                raise UsageError(f"a daemon of a joined machine does not take {rest[:3]}")
+            case wrong:
+                raise UsageError(f"a daemon of a joined machine does not take {wrong[:3]}")
     return found
 
 
@@ -96,8 +97,10 @@ def _hydra(arguments: Sequence[str]) -> list[str]:
     rest = list(arguments)
     while rest:
         match rest:
+            case [name, _, *rest] if name in _LEFT_OUT:
+                pass
             case [name, value, *rest] if name in _HYDRA:
                 found += [name, value]
-            case _:
-                raise UsageError(f"a daemon of a joined machine does not take {rest[:2]}")
+            case wrong:
+                raise UsageError(f"a daemon of a joined machine does not take {wrong[:2]}")
     return found

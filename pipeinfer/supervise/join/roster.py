@@ -36,7 +36,7 @@ class JoinedRoster(Roster):
         self._loop: asyncio.AbstractEventLoop | None = None
         agent = folder / "launch-agent"
         words = [sys.executable, "-P", "-m", "pipeinfer.supervise.join.launch_agent", name]
-        agent.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+        write_atomically(agent, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         agent.chmod(0o700)
         self.agent = str(agent)
         self.take(self.found(0))
@@ -88,7 +88,12 @@ class JoinedRoster(Roster):
     @property
     def network(self) -> str:
         """The network of this host over which the members have joined."""
-        return doctor_hosts.network_of(self._server.address) if self._server.address else ""
+        return doctor_hosts.network_of(self.address) if self.address else ""
+
+    @property
+    def address(self) -> str:
+        """The address of this host at which the members have joined."""
+        return self._server.address
 
     def take(self, place: JobPlace) -> None:
         """Use these hosts for the next job, and its members' own settings."""

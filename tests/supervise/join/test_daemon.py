@@ -41,11 +41,24 @@ def test_the_line_for_a_user_of_sh_starts_the_same_daemon():
 
 
 def test_hydras_proxy_gets_them_too():
-    line = ('"/home/a/bin/hydra_pmi_proxy" --control-port 10.0.0.1:4000 --rmk user --launcher ssh '
-            "--demux poll --pgid 0 --retries 10 --usize -2 --proxy-id 1")
+    """As MPICH 5.0.2 gives them to ssh."""
+    line = ('"/home/a/bin/hydra_pmi_proxy" --control-port 192.0.2.1:34935 --rmk user '
+            "--launcher ssh --launcher-exec /x/launch-agent --demux poll --pgid 0 --retries 10 "
+            "--usize -1 --pmi-port 0 --gpus-per-proc -2 --gpu-subdevs-per-proc -2 --proxy-id 1")
     kind, arguments = arguments_of(line)
     assert command_of(HYDRA, kind, arguments) == [
-        "/opt/mpich/bin/hydra_pmi_proxy", *line.split()[1:]]
+        "/opt/mpich/bin/hydra_pmi_proxy",
+        *line.replace("--launcher-exec /x/launch-agent ", "").split()[1:]]
+    with pytest.raises(UsageError, match="--launcher-path"):
+        command_of(HYDRA, kind, ["--rmk", "user", "--launcher-path", "/x"])
+
+
+def test_hydra_gets_the_heads_address_once_machines_have_joined():
+    for own, more in (("", []), ("192.0.2.1", ["-localhost", "192.0.2.1"])):
+        command = HYDRA.command(2, ["serve"], {"PATH": "/bin"}, "/x/hosts", agent="/x/agent",
+                                own=own, tagged=False)
+        at = command.index("-launcher-exec")
+        assert command[at:command.index("-n")] == ["-launcher-exec", "/x/agent", *more]
 
 
 def test_what_is_refused_is_named():
