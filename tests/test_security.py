@@ -85,6 +85,23 @@ def _is(node, value):
     return isinstance(node, ast.Constant) and node.value is value
 
 
+def test_no_process_imports_from_the_current_folder():
+    """Beside a checkout, such as in the home directory that has it, its folder would be taken for
+    the package; and a folder that was downloaded could have a package of this name."""
+    found = [str(path) for path in (*SOURCES, *(ROOT / "launch").iterdir()) if path.is_file()
+             and re.search(r"""(sys\.executable,|python)(?! -P)(\s+"-m"| -m pipeinfer)""",
+                           path.read_text()) and "benchmarks" not in path.parts]
+    assert found == []
+
+
+def test_the_sandboxes_do_not(tmp_path, monkeypatch):
+    (tmp_path / "pipeinfer").mkdir()
+    (tmp_path / "pipeinfer" / "__init__.py").write_text("raise SystemExit('from here')")
+    monkeypatch.chdir(tmp_path)
+    chat_template._helper.close()
+    assert chat_template.render("{{ 1 + 1 }}", {}) == "2"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_no_source_runs_what_it_reads(path):
     assert list(dangers(path.read_text(encoding="utf-8"))) == []
