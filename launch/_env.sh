@@ -331,7 +331,7 @@ prepare_hosts() {
     HOSTFILE=$1 ASKED_NP=$2 LAUNCHER=$3
     HOSTS=$(mktemp)
     trap 'rm -f "$HOSTS"' EXIT
-    found=$(python -m pipeinfer.cli.doctor_hosts "$1" "$2" "$3" "$HOSTS") || exit $?
+    found=$(python -P -m pipeinfer.cli.doctor_hosts "$1" "$2" "$3" "$HOSTS") || exit $?
     # shellcheck disable=SC2034  # NETWORK is for launch/ssh
     { read -r beside || true; read -r NETWORK || true; } <<<"$found"
     if [ -n "$beside" ] && [ -z "${PIPEINFER_NODES:-}" ]; then

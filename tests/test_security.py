@@ -85,6 +85,24 @@ def _is(node, value):
     return isinstance(node, ast.Constant) and node.value is value
 
 
+def test_no_process_imports_from_the_current_folder():
+    """Beside a checkout, such as in the home directory that has it, its folder would be taken for
+    the package; and a folder that was downloaded could have a package of this name."""
+    ours = [path for path in SOURCES if "benchmarks" not in path.parts]
+    scripts = [path for path in (ROOT / "launch").iterdir() if path.is_file()]
+    found = [path.name for path in ours if re.search(r'sys\.executable,\s+"-m"', path.read_text())]
+    found += [path.name for path in scripts if re.search("python3? -m pipeinfer", path.read_text())]
+    assert found == []
+
+
+def test_the_sandboxes_do_not(tmp_path, monkeypatch):
+    (tmp_path / "pipeinfer").mkdir()
+    (tmp_path / "pipeinfer" / "__init__.py").write_text("raise SystemExit('from here')")
+    monkeypatch.chdir(tmp_path)
+    chat_template._helper.close()
+    assert chat_template.render("{{ 1 + 1 }}", {}) == "2"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_no_source_runs_what_it_reads(path):
     assert list(dangers(path.read_text(encoding="utf-8"))) == []

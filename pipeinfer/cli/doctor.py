@@ -400,8 +400,8 @@ def probe_in_subprocess() -> dict[str, Any]:
            if not k.startswith(("OMPI_", "PMIX_", "PMI_", "PRTE_"))}
     remedy = "install it again: remove .venv and call launch/demo, or launch/demo --native"
     try:
-        done = subprocess.run([sys.executable, "-m", "pipeinfer.cli.doctor"], env=env, check=False,
-                              capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        done = subprocess.run([sys.executable, "-P", "-m", "pipeinfer.cli.doctor"], env=env,
+                              check=False, capture_output=True, text=True, timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return {"ok": False, "error": f"no answer in {_PROBE_SECONDS} s", "remedy": remedy}
     lines = done.stdout.splitlines()

@@ -175,7 +175,7 @@ def start(listener: socket.socket, environ: Mapping[str, str],
     """
     files = [sock.fileno() for sock in (listener, control) if sock is not None]
     return subprocess.Popen(
-        [sys.executable, "-m", "pipeinfer.server", *map(str, files)], pass_fds=files,
+        [sys.executable, "-P", "-m", "pipeinfer.server", *map(str, files)], pass_fds=files,
         env={k: v for k, v in environ.items() if not k.startswith(_NOT_ITS)},
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 

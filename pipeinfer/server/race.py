@@ -73,7 +73,7 @@ class Races:
         deadline = asyncio.get_running_loop().time() + _SECONDS
         with (folder / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pipeinfer", "race", *words, stdin=DEVNULL, stdout=PIPE,
+                sys.executable, "-P", "-m", "pipeinfer", "race", *words, stdin=DEVNULL, stdout=PIPE,
                 stderr=log, env=_environment(), start_new_session=True)
         ending = asyncio.create_task(self._end_with_server(process))
         try:

@@ -167,7 +167,7 @@ def clean_by_ssh(host: str, job: str) -> None:
     """End the processes that a job has left on another host, which has a time limit for it."""
     ssh = ["ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5",
            *shlex.split(os.environ.get("PIPEINFER_SSH_ARGS", "")), host,
-           shlex.join([sys.executable, "-m", "pipeinfer.cluster.cleanup", job])]
+           shlex.join([sys.executable, "-P", "-m", "pipeinfer.cluster.cleanup", job])]
     environ = {k: v for k, v in os.environ.items() if k != cleanup.VARIABLE}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(ssh, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environ,

@@ -80,8 +80,8 @@ class ServerJob:
         self.id = f"chaos-{os.getpid():x}-{next(_numbers)}-{time.monotonic_ns():x}"
         self.n_ranks, self.url, self.log = ranks, "", list[str]()
         self._times: list[float] = []
-        prefix = [*command] if command else [launcher(), "-np", str(ranks), sys.executable, "-m",
-                                             "pipeinfer"]
+        prefix = [*command] if command else [launcher(), "-np", str(ranks), sys.executable, "-P",
+                                             "-m", "pipeinfer"]
         self.words = [*prefix, "serve", *arguments]
         self._environ = environment(**{ID_VARIABLE: self.id, "MPIEXEC_TIMEOUT": str(int(seconds)),
                                        **(environ or {})})

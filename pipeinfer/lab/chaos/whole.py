@@ -75,8 +75,8 @@ def start(ranks: int, arguments: Sequence[str], cache: Path, seconds: float, *, 
             "--set", "journal_sync=0.1"]
     return ServerJob(
         ranks, [*arguments, *more], seconds=seconds, asked_to_end=signal.SIGTERM,
-        command=[*(_own_disk() if disk else ()), sys.executable, "-m", "pipeinfer", "up", "-np",
-                 str(ranks), "--restarts", _RESTARTS, "--"],
+        command=[*(_own_disk() if disk else ()), sys.executable, "-P", "-m", "pipeinfer", "up",
+                 "-np", str(ranks), "--restarts", _RESTARTS, "--"],
         environ={"PIPEINFER_CACHE": str(cache), "PIPEINFER_STATE": str(state), **environ})
 
 

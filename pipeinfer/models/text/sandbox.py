@@ -89,8 +89,8 @@ class Helper:
             return
         self._stop()
         process = subprocess.Popen(
-            [sys.executable, "-m", self._module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True)
+            [sys.executable, "-P", "-m", self._module], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         self._process, self._greeted = process, False
         self._finalizer = weakref.finalize(self, _end, process)
         self._send(self._hello())

@@ -100,7 +100,8 @@ class JoinServer:
         first, *others = [host] if host else own_addresses()
         self.line = f"pipeinfer join {f'[{first}]' if ':' in first else first}:{number}"
         if others:
-            self._say(f"this machine has other addresses, too: {', '.join(others)}")
+            self._say(f"if the others reach this machine at another address, join there: "
+                      f"{', '.join(others)}")
 
     async def close(self) -> None:
         """Close all connections."""
