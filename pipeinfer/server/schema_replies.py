@@ -266,7 +266,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
 
 
-class Progress(TypedDict):
+class PromptFigures(TypedDict):
     """How many tokens of a prompt are computed. cache: those that were stored."""
 
     total: int
@@ -285,7 +285,7 @@ class Chunk(HeadFigures):
     timings: NotRequired[Timings]
     notes: NotRequired[list[str]]
     pipeinfer: NotRequired[Detail]
-    prompt_progress: NotRequired[Progress]
+    prompt_progress: NotRequired[PromptFigures]
 
 
 # --- the other routes -------------------------------------------------------------------------

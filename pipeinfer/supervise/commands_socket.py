@@ -55,7 +55,7 @@ class Reload(_UserCommand, frozen=True):
     force: bool = False
 
 
-class StartDaemon(_UserCommand, frozen=True):
+class LaunchDaemon(_UserCommand, frozen=True):
     """Start the launcher's daemon on a machine that has joined. host: its address."""
 
     host: str
@@ -75,7 +75,7 @@ class JoinedHosts(_UserCommand, frozen=True):
     revoke: str = ""
 
 
-Command: TypeAlias = SocketStatus | Down | Rescale | Reload | StartDaemon | JoinedHosts
+Command: TypeAlias = SocketStatus | Down | Rescale | Reload | LaunchDaemon | JoinedHosts
 Report: TypeAlias = Callable[[str], None]
 _decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 _MOST = 1 << 18  #: bytes of a command

@@ -19,11 +19,11 @@ from pipeinfer.supervise.commands_socket import (
     Commands,
     Down,
     JoinedHosts,
+    LaunchDaemon,
     Reload,
     Report,
     Rescale,
     SocketStatus,
-    StartDaemon,
 )
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.join.server import JoinServer
@@ -167,7 +167,7 @@ class Keeper:
                 return {"message": "ending"}
             case Rescale(ranks, wait):
                 return {"message": await self._rescale(report, ranks or 0, wait)}
-            case StartDaemon(host, kind, arguments):
+            case LaunchDaemon(host, kind, arguments):
                 if self._joins is None:
                     raise UsageError("no machines join here: `pipeinfer up --join`")
                 if error := await self._joins.start_daemon(host, self._serving.name, kind,

@@ -24,7 +24,7 @@ from pipeinfer.errors import PipeinferError, ProtocolError, UsageError
 from pipeinfer.host import HOST_NAME
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join.daemon import command_of, environment_of
-from pipeinfer.supervise.join.tokens import Token, fingerprint, nonce
+from pipeinfer.supervise.join.tokens import JoinToken, fingerprint, nonce
 from pipeinfer.supervise.launcher import Launcher
 
 _CONNECT = 8.0  #: seconds for a connection, and for the proofs
@@ -51,7 +51,7 @@ class Agent:
     a connection decides are filled in. environ: of the daemons. say: prints a line for the user.
     """
 
-    def __init__(self, head: tuple[str, int], token: Token, member: str, offer: wire.Offer,
+    def __init__(self, head: tuple[str, int], token: JoinToken, member: str, offer: wire.Offer,
                  launcher: Launcher, environ: dict[str, str], say: Callable[[str], None]) -> None:
         self._head, self._token, self._member = head, token, member
         self._offer, self._launcher, self._say = offer, launcher, say
@@ -173,7 +173,7 @@ class Agent:
                     reading.cancel()
                     if leaving not in done:
                         raise TimeoutError(f"silent for {wire.SILENT:g} s")
-                    writer.write(wire.encode(wire.Leave()))
+                    writer.write(wire.encode(wire.Depart()))
                     await writer.drain()
                     return
                 await self._handle(reading.result(), probe)
@@ -192,11 +192,11 @@ class Agent:
                 self._say(text)
             case wire.Dial(order=order, port=port):
                 self._do(order, self._dial(port))
-            case wire.StartDaemon() | wire.EndJob() if not self._name:
+            case wire.StartDaemon() | wire.ClearJob() if not self._name:
                 raise ProtocolError("an order before this machine was let in")
             case wire.StartDaemon(order=order):
                 self._answer(order, self._start(message))
-            case wire.EndJob(order=order, job=job):
+            case wire.ClearJob(order=order, job=job):
                 self._do(order, self._end_job(job))
             case wire.Beat():
                 pass

@@ -23,8 +23,8 @@ from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import parse_bytes, write_atomically
 from pipeinfer.supervise.commands_socket import JoinedHosts, call
-from pipeinfer.supervise.join.messages import Role, Settings
-from pipeinfer.supervise.join.tokens import Token
+from pipeinfer.supervise.join.messages import OwnSettings, Role
+from pipeinfer.supervise.join.tokens import JoinToken
 from pipeinfer.supervise.state import JOINED, Folder, members
 
 PORT = 7700
@@ -78,7 +78,8 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
     network was away. Its ranks end with it.
     """
     host, port = address_of(head)
-    settings = Settings(None if memory is None else parse_bytes(memory, "--memory"), threads, role)
+    settings = OwnSettings(None if memory is None else parse_bytes(memory, "--memory"), threads,
+                           role)
     folder = Folder(f"{host}-{port}".replace(":", "_"), JOINED)
     folder.make()
     token = _token(folder, token_file)
@@ -93,7 +94,7 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
     _stay((host, port), token, folder, settings)
 
 
-def _token(folder: Folder, file: str | None) -> Token:
+def _token(folder: Folder, file: str | None) -> JoinToken:
     """Return the token, and store it for the next time. Raises UsageError."""
     kept = folder.path / "token"
     given = os.environ.pop(TOKEN, "")
@@ -107,7 +108,7 @@ def _token(folder: Folder, file: str | None) -> Token:
                 else sys.stdin.readline()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the token cannot be read: {error}") from error
-    token = Token.of(given)
+    token = JoinToken.of(given)
     if token.text != _kept(kept):
         write_atomically(kept, token.text)
     return token
@@ -127,7 +128,7 @@ def _member(folder: Folder) -> str:
     return found
 
 
-def _stay(head: tuple[str, int], token: Token, folder: Folder, settings: Settings) -> None:
+def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: OwnSettings) -> None:
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.join.agent import Agent, JoinRefused
     from pipeinfer.supervise.join.offers import own_offer, words_of

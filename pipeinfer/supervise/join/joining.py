@@ -9,11 +9,11 @@ from types import TracebackType
 import click
 
 from pipeinfer.supervise.join.commands import PORT, address_of
-from pipeinfer.supervise.join.messages import Settings
+from pipeinfer.supervise.join.messages import OwnSettings
 from pipeinfer.supervise.join.offers import own_offer
 from pipeinfer.supervise.join.roster import JoinedRoster
 from pipeinfer.supervise.join.server import JoinServer
-from pipeinfer.supervise.join.tokens import Tokens
+from pipeinfer.supervise.join.tokens import JoinTokens
 from pipeinfer.supervise.launcher import Launcher
 from pipeinfer.supervise.state import Folder
 
@@ -33,7 +33,7 @@ class Joining:
         """Raises UsageError if the token, the certificate or the hostfile cannot be used."""
         self._host, self._port = address_of(at) if at else ("", PORT)
         self._folder, self._say = folder, say
-        self.server = JoinServer(Tokens(folder.path), own_offer(launcher, Settings()), say)
+        self.server = JoinServer(JoinTokens(folder.path), own_offer(launcher, OwnSettings()), say)
         self.roster = JoinedRoster(self.server, launcher.kind, folder.path, folder.name)
         self.words = [*words, *(word for word in _TOGETHER if word not in words)]
 
@@ -52,5 +52,5 @@ class Joining:
 
 def show_token(folder: Folder) -> None:
     """Print the token by which machines join, on the terminal alone: no log has it."""
-    tokens = Tokens(folder.path)
+    tokens = JoinTokens(folder.path)
     click.echo(f"pipeinfer: it asks for this token: {tokens.token(tokens.usable()).text}", err=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from pipeinfer.errors import PipeinferError
-from pipeinfer.supervise.commands_socket import StartDaemon, call
+from pipeinfer.supervise.commands_socket import LaunchDaemon, call
 from pipeinfer.supervise.join.daemon import arguments_of
 from pipeinfer.supervise.state import Folder
 
@@ -24,7 +24,7 @@ def main() -> int:
         words.pop(0)
     try:
         kind, arguments = arguments_of(" ".join(words[1:]))
-        call(Folder(name), lambda _: None, _SECONDS, StartDaemon(words[0], kind, arguments))
+        call(Folder(name), lambda _: None, _SECONDS, LaunchDaemon(words[0], kind, arguments))
     except PipeinferError as error:
         sys.stderr.write(f"pipeinfer: {words[0] if words else 'a host'}: {error}\n")
         return error.exit_code

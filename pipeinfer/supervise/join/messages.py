@@ -8,8 +8,8 @@
                                     <-        Dial
     Done                            ->
                                     <-        Admitted, or Rejected
-                                    <-        StartDaemon, EndJob, Note
-    Done (of each order), Leave     ->
+                                    <-        StartDaemon, ClearJob, Note
+    Done (of each order), Depart     ->
     Beat                           <->        Beat
 """
 
@@ -35,7 +35,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Role: TypeAlias = Literal["stage", "draft", "spare"]
 
 
-class _Message(Struct, frozen=True, tag_field="is", tag=str.lower, forbid_unknown_fields=True,
+class _JoinMessage(Struct, frozen=True, tag_field="is", tag=str.lower, forbid_unknown_fields=True,
                kw_only=True):
     pass
 
@@ -43,20 +43,20 @@ class _Message(Struct, frozen=True, tag_field="is", tag=str.lower, forbid_unknow
 # --- from the head ----------------------------------------------------------------------------
 
 
-class Greeting(_Message, frozen=True):
+class Greeting(_JoinMessage, frozen=True):
     """The first message. nonce: 16 bytes in hexadecimal. version: of these messages."""
 
     nonce: str
     version: int = VERSION
 
 
-class Proved(_Message, frozen=True):
+class Proved(_JoinMessage, frozen=True):
     """The member's proof is right. proof: the head's own."""
 
     proof: str
 
 
-class Admitted(_Message, frozen=True):
+class Admitted(_JoinMessage, frozen=True):
     """The machine is a member. name: by which the head calls it. address: its own, as seen from
     the head."""
 
@@ -64,7 +64,7 @@ class Admitted(_Message, frozen=True):
     address: Word
 
 
-class Rejected(_Message, frozen=True):
+class Rejected(_JoinMessage, frozen=True):
     """The machine does not become a member. remedy: what to do. final: trying again is useless."""
 
     why: Line
@@ -72,14 +72,14 @@ class Rejected(_Message, frozen=True):
     final: bool
 
 
-class Dial(_Message, frozen=True):
+class Dial(_JoinMessage, frozen=True):
     """Open a connection to this port of the head, and close it. order: its number."""
 
     order: int
     port: Port
 
 
-class StartDaemon(_Message, frozen=True):
+class StartDaemon(_JoinMessage, frozen=True):
     """Start the launcher's daemon. order: its number. job: the id of its job. kind: of the
     launcher. arguments: of the daemon."""
 
@@ -89,14 +89,14 @@ class StartDaemon(_Message, frozen=True):
     arguments: list[str]
 
 
-class EndJob(_Message, frozen=True):
+class ClearJob(_JoinMessage, frozen=True):
     """End all processes of a job. order: its number."""
 
     order: int
     job: Id
 
 
-class Note(_Message, frozen=True):
+class Note(_JoinMessage, frozen=True):
     """A line for the member's user."""
 
     text: Line
@@ -105,7 +105,7 @@ class Note(_Message, frozen=True):
 # --- from the member --------------------------------------------------------------------------
 
 
-class Claim(_Message, frozen=True):
+class Claim(_JoinMessage, frozen=True):
     """The member's proof that it has a token.
 
     token: its id. member: random id of this machine, the same after it has been away.
@@ -119,7 +119,7 @@ class Claim(_Message, frozen=True):
     version: int = VERSION
 
 
-class Settings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class OwnSettings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a machine's user gives of its table in a nodes file; None: not set."""
 
     memory: Annotated[int, Meta(ge=1, lt=1 << 53)] | None = None
@@ -132,7 +132,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return {name: value for name, value in structs.asdict(self).items() if value is not None}
 
 
-class Offer(_Message, frozen=True):
+class Offer(_JoinMessage, frozen=True):
     """What the machine has.
 
     host: its host name. memory: in bytes. gpus: how many.
@@ -155,30 +155,30 @@ class Offer(_Message, frozen=True):
     llama: Word
     python: Word
     launcher: Word
-    settings: Settings = Settings()
+    settings: OwnSettings = OwnSettings()
 
 
-class Done(_Message, frozen=True):
+class Done(_JoinMessage, frozen=True):
     """An order was carried out. error: "" if it was."""
 
     order: int
     error: Line = ""
 
 
-class Leave(_Message, frozen=True):
+class Depart(_JoinMessage, frozen=True):
     """The machine leaves, and its ranks end."""
 
 
 # --- from both --------------------------------------------------------------------------------
 
 
-class Beat(_Message, frozen=True):
+class Beat(_JoinMessage, frozen=True):
     """This end lives."""
 
 
-FromHead: TypeAlias = (Greeting | Proved | Dial | Admitted | Rejected | StartDaemon | EndJob | Note
-                       | Beat)
-FromMember: TypeAlias = Claim | Offer | Done | Leave | Beat
+FromHead: TypeAlias = (Greeting | Proved | Dial | Admitted | Rejected | StartDaemon | ClearJob
+                       | Note | Beat)
+FromMember: TypeAlias = Claim | Offer | Done | Depart | Beat
 _from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
 _from_member: msgspec.json.Decoder[FromMember] = msgspec.json.Decoder(FromMember)
 

@@ -13,14 +13,14 @@ from pipeinfer import __version__, host
 from pipeinfer.core.codec import VERSION
 from pipeinfer.llama.library import llama_version
 from pipeinfer.planning.partition import size_text
-from pipeinfer.supervise.join.messages import Offer, Settings
+from pipeinfer.supervise.join.messages import Offer, OwnSettings
 from pipeinfer.supervise.launcher import Launcher
 
 _KINDS = {"openmpi": "Open MPI", "hydra": "MPICH"}
 _ELSEWHERE = ("192.0.2.1", 9)  #: an address that nobody has: nothing is sent there
 
 
-def own_offer(launcher: Launcher, settings: Settings) -> Offer:
+def own_offer(launcher: Launcher, settings: OwnSettings) -> Offer:
     """Return what this machine has, without the addresses that a connection decides.
 
     settings: of its table in a nodes file.

@@ -14,7 +14,7 @@ from typing import Any, assert_never
 from pipeinfer.errors import ProtocolError, UsageError
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join.offers import own_addresses, words_of
-from pipeinfer.supervise.join.tokens import Tokens, nonce
+from pipeinfer.supervise.join.tokens import JoinTokens, nonce
 
 _PROVE = 10.0  #: seconds for TLS and the proof
 _SETTLE = 20.0  #: seconds after that until a machine is a member
@@ -37,7 +37,7 @@ class _Refusal(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class Joiner:
     """A machine that has joined.
 
     id: its random id. token: the id of its token. name: here. address: as seen from here.
@@ -75,10 +75,10 @@ class JoinServer:
     say: prints a line for the user. came: called when a machine has come.
     """
 
-    def __init__(self, tokens: Tokens, own: wire.Offer, say: Callable[[str], None],
-                 came: Callable[[Member], None] = lambda _: None) -> None:
+    def __init__(self, tokens: JoinTokens, own: wire.Offer, say: Callable[[str], None],
+                 came: Callable[[Joiner], None] = lambda _: None) -> None:
         self.tokens, self._own, self._say, self.came = tokens, own, say, came
-        self.members: dict[str, Member] = {}  #: by id, in the order in which they came first
+        self.members: dict[str, Joiner] = {}  #: by id, in the order in which they came first
         self.address = ""  #: of the head, at which its members are connected
         self.line = ""  #: what to call on the other machines
         self._server: asyncio.Server | None = None
@@ -112,11 +112,11 @@ class JoinServer:
         await asyncio.gather(*self._open, return_exceptions=True)
 
     @property
-    def present(self) -> list[Member]:
+    def present(self) -> list[Joiner]:
         """The members that are here."""
         return [one for one in self.members.values() if not one.gone]
 
-    def at(self, address: str) -> Member | None:
+    def at(self, address: str) -> Joiner | None:
         """Return the member at an address, None if there is none now."""
         return next((one for one in self.present if one.address == address), None)
 
@@ -141,14 +141,14 @@ class JoinServer:
 
     async def end_job(self, address: str, job: str) -> str:
         """End all processes of a job on a member; return the error, "" if none."""
-        return await self._order(address, lambda number: wire.EndJob(order=number, job=job))
+        return await self._order(address, lambda number: wire.ClearJob(order=number, job=job))
 
     async def _order(self, address: str, order: Callable[[int], wire.FromHead]) -> str:
         if (member := self.at(address)) is None:
             return f"{address} has not joined"
         return await self._ask(member, order, _ORDER)
 
-    async def _ask(self, member: Member, order: Callable[[int], wire.FromHead], seconds: float
+    async def _ask(self, member: Joiner, order: Callable[[int], wire.FromHead], seconds: float
                    ) -> str:
         self._numbers += 1
         number = self._numbers
@@ -173,7 +173,7 @@ class JoinServer:
         stranger = (self._strangers.total() < _STRANGERS
                     and self._strangers[peer] < _STRANGERS_EACH)
         self._strangers[peer] += stranger
-        member: Member | None = None
+        member: Joiner | None = None
         try:
             if stranger:
                 async with asyncio.timeout(_PROVE):
@@ -242,7 +242,7 @@ class JoinServer:
         return claim
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-                     claim: wire.Claim) -> Member:
+                     claim: wire.Claim) -> Joiner:
         """Make the machine a member."""
         offer = wire.from_member(await reader.readline())
         if not isinstance(offer, wire.Offer):
@@ -252,7 +252,7 @@ class JoinServer:
         for one in list(self.members.values()):
             if one.address == peer and one.id != claim.member:
                 del self.members[one.id]  # the same machine, before it lost its id
-        member = Member(claim.member, claim.token, self._name(claim.member, offer.host), peer,
+        member = Joiner(claim.member, claim.token, self._name(claim.member, offer.host), peer,
                         offer, time.time(), writer=writer)
         await self._try_ports(reader, member, here)
         self._check(claim, offer, peer, here)  # another one may have come meanwhile
@@ -315,7 +315,7 @@ class JoinServer:
         return next(name for name in (wanted, *(f"{wanted}-{i}" for i in range(2, 10_000)))
                     if name not in taken)
 
-    async def _try_ports(self, reader: asyncio.StreamReader, member: Member, here: str) -> None:
+    async def _try_ports(self, reader: asyncio.StreamReader, member: Joiner, here: str) -> None:
         """Raise _Refusal unless any port of each end can be reached from the other, as MPI
         needs."""
         remedy = ("ranks connect to each other at ports that the system chooses: let {} accept all "
@@ -343,7 +343,7 @@ class JoinServer:
                 f"on {self._own.host} is in the way",
                 remedy.format(self._own.host, member.address), final=False)
 
-    async def _attend(self, reader: asyncio.StreamReader, member: Member) -> None:
+    async def _attend(self, reader: asyncio.StreamReader, member: Joiner) -> None:
         """Handle a member's messages until it leaves or is lost."""
         beating = asyncio.create_task(self._beat(member))
         try:
@@ -353,7 +353,7 @@ class JoinServer:
                 match wire.from_member(line):
                     case wire.Done() as done:
                         self._done(member, done)
-                    case wire.Leave():
+                    case wire.Depart():
                         self._drop(member, "it has left")
                         return
                     case wire.Beat():
@@ -365,17 +365,17 @@ class JoinServer:
         finally:
             beating.cancel()
 
-    async def _beat(self, member: Member) -> None:
+    async def _beat(self, member: Joiner) -> None:
         while True:
             await asyncio.sleep(wire.BEAT)
             member.send(wire.Beat())
 
-    def _done(self, member: Member, done: wire.Done) -> None:
+    def _done(self, member: Joiner, done: wire.Done) -> None:
         answer = member.orders.get(done.order)
         if answer is not None and not answer.done():
             answer.set_result(done.error)
 
-    def _drop(self, member: Member, why: str) -> None:
+    def _drop(self, member: Joiner, why: str) -> None:
         """Count a member as gone."""
         if member.writer is not None:
             member.writer.close()

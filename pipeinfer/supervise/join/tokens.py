@@ -31,7 +31,7 @@ _YEARS = 30
 _MEMBERS = 256  #: machines that a token remembers
 
 
-class Token(Struct, frozen=True):
+class JoinToken(Struct, frozen=True):
     """id, secret, fingerprint: in hexadecimal."""
 
     id: str
@@ -45,7 +45,7 @@ class Token(Struct, frozen=True):
         return _PREFIX + base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
     @classmethod
-    def of(cls, text: str) -> Token:
+    def of(cls, text: str) -> JoinToken:
         """Return the token of a text. Raises UsageError."""
         body = text.strip().removeprefix(_PREFIX)
         try:
@@ -95,7 +95,7 @@ class Issued(Struct, frozen=True):
         return not self.until or now < self.until or member in self.members
 
 
-class Tokens:
+class JoinTokens:
     """The head's certificate and tokens, in a folder that only its user reads."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,9 +130,9 @@ class Tokens:
         """Return the token with this id, None if it was never made or is revoked."""
         return next((one for one in self.issued() if one.id == id), None)
 
-    def token(self, issued: Issued) -> Token:
+    def token(self, issued: Issued) -> JoinToken:
         """Return a token as it is handed over."""
-        return Token(issued.id, issued.secret, self.fingerprint)
+        return JoinToken(issued.id, issued.secret, self.fingerprint)
 
     def new(self, seconds: float = 0.0) -> Issued:
         """Make a token. seconds: until its end, 0 for none."""

@@ -20,7 +20,7 @@ from pipeinfer.supervise.join import server as servers
 from pipeinfer.supervise.join.agent import Agent, JoinRefused
 from pipeinfer.supervise.join.roster import JoinedRoster
 from pipeinfer.supervise.join.server import JoinServer
-from pipeinfer.supervise.join.tokens import Token, Tokens
+from pipeinfer.supervise.join.tokens import JoinToken, JoinTokens
 from pipeinfer.supervise.launcher import Launcher
 
 HEAD = "127.0.0.2"  #: so that a member, which arrives from 127.0.0.1, is another machine
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, folder):
         self.said, self.members_said = [], []
-        self.tokens = Tokens(folder)
+        self.tokens = JoinTokens(folder)
         self.token = self.tokens.token(self.tokens.usable())
         self.server = JoinServer(self.tokens, OWN, self.said.append)
         self.running = []
@@ -230,7 +230,7 @@ def test_a_head_with_another_certificate_learns_nothing(world):
 
         folder = world.tokens._folder / "evil"
         folder.mkdir()
-        middle = await asyncio.start_server(pass_on, HEAD, 0, ssl=Tokens(folder).context)
+        middle = await asyncio.start_server(pass_on, HEAD, 0, ssl=JoinTokens(folder).context)
         port = middle.sockets[0].getsockname()[1]
         assert "another certificate" in await world.refused(port=port)
         await asyncio.sleep(0.1)
@@ -278,7 +278,7 @@ async def speak(world, *messages):
     return b""
 
 
-def claim(token: Token, nonce="11" * 16):
+def claim(token: JoinToken, nonce="11" * 16):
     def of(greeting):
         return wire.encode(wire.Claim(token=token.id, member="m1", nonce=nonce,
                                       proof=token.proof("member", greeting.nonce, nonce)))
@@ -342,7 +342,7 @@ def test_settings_of_members_are_their_tables_of_a_nodes_file(world, tmp_path):
     async def story(world):
         roster = JoinedRoster(world.server, "openmpi", tmp_path, "default")
         assert roster.nodes == ""
-        world.join(offer=structs.replace(OFFER, settings=wire.Settings(1 << 30, 3, "spare")))
+        world.join(offer=structs.replace(OFFER, settings=wire.OwnSettings(1 << 30, 3, "spare")))
         await world.until(lambda: world.server.present)
         roster.take(roster.found(0))
         nodes = read_nodes(roster.nodes)
@@ -452,7 +452,7 @@ def test_a_false_head_sends_away_no_machine_that_has_been_let_in(world):
         folder = world.tokens._folder / "evil"
         folder.mkdir()
         false = await asyncio.start_server(lambda *_: None, HEAD, world.port,
-                                           ssl=Tokens(folder).context)
+                                           ssl=JoinTokens(folder).context)
         world.said.clear()
         await world.until(lambda: any("cannot be reached" in line for line in world.members_said))
         await asyncio.sleep(1.5)

@@ -10,25 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import UsageError
-from pipeinfer.supervise.join.tokens import Token, Tokens, nonce
+from pipeinfer.supervise.join.tokens import JoinToken, JoinTokens, nonce
 
 HEX = {n: st.binary(min_size=n, max_size=n).map(bytes.hex) for n in (4, 16, 20)}
 
 
-@given(st.builds(Token, id=HEX[4], secret=HEX[16], fingerprint=HEX[20]))
+@given(st.builds(JoinToken, id=HEX[4], secret=HEX[16], fingerprint=HEX[20]))
 def test_a_token_is_its_text(token):
-    assert Token.of(f"  {token.text}\n") == token
+    assert JoinToken.of(f"  {token.text}\n") == token
 
 
 @pytest.mark.parametrize("text", ["", "pipeinfer-", "pipeinfer-AAAA", "hf_abc",
                                   "pipeinfer-" + "ä" * 54, "pipeinfer-" + "A" * 55])
 def test_other_texts_are_refused_with_the_command_that_makes_one(text):
     with pytest.raises(UsageError, match="tokens --new"):
-        Token.of(text)
+        JoinToken.of(text)
 
 
 def test_a_proof_is_of_one_side_and_one_connection(tmp_path):
-    tokens = Tokens(tmp_path)
+    tokens = JoinTokens(tmp_path)
     token, other = tokens.token(tokens.new()), tokens.token(tokens.new())
     one, two = nonce(), nonce()
     proof = token.proof("member", one, two)
@@ -42,16 +42,16 @@ def test_a_proof_is_of_one_side_and_one_connection(tmp_path):
 
 
 def test_certificate_and_tokens_stay_and_only_this_user_reads_them(tmp_path):
-    first = Tokens(tmp_path)
+    first = JoinTokens(tmp_path)
     made = first.usable()
-    again = Tokens(tmp_path)
+    again = JoinTokens(tmp_path)
     assert again.token(again.usable()) == first.token(made)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {"head.pem": 0o600, "tokens.json": 0o600}
 
 
 def test_after_its_end_a_token_admits_only_those_that_have_joined_by_it(tmp_path):
-    tokens = Tokens(tmp_path)
+    tokens = JoinTokens(tmp_path)
     made = tokens.new(60.0)
     tokens.joined(made.id, "old")
     later = time.time() + 61.0
@@ -66,7 +66,7 @@ def test_after_its_end_a_token_admits_only_those_that_have_joined_by_it(tmp_path
 
 @pytest.mark.parametrize("name", ["head.pem", "tokens.json"])
 def test_a_damaged_file_is_named(tmp_path, name):
-    Tokens(tmp_path).usable()
+    JoinTokens(tmp_path).usable()
     (tmp_path / name).write_text("-----BEGIN CERTIFICATE-----")
     with pytest.raises(UsageError, match=name):
-        Tokens(tmp_path).issued()
+        JoinTokens(tmp_path).issued()
