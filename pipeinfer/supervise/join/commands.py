@@ -200,13 +200,22 @@ def leave_command(head: str | None) -> None:
                        check=False)
     deadline = time.monotonic() + _END
     while folder.alive:
-        pid = folder.read().get("pid", 0)
-        if not pid or time.monotonic() > deadline:
+        if pid := _agent(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        if time.monotonic() > deadline or (not pid and folder.alive):
             raise RequestError(f"process {pid or '?'} has not ended: Ctrl-C where it runs ends it")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGTERM)
         time.sleep(0.2)
     click.echo("pipeinfer: this machine has left", err=True)
+
+
+def _agent(folder: Folder) -> int:
+    """Return the process id of `pipeinfer join`, 0 if unknown: a full disk has that of an earlier
+    one."""
+    pid = folder.read().get("pid", 0)
+    with contextlib.suppress(OSError):
+        return int(pid) if b"\0join\0" in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
+    return 0
 
 
 # --- on the head ------------------------------------------------------------------------------

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
 
-from pipeinfer.errors import UsageError
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.supervise.join import commands
 from pipeinfer.supervise.join.commands import address_of
+from pipeinfer.supervise.state import JOINED, Folder
 
 
 @pytest.mark.parametrize(("text", "host", "port"), [
@@ -20,3 +25,23 @@ def test_addresses_of_heads(text, host, port):
 def test_addresses_that_are_none(text):
     with pytest.raises(UsageError, match="ADDRESS:PORT"):
         address_of(text)
+
+
+def test_leave_ends_no_process_that_has_got_the_number_of_an_agent(tmp_path, monkeypatch):
+    """On a full disk the state is that of an earlier agent."""
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
+    monkeypatch.setattr(commands.shutil, "which", lambda _: None)
+    folder = Folder("192.0.2.1-7700", JOINED)
+    folder.make()
+    assert folder.lock()
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        for state in ({"pid": other.pid}, {}):
+            folder.write(state)
+            found = CliRunner().invoke(commands.leave_command, []).exception
+            assert isinstance(found, RequestError)
+            assert "has not ended: Ctrl-C" in str(found)
+            assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
