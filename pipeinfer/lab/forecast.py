@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -30,7 +31,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import planner
-from pipeinfer.planning.partition import Load, Member, Split
+from pipeinfer.planning.partition import Load, Member, Split, size_text
 from pipeinfer.planning.planner import Plan
 from pipeinfer.scheduler.controller import Controller, cutoff
 from pipeinfer.scheduler.settings import Limits
@@ -41,6 +42,7 @@ _SCRATCH = 64 << 20
 PROMPT, TOKENS = 128, 256
 _HEADS = 4  #: kinds of machines that are tried as rank 0
 _BETTER = 1.02  #: what another rank 0 must bring to be named
+_FURTHER = 16  #: machines that a plan looks for where a model does not fit
 _TREES = (2, 4, 7)  #: drafted tokens of a synchronous tree that are tried
 #: llama.cpp's numbers of file types
 _FILE_TYPES = {1: "F16", 7: "Q8_0", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 14: "Q4_K_M",
@@ -291,27 +293,27 @@ def report_of(
     options = _drafts(target, profiles, asked, given, notes)
     mean = Link(statistics.fmean(one.latency for one in links),
                 statistics.fmean(one.bandwidth for one in links))
-    ranked: list[tuple[float, Plan, View | None, float, dict[str, Any]]] = []
+    ranked: list[tuple[float, Plan, _Scene, dict[str, Any]]] = []
     for draft, acceptance in options:
         scene = _Scene(target, draft, acceptance, machines, mean)
-        found = plan or _make_plan(scene, given, whole)
+        found = plan or _plan_or_lack(scene, given, whole)
         speed = scene.predict(found.split, found.candidates)
-        ranked.append((speed, found, draft, acceptance, scene.draft_facts(found, speed)))
-    speed, best, draft, acceptance, _ = max(ranked, key=lambda entry: entry[0])
-    scene = _Scene(target, draft, acceptance, machines, mean)
+        ranked.append((speed, found, scene, scene.draft_facts(found, speed)))
+    speed, best, scene, _ = max(ranked, key=lambda entry: entry[0])
     speeds = {policy.value: scene.speed(best.split, best.candidates, policy)
-              for policy in PRACTICAL if policy is Policy.ITERATIVE or draft is not None}
+              for policy in PRACTICAL if policy is Policy.ITERATIVE or scene.draft is not None}
     drafts = [facts for *_, facts in ranked if facts]
-    if plan is None and draft is not None and not (given["layers"] or whole):
-        notes += _other_heads(scene, given, speed)
-    return Report(target, draft, acceptance, machines, best, link, speeds, drafts, notes,
-                  scene.drafter.rank)
+    if not (given["layers"] or whole):
+        notes += _other_heads(scene, given, speed) if plan is None and scene.draft else []
+        if mean.latency:  # else no link is known
+            _note_further(scene, given, notes)
+    return Report(target, scene.draft, scene.acceptance, machines, best, link, speeds, drafts,
+                  notes, scene.drafter.rank)
 
 
 def _other_heads(scene: _Scene, given: Mapping[str, Any], speed: float) -> list[str]:
     """Which other machine would better be rank 0: a draft may be slow, a stage may not."""
-    machines, found = scene.machines, []
-    kinds = {machines[0].kind}
+    machines, kinds, found = scene.machines, {scene.machines[0].kind}, []
     for index, machine in enumerate(machines):
         if machine.kind in kinds or given["head_stage"] or len(kinds) > _HEADS:
             continue
@@ -329,6 +331,31 @@ def _other_heads(scene: _Scene, given: Mapping[str, Any], speed: float) -> list[
         return []
     return [f"{best[0]:.2f} tokens/s with {best[1].host} as rank 0 (list it first): a draft token "
             f"takes {1e3 * best[2]:.0f} ms there, and {machines[0].host} would hold layers"]
+
+
+def _note_further(scene: _Scene, given: Mapping[str, Any], notes: list[str]) -> None:
+    """Say what a further machine like the last one would bring."""
+    last, both = scene.machines[-1], (scene, scene.with_further(1))
+    with contextlib.suppress(PlanError):
+        now, then = (one.predict(plan.split, plan.candidates)
+                     for one in both for plan in [_make_plan(one, given, None)])
+        notes.append(f"a further machine like {last.host} would bring {then / now:.2f} times the "
+                     f"speed and {size_text(last.memory)} for layers")
+
+
+def _plan_or_lack(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | None) -> Plan:
+    """Plan. Raises PlanError with how many further machines would do, if they are missing."""
+    try:
+        return _make_plan(scene, given, whole)
+    except PlanError as error:
+        for count in range(1, (0 if whole or given["layers"] else _FURTHER) + 1):
+            with contextlib.suppress(PlanError):
+                _make_plan(scene.with_further(count), given, None)
+                break
+        else:
+            raise
+        raise PlanError(f"{error}; {count} further machine{'s' * (count > 1)} like "
+                        f"{scene.machines[-1].host} would do") from None
 
 
 def _drafts(
@@ -374,6 +401,13 @@ class _Scene:
         """The machine that computes the draft: the first that the nodes file lets evaluate one."""
         return next((one for one in self.machines[1:] if one.settings.draft or (
             one.settings.drafts and one.settings.proposer in ("", "draft"))), self.machines[0])
+
+    def with_further(self, count: int) -> _Scene:
+        """This with further machines like the last one."""
+        last, n = self.machines[-1], len(self.machines)
+        more = [dataclasses.replace(last, rank=n + i, host=f"{last.host} ({i + 2})")
+                for i in range(count)]
+        return dataclasses.replace(self, machines=self.machines + more)
 
     def member(self, machine: Machine, count: int | None) -> Member:
         """What the planner sees of a machine."""

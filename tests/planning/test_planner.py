@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -268,7 +269,7 @@ def test_dry_run_on_unequal_nodes(plan):
     speeds = found["tokens_per_second"]
     assert speeds["pipeinfer"] > speeds["speculative"] > speeds["iterative"] > 0
     assert [d["draft"] for d in found["drafts"]] == ["tinyllama", "orca-2-7b"]
-    assert all("as rank 0" in note for note in found["notes"])
+    assert ["as rank 0" in note for note in found["notes"]] == [True, False]
     text = plan("dolphin-70b", *HETERO)
     assert "optiplex5  i7-4790" in text
     assert "tokens/s" in text
@@ -340,6 +341,35 @@ def test_a_dry_run_leaves_the_memory_of_a_gpu_to_layers_where_the_draft_is_on_th
     assert draft["fits"]
     _, draft = found(memory="1 GiB")
     assert not draft["fits"]
+
+
+@pytest.fixture
+def minis(plan, tmp_path):
+    """A function for a dry run on so many machines of 6 GiB."""
+    def run(hosts, *args, code=0):
+        (tmp_path / "lab").write_text("".join(f"old{i}\n" for i in range(hosts)))
+        (tmp_path / "lab.toml").write_text(
+            'link = "gigabit"\n[defaults]\nprofile = "i5-2400"\nmemory = "6 GiB"\n')
+        return plan(*args, "--dry-run", "--hostfile", str(tmp_path / "lab"), code=code)
+    return run
+
+
+def test_a_plan_says_what_a_further_machine_would_bring(minis):
+    found = [json.loads(minis(hosts, "mistral-7b", "-md", "tinyllama", "--json"))
+             for hosts in (2, 3)]
+    two, three = (one["tokens_per_second"]["pipeinfer"] for one in found)
+    assert three > 1.1 * two
+    assert found[0]["notes"][-1] == (f"a further machine like old1 would bring {three / two:.2f} "
+                                     "times the speed and 6.0 GiB for layers")
+    assert "further" not in minis(4, "mistral-7b", "--layers", "12,10,10")
+
+
+def test_an_error_says_how_many_further_machines_would_do(minis):
+    lacking = int(re.search(r"; (\d+) further machines like old1 would do",
+                            minis(2, "dolphin-70b", code=4))[1])
+    assert "; 1 further machine like" in minis(1 + lacking, "dolphin-70b", code=4)
+    minis(2 + lacking, "dolphin-70b")
+    assert "further" not in minis(2, "dolphin-70b", "--layers", "80", code=4)
 
 
 def test_planned_beats_equal_on_unequal_nodes(plan):

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from pipeinfer.cluster.job import Job
     from pipeinfer.host import Place
 
-_NO_LINK = Link(0.0, math.inf)
-
 
 @click.command()
 @click.argument("model", default="")
@@ -87,9 +85,6 @@ _NO_LINK = Link(0.0, math.inf)
               help="With --grids: number of the cluster's nodes [default: all].")
 @click.option("--sum-type", type=click.Choice(list(ITEM_BYTES)), default="f32",
               help="With --grids: type of sums between the members of a stage [default: f32].")
-@click.option("--exchange-us", type=click.FloatRange(0, 1e6), default=1e6 * EXCHANGE,
-              help="With --grids: processor time of an exchange besides the link, in microseconds "
-                   f"[default: {1e6 * EXCHANGE:.0f}, as measured over loopback].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Show which layers go where, and the speed to expect. MODEL: a GGUF file or a profile's name.
@@ -113,12 +108,8 @@ def plan_command(model: str, dry_run: bool, as_json: bool, **given: Any) -> None
         table = grids.compare(profiles, experiment)
         click.echo(json.dumps(grids.as_data(table)) if as_json else grids.as_text(table))
         return
-    report: Report | None
-    if dry_run or (given["cluster"] and host.launched_size() == 1):
-        report = dry(model, profiles, **given)
-    else:
-        report = measured(model, profiles, **given)
-    if report is not None:
+    make = dry if dry_run or (given["cluster"] and host.launched_size() == 1) else measured
+    if (report := make(model, profiles, **given)) is not None:
         click.echo(json.dumps(as_data(report)) if as_json else as_text(report))
 
 
@@ -141,8 +132,7 @@ def _grid_experiment(model: str, profiles: Profiles, given: Mapping[str, Any]
     pair = given["pair"] or (pairs[0] if pairs else "dolphin-tinyllama")
     return profiles, WideExperiment(
         cluster, pair, nodes=given["hosts"], acceptance=given["acceptance"],
-        link=given["link"], tokens=256, sum_type=given["sum_type"],
-        exchange=1e-6 * given["exchange_us"], groups=groups)
+        link=given["link"], tokens=256, sum_type=given["sum_type"], groups=groups)
 
 
 # --- where machines come from -----------------------------------------------------------------
@@ -169,9 +159,9 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     hosts = handshake.compare(config, place)
     job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
     measured_links = _measured_links(place)
-    links = [Link(one["latency"], one["bandwidth"]) for one in measured_links] or [_NO_LINK]
-    found = job.survey
-    measures = found.figures
+    links = [Link(one["latency"], one["bandwidth"]) for one in measured_links] or [
+        Link(0.0, math.inf)]
+    found, measures = job.survey, job.survey.figures
     if place.comm is None:  # a start of one process has nothing to split, so it measures nothing
         own = placement.measure_here(config, place, hosts[0].settings, job.target,
                                      job.model.fingerprint)
@@ -230,7 +220,7 @@ def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]
     ranks, survey = job.plan.candidates, job.survey
     policy = Policy.ITERATIVE if job.facts.draft is None else Policy.PIPEINFER
     acceptance = ACCEPTANCE if given["acceptance"] is None else given["acceptance"]
-    sums = SumCost(ITEM_BYTES[given["sum_type"]], 1e-6 * given["exchange_us"])
+    sums = SumCost(ITEM_BYTES[given["sum_type"]], EXCHANGE)
     try:
         best, plain = measured_grid.grids_of_ranks(
             job.model, survey.load, [survey.members[rank] for rank in ranks],

@@ -248,10 +248,6 @@ class Lookahead:
                 found.append(cut)
         return found
 
-    def window_of(self, lane: int) -> Window:
-        """The window of an open lane."""
-        return self._lanes[lane].window
-
     def hints(self, lane: int, anchors: Sequence[Anchor], room: int, *, batch: int = 0,
               below: Sequence[int] | None = None) -> list[HintRow]:
         """Return hints for a run that verifies `anchors`."""
