@@ -129,7 +129,7 @@ def test_a_policy_that_needs_a_draft_says_so():
 @pytest.mark.parametrize(("architecture", "np", "draft", "code", "says"), [
     ("llama", 4, False, 4, "2 layers"),
     ("llama", fewer(2, 1), True, 3, "the target has 320"),
-    ("gemma", 3, False, 3, "gemma"),
+    ("bloom", 3, False, 3, "bloom"),
 ])
 def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
     from pipeinfer.lab.random_model import RandomSpec, write_random_model

@@ -20,7 +20,13 @@ SERVE = ["serve", "-m", "embedded", "--port", "8133", "-c", "512", "-t", "1"]
 BODY = {"prompt": "class Stack:\n    def __init__", "max_tokens": 400, "temperature": 1.0,
         "seed": 3, "ignore_eos": True, "stream": True}
 ASK = f"""
-import json, urllib.request
+import json, time, urllib.error, urllib.request
+for _ in range(300):  # the line that names the address may be a moment earlier than the server
+    try:
+        urllib.request.urlopen("http://127.0.0.1:8133/health", timeout=20).close()
+        break
+    except urllib.error.HTTPError:
+        time.sleep(0.05)
 request = urllib.request.Request(
     "http://127.0.0.1:8133/v1/completions", {json.dumps(BODY).encode()!r},
     {{"Content-Type": "application/json"}})
@@ -93,7 +99,8 @@ def machines(tmp_path):
 def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     machines.up()
     machines.until(1, "embedded on http")
-    plain, _ = machines.ask().communicate(timeout=60)
+    plain, error = machines.ask().communicate(timeout=60)
+    assert plain, error
     agent = machines.join(2)
     machines.until(2, "as box-2")
     machines.until(1, "is moved to 2 ranks: ready again")

@@ -288,7 +288,8 @@ class Bed:
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, "h") for rank in range(3)], draft=None,
             limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), first=SimpleNamespace(curve=CURVE),
-            plan=SimpleNamespace(whole=False), notes=[], resume=lambda: self.balance.watch(),
+            plan=SimpleNamespace(whole=False, seconds_of=lambda held: ()),
+            notes=[], resume=lambda: self.balance.watch(),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),
             head=SimpleNamespace(
                 times=SimpleNamespace(pace=self.pace, load=load),
