@@ -199,7 +199,10 @@ class JoinServer:
             with contextlib.suppress(*_LOST):
                 async with asyncio.timeout(_GOODBYE):
                     await writer.wait_closed()
-            writer.transport.abort()  # ssl would wait half a minute for an end that does not come
+            # ssl would wait half a minute for an end that does not come; Python 3.11 raises this
+            # where that end has come already
+            with contextlib.suppress(AttributeError):
+                writer.transport.abort()
             if stranger:
                 self._known(peer)
             self._open.discard(task)
