@@ -14,7 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, assert_never
 
 from msgspec import structs
@@ -23,6 +23,7 @@ from pipeinfer.cluster import cleanup
 from pipeinfer.errors import PipeinferError, ProtocolError, UsageError
 from pipeinfer.host import HOST_NAME
 from pipeinfer.supervise.join import messages as wire
+from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.daemon import command_of, environment_of
 from pipeinfer.supervise.join.tokens import JoinToken, fingerprint, nonce
 from pipeinfer.supervise.launcher import Launcher
@@ -30,18 +31,20 @@ from pipeinfer.supervise.launcher import Launcher
 _CONNECT = 8.0  #: seconds for a connection, and for the proofs
 _LONGEST = 30.0  #: most seconds between two tries
 _AWAY = 120.0  #: seconds without the head after which its daemons end
+_SOURCE = 600.0  #: seconds for the head's source
 _DIAL = 4.0  #: seconds to reach a port of the head
 _LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)
 
 
 class JoinRefused(PipeinferError):
-    """The head does not let this machine in. final: trying again is useless."""
+    """The head does not let this machine in. final: trying again is useless. version: another
+    version of something may help."""
 
     exit_code = 2
 
-    def __init__(self, why: str, *, final: bool) -> None:
+    def __init__(self, why: str, *, final: bool, version: bool = False) -> None:
         super().__init__(why)
-        self.final = final
+        self.final, self.version = final, version
 
 
 class Agent:
@@ -77,7 +80,8 @@ class Agent:
             while not self._stopping.is_set():
                 why = ""
                 try:
-                    await self._connected()
+                    async with self._proved() as (reader, writer):
+                        await self._stay(reader, writer)
                 except JoinRefused as refusal:
                     if refusal.final:
                         raise
@@ -107,8 +111,27 @@ class Agent:
 
     # --- a connection -------------------------------------------------------------------------
 
-    async def _connected(self) -> None:
-        """Connect, become a member, and handle orders until the connection ends."""
+    async def source(self, taken: str) -> tuple[str, bytes]:
+        """Return the digest of the head's own source, and an archive. Raises JoinRefused if it has
+        none, or only the one with the digest `taken`."""
+        try:
+            async with self._proved() as (reader, writer):
+                writer.write(wire.encode(wire.SourceWanted()))
+                async with asyncio.timeout(_SOURCE):
+                    found = await self._next(reader)
+                    if not isinstance(found, wire.Source) or found.size > source.MOST:
+                        raise ProtocolError("no source")
+                    if found.digest == taken:
+                        raise JoinRefused(f"{self._at} has the same source: what differs is not "
+                                          "pipeinfer's own", final=True)
+                    return found.digest, await reader.readexactly(found.size)
+        except _LOST as error:
+            raise JoinRefused(f"{self._at} did not send its source: {_words(error)}",
+                              final=True) from error
+
+    @contextlib.asynccontextmanager
+    async def _proved(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection on which both ends have shown that they know the token."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the token pins it
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -118,7 +141,7 @@ class Agent:
         try:
             async with asyncio.timeout(_CONNECT):
                 await self._prove(reader, writer)
-            await self._stay(reader, writer)
+            yield reader, writer
         finally:
             self._writer = None
             writer.close()
@@ -151,7 +174,7 @@ class Agent:
         message = wire.from_head(line)
         if isinstance(message, wire.Rejected):
             raise JoinRefused(f"{self._at} did not let this machine in: {message.why}: "
-                              f"{message.remedy}", final=message.final)
+                              f"{message.remedy}", final=message.final, version=message.version)
         return message
 
     async def _stay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,7 +223,7 @@ class Agent:
                 self._do(order, self._end_job(job))
             case wire.Beat():
                 pass
-            case wire.Greeting() | wire.Proved() | wire.Rejected():
+            case wire.Greeting() | wire.Proved() | wire.Rejected() | wire.Source():
                 raise ProtocolError(f"{type(message).__name__} after the start")
             case _:
                 assert_never(message)

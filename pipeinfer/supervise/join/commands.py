@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import click
 
@@ -29,6 +29,8 @@ from pipeinfer.supervise.state import JOINED, Folder, members
 
 PORT = 7700
 TOKEN = "PIPEINFER_JOIN_TOKEN"  #: variable with the token
+SOURCE = "source"  #: folder with the head's source
+TAKEN = "PIPEINFER_JOIN_SOURCE"  #: variable with the digest of the source that was taken last
 _END = 20.0  #: seconds for an agent to end
 _UNIT = """[Unit]
 Description=pipeinfer: this machine is a member of {head}
@@ -65,10 +67,12 @@ def address_of(text: str, port: int = PORT) -> tuple[str, int]:
 @click.option("--memory", help="What ranks may fill here, such as 12GiB. [default: what is free]")
 @click.option("--threads", type=click.IntRange(1), help="Of a stage. [default: the cores]")
 @click.option("--role", type=click.Choice(get_args(Role)), help="What ranks do here.")
+@click.option("--same-version", is_flag=True, help="If the head has another version, take its "
+              "source, install it into a folder of its own, and join with that.")
 @click.option("--install-service", is_flag=True, help="Join now and after each start of this "
                                                       "machine (systemd, for this user).")
 def join_command(head: str, token_file: str | None, memory: str | None, threads: int | None,
-                 role: Role | None, install_service: bool) -> None:
+                 role: Role | None, same_version: bool, install_service: bool) -> None:
     """Give this machine to the cluster of another one, which runs `pipeinfer up --join`.
 
     \b
@@ -84,14 +88,15 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
     folder.make()
     token = _token(folder, token_file)
     if install_service:
-        words = [word for word in sys.argv[1:] if word != "--install-service"]
-        _install(folder, head, words)
+        _install(folder, head)
         return
     if not folder.lock():
         raise UsageError(f"this machine has joined {head} already (process "
                          f"{folder.read().get('pid', '?')}): `pipeinfer leave` ends that")
     folder.write({**folder.read(), "pid": os.getpid(), "head": head})
-    _stay((host, port), token, folder, settings)
+    data = _stay((host, port), token, folder, settings, same_version)
+    if data is not None:
+        _join_with(data, folder.path / SOURCE)
 
 
 def _token(folder: Folder, file: str | None) -> JoinToken:
@@ -128,7 +133,9 @@ def _member(folder: Folder) -> str:
     return found
 
 
-def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: OwnSettings) -> None:
+def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: OwnSettings,
+          same_version: bool) -> bytes | None:
+    """Be a member until the end. Return the head's source if this machine needs it first."""
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.join.agent import Agent, JoinRefused
     from pipeinfer.supervise.join.offers import own_offer, words_of
@@ -145,28 +152,54 @@ def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: Own
     offer = own_offer(launcher, settings)
     say(f"this machine offers {words_of(offer)}")
 
-    async def run() -> None:
+    async def run() -> bytes | None:
         agent = Agent(head, token, _member(folder), offer, launcher, environ, say)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop)
         try:
             await agent.run()
-        except JoinRefused:
+        except JoinRefused as refusal:
             if not agent.proved:  # the next time asks for another token
                 (folder.path / "token").unlink(missing_ok=True)
-            raise
+            if not (same_version and refusal.version):
+                raise
+            say(f"{refusal}. Taking the head's source")
+            digest, data = await agent.source(os.environ.get(TAKEN, ""))
+            os.environ[TAKEN] = digest
+            return data
+        return None
 
-    asyncio.run(run())
-    say("this machine has left")
+    data = asyncio.run(run())
+    if data is None:
+        say("this machine has left")
+    return data
 
 
-def _install(folder: Folder, head: str, words: list[str]) -> None:
+def _words() -> list[str]:
+    """Return this command's words without those that are for its start alone."""
+    words = sys.argv[1:]
+    return [word for i, word in enumerate(words)
+            if not word.startswith(("--token-file", "--install-service"))
+            and words[i - 1:i] != ["--token-file"]]
+
+
+def _join_with(data: bytes, folder: Path) -> NoReturn:
+    """Go on as a process of the head's source, which installs what it needs first."""
+    from pipeinfer.supervise.join.source import unpack
+
+    own = str(Path(sys.executable).parent)
+    path = [part for part in os.environ.get("PATH", os.defpath).split(os.pathsep) if part != own]
+    environ = {"PIPEINFER_PYTHON": sys.executable, **os.environ, "PATH": os.pathsep.join(path)}
+    environ.pop("PYTHONPATH", None)  # else it would import this version again
+    os.execvpe("bash", ["bash", str(unpack(data, folder)), *_words()[1:]], environ)
+
+
+def _install(folder: Folder, head: str) -> None:
     """Write a unit of systemd that joins at each start of this machine, and start it."""
     from pipeinfer.supervise.launcher import program
 
-    words = [word for i, word in enumerate(words)
-             if not word.startswith("--token-file") and words[i - 1:i] != ["--token-file"]]
+    words = _words()
     home = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
     unit = home / "systemd" / "user" / f"pipeinfer-join-{folder.name}.service"
     unit.parent.mkdir(parents=True, exist_ok=True)

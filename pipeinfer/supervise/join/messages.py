@@ -4,8 +4,8 @@
                                     <-        Greeting
     Claim                           ->
                                     <-        Proved, or Rejected
-    Offer                           ->
-                                    <-        Dial
+    Offer, or SourceWanted          ->
+                                    <-        Dial; or Source, and its bytes
     Done                            ->
                                     <-        Admitted, or Rejected
                                     <-        StartDaemon, ClearJob, Note
@@ -65,11 +65,20 @@ class Admitted(_JoinMessage, frozen=True):
 
 
 class Rejected(_JoinMessage, frozen=True):
-    """The machine does not become a member. remedy: what to do. final: trying again is useless."""
+    """The machine does not become a member. remedy: what to do. final: trying again is useless.
+    version: it has another version of something than the head."""
 
     why: Line
     remedy: Line
     final: bool
+    version: bool = False
+
+
+class Source(_JoinMessage, frozen=True):
+    """The head's own source: so many bytes follow. digest: of the package."""
+
+    size: Count
+    digest: Word
 
 
 class Dial(_JoinMessage, frozen=True):
@@ -158,6 +167,10 @@ class Offer(_JoinMessage, frozen=True):
     settings: OwnSettings = OwnSettings()
 
 
+class SourceWanted(_JoinMessage, frozen=True):
+    """The machine does not join yet: the head sends its own source, and closes the connection."""
+
+
 class Done(_JoinMessage, frozen=True):
     """An order was carried out. error: "" if it was."""
 
@@ -176,9 +189,9 @@ class Beat(_JoinMessage, frozen=True):
     """This end lives."""
 
 
-FromHead: TypeAlias = (Greeting | Proved | Dial | Admitted | Rejected | StartDaemon | ClearJob
-                       | Note | Beat)
-FromMember: TypeAlias = Claim | Offer | Done | Depart | Beat
+FromHead: TypeAlias = (Greeting | Proved | Dial | Admitted | Rejected | Source | StartDaemon
+                       | ClearJob | Note | Beat)
+FromMember: TypeAlias = Claim | Offer | SourceWanted | Done | Depart | Beat
 _from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
 _from_member: msgspec.json.Decoder[FromMember] = msgspec.json.Decoder(FromMember)
 

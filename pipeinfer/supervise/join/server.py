@@ -13,11 +13,13 @@ from typing import Any, assert_never
 
 from pipeinfer.errors import ProtocolError, UsageError
 from pipeinfer.supervise.join import messages as wire
+from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.offers import own_addresses, words_of
 from pipeinfer.supervise.join.tokens import JoinTokens, nonce
 
 _PROVE = 10.0  #: seconds for TLS and the proof
 _SETTLE = 20.0  #: seconds after that until a machine is a member
+_SOURCE = 600.0  #: seconds to send the own source
 _TRY = 4.0  #: seconds for a connection to a machine's port, or back
 _ORDER = 30.0  #: seconds for an order
 _STRANGERS, _STRANGERS_EACH = 64, 8  #: connections without a proof, in all and of one address
@@ -31,9 +33,9 @@ _LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError, asynci
 class _Refusal(Exception):
     """The machine cannot become a member."""
 
-    def __init__(self, why: str, remedy: str, *, final: bool = True) -> None:
+    def __init__(self, why: str, remedy: str, *, final: bool = True, version: bool = False) -> None:
         super().__init__(why)
-        self.message = wire.Rejected(why=why, remedy=remedy, final=final)
+        self.message = wire.Rejected(why=why, remedy=remedy, final=final, version=version)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,8 +183,14 @@ class JoinServer:
                     claim = await self._prove(reader, writer)
                 stranger = self._known(peer)
                 async with asyncio.timeout(_SETTLE):
-                    member = await self._admit(reader, writer, claim)
-                await self._attend(reader, member)
+                    offer = wire.from_member(await reader.readline())
+                    if not isinstance(offer, wire.SourceWanted):
+                        member = await self._admit(reader, writer, claim, offer)
+                if member is not None:
+                    await self._attend(reader, member)
+                else:
+                    async with asyncio.timeout(_SOURCE):
+                        await self._give_source(reader, writer)
         except _Refusal as refusal:
             self._say_refused(peer, refusal.message.why)
             writer.write(wire.encode(refusal.message))
@@ -245,9 +253,8 @@ class JoinServer:
         return claim
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-                     claim: wire.Claim) -> Joiner:
+                     claim: wire.Claim, offer: wire.FromMember) -> Joiner:
         """Make the machine a member."""
-        offer = wire.from_member(await reader.readline())
         if not isinstance(offer, wire.Offer):
             raise ProtocolError("no offer")
         peer, here = (str(writer.get_extra_info(name)[0]) for name in ("peername", "sockname"))
@@ -269,6 +276,15 @@ class JoinServer:
         self.came(member)
         return member
 
+    async def _give_source(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+                           ) -> None:
+        data = await asyncio.to_thread(source.archive)
+        if data is None:
+            raise _Refusal(f"{self._own.host} has pipeinfer as a package, without its source",
+                           f"pip install pipeinfer=={self._own.pipeinfer}")
+        writer.write(wire.encode(wire.Source(size=len(data), digest=self._own.digest)) + data)
+        await reader.read(1)  # until the other end has it and closes
+
     def _check(self, claim: wire.Claim, offer: wire.Offer, peer: str, here: str) -> None:
         """Raise _Refusal if this machine cannot be a member."""
         own = self._own
@@ -280,8 +296,8 @@ class JoinServer:
                 ("the launcher", offer.launcher, own.launcher)):
             if theirs != ours:
                 raise _Refusal(f"{name} is {theirs} on {offer.host} and {ours} on {own.host}",
-                               "install the same version on both: the same release, or the same "
-                               "commit with launch/join on one and launch/up on the other")
+                               "`pipeinfer join --same-version` takes the head's, or install the "
+                               "same release or commit on both", version=True)
         if offer.dialled.partition("%")[0] != here.partition("%")[0]:
             raise _Refusal(
                 f"it reaches this head as {offer.dialled}, which is not the head's own address "
@@ -361,7 +377,7 @@ class JoinServer:
                         return
                     case wire.Beat():
                         pass
-                    case wire.Claim() | wire.Offer() as late:
+                    case wire.Claim() | wire.Offer() | wire.SourceWanted() as late:
                         raise ProtocolError(f"{type(late).__name__} after the start")
                     case other:
                         assert_never(other)
