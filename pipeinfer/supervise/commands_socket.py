@@ -82,6 +82,15 @@ _MOST = 1 << 18  #: bytes of a command
 _READ = 10.0  #: seconds for a command to arrive
 
 
+async def end_server(server: asyncio.Server | None, connections: set[asyncio.Task[Any]]) -> None:
+    """Stop accepting connections, and cancel the tasks of those that are open."""
+    if server is not None:
+        server.close()
+    for task in connections:
+        task.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
+
+
 class Commands:
     """The supervisor's end of the socket, in `folder`. execute: called with each command."""
 
@@ -98,11 +107,7 @@ class Commands:
 
     async def close(self) -> None:
         """Stop accepting commands; commands in progress are cancelled without an answer."""
-        if self._server is not None:
-            self._server.close()
-        for task in self._open:
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        await end_server(self._server, self._open)
         self._folder.unlisten()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -31,7 +31,6 @@ from pipeinfer.supervise.launcher import Launcher
 _CONNECT = 8.0  #: seconds for a connection, and for the proofs
 _LONGEST = 30.0  #: most seconds between two tries
 _AWAY = 120.0  #: seconds without the head after which its daemons end
-_SOURCE = 600.0  #: seconds for the head's source
 _DIAL = 4.0  #: seconds to reach a port of the head
 _LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)
 
@@ -117,7 +116,7 @@ class Agent:
         try:
             async with self._proved() as (reader, writer):
                 writer.write(wire.encode(wire.SourceWanted()))
-                async with asyncio.timeout(_SOURCE):
+                async with asyncio.timeout(source.SECONDS):
                     found = await self._next(reader)
                     if not isinstance(found, wire.Source) or found.size > source.MOST:
                         raise ProtocolError("no source")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from pipeinfer.errors import ProtocolError, UsageError
+from pipeinfer.supervise.commands_socket import end_server
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.offers import own_addresses, words_of
@@ -19,7 +20,6 @@ from pipeinfer.supervise.join.tokens import JoinTokens, nonce
 
 _PROVE = 10.0  #: seconds for TLS and the proof
 _SETTLE = 20.0  #: seconds after that until a machine is a member
-_SOURCE = 600.0  #: seconds to send the own source
 _TRY = 4.0  #: seconds for a connection to a machine's port, or back
 _ORDER = 30.0  #: seconds for an order
 _STRANGERS, _STRANGERS_EACH = 64, 8  #: connections without a proof, in all and of one address
@@ -107,11 +107,7 @@ class JoinServer:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._server is not None:
-            self._server.close()
-        for task in self._open:
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        await end_server(self._server, self._open)
 
     @property
     def present(self) -> list[Joiner]:
@@ -189,7 +185,7 @@ class JoinServer:
                 if member is not None:
                     await self._attend(reader, member)
                 else:
-                    async with asyncio.timeout(_SOURCE):
+                    async with asyncio.timeout(source.SECONDS):
                         await self._give_source(reader, writer)
         except _Refusal as refusal:
             self._say_refused(peer, refusal.message.why)

@@ -12,6 +12,7 @@ from pipeinfer.errors import ProtocolError
 ROOT = Path(__file__).parents[3]
 LAUNCHER = "launch/join"
 MOST = 1 << 30  #: bytes of an archive
+SECONDS = 600.0  #: to send one
 _FILES = ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 _FOLDERS = ("pipeinfer", "launch")
 _MADE = {".so", ".pyc", ".pyd"}  #: made for this machine
