@@ -19,10 +19,10 @@ setup(ext_modules=[Extension(
     py_limited_api=True,
 ), Extension(
     "pipeinfer.llama.kernels._short_runs",
-    ["pipeinfer/llama/kernels/short_runs.c", "pipeinfer/llama/kernels/repacked_runs.c",
-     "pipeinfer/llama/kernels/wide_floats.c", "pipeinfer/llama/kernels/short_attention.c",
-     "pipeinfer/llama/kernels/huge_pages.c"],
-    depends=["pipeinfer/llama/kernels/short_runs.h"],
+    [f"pipeinfer/llama/kernels/{name}.c" for name in (
+        "short_runs", "products_avx2", "products_avx_vnni", "products_avx512_vnni", "floats_avx2",
+        "floats_avx512", "repacked_runs", "short_attention", "huge_pages")],
+    depends=["pipeinfer/llama/kernels/short_runs.h", "pipeinfer/llama/kernels/products.h"],
     # products and sums are rounded where the code says so
     extra_compile_args=["-O3", "-ffp-contract=off", NO_DEBUG_INFO],
     libraries=["m"],

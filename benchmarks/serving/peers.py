@@ -1,6 +1,8 @@
 """`pipeinfer serve` beside llama.cpp's own server: same file, same cores, same clients.
 
-    python -m benchmarks.serving.peers --model FILE.gguf --programs FOLDER
+    python -m benchmarks.serving.peers --model FILE.gguf [--programs FOLDER]
+
+Without a folder of programs the peer is the server within xllamacpp, the prebuilt library.
 
 Every round starts each server once, warms it up, and sends the same chats from 1, 4, 8 and 16
 clients at a time, each its next one when its last has ended. Servers take turns within a round, so
@@ -17,6 +19,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +37,15 @@ from pipeinfer.transport.http_client import HttpFailure
 
 _SILENCE = 300.0
 _START_SECONDS = 120.0
+_WITHIN = """
+import sys, time, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port = sys.argv[1], int(sys.argv[2])
+params.n_parallel, params.n_ctx, params.cpuparams.n_threads = map(int, sys.argv[3:])
+params.ui, params.n_threads_http = False, 160
+server = xllamacpp.Server(params)
+time.sleep(1e6)
+"""
 
 
 @dataclass
@@ -100,12 +112,15 @@ def percentile(values: list[float], part: float) -> float:
 
 
 @contextlib.asynccontextmanager
-async def llama_server(program: Path, model: Path, parallel: int, ctx: int, threads: int,
-                       options: Sequence[str] = ()) -> AsyncIterator[int]:
-    """Start llama-server and wait until it is ready; yields its port."""
+async def llama_server(program: Path | None, model: Path, parallel: int, ctx: int, threads: int
+                       ) -> AsyncIterator[int]:
+    """Start llama-server, or that within xllamacpp; wait until it is ready; yields its port."""
     port = free_port()
     command = [str(program), "-m", str(model), "--port", str(port), "-np", str(parallel),
-               "-c", str(ctx * parallel), "-t", str(threads), "--no-webui", *options]
+               "-c", str(ctx * parallel), "-t", str(threads), "--no-webui"]
+    if program is None:
+        command = [sys.executable, "-c", _WITHIN, str(model), str(port), str(parallel),
+                   str(ctx * parallel), str(threads)]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         stdin=asyncio.subprocess.DEVNULL,
@@ -145,7 +160,7 @@ def mixed_prompts(model: Path, count: int, long: int, seed: int) -> list[list[in
 
 async def contest(args: argparse.Namespace) -> dict[str, Any]:
     """Rounds over all servers; figures by server and number of clients."""
-    program = find(args.programs, args.work, (SERVER,)) / SERVER
+    program = find(args.programs, Path(), (SERVER,)) / SERVER if args.programs else None
     most, ctx = max(args.clients), args.long + args.tokens + 192
     serve = ("-m", str(args.model), "--parallel", str(most), "-c", str(ctx),
              "--set", f"cache_tokens={ctx * most}", "--set", "prefix_cache=false", *args.options)
@@ -192,8 +207,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--programs", type=Path, help="folder with llama-server")
-    parser.add_argument("--work", type=Path, default=Path(".work"),
-                        help="where llama.cpp's programs are built if no folder is given")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

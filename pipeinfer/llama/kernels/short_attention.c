@@ -3,6 +3,7 @@
    llama.cpp processes each head of each row alone: cell after cell it multiplies by the keys, unpacks
    the values and adds them in memory. Here values are unpacked once for all heads and rows that read
    them, products of four cells are summed together, and sums stay in registers over a block of cells.
+   Cells of several requests lie among one another, so those that a group of rows sees are listed first.
    The operations and their order are the same, and so are the bits: at the start both functions are
    compared on random numbers. This one replaces llama.cpp's own through the dynamic linker, as in
    short_runs.c. */
@@ -51,28 +52,21 @@ struct space {
     int8_t query[PAIRS][WIDEST];
     float query_scales[PAIRS][MOST];
     float total[PAIRS], most[PAIRS];
+    int64_t rows[PAIRS], heads[PAIRS]; /* of each pair */
+};
+
+/* Up to CELLS cells that some of a group's rows see, and which of them each row sees */
+struct cells {
+    int count;
+    int64_t at[CELLS];
+    uint32_t seen[PAIRS];
+    bool plain; /* no row's mask adds anything to their scores */
 };
 
 static _Thread_local struct space of_thread ALIGNED;
 
-INLINE __m256 sums_of_halves(__m256 a, __m256 b)
-{
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-
-/* Four sums as hsum_float_8 of llama.cpp adds each up: halves, then every second, then the rest */
-INLINE __m128 four_sums(const __m256 *x)
-{
-    const __m256 ab = sums_of_halves(x[0], x[1]), cd = sums_of_halves(x[2], x[3]);
-    const __m128 a = _mm256_castps256_ps128(ab), b = _mm256_extractf128_ps(ab, 1);
-    const __m128 c = _mm256_castps256_ps128(cd), d = _mm256_extractf128_ps(cd, 1);
-    const __m128 two = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
-    const __m128 more = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
-    return _mm_add_ps(_mm_movelh_ps(two, more), _mm_movehl_ps(more, two));
-}
-
-/* Products of one query with the keys of `count` cells, which are `apart` bytes from one another */
-INLINE void products_of(int blocks, int count, const uint8_t *keys, size_t apart,
+/* Products of one query with the keys of cells, which are `apart` bytes from one another */
+INLINE void products_of(int blocks, int count, const uint8_t *keys, size_t apart, const int64_t *cells,
                         const struct space *own, int pair, float scale, float *to)
 {
     const __m256i ones = _mm256_set1_epi16(1);
@@ -89,7 +83,7 @@ INLINE void products_of(int blocks, int count, const uint8_t *keys, size_t apart
         __m256 sums[4];
         UNROLLED
         for (i = 0; i < 4; i++) { /* beyond the last cell the last is read again */
-            four[i] = keys + (cell + i < count ? cell + i : count - 1) * apart + 2;
+            four[i] = keys + cells[cell + i < count ? cell + i : count - 1] * apart + 2;
             sums[i] = _mm256_setzero_ps();
         }
         UNROLLED
@@ -109,15 +103,15 @@ INLINE void products_of(int blocks, int count, const uint8_t *keys, size_t apart
     }
 }
 
-AVX2 static void products(int blocks, int count, const uint8_t *keys, size_t apart,
+AVX2 static void products(int blocks, const struct cells *cells, const uint8_t *keys, size_t apart,
                           const struct space *own, int pair, float scale, float *to)
 {
-    if (count == CELLS && blocks == 2)
-        products_of(2, CELLS, keys, apart, own, pair, scale, to);
-    else if (count == CELLS && blocks == 4)
-        products_of(4, CELLS, keys, apart, own, pair, scale, to);
+    if (cells->count == CELLS && blocks == 2)
+        products_of(2, CELLS, keys, apart, cells->at, own, pair, scale, to);
+    else if (cells->count == CELLS && blocks == 4)
+        products_of(4, CELLS, keys, apart, cells->at, own, pair, scale, to);
     else
-        products_of(blocks, count, keys, apart, own, pair, scale, to);
+        products_of(blocks, cells->count, keys, apart, cells->at, own, pair, scale, to);
 }
 
 /* Adds values of cells by their weights; `width` is a multiple of 32. */
@@ -156,21 +150,6 @@ AVX2 static void scale_sums(int width, float by, float *sums)
     int at;
     for (at = 0; at < width; at += 8)
         _mm256_store_ps(sums + at, _mm256_mul_ps(_mm256_load_ps(sums + at), _mm256_set1_ps(by)));
-}
-
-enum sight { NOTHING, SOME, ALL };
-
-/* Which of these cells a row sees. */
-AVX2 static enum sight sight_of(int count, const uint16_t *mask)
-{
-    int cell, hidden = 0, shown = 0;
-    if (mask == NULL)
-        return ALL;
-    for (cell = 0; cell < count; cell++) {
-        hidden += mask[cell] == 0xfc00;
-        shown += mask[cell] == 0;
-    }
-    return hidden == count ? NOTHING : shown == count ? ALL : SOME;
 }
 
 INLINE float largest(const float *scores)
@@ -240,15 +219,16 @@ static const uint8_t IN_ORDER[CELLS] = {
     0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26,
     27, 28, 29, 30, 31};
 
-/* One block of cells for one pair. mask: of its row, NULL where all are seen */
-AVX2 static void attend(int width, int count, const float *scores, const uint16_t *mask,
-                        struct space *own, int pair)
+/* Cells for one pair, of which its row sees `seen`. mask: what its row's mask adds; NULL: nothing */
+AVX2 static void attend(int width, const struct cells *of, const float *scores, uint32_t seen,
+                        const uint16_t *mask, struct space *own, int pair)
 {
     uint8_t cells[CELLS];
-    float weights[CELLS];
-    float most = own->most[pair], total = own->total[pair], *sums = own->sums + pair * width;
-    int cell, waiting = 0;
-    if (mask == NULL && count == CELLS && largest(scores) <= most) {
+    bool rises[CELLS];
+    float weights[CELLS], most = own->most[pair], total = own->total[pair];
+    float *sums = own->sums + pair * width;
+    int cell, next, count = 0, from = 0;
+    if (mask == NULL && seen == 0xffffffff && largest(scores) <= most) {
         for (cell = 0; cell < CELLS; cell++)
             weights[cell] = scores[cell] - most;
         powers(CELLS, weights, weights);
@@ -258,38 +238,45 @@ AVX2 static void attend(int width, int count, const float *scores, const uint16_
         own->total[pair] = total;
         return;
     }
-    for (cell = 0; cell < count; cell++) {
-        const float hidden = mask ? one((const uint8_t *)(mask + cell)) : 0.0f;
-        const float score = scores[cell] + hidden;
-        if (hidden == -INFINITY)
+    for (cell = 0; cell < of->count; cell++) {
+        float score = scores[cell];
+        if (!(seen >> cell & 1))
             continue;
-        cells[waiting] = (uint8_t)cell;
-        if (score > most) {
-            const float fall = power(most - score);
-            most = score;
-            add_up(width, waiting, own->values, cells, weights, sums);
-            scale_sums(width, fall, sums);
-            cells[0] = (uint8_t)cell;
-            weights[0] = 1.0f;
-            waiting = 1;
-            total = fused ? fmaf(total, fall, 1.0f) : total * fall + 1.0f;
+        if (mask)
+            score += one((const uint8_t *)(mask + of->at[cell]));
+        cells[count] = (uint8_t)cell;
+        rises[count] = score > most;
+        weights[count++] = score > most ? most - score : score - most;
+        most = score > most ? score : most;
+    }
+    for (next = count; next % 4; next++)
+        weights[next] = 0.0f;
+    powers(next, weights, weights);
+    for (next = 0; next < count; next++) {
+        if (rises[next]) { /* what was added up so far shrinks, and this one counts whole */
+            add_up(width, next - from, own->values, cells + from, weights + from, sums);
+            scale_sums(width, weights[next], sums);
+            total = fused ? fmaf(total, weights[next], 1.0f) : total * weights[next] + 1.0f;
+            weights[next] = 1.0f;
+            from = next;
         } else {
-            weights[waiting] = power(score - most);
-            total += weights[waiting++];
+            total += weights[next];
         }
     }
-    add_up(width, waiting, own->values, cells, weights, sums);
+    add_up(width, count - from, own->values, cells + from, weights + from, sums);
     own->most[pair] = most;
     own->total[pair] = total;
 }
 
 /* Scales of the keys and all values of these cells */
-AVX2 static void unpack(int blocks, int width, int count, const uint8_t *keys, size_t keys_apart,
-                        const uint8_t *values, size_t values_apart, struct space *own)
+AVX2 static void unpack(int blocks, int width, const struct cells *cells, const uint8_t *keys,
+                        size_t keys_apart, const uint8_t *values, size_t values_apart,
+                        struct space *own)
 {
     int cell, block, part;
-    for (cell = 0; cell < count; cell++) {
-        const uint8_t *key = keys + cell * keys_apart, *value = values + cell * values_apart;
+    for (cell = 0; cell < cells->count; cell++) {
+        const uint8_t *key = keys + cells->at[cell] * keys_apart;
+        const uint8_t *value = values + cells->at[cell] * values_apart;
         float *to = own->values + cell * width;
         for (block = 0; block < blocks; block++)
             own->key_scales[block][cell] = one(key + block * Q8_0_BYTES);
@@ -311,31 +298,84 @@ struct task {
     int64_t rows, heads, shared; /* heads that read the same keys and values */
 };
 
-static const uint16_t *mask_of(const struct task *task, int64_t pair, int64_t plane)
+static const uint16_t *mask_of(const struct task *task, int64_t row, int64_t head, int64_t plane)
 {
     const struct tensor *mask = task->mask;
-    const int64_t row = pair % task->rows, head = pair / task->rows;
     return mask == NULL ? NULL : (const uint16_t *)(const void *)(
         mask->data + row * mask->nb[1] + head % mask->ne[2] * mask->nb[2]
         + plane % mask->ne[3] * mask->nb[3]);
 }
 
-/* Pairs `from` to `until` of one plane, PAIRS at most, whose heads read the same keys. */
-AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from, int64_t until)
+/* Which of the CELLS cells from `first` on a row sees; `plain` becomes false if its mask adds anything */
+AVX2 static uint32_t seen_by(const uint16_t *mask, int64_t first, int64_t cells, bool *plain)
+{
+    const int count = (int)(cells - first < CELLS ? cells - first : CELLS);
+    uint32_t seen = 0;
+    int cell;
+    if (mask == NULL)
+        return count == CELLS ? 0xffffffff : (1u << count) - 1;
+    if (count == CELLS) {
+        const __m256i hidden = _mm256_set1_epi16((short)0xfc00);
+        const __m256i a = load((const uint8_t *)(mask + first)), b = load((const uint8_t *)(mask + first + 16));
+        const __m256i both = _mm256_packs_epi16(_mm256_cmpeq_epi16(a, hidden), _mm256_cmpeq_epi16(b, hidden));
+        seen = ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(both, 0xd8));
+        if (*plain && seen && !_mm256_testz_si256(
+                _mm256_or_si256(_mm256_andnot_si256(_mm256_cmpeq_epi16(a, hidden), a),
+                                _mm256_andnot_si256(_mm256_cmpeq_epi16(b, hidden), b)),
+                _mm256_set1_epi8(-1)))
+            *plain = false;
+        return seen;
+    }
+    for (cell = 0; cell < count; cell++)
+        if (mask[first + cell] != 0xfc00) {
+            seen |= 1u << cell;
+            *plain &= mask[first + cell] == 0;
+        }
+    return seen;
+}
+
+/* Heads that read the same keys, of a group of rows: the cells that are listed, and no more */
+AVX2 static void some_cells(const struct task *task, int64_t plane, int pairs, const struct cells *cells,
+                            struct space *own)
 {
     const struct tensor *q = task->q, *k = task->k, *v = task->v;
-    const int64_t source = from / task->rows / task->shared, cells = k->ne[1];
-    const int pairs = (int)(until - from), width = (int)v->ne[0], blocks = (int)k->ne[0] / 32;
+    const int64_t source = own->heads[0] / task->shared;
+    const int width = (int)v->ne[0], blocks = (int)k->ne[0] / 32;
     const uint8_t *keys = k->data + source * k->nb[2] + plane / (q->ne[3] / k->ne[3]) * k->nb[3];
     const uint8_t *values = v->data + source * v->nb[2] + plane / (q->ne[3] / v->ne[3]) * v->nb[3];
-    struct space *own = &of_thread;
+    int pair;
+    unpack(blocks, width, cells, keys, k->nb[1], values, v->nb[1], own);
+    for (pair = 0; pair < pairs; pair++) {
+        float scores[CELLS];
+        if (cells->seen[pair] == 0)
+            continue;
+        products(blocks, cells, keys, k->nb[1], own, pair, task->scale, scores);
+        attend(width, cells, scores, cells->seen[pair], cells->plain ? NULL : mask_of(
+            task, own->rows[pair], own->heads[pair], plane), own, pair);
+    }
+}
+
+static void forget(struct cells *cells)
+{
+    memset(cells->seen, 0, sizeof cells->seen);
+    cells->count = 0;
+    cells->plain = true;
+}
+
+/* Pairs of a head and a row, PAIRS at most, whose heads read the same keys. */
+AVX2 static void some_pairs(const struct task *task, int64_t plane, int pairs, struct space *own)
+{
+    const struct tensor *q = task->q;
+    const int width = (int)task->v->ne[0], blocks = (int)task->k->ne[0] / 32;
+    const uint16_t *masks[PAIRS];
+    struct cells cells = {0, {0}, {0}, true};
     int64_t first;
     int pair, block;
     for (pair = 0; pair < pairs; pair++) {
-        const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
+        const int64_t row = own->rows[pair], head = own->heads[pair];
         uint8_t packed[MOST * Q8_0_BYTES];
         quantise((const float *)(const void *)(q->data + row * q->nb[1] + head * q->nb[2]
-                                               + plane * q->nb[3]), packed, k->ne[0]);
+                                               + plane * q->nb[3]), packed, q->ne[0]);
         for (block = 0; block < blocks; block++) {
             own->query_scales[pair][block] = one(packed + block * Q8_0_BYTES);
             memcpy(&own->query[pair][32 * block], packed + block * Q8_0_BYTES + 2, 32);
@@ -343,36 +383,60 @@ AVX2 static void some_pairs(const struct task *task, int64_t plane, int64_t from
         memset(own->sums + pair * width, 0, width * sizeof(float));
         own->total[pair] = 0.0f;
         own->most[pair] = -INFINITY;
+        masks[pair] = mask_of(task, row, head, plane);
     }
-    for (first = 0; first < cells; first += CELLS) {
-        const int count = (int)(cells - first < CELLS ? cells - first : CELLS);
-        enum sight sights[PAIRS];
-        bool any = false;
+    for (first = 0; first < task->k->ne[1]; first += CELLS) {
+        uint32_t seen[PAIRS], any = 0;
+        bool plain = true;
         for (pair = 0; pair < pairs; pair++) {
-            const uint16_t *mask = mask_of(task, from + pair, plane);
-            sights[pair] = sight_of(count, mask ? mask + first : NULL);
-            any |= sights[pair] != NOTHING;
+            seen[pair] = pair && masks[pair] == masks[pair - 1] ? seen[pair - 1]
+                : seen_by(masks[pair], first, task->k->ne[1], &plain);
+            any |= seen[pair];
         }
-        if (!any)
+        if (any == 0xffffffff && cells.count == 0) { /* most of a long text */
+            for (; cells.count < CELLS; cells.count++)
+                cells.at[cells.count] = first + cells.count;
+            memcpy(cells.seen, seen, sizeof seen);
+            cells.plain = plain;
+            some_cells(task, plane, pairs, &cells, own);
+            forget(&cells);
             continue;
-        unpack(blocks, width, count, keys + first * k->nb[1], k->nb[1], values + first * v->nb[1],
-               v->nb[1], own);
-        for (pair = 0; pair < pairs; pair++) {
-            float scores[CELLS];
-            if (sights[pair] == NOTHING)
-                continue;
-            products(blocks, count, keys + first * k->nb[1], k->nb[1], own, pair, task->scale, scores);
-            attend(width, count, scores,
-                   sights[pair] == ALL ? NULL : mask_of(task, from + pair, plane) + first, own, pair);
+        }
+        for (; any; any &= any - 1) {
+            const int cell = __builtin_ctz(any);
+            for (pair = 0; pair < pairs; pair++)
+                cells.seen[pair] |= (seen[pair] >> cell & 1) << cells.count;
+            cells.plain &= plain;
+            cells.at[cells.count++] = first + cell;
+            if (cells.count == CELLS) {
+                some_cells(task, plane, pairs, &cells, own);
+                forget(&cells);
+            }
         }
     }
+    if (cells.count)
+        some_cells(task, plane, pairs, &cells, own);
     for (pair = 0; pair < pairs; pair++) {
-        const int64_t row = (from + pair) % task->rows, head = (from + pair) / task->rows;
         const float total = own->total[pair];
         scale_sums(width, total == 0.0f ? 0.0f : 1.0f / total, own->sums + pair * width);
-        memcpy(task->to->data + ((plane * task->rows + row) * task->heads + head) * task->to->nb[1],
-               own->sums + pair * width, width * sizeof(float));
+        memcpy(task->to->data + ((plane * task->rows + own->rows[pair]) * task->heads + own->heads[pair])
+               * task->to->nb[1], own->sums + pair * width, width * sizeof(float));
     }
+}
+
+/* Whether two rows see mostly the same cells, so that these are worth unpacking for both */
+AVX2 static bool alike(const struct task *task, int64_t row, int64_t other, int64_t plane)
+{
+    const uint16_t *a = mask_of(task, row, 0, plane), *b = mask_of(task, other, 0, plane);
+    int64_t first, both = 0, either = 0;
+    bool plain = true;
+    for (first = 0; a && first < task->k->ne[1]; first += CELLS) {
+        const uint32_t x = seen_by(a, first, task->k->ne[1], &plain);
+        const uint32_t y = seen_by(b, first, task->k->ne[1], &plain);
+        both += __builtin_popcount(x & y);
+        either += __builtin_popcount(x | y);
+    }
+    return 2 * both >= either;
 }
 
 enum { SCALE, PRECISION = 3 };
@@ -415,11 +479,27 @@ static void attention(const struct team *team, struct tensor *to)
     for (plane = 0; plane < task.q->ne[3]; plane++)
         for (from = team->ith * all / team->nth; from < (team->ith + 1) * all / team->nth;
              from = until) {
-            const int64_t same = task.rows * task.shared, end = (team->ith + 1) * all / team->nth;
-            until = (from / same + 1) * same;
-            until = until < end ? until : end;
-            until = until < from + PAIRS ? until : from + PAIRS;
-            some_pairs(&task, plane, from, until);
+            /* rows that see the same, as many as there is room for with the heads of one source */
+            const int64_t end = (team->ith + 1) * all / team->nth, row = from / task.heads;
+            int64_t rows = 1, source, head, other, start;
+            const int64_t fit = PAIRS / task.shared;
+            while (rows < fit && (row + rows) * task.heads < end && alike(&task, row, row + rows, plane))
+                rows++;
+            until = (row + rows) * task.heads < end ? (row + rows) * task.heads : end;
+            for (source = 0; source < task.heads / task.shared; source++)
+                for (start = 0; start < task.shared; start += PAIRS) {
+                    int pairs = 0;
+                    for (other = row; other < row + rows; other++)
+                        for (head = source * task.shared + start;
+                             head < (source + 1) * task.shared
+                             && head < source * task.shared + start + PAIRS; head++)
+                            if (other * task.heads + head >= from && other * task.heads + head < until) {
+                                of_thread.rows[pairs] = other;
+                                of_thread.heads[pairs++] = head;
+                            }
+                    if (pairs)
+                        some_pairs(&task, plane, pairs, &of_thread);
+                }
         }
 }
 

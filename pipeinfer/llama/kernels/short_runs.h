@@ -1,4 +1,4 @@
-/* What short_runs.c, wide_floats.c and repacked_runs.c share: products of few rows. */
+/* What the files about products of few rows share. */
 
 #ifndef PIPEINFER_SHORT_RUNS_H
 #define PIPEINFER_SHORT_RUNS_H
@@ -13,8 +13,10 @@
 #include <immintrin.h>
 #endif
 
-/* ggml's numbers of types that several files know, and the bytes of a block of 32 */
-enum { F32 = 0, F16 = 1, Q8_0 = 8, BF16 = 30, Q8_0_BYTES = 34 };
+/* ggml's numbers of types, and the bytes of their blocks */
+enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K = 12, Q5_K = 13,
+       Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
+enum { Q8_0_BYTES = 34, Q4_K_BYTES = 144, Q5_K_BYTES = 176, Q6_K_BYTES = 210, Q8_K_BYTES = 292 };
 
 enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
        MOST_BLOCKS = 1024 }; /* of a row whose scales are kept unpacked */
@@ -66,7 +68,7 @@ static inline bool has_avx2(void)
         && __builtin_cpu_supports("f16c");
 }
 
-/* hsum_float_8 of llama.cpp */
+/* hsum_float_8 of llama.cpp: halves, then every second, then the rest */
 INLINE float sum_of(__m256 x)
 {
     __m128 sum = _mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x));
@@ -75,12 +77,65 @@ INLINE float sum_of(__m256 x)
     return _mm_cvtss_f32(sum);
 }
 
-/* Rows of the right side, `apart` bytes from one to the next. Of types with blocks, of which a row has
-   `blocks`: scale, other: what each begins with; numbers: the rest, `length` in a row; offsets: what
-   a weight's offset adds to their sums by twos, int16. Of types without blocks: floats, `length` in a
-   row. Of Q8_K: sums of 32 numbers, 8 a block, int16. */
+INLINE __m256 sums_of_halves(__m256 a, __m256 b)
+{
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+/* The same of four */
+INLINE __m128 four_sums(const __m256 *x)
+{
+    const __m256 ab = sums_of_halves(x[0], x[1]), cd = sums_of_halves(x[2], x[3]);
+    const __m128 a = _mm256_castps256_ps128(ab), b = _mm256_extractf128_ps(ab, 1);
+    const __m128 c = _mm256_castps256_ps128(cd), d = _mm256_extractf128_ps(cd, 1);
+    const __m128 two = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+    const __m128 more = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+    return _mm_add_ps(_mm_movelh_ps(two, more), _mm_movehl_ps(more, two));
+}
+
+/* The sum of each row, and what `more` has for it, to numbers that are `apart` */
+INLINE void sums_to(int count, const __m256 *sums, const float *more, float *to, int64_t apart)
+{
+    int row;
+    UNROLLED
+    for (row = 0; row < count; row++)
+        if (row + 4 <= count && row % 4 == 0) {
+            __m128 four = four_sums(sums + row);
+            if (more)
+                four = _mm_add_ps(four, _mm_loadu_ps(more + row));
+            to[row * apart] = _mm_cvtss_f32(four);
+            to[(row + 1) * apart] = _mm_cvtss_f32(_mm_movehdup_ps(four));
+            to[(row + 2) * apart] = _mm_cvtss_f32(_mm_movehl_ps(four, four));
+            to[(row + 3) * apart] = _mm_cvtss_f32(_mm_shuffle_ps(four, four, 0xff));
+        } else if (row >= count / 4 * 4) {
+            to[row * apart] = more ? sum_of(sums[row]) + more[row] : sum_of(sums[row]);
+        }
+}
+
+INLINE __m256 eight_f32(const uint8_t *from)
+{
+    return _mm256_loadu_ps((const float *)(const void *)from);
+}
+
+INLINE __m256 eight_f16(const uint8_t *from)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+
+INLINE __m256 eight_bf16(const uint8_t *from)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(
+        _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from)), 16));
+}
+
+/* Rows of the right side that a pass takes, `count`, as they are (`at`, `apart` bytes from one to the
+   next) and unpacked. Of types with blocks: scale: what a block begins with, of each row
+   `apart_scales`; and by block and then by row, so that a pass reads on and on: other: a block's
+   second number, for MOST_GROUP rows; numbers: the rest, by parts of 32; offsets: what a weight's
+   offset adds to products by twos, 16 int16 a part; pairs: of Q8_K, sums of 32 numbers, 8 int16 a
+   block. Of types without: floats, `length` in a row. */
 struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
-              *offsets; const float *floats; int64_t blocks, length; const int16_t *pairs; };
+              *offsets; const int16_t *pairs; const float *floats; int64_t apart_scales, length; };
 
 enum { MOST_GROUP = 8,     /* rows that one pass over a weight's row takes */
        MOST_FLOATS = 6 };  /* the same for types without blocks */
@@ -90,11 +145,12 @@ typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart,
 
 /* elements: of a block; step: blocks that a row is a multiple of; bytes: of a block; group: rows of a
    pass at most, as registers allow; scales: numbers in 16 bits that a partner's block begins with;
-   offset: of what is stored; as_is: whether rows are taken from where they are */
+   offset: of stored weights, 0: none that needs sums of the rows; shifted: whether rows' numbers are
+   stored with 128 added; as_is: whether rows are taken from where they are */
 struct kernel {
     passes *pass;
     int partner, elements, step, bytes, partner_bytes, group, scales, offset;
-    bool as_is;
+    bool shifted, as_is;
 };
 
 /* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
@@ -115,9 +171,13 @@ TARGET static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_ap
     }                                                                                                 \
 }
 
-/* The `nth` kernel (0, 1, ...) of a type without blocks in the order of a llama.cpp that was compiled
-   for AVX-512; NULL where there is none, or the processor lacks what it needs (wide_floats.c). */
-__attribute__((visibility("hidden"))) const struct kernel *wide_kernel(int type, int nth);
+/* The kernel of a type by what it needs of a processor; NULL where there is none, or the processor lacks
+   that. avx512_floats: in the order of a llama.cpp that was compiled for AVX-512; avx512_pairs: of one
+   that multiplies bfloat16 by twos. */
+#define HIDDEN __attribute__((visibility("hidden")))
+HIDDEN const struct kernel *avx2_products(int type), *avx_vnni_products(int type),
+    *avx512_vnni_products(int type), *avx2_floats(int type), *avx512_floats(int type),
+    *avx512_pairs(int type);
 
 /* Numbers for trials of kernels: the same in every process. */
 static inline uint32_t roll(uint32_t *dice)

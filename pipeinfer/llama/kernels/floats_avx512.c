@@ -1,5 +1,5 @@
 /* Products of floats in the order of a llama.cpp that was compiled for AVX-512, which adds up by
-   sixteens. See short_runs.c, which tries these kernels where those for AVX2 give other bits. */
+   sixteens. See short_runs.h. */
 
 #include "short_runs.h"
 
@@ -103,28 +103,30 @@ AVX512_BF16 ALWAYS __m512 times_pairs(__m512 sum, __m512i weights, const struct 
 ELEMENTS(AVX512_BF16, dots_pairs, 2, 32, 2, __m512i, pairs_of_bf16, times_pairs, sum_of_two)
 PASSES(AVX512_BF16, all_pairs, dots_pairs)
 
-static const struct kernel *by_pairs(void)
+const struct kernel *avx512_pairs(int type)
 {
-    static const struct kernel kernel = {all_pairs, BF16, 1, 64, 2, 2, MOST_GROUP, 0, 0, true};
-    return __builtin_cpu_supports("avx512bf16") ? &kernel : NULL;
+    static const struct kernel kernel = {all_pairs, BF16, 1, 64, 2, 2, MOST_GROUP, 0, 0, false, true};
+    return type == BF16 && __builtin_cpu_supports("avx512bf16") ? &kernel : NULL;
 }
 
 #else /* an older compiler */
 
-static const struct kernel *by_pairs(void) { return NULL; }
+const struct kernel *avx512_pairs(int type)
+{
+    (void)type;
+    return NULL;
+}
 
 #endif
 
-const struct kernel *wide_kernel(int type, int nth)
+const struct kernel *avx512_floats(int type)
 {
-    static const struct kernel f32 = {all_f32, F32, 1, 64, 4, 4, MOST_FLOATS, 0, 0, false},
-                               f16 = {all_f16, F16, 1, 64, 2, 2, MOST_FLOATS, 0, 0, false},
-                               bf16 = {all_bf16, BF16, 1, 32, 2, 2, MOST_FLOATS, 0, 0, false};
-    if (!__builtin_cpu_supports("avx512f") || nth > 1)
-        return NULL;
-    if (nth == 1)
-        return type == BF16 ? by_pairs() : NULL;
-    return type == F32 ? &f32 : type == F16 ? &f16 : type == BF16 ? &bf16 : NULL;
+    static const struct kernel KERNEL[TYPES] = {
+        [F32] = {all_f32, F32, 1, 64, 4, 4, MOST_FLOATS, 0, 0, false, false},
+        [F16] = {all_f16, F16, 1, 64, 2, 2, MOST_FLOATS, 0, 0, false, false},
+        [BF16] = {all_bf16, BF16, 1, 32, 2, 2, MOST_FLOATS, 0, 0, false, false},
+    };
+    return KERNEL[type].pass && __builtin_cpu_supports("avx512f") ? &KERNEL[type] : NULL;
 }
 
 #endif

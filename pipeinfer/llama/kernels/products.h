@@ -1,0 +1,338 @@
+/* Products of few rows with weights in blocks of 32 or 256, each block unpacked once for all rows: the
+   bodies, which products_*.c include once for each processor they are for.
+
+   TARGET: the attribute with what the compiler may use
+   FOURS(sums, a, b): vpdpbusd, and PAIRS(sums, a, b): vpdpwssd; both defined or neither. Sums of whole
+   numbers are exact in any order, so these change no bits.
+   TABLE: the name of the function that gives the kernel of a type, NULL for others; NEEDS: whether the
+   processor has what TARGET says
+
+   Each sums in the order of llama.cpp's ggml_vec_dot of that type for AVX2. */
+
+#include "short_runs.h"
+
+#ifdef KERNELS
+
+#undef INLINE
+#define INLINE TARGET static inline __attribute__((always_inline))
+
+enum { EIGHT = 8 }; /* numbers of a register */
+#define BY_FOURS _Pragma("GCC unroll 4")
+
+/* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
+INLINE __m256i nibbles(const uint8_t *from)
+{
+    __m128i half = _mm_loadu_si128((const __m128i *)from);
+    __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
+    return _mm256_and_si256(_mm256_set1_epi8(15), both);
+}
+
+/* Numbers `part` of a row, 32 of them, and what a weight's offset adds to their products by twos */
+#define OTHER(part) _mm256_load_si256(                                                                \
+    (const __m256i *)(const void *)(y->numbers + 32 * ((part) * count + row)))
+#define OFFSET _mm256_load_si256(                                                                     \
+    (const __m256i *)(const void *)(y->offsets + 32 * (block * count + row)))
+
+#define HALF(i) (short)bits_of(x + ((i) < left ? (i) * bytes : 0))
+
+/* Products of the scales of up to eight blocks of weights, `bytes` long, with those of the rows */
+INLINE void scale_all(int count, int64_t block, int left, const uint8_t *x, int bytes,
+                      const struct rows *y, float both[][EIGHT])
+{
+    const __m256 eight = _mm256_cvtph_ps(_mm_set_epi16(
+        HALF(7), HALF(6), HALF(5), HALF(4), HALF(3), HALF(2), HALF(1), HALF(0)));
+    int row;
+    UNROLLED
+    for (row = 0; row < count; row++)
+        _mm256_store_ps(both[row], _mm256_mul_ps(
+            eight, _mm256_loadu_ps(y->scale + row * y->apart_scales + block)));
+}
+
+/* Types with blocks of 32. WEIGHTS: the numbers of the block at x as they are stored, of some types with
+   an offset; SUMS: products of the numbers meant with `other`, summed up by fours; OWN: what else
+   belongs to a block; MORE: to the sums. Blocks are taken by eights, whose scales are one register. */
+#define BLOCKS_OF_32(NAME, BYTES, WEIGHTS, SUMS, OWN, MORE)                                           \
+INLINE void NAME##_block(int count, int64_t block, const uint8_t *x, const struct rows *y,            \
+                         float (*both)[EIGHT], int i, __m256 *sums, __m256 *least)                    \
+{                                                                                                     \
+    const __m256i weights = WEIGHTS, start = START;                                                   \
+    int row;                                                                                          \
+    (void)start, (void)least;                                                                         \
+    OWN;                                                                                              \
+    UNROLLED                                                                                          \
+    for (row = 0; row < count; row++) {                                                               \
+        const __m256i other = OTHER(block);                                                           \
+        sums[row] = _mm256_fmadd_ps(_mm256_broadcast_ss(&both[row][i]), _mm256_cvtepi32_ps(SUMS),     \
+                                    sums[row]);                                                       \
+    }                                                                                                 \
+}                                                                                                     \
+INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
+                 int64_t apart)                                                                       \
+{                                                                                                     \
+    __m256 sums[MOST_GROUP], least = _mm256_setzero_ps();                                             \
+    float both[MOST_GROUP][EIGHT] ALIGNED, more[MOST_GROUP] ALIGNED;                                  \
+    int row, i;                                                                                       \
+    int64_t block;                                                                                    \
+    UNROLLED                                                                                          \
+    for (row = 0; row < count; row++)                                                                 \
+        sums[row] = _mm256_setzero_ps();                                                              \
+    for (block = 0; block + EIGHT <= blocks; block += EIGHT, x += EIGHT * BYTES) {                    \
+        scale_all(count, block, EIGHT, x, BYTES, y, both);                                            \
+        fetch(x, EIGHT * BYTES);                                                                      \
+        BY_FOURS                                                                                      \
+        for (i = 0; i < EIGHT; i++)                                                                   \
+            NAME##_block(count, block + i, x + i * BYTES, y, both, i, sums, &least);                  \
+    }                                                                                                 \
+    if (block < blocks) {                                                                             \
+        scale_all(count, block, (int)(blocks - block), x, BYTES, y, both);                            \
+        for (i = 0; i < blocks - block; i++)                                                          \
+            NAME##_block(count, block + i, x + i * BYTES, y, both, i, sums, &least);                  \
+    }                                                                                                 \
+    _mm256_store_ps(more, least);                                                                     \
+    sums_to(count, sums, MORE, to, apart);                                                            \
+}
+
+/* The fifth bits of 32 numbers, as bytes of 16 or 0 */
+INLINE __m256i fifth_bits(const uint8_t *from)
+{
+    uint32_t bits;
+    __m256i bytes;
+    memcpy(&bits, from, sizeof bits);
+    bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), _mm256_set_epi64x(
+        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000));
+    bytes = _mm256_or_si256(bytes, _mm256_set1_epi64x(0x7fbfdfeff7fbfdfe));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi64x(-1)), _mm256_set1_epi8(16));
+}
+
+#ifdef FOURS
+
+/* The rows' numbers are stored with 128 added, without a sign. `start` takes that back. */
+#define START _mm256_sub_epi32(_mm256_setzero_si256(), FOURS(                                         \
+    _mm256_setzero_si256(), _mm256_set1_epi8((char)0x80), weights))
+#define SIGNED FOURS(start, other, weights)
+#define LESS(weights, offset) _mm256_sub_epi8(weights, _mm256_set1_epi8(offset))
+#define WITH_OFFSET SIGNED
+#define UNSIGNED FOURS(_mm256_setzero_si256(), weights, other)
+
+/* One row's sums would wait for one another. */
+INLINE __m256i add_scaled(int count, __m256i sums, __m256i by, __m256i weights, __m256i other)
+{
+    const __m256i twos = _mm256_maddubs_epi16(weights, other);
+    return count > 1 ? PAIRS(sums, by, twos) : _mm256_add_epi32(sums, _mm256_madd_epi16(by, twos));
+}
+
+#else
+
+#define START _mm256_set1_epi16(1)
+#define SIGNED _mm256_madd_epi16(start, _mm256_maddubs_epi16(                                         \
+    _mm256_sign_epi8(weights, weights), _mm256_sign_epi8(other, weights)))
+#define LESS(weights, offset) (weights)
+#define WITH_OFFSET _mm256_madd_epi16(start, _mm256_sub_epi16(                                        \
+    _mm256_maddubs_epi16(weights, other), OFFSET))
+#define UNSIGNED _mm256_madd_epi16(start, _mm256_maddubs_epi16(weights, other))
+
+INLINE __m256i add_scaled(int count, __m256i sums, __m256i by, __m256i weights, __m256i other)
+{
+    (void)count;
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(by, _mm256_maddubs_epi16(weights, other)));
+}
+
+#endif
+
+BLOCKS_OF_32(dots_q8_0, 34, load(x + 2), SIGNED, , NULL)
+BLOCKS_OF_32(dots_q4_0, 18, LESS(nibbles(x + 2), 8), WITH_OFFSET, , NULL)
+BLOCKS_OF_32(dots_q5_0, 22, LESS(_mm256_or_si256(nibbles(x + 6), fifth_bits(x + 2)), 16), WITH_OFFSET, ,
+             NULL)
+BLOCKS_OF_32(dots_q4_1, 20, nibbles(x + 4), UNSIGNED,
+             *least = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm_set1_epi16((short)bits_of(x + 2))),
+                                      _mm256_loadu_ps(y->other + block * MOST_GROUP), *least), more)
+
+/* Scales and lowest values of a block of Q4_K or Q5_K: 8 each, in 16 bits. */
+INLINE __m256i scales_of_k(const uint8_t *from)
+{
+    uint32_t words[4], aside;
+    memcpy(words, from, 12);
+    words[3] = ((words[2] >> 4) & 0x0f0f0f0f) | (((words[1] >> 6) & 0x03030303) << 4);
+    aside = words[1] & 0x3f3f3f3f;
+    words[1] = (words[2] & 0x0f0f0f0f) | (((words[0] >> 6) & 0x03030303) << 4);
+    words[2] = aside;
+    words[0] &= 0x3f3f3f3f;
+    return _mm256_cvtepu8_epi16(
+        _mm_set_epi32((int)words[3], (int)words[2], (int)words[1], (int)words[0]));
+}
+
+/* The scale with this number in all places */
+INLINE __m256i spread(__m256i scales, int number)
+{
+    const int low = 2 * number, both = low + 256 * (low + 1);
+    return _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short)both));
+}
+
+/* Q4_K; with fifth bits Q5_K. They differ in the order in which the lowest values are added. */
+INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, const struct rows *y,
+                   float *to, int64_t apart)
+{
+    const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
+    __m256 sums[MOST_GROUP];
+    __m128 least[MOST_GROUP];
+    float leasts[MOST_GROUP];
+    int row, part;
+    int64_t block;
+    UNROLLED
+    for (row = 0; row < count; row++) {
+        sums[row] = _mm256_setzero_ps();
+        least[row] = _mm_setzero_ps();
+    }
+    for (block = 0; block < blocks; block++, x += fifth ? Q5_K_BYTES : Q4_K_BYTES) {
+        const uint8_t *numbers = x + (fifth ? 48 : 16);
+        const __m256i both = scales_of_k(x + 4);
+        const __m128i first = _mm256_extracti128_si256(both, 0);
+        const __m128i lowest = _mm256_extracti128_si256(both, 1);
+        const __m256i scales = _mm256_inserti128_si256(_mm256_castsi128_si256(first), first, 1);
+        const __m256i upper = fifth ? load(x + 16) : _mm256_setzero_si256();
+        const float scale = one(x), fall = one(x + 2);
+        __m256i found[MOST_GROUP];
+        fetch(x, fifth ? Q5_K_BYTES : Q4_K_BYTES);
+        UNROLLED
+        for (part = 0; part < 4; part++) {
+            const __m256i scale_l = spread(scales, 2 * part), scale_h = spread(scales, 2 * part + 1);
+            const __m256i packed = load(numbers + 32 * part);
+            __m256i l = _mm256_and_si256(packed, low);
+            __m256i h = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+            if (fifth) {
+                l = _mm256_add_epi8(l, _mm256_slli_epi16(_mm256_and_si256(
+                    _mm256_srli_epi16(upper, 2 * part), one_bit), 4));
+                h = _mm256_add_epi8(h, _mm256_slli_epi16(_mm256_and_si256(
+                    _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
+            }
+            UNROLLED
+            for (row = 0; row < count; row++) {
+                const __m256i sum = add_scaled(count, part ? found[row] : _mm256_setzero_si256(), scale_l, l,
+                                               OTHER(8 * block + 2 * part));
+                found[row] = add_scaled(count, sum, scale_h, h,
+                                        OTHER(8 * block + 2 * part + 1));
+            }
+        }
+        UNROLLED
+        for (row = 0; row < count; row++) {
+            const float theirs_scale = y->scale[row * y->apart_scales + block];
+            const __m128i products = _mm_madd_epi16(lowest, _mm_load_si128(
+                (const __m128i *)(const void *)(y->pairs + 8 * (block * count + row))));
+            if (fifth) {
+                const __m128i zero = _mm_setzero_si128();
+                const __m128i sum = _mm_hadd_epi32(_mm_hadd_epi32(products, zero), zero);
+                least[row] = _mm_fmadd_ss(_mm_set_ss(-theirs_scale * fall), _mm_cvtepi32_ps(sum),
+                                          least[row]);
+            } else {
+                least[row] = _mm_fmadd_ps(_mm_set1_ps(-theirs_scale * fall),
+                                          _mm_cvtepi32_ps(products), least[row]);
+            }
+            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(theirs_scale * scale),
+                                        _mm256_cvtepi32_ps(found[row]), sums[row]);
+        }
+    }
+    UNROLLED
+    for (row = 0; row < count; row++) {
+        __m128 sum = least[row];
+        if (!fifth) {
+            sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+            sum = _mm_add_ss(sum, _mm_movehdup_ps(sum));
+        }
+        leasts[row] = _mm_cvtss_f32(sum);
+    }
+    sums_to(count, sums, leasts, to, apart);
+}
+
+INLINE void dots_q4_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    dots_k(false, count, blocks, x, y, to, apart);
+}
+
+INLINE void dots_q5_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    dots_k(true, count, blocks, x, y, to, apart);
+}
+
+INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
+                      int64_t apart)
+{
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256 sums[MOST_GROUP];
+    int row, half, part;
+    int64_t block;
+    for (row = 0; row < count; row++)
+        sums[row] = _mm256_setzero_ps();
+    for (block = 0; block < blocks; block++, x += Q6_K_BYTES) {
+        const __m128i bytes = _mm_loadu_si128((const __m128i *)(x + 192));
+        const __m256i scales = _mm256_cvtepi8_epi16(bytes);
+        const float scale = one(x + 208);
+        __m256i found[MOST_GROUP];
+        fetch(x, Q6_K_BYTES);
+        UNROLLED
+        for (row = 0; row < count; row++)
+            found[row] = _mm256_setzero_si256();
+        UNROLLED
+        for (half = 0; half < 2; half++) {
+            const __m256i upper = load(x + 128 + 32 * half);
+            UNROLLED
+            for (part = 0; part < 4; part++) {
+                const __m256i packed = load(x + 64 * half + 32 * (part % 2));
+                const __m256i lower = _mm256_and_si256(
+                    part < 2 ? packed : _mm256_srli_epi16(packed, 4), low);
+                const __m256i bits = _mm256_and_si256(upper, _mm256_set1_epi8((char)(3 << 2 * part)));
+                const __m256i numbers = _mm256_or_si256(lower,
+                    part == 0 ? _mm256_slli_epi16(bits, 4) : part == 1 ? _mm256_slli_epi16(bits, 2) :
+                    part == 2 ? bits : _mm256_srli_epi16(bits, 2));
+                const int number = 8 * half + 2 * part;
+                const __m256i by = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, _mm_set_epi64x(
+                    0x0101010101010101LL * (number + 1), 0x0101010101010101LL * number)));
+                UNROLLED
+                for (row = 0; row < count; row++) {
+                    found[row] = add_scaled(count, found[row], by, numbers,
+                                            OTHER(8 * block + 4 * half + part));
+                }
+            }
+        }
+        UNROLLED
+        for (row = 0; row < count; row++) {
+            const __m256i parts = load(y->at + row * y->apart + block * Q8_K_BYTES + 260);
+            const __m256i offset = _mm256_slli_epi32(_mm256_madd_epi16(parts, scales), 5);
+            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(y->scale[row * y->apart_scales + block] * scale),
+                                        _mm256_cvtepi32_ps(_mm256_sub_epi32(found[row], offset)),
+                                        sums[row]);
+        }
+    }
+    sums_to(count, sums, NULL, to, apart);
+}
+
+PASSES(TARGET, all_q4_0, dots_q4_0)
+PASSES(TARGET, all_q4_1, dots_q4_1)
+PASSES(TARGET, all_q5_0, dots_q5_0)
+PASSES(TARGET, all_q8_0, dots_q8_0)
+PASSES(TARGET, all_q4_k, dots_q4_k)
+PASSES(TARGET, all_q5_k, dots_q5_k)
+PASSES(TARGET, all_q6_k, dots_q6_k)
+
+#ifdef FOURS
+enum { SHIFTED = true, OFFSETS = 0 };
+#else
+enum { SHIFTED = false, OFFSETS = 1 };
+#endif
+
+const struct kernel *TABLE(int type)
+{
+    static const struct kernel KERNEL[TYPES] = {
+        [Q4_0] = {all_q4_0, Q8_0, 32, 1, 18, Q8_0_BYTES, MOST_GROUP, 1, 8 * OFFSETS, SHIFTED, false},
+        [Q4_1] = {all_q4_1, Q8_1, 32, 1, 20, 36, MOST_GROUP, 2, 0, false, false},
+        [Q5_0] = {all_q5_0, Q8_0, 32, 1, 22, Q8_0_BYTES, MOST_GROUP, 1, 16 * OFFSETS, SHIFTED, false},
+        [Q8_0] = {all_q8_0, Q8_0, 32, 1, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0, SHIFTED, false},
+        [Q4_K] = {all_q4_k, Q8_K, 256, 1, Q4_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false, false},
+        [Q5_K] = {all_q5_k, Q8_K, 256, 1, Q5_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false, false},
+        [Q6_K] = {all_q6_k, Q8_K, 256, 1, Q6_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false, false},
+    };
+    return KERNEL[type].pass && NEEDS ? &KERNEL[type] : NULL;
+}
+
+#endif
