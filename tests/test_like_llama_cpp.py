@@ -12,6 +12,7 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.config import Config, JobConfig, ModelConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
+from pipeinfer.llama import short_runs
 from tests.rig.launch import ROOT
 from tests.rig.plain_loop import PlainLoop
 
@@ -19,7 +20,15 @@ TARGET = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 F16, AUTO = 1, -1
 
 
+@pytest.fixture
+def own_prompts():
+    """Let our kernels multiply long runs again afterwards: it is a setting of the process."""
+    yield
+    short_runs.limit(short_runs.MOST_ROWS)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_prompts")
 def test_a_long_prompt_and_its_answer_are_those_of_llama_cpps_defaults():
     text = (ROOT / "pipeinfer" / "host.py").read_text()[:1000]
     config = JobConfig.of(model=str(TARGET), like_llama_cpp=True, ctx=1024, threads=1)
@@ -43,6 +52,7 @@ def test_the_draft_and_others_keep_their_cache():
     config = ModelConfig(like_llama_cpp=True)
     stage, draft = llama_options(config), llama_options(config, draft=True)
     assert (stage.type_k, stage.type_v, stage.flash_attn) == ("f16", "f16", "auto")
+    assert not stage.own_prompts
     assert draft == llama_options(ModelConfig(), draft=True)
 
 

@@ -37,13 +37,13 @@ from pipeinfer.transport.http_client import HttpFailure
 
 _SILENCE = 300.0
 _START_SECONDS = 120.0
+_LEAST = 8  #: answers of a measurement
 _WITHIN = """
 import sys, time, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.port = sys.argv[1], int(sys.argv[2])
-params.n_parallel, params.n_ctx, params.cpuparams.n_threads = map(int, sys.argv[3:])
-params.ui, params.n_threads_http = False, 160
-server = xllamacpp.Server(params)
+p = xllamacpp.CommonParams()
+p.model.path, p.ui, p.n_threads_http = sys.argv[1], False, 160
+p.port, p.n_parallel, p.n_ctx, p.cpuparams.n_threads = map(int, sys.argv[2:])
+server = xllamacpp.Server(p)
 time.sleep(1e6)
 """
 
@@ -112,12 +112,12 @@ def percentile(values: list[float], part: float) -> float:
 
 
 @contextlib.asynccontextmanager
-async def llama_server(program: Path | None, model: Path, parallel: int, ctx: int, threads: int
-                       ) -> AsyncIterator[int]:
+async def llama_server(program: Path | None, model: Path, parallel: int, ctx: int, threads: int,
+                       options: Sequence[str] = ()) -> AsyncIterator[int]:
     """Start llama-server, or that within xllamacpp; wait until it is ready; yields its port."""
     port = free_port()
     command = [str(program), "-m", str(model), "--port", str(port), "-np", str(parallel),
-               "-c", str(ctx * parallel), "-t", str(threads), "--no-webui"]
+               "-c", str(ctx * parallel), "-t", str(threads), "--no-webui", *options]
     if program is None:
         command = [sys.executable, "-c", _WITHIN, str(model), str(port), str(parallel),
                    str(ctx * parallel), str(threads)]
@@ -170,7 +170,7 @@ async def contest(args: argparse.Namespace) -> dict[str, Any]:
         warm = mixed_prompts(args.model, 2, 0, 999)
         await load(port, 1, warm, args.tokens)
         for clients in args.clients:
-            count = max(args.least, args.each * clients)
+            count = max(_LEAST, args.each * clients)
             prompts = mixed_prompts(args.model, count, args.long, 100 * turn + clients)
             found = await load(port, clients, prompts, args.tokens)
             figures.setdefault(name, {}).setdefault(str(clients), []).append(found)
@@ -180,7 +180,7 @@ async def contest(args: argparse.Namespace) -> dict[str, Any]:
         async with llama_server(program, args.model, most, ctx, args.threads) as port:
             await measure("llama-server", port, turn)
         for ranks in args.ranks:
-            async with server(ranks, *serve, quiet=not args.verbose) as running:
+            async with server(ranks, *serve, quiet=True) as running:
                 await measure(f"pipeinfer, {ranks} rank{'s' * (ranks > 1)}", running.port, turn)
     return figures
 
@@ -214,8 +214,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--long", type=int, default=300, help="0: no long prompts")
     parser.add_argument("--each", type=int, default=2, help="answers per client")
-    parser.add_argument("--least", type=int, default=8, help="least answers of a measurement")
-    parser.add_argument("--verbose", action="store_true", help="show what pipeinfer prints")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[],
                         help="further options of `pipeinfer serve`; the last argument")

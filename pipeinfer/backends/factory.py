@@ -107,7 +107,7 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
     if draft:  # types that are named are the target's, as with llama.cpp
         values |= {"type_k": "auto", "type_v": "auto"}
     elif config.like_llama_cpp:
-        values |= {"type_k": "f16", "type_v": "f16"}
+        values |= {"type_k": "f16", "type_v": "f16", "own_prompts": False}
     if draft or config.exact == "off":
         # Exact decodes are slower in long contexts, and a draft need not be exact.
         # On GPUs flash attention is the faster choice.

@@ -43,12 +43,16 @@ _init_lock = threading.Lock()
 _initialised: list[str] = []
 
 
-def ensure_llama(numa: str = "") -> None:
+def ensure_llama(numa: str = "", *, own_prompts: bool = True) -> None:
     """Initialise llama.cpp once per process and silence its log.
 
     numa: llama.cpp's --numa; only the first call's counts
+    own_prompts: whether our kernels may multiply long runs; once not, then not in this process
     Raises BackendError, in one line, without a library that can run here.
     """
+    binding.loaded()
+    if not own_prompts:
+        short_runs.limit(short_runs.MOST_ROWS, prompts=False)
     with _init_lock:
         if _initialised:
             return

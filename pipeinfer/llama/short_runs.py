@@ -2,7 +2,8 @@
 
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
 have one or the other. `short_runs.c` has both, for processors with AVX2, by unpacking weights once
-for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked.
+for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. The kernels of
+blocks multiply prompts, too: faster than llama.cpp's of AVX2, and with the bits of single rows.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
 memory. The dynamic linker binds llama.cpp to these functions in place of its own, so this library
 has to be loaded first, with global symbols. Calls that it does not handle are passed on to
@@ -52,7 +53,7 @@ ALL_FUNCTIONS = {*FUNCTIONS, *REPACKED_FUNCTIONS, *ATTENTION_FUNCTIONS, ALLOCATO
 
 _used: list[str] = []
 #: the C part with llama.cpp's functions, once these are loaded: rows at most -> types taken
-_begin: list[Callable[[int], list[str]]] = []
+_begin: list[Callable[[int, bool], list[str]]] = []
 
 
 def preload(library: Path) -> None:
@@ -78,21 +79,21 @@ def begin(functions: Mapping[str, Any]) -> None:
         complete = ready and all(name in functions for name in names[:needed])
         pointers = [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
                     for name in names]
-        return lambda most: function(*pointers, most if complete else 0, *more)
+        return lambda most, *now: function(*pointers, most if complete else 0, *more, *now)
 
     avx512 = functions.get("ggml_cpu_has_avx512")
-    prompts = avx512 is None or not avx512()  # with AVX-512 llama.cpp is faster on prompts
+    slower = avx512 is None or not avx512()  # with AVX-512 llama.cpp is faster on prompts
     own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
-    in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every, prompts)
+    in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every)
     laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
     attends = own_kernels and ready and all(name in functions for name in ATTENTION_FUNCTIONS)
     for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*(
         ctypes.cast(functions[name], ctypes.c_void_p).value if name in functions else None
         for name in ATTENTION_FUNCTIONS))
 
-    def begin_with(most: int) -> list[str]:
-        kernels = in_files(most)
+    def begin_with(most: int, prompts: bool) -> list[str]:
+        kernels = in_files(most, prompts and slower)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
                 *([_REPACKED] if laid_out_anew(own_kernels and most > 0) else []),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
@@ -102,13 +103,15 @@ def begin(functions: Mapping[str, Any]) -> None:
     limit(MOST_ROWS)
 
 
-def limit(most: int) -> None:
+def limit(most: int, *, prompts: bool = True) -> None:
     """Compute products of at most `most` rows from now on; 0: none.
 
+    prompts: whether also longer runs, where that is faster than llama.cpp's own kernels; their rows
+    then have the bits of single rows, too
     Nothing may be computed during the call. No effect where `begin` found nothing to replace.
     """
     for begin_with in _begin:
-        _used[:] = begin_with(most)
+        _used[:] = begin_with(most, prompts)
 
 
 def used() -> tuple[str, ...]:

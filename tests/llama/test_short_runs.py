@@ -25,7 +25,7 @@ BLOCKS = {0: (1, 4, ()), 1: (1, 2, ()), 2: (32, 18, (0,)), 3: (32, 20, (0, 2)), 
           8: (32, 34, (0,)), 12: (256, 144, (0, 2)), 13: (256, 176, (0, 2)),
           14: (256, 210, (208,)), 30: (1, 2, ())}
 PARTNERS = {0: (1, 4), 1: (1, 2), 8: (32, 34), 9: (32, 36), 15: (256, 292), 30: (1, 2)}
-LLAMAFILES = (0, 1, 2, 6, 8, 30)  #: types of which llamafile's kernels take longer runs
+LLAMAFILES = (0, 1, 30)  #: types of which llamafile's kernels take longer runs
 
 
 class Team(ctypes.Structure):

@@ -133,7 +133,7 @@ class LlamaCppBackend:
         """
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
-        ensure_llama(options.numa)
+        ensure_llama(options.numa, own_prompts=options.own_prompts)
         name = path.name if isinstance(path, ShardSource) else os.fspath(path)
         file = path.model.path if isinstance(path, ShardSource) else path
         earlier = mappings(file)

@@ -65,6 +65,7 @@ class LlamaOptions(Struct, frozen=True):
     lend: whether logits that `decode` returns are llama.cpp's own memory, which the next decode
         overwrites
     head: whether the file is a head of the target, whose rows have a token and a hidden row
+    own_prompts: whether our kernels may multiply long runs, for the whole process
     huge_pages: whether to copy mapped weights, see `huge_pages.into_huge_pages`; only with
         use_mmap, and without use_mlock, numa and layers on a GPU
     """
@@ -77,6 +78,7 @@ class LlamaOptions(Struct, frozen=True):
     use_mmap: bool = True
     use_mlock: bool = False
     huge_pages: bool = True
+    own_prompts: bool = True
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True

@@ -26,8 +26,8 @@ static product *theirs;
 static tiled_product *their_tiles;
 static int64_t (*rows_of)(const void *tensor);  /* ggml_nrows */
 static int most_rows;                           /* 0: everything is left to llama.cpp */
-static bool prompts;                            /* whether more rows are taken, where llamafile has no
-                                                   kernel and single rows' would be called */
+static bool prompts;                            /* whether more rows are taken: blocks first, floats
+                                                   where llamafile has no kernel */
 
 #ifdef KERNELS
 
@@ -212,10 +212,11 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
     const struct kernel *kernel = taken ? used[a_type] : NULL;
     const bool ours = kernel && b_type == kernel->partner && fits(kernel, k);
     const bool few = taken && n <= most_rows;  /* llamafile's kernels may add up in another order */
+    const bool first = few || (ours && prompts && kernel->elements > 1);  /* its floats are faster */
 #else
-    const bool ours = false, few = false;
+    const bool ours = false, few = false, first = false;
 #endif
-    if (!few && theirs != NULL
+    if (!first && theirs != NULL
         && theirs(team, m, n, k, a, lda, b, ldb, c, ldc, a_type, b_type, c_type))
         return true;
     if (!ours || !(few || prompts))
@@ -321,8 +322,8 @@ static const struct kernel *fitting(int type, const void *(*traits_of)(int))
 #endif
 
 /* Begins to take products of up to `most` rows, of those of `wanted` types (bits) whose kernels give
-   the library's own bits; if `long_ones`, also longer ones that llamafile's leave to those of single
-   rows. Returns these types. The library's functions: its llamafile_sgemm and
+   the library's own bits; if `long_ones`, also longer ones, but for floats that llamafile's take.
+   Returns these types. The library's functions: its llamafile_sgemm and
    ggml_compute_forward_mul_mat_tiled, which the rest is left to, ggml_get_type_traits_cpu,
    ggml_nrows, and ggml_threadpool_chunk_add or NULL. */
 uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*traits_of)(int),

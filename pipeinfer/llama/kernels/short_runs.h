@@ -18,7 +18,7 @@ enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q8_0 = 8, Q8_1 = 9, Q4_K 
        Q6_K = 14, Q8_K = 15, BF16 = 30, TYPES = 31 };
 enum { Q8_0_BYTES = 34, Q4_K_BYTES = 144, Q5_K_BYTES = 176, Q6_K_BYTES = 210, Q8_K_BYTES = 292 };
 
-enum { MOST_ROWS = 16,       /* more are a prompt's, where other kernels are better */
+enum { MOST_ROWS = 16,       /* unpacked together; more are a prompt's */
        MOST_BLOCKS = 1024 }; /* of a row whose scales are kept unpacked */
 
 /* ggml_compute_params, as far as it is known */
