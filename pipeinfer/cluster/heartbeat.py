@@ -40,12 +40,13 @@ _LATE = 3.0  #: pauses that passed in one: then the thread itself was not runnin
 class HeadPulse:
     """The head's side. `silent` returns the ranks whose heartbeats have stopped.
 
-    seconds: of silence after which a rank counts as lost.
+    seconds: of silence after which a rank counts as lost, if this rank's own timers are on time.
+    pulse: says how late they are.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, pulse: Pulse | None = None) -> None:
         self.wake: Callable[[], None] = lambda: None  #: called when a rank falls silent
-        self._seconds = seconds
+        self._seconds, self._pulse = seconds, pulse or Pulse()
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._heard: dict[int, tuple[float, float]] = {}  # when, and how long until it is late
         self._awake = time.monotonic()
@@ -71,8 +72,9 @@ class HeadPulse:
         now = time.monotonic()
         if self._awake < now - self._seconds:  # the receiving thread itself has not run
             return set()
+        more = _BEATS * self._pulse.late
         return {rank for rank, (heard, allowed) in list(self._heard.items())
-                if now - heard > allowed}
+                if now - heard > allowed + more}
 
     def close(self) -> None:
         """Stop receiving and close the socket."""
@@ -144,7 +146,7 @@ class RankPulse:
                 continue
             if now - asleep > _LATE * pause:
                 answered = now  # this thread was not running
-            if now - answered > _HEAD_LATE * self._meeting.seconds:
+            if now - answered > _HEAD_LATE * self._meeting.seconds + _BEATS * self._pulse.late:
                 self._on_silence()
                 break
         self._socket.close()

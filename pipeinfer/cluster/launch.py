@@ -91,7 +91,7 @@ class JoinedRank(Struct, frozen=True):
         started, place = time.monotonic(), self.place
         ranks = with_draft_ranks(self.config, compare(self.config, place))
         config = settle(self.config, place, ranks[0].settings)
-        beats = listen_for(config.cluster, ranks)
+        beats = listen_for(config.cluster, ranks, self.pulse)
         job = prepare(config, place, ranks, None if beats is None else beats.meeting)
         config = job.config
         port, thread = _head_port(config, place, job.plan, beats, ranks)
@@ -286,11 +286,12 @@ def watch_over(config: ClusterConfig, pulse: Pulse, start: float) -> Watchdog | 
     return Watchdog(f"rank {rank}", config.heartbeat, pulse, start)
 
 
-def listen_for(config: ClusterConfig, hosts: list[RankInfo]) -> HeadPulse | None:
+def listen_for(config: ClusterConfig, hosts: list[RankInfo], pulse: Pulse
+               ) -> HeadPulse | None:
     """Start receiving the heartbeats of other ranks; None if there are none."""
     if not config.heartbeat or len(hosts) == 1:
         return None
-    return HeadPulse(config.heartbeat)
+    return HeadPulse(config.heartbeat, pulse)
 
 
 def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],

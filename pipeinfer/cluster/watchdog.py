@@ -30,6 +30,8 @@ _BEATS = 8  #: in the time after which silence counts as a hang
 _PATIENT, _PATIENCE = 5.0, b"p"  #: multiple of the allowed time, and the byte that requests it
 START_SECONDS = 60.0  #: for MPI_Init on every rank
 _LATE = 2.0  #: longest sleeps that passed in one: then the watchdog itself was not running
+_BUSY_SECONDS = 30.0  #: for which a late pause of the watchdog makes it wait longer
+_STARVED = 0.25  #: share of a time for which a thread waited for a core: it could not write
 
 
 def _host() -> str:
@@ -103,11 +105,13 @@ def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_S
     if not (data := os.read(pipe, 1)) or data == b"q":
         return
     heard, allowed = time.monotonic(), _PATIENT * seconds if data == _PATIENCE else seconds
-    pause = seconds / _BEATS
+    pause, late, late_until, waited = seconds / _BEATS, 0.0, 0.0, _Waiting(pid)
     while True:
         asleep = time.monotonic()
         ready, _, _ = select.select([pipe], (), (), pause)
         now = time.monotonic()
+        if now > late_until or now - asleep - pause > late:
+            late, late_until = max(now - asleep - pause, 0.0), now + _BUSY_SECONDS
         if ready:
             data = os.read(pipe, 4096)
             if not data or b"q" in data:
@@ -115,10 +119,50 @@ def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_S
             heard, allowed = now, _PATIENT * seconds if data[-1:] == _PATIENCE else seconds
         elif now - asleep > _LATE * pause:
             heard = now  # this process did not run either: the machine was suspended
-        elif now - heard > allowed:
+        elif now - heard <= (allowed + _BEATS * late) / 2:
+            waited.begin()
+        elif now - heard > allowed + _BEATS * late and (
+                now - heard > _PATIENT * seconds + _BEATS * late or not waited.long()):
             _kill(pid, f"{name} on {_host()} has not responded for "
                        f"{now - heard:.1f} s")
             return
+
+
+class _Waiting:
+    """Whether threads of a process wait for a core or for the disk (swap), by what Linux counts.
+
+    Then its signs of life are late though it does not hang. Elsewhere they never do.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._tasks = f"/proc/{pid}/task"
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._since, self._before = time.monotonic(), self._counts()
+
+    def long(self) -> bool:
+        """Whether a thread has waited for much of the time since `begin`, or waits for the disk."""
+        passed = 1e9 * (time.monotonic() - self._since)
+        for task, (state, ran, waited) in self._counts().items():
+            _, before, earlier = self._before.get(task, (state, ran, waited))
+            # what it waits for now is counted when it is over
+            stuck = state == "R" and ran - before < (1 - _STARVED) * passed
+            if state == "D" or stuck or waited - earlier > _STARVED * passed:
+                return True
+        return False
+
+    def _counts(self) -> dict[str, tuple[str, int, int]]:
+        """Of each thread: its state, and for how many nanoseconds it ran and waited for a core."""
+        found = {}
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            for task in os.listdir(self._tasks):
+                with open(f"{self._tasks}/{task}/schedstat") as times:
+                    ran, waited = map(int, times.read().split()[:2])
+                with open(f"{self._tasks}/{task}/stat") as stat:
+                    found[task] = stat.read().rpartition(")")[2].split()[0], ran, waited
+        return found
 
 
 def _kill(pid: int, why: str) -> None:

@@ -22,7 +22,7 @@ class Pulse:
         self.loading = True
         self.told: Callable[[], None] = lambda: None  #: called when patience ends
         self._last: tuple[float, str] | None = None
-        self._busy_until = 0.0
+        self._busy_until = self._late_until = self._worst = 0.0
 
     @property
     def patient(self) -> bool:
@@ -32,8 +32,17 @@ class Pulse:
     def slept(self, wanted: float, took: float) -> None:
         """Record a pause of the thread that sends signs of life, in seconds. A late one shows that
         threads of this rank wait for a core."""
+        now, late = time.monotonic(), took - wanted
         if took > _LATE * wanted:
-            self._busy_until = time.monotonic() + _BUSY_SECONDS
+            self._busy_until = now + _BUSY_SECONDS
+        if late >= self._worst or now > self._late_until:
+            self._worst, self._late_until = late, now + _BUSY_SECONDS
+
+    @property
+    def late(self) -> float:
+        """By how many seconds a pause of this rank was late at worst lately. Others may be as late
+        with each of their signs of life."""
+        return max(self._worst, 0.0) if time.monotonic() < self._late_until else 0.0
 
     def beat(self, doing: str) -> None:
         """Record that the main thread is active. `doing` completes a sentence such as "rank 3

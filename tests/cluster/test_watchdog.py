@@ -120,6 +120,39 @@ def test_a_busy_rank_lives_and_its_watchdog_ends_with_it(rank):
     assert busy.dog_is_gone()
 
 
+STARVED = f"""
+armed()
+one = {{min(os.sched_getaffinity(0))}}
+spinners, parent = [], os.getpid()
+for _ in range(12):
+    if not (pid := os.fork()):
+        os.sched_setaffinity(0, one)
+        while os.getppid() == parent:
+            pass
+        os._exit(0)
+    spinners.append(pid)
+for task in os.listdir("/proc/self/task"):  # the thread that writes the signs of life, too
+    os.sched_setaffinity(int(task), one)
+    os.setpriority(os.PRIO_PROCESS, int(task), 19)
+sys.stdin.readline()  # until it gets a core again
+for pid in spinners:
+    os.kill(pid, 9)
+print("done", flush=True)
+os._exit(3)
+"""
+
+
+def test_a_rank_that_waits_for_a_core_lives(rank):
+    """Twelve processes leave its core next to nothing; without a core it cannot write."""
+    starved = rank(STARVED)
+    assert starved.says() == "armed"
+    time.sleep(4 * SECONDS)
+    starved.child.stdin.write("go on\n")
+    starved.child.stdin.flush()
+    assert starved.says() == "done"
+    assert starved.end() == (3, "")
+
+
 def test_a_killed_rank_takes_its_watchdog_along(rank):
     killed = rank("armed()\nbeats(60)")
     killed.says()
