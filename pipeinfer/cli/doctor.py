@@ -352,7 +352,8 @@ def _grid_of(config: JobConfig, model: Any, candidates: Sequence[int], ranks: Se
     if config.cluster.grid != "auto":
         teams = teams_asked(config, candidates, ranks)
         return None if teams is None else GridChoice(teams)
-    known = recall_grid(model, ranks, grid_choice.usable_ranks(config, candidates, ranks))
+    known = recall_grid(model, ranks, grid_choice.usable_ranks(config, candidates, ranks),
+                        grid_choice.users_of(config))
     if known is not None and known.teams is not None:
         return known
     return Finding("ok", "grid", "--grid auto measures ranks and links at its first start"

@@ -85,11 +85,16 @@ def usable_ranks(config: JobConfig, candidates: Sequence[int], hosts: Hosts) -> 
     return usable[:len(usable) - spares]
 
 
+def users_of(config: JobConfig) -> int:
+    """Return for how many users at a time a grid is chosen: one, unless --parallel is given."""
+    return config.speculation.parallel if "parallel" in config.given else 1
+
+
 class GridPlanner(Struct, frozen=True):
     """Plans grids over the ranks of a job.
 
     members, figures: what each rank may hold and has measured, by rank.
-    mix: the load to plan for.
+    mixes: the loads to plan for; those of several requests at a time want narrower stages.
     """
 
     config: JobConfig
@@ -99,7 +104,7 @@ class GridPlanner(Struct, frozen=True):
     figures: Mapping[int, Figures]
     hosts: Hosts
     policy: Policy
-    mix: LoadMix = LoadMix()
+    mixes: tuple[LoadMix, ...] = (LoadMix(),)
 
     def auto(self, place: Place, notes: list[str]) -> Plan | None:
         """Return the plan for --grid auto, None for one rank per stage.
@@ -108,11 +113,12 @@ class GridPlanner(Struct, frozen=True):
         Appends the choice and its reason to `notes`.
         """
         ranks, model, hosts = self._free, self.model, self.hosts
+        users = users_of(self.config)
         if place.comm is None or len(ranks) < 2:
             return None
         if not self.config.cluster.remeasure:
             try:
-                known = recall_grid(model, hosts, ranks)
+                known = recall_grid(model, hosts, ranks, users)
                 if known is not None:
                     plan = None if known.teams is None else self.plan(known)
                     what = "one rank to a stage" if plan is None else \
@@ -132,7 +138,7 @@ class GridPlanner(Struct, frozen=True):
         if max(best.widths) == 1:
             notes.append("no grid of wide stages would be faster than one rank to a stage; "
                          "remembered for the next start")
-            keep_grid(model, hosts, ranks, None)
+            keep_grid(model, hosts, ranks, None, users)
             return None
         teams = tuple(tuple(ranks[i] for i in stage.hosts) for stage in best.stages)
         plan = self.plan(GridChoice(Teams(teams, tuple(
@@ -140,7 +146,7 @@ class GridPlanner(Struct, frozen=True):
             for team in teams)), best.layers))
         notes.append(f"{best.why()} ({gain:.2f} times one rank to a stage); remembered for the "
                      "next start")
-        keep_grid(model, hosts, ranks, plan)
+        keep_grid(model, hosts, ranks, plan, users)
         return plan
 
     def would_gain(self, place: Place) -> list[str]:
@@ -203,7 +209,7 @@ class GridPlanner(Struct, frozen=True):
         best, plain = grids_of_ranks(
             self.model, self.load, [self.members[rank] for rank in ranks],
             [self.figures.get(rank) for rank in ranks],
-            network_of(ranks, _links(self.config, place)), self.mix,
+            network_of(ranks, _links(self.config, place)), self.mixes,
             SumCost(4 if self.config.cluster.sum_type == "f32" else 2),
             [group_of(self.hosts[rank]) for rank in ranks])
         return best, best.tokens / plain.tokens
@@ -244,13 +250,14 @@ class _Note(Struct, frozen=True):
     stages: tuple[_Stage, ...]
 
 
-def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> GridChoice | None:
-    """Return the stored choice for this model on the hosts of these ranks, None if there is
-    none.
+def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], users: int = 1
+                ) -> GridChoice | None:
+    """Return the stored choice for this model and this number of users on the hosts of these ranks,
+    None if there is none.
 
     Raises PlanError if it does not fit any more.
     """
-    value = recall(_path(model, hosts, ranks))
+    value = recall(_path(model, hosts, ranks, users))
     try:
         note = msgspec.convert(value, _Note)
     except msgspec.ValidationError:
@@ -265,19 +272,20 @@ def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> 
                       tuple(one.cut for one in note.stages), day)
 
 
-def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan: Plan | None
-              ) -> None:
+def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan: Plan | None,
+              users: int = 1) -> None:
     """Store a choice. plan: None for one rank per stage."""
     places = {rank: place for place, rank in enumerate(ranks)}
     stages = () if plan is None else tuple(
         _Stage(tuple(places[one.rank] for one in team), team[0].stop - team[0].start, team[0].cut)
         for team in stages_of(plan.held))
-    remember(_path(model, hosts, ranks), msgspec.to_builtins(_Note(time.time(), stages)))
+    remember(_path(model, hosts, ranks, users), msgspec.to_builtins(_Note(time.time(), stages)))
 
 
-def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int]) -> Path:
-    """Return the file for this model and the hosts of these ranks."""
-    identity = (_FORMAT, model.fingerprint, [hosts[rank].host for rank in ranks])
+def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], users: int) -> Path:
+    """Return the file for this model, the hosts of these ranks and the number of users."""
+    identity = (_FORMAT, model.fingerprint, [hosts[rank].host for rank in ranks],
+                *([users] if users > 1 else ()))
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
     return cache_directory() / f"grid-{digest}.json"
 

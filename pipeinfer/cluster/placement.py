@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from pipeinfer.cluster import devices
-from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked
+from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked, users_of
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
@@ -114,7 +114,7 @@ def agree(
         return judge(split, candidates) if figures else estimate(split, policy)
 
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
-                        expected(policy, config.speculation.parallel)[0])
+                        expected(policy, users_of(config)))
     if auto and (chosen := grids.auto(place, notes)):
         plan = chosen
     elif teams is not None:

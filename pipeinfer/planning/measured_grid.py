@@ -118,12 +118,12 @@ def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Ne
 
 def grids_of_ranks(
     model: ModelFile | ModelDir, load: Load, members: Sequence[Member],
-    figures: Sequence[Figures | None], network: Network, mix: LoadMix, sums: SumCost,
-    groups: Sequence[str] = (),
+    figures: Sequence[Figures | None], network: Network, mixes: Sequence[LoadMix],
+    sums: SumCost, groups: Sequence[str] = (),
 ) -> tuple[GridPlan, GridPlan]:
     """Return the best grid of these ranks, and the plain pipeline of all of them.
 
-    figures: of each rank, None if not measured. mix: the load. sums: the cost of a sum.
+    figures: of each rank, None if not measured. mixes: the loads. sums: the cost of a sum.
     groups: of the ranks, see `Cluster`.
     Raises UnsupportedArchitecture for a model that cannot be sliced, PlanError for one that does
     not fit.
@@ -131,6 +131,6 @@ def grids_of_ranks(
     hosts = tuple(structs.replace(member, curve=() if one is None else tuple(
         (rows, 1 + one.row_cost * (rows - 1)) for rows in _ROWS))
         for member, one in zip(members, figures, strict=True))
-    cluster = Cluster(hosts, network, load, cut_from(model, load), sums, (mix,),
+    cluster = Cluster(hosts, network, load, cut_from(model, load), sums, tuple(mixes),
                       groups=tuple(groups))
     return best_grid(cluster), even_grid(cluster, (1,) * min(len(hosts), model.n_layers))

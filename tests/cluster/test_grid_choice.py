@@ -12,6 +12,7 @@ from pipeinfer.cluster.grid_choice import (
     keep_grid,
     recall_grid,
     teams_asked,
+    users_of,
 )
 from pipeinfer.cluster.notes import lines_of
 from pipeinfer.config import JobConfig
@@ -21,6 +22,7 @@ from pipeinfer.host import Place
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
+from pipeinfer.planning.judge import expected
 from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
 from pipeinfer.planning.replan import Holding
@@ -32,8 +34,9 @@ def cluster(tmp_path, monkeypatch):
     """A start over three hosts with links that cost nothing; `start(speeds)` gives its plan and its
     notes."""
     monkeypatch.setenv("PIPEINFER_CACHE", str(tmp_path))
+    link = {"latency": 1e-7, "bandwidth": 1e11}
     monkeypatch.setattr(grid_choice, "_links", lambda config, place: [
-        {"source": k, "dest": k + 1, "latency": 1e-7, "bandwidth": 1e11} for k in range(3)])
+        {"source": k, "dest": k + 1} | link for k in range(3)])
     model = open_model(EMBEDDED / "target.gguf")
 
     def start(speeds, hosts="abc", memory=1e12, group="", model=model, kernels=("",) * 4,
@@ -44,8 +47,9 @@ def cluster(tmp_path, monkeypatch):
         members = {rank: Member(f"rank {rank}", 1e-8 / speed, memory=memory)
                    for rank, speed in enumerate(speeds, 1)}
         notes = []
-        grids = GridPlanner(JobConfig.of(**{"grid": "auto"} | options), model, load, members, {},
-                            infos, Policy.ITERATIVE)
+        config = JobConfig.of(**{"grid": "auto"} | options)
+        grids = GridPlanner(config, model, load, members, {}, infos, Policy.ITERATIVE,
+                            expected(Policy.ITERATIVE, users_of(config)))
         if advises:
             return grids.would_gain(Place(0, 4, object(), 1, 0, 1)), notes
         if options.get("grid"):
@@ -53,7 +57,7 @@ def cluster(tmp_path, monkeypatch):
             return grids.plan(GridChoice(teams)), notes
         return grids.auto(Place(0, 4, object(), 1, 0, 1), notes), notes
 
-    start.model = model
+    start.model, start.link = model, link
     return start
 
 
@@ -70,6 +74,20 @@ def test_slices_stay_the_same_while_speeds_change(cluster):
     other, notes = cluster([1.0, 1.0, 1.0], hosts="abd")
     assert "as chosen" not in notes[0]
     assert cut_layers(other.held) == cut_layers(first.held)
+
+
+def test_a_grid_for_many_users_is_a_choice_of_its_own(cluster):
+    """Sums of many rows take long on a slow link."""
+    cluster.link.update(latency=2e-4, bandwidth=1e8)
+    speeds, crowd = [10.0] * 3, {"parallel": 64, "given": frozenset({"parallel"})}
+    alone, _ = cluster(speeds)
+    assert max(map(len, alone.teams.ranks)) > 1
+    together, notes = cluster(speeds, **crowd)
+    assert together is None
+    assert "as chosen" not in notes[0]
+    assert "as chosen" in cluster(speeds, **crowd)[1][0]
+    assert cluster(speeds)[0].held == alone.held
+    assert cluster(speeds, parallel=64)[0].held == alone.held  # a default, which nobody gave
 
 
 def test_a_choice_that_does_not_fit_any_more_is_made_anew(cluster):

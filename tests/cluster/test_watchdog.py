@@ -120,9 +120,9 @@ def test_a_busy_rank_lives_and_its_watchdog_ends_with_it(rank):
     assert busy.dog_is_gone()
 
 
-STARVED = f"""
+STARVED = """
 armed()
-one = {{min(os.sched_getaffinity(0))}}
+one = {min(os.sched_getaffinity(0))}
 spinners, parent = [], os.getpid()
 for _ in range(12):
     if not (pid := os.fork()):

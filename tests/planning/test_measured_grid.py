@@ -76,7 +76,7 @@ def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
     assert slice_shares(model, pieces)[0] == pytest.approx(one.layer)
     assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
     best, _ = grids_of_ranks(model, load_of(model, 256, 64), [Member("", 1.0)] * 2, [FIGURES] * 2,
-                             Network(Wire(1e-6, 1e10)), LoadMix(), SumCost())
+                             Network(Wire(1e-6, 1e10)), [LoadMix()], SumCost())
     assert best.widths == (2,)
     assert "of 2 members 1 share the columns of an expert, and the experts are divided into 2 " \
         "groups" in best.why()
@@ -97,7 +97,7 @@ def test_a_grid_is_proposed_where_links_are_fast_enough(model, latency, wide):
     links = [{"source": k, "dest": k + 1, "latency": latency, "bandwidth": 1e10} for k in range(3)]
     members = [Member(f"rank {k}", 1e-6) for k in range(1, 4)]
     best, plain = grids_of_ranks(model, load_of(model, 256, 64), members, [FIGURES] * 3,
-                                 network_of([1, 2, 3], links), LoadMix(), SumCost())
+                                 network_of([1, 2, 3], links), [LoadMix()], SumCost())
     assert (max(best.widths) > 1) == wide
     assert best.tokens >= plain.tokens * 0.999
     assert plain.widths == (1, 1, 1)

@@ -225,7 +225,7 @@ def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]
         best, plain = measured_grid.grids_of_ranks(
             job.model, survey.load, [survey.members[rank] for rank in ranks],
             [survey.figures.get(rank) for rank in ranks],
-            measured_grid.network_of(ranks, links), LoadMix(policy, acceptance=acceptance), sums,
+            measured_grid.network_of(ranks, links), [LoadMix(policy, acceptance=acceptance)], sums,
             [group_of(hosts[rank]) for rank in ranks])
     except PipeinferError as error:
         return [f"no grid is considered: {error}"]
