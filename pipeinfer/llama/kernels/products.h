@@ -16,7 +16,8 @@
 #undef INLINE
 #define INLINE TARGET static inline __attribute__((always_inline))
 
-enum { EIGHT = 8 }; /* numbers of a register */
+enum { EIGHT = 8,  /* numbers of a register */
+       LINES = 2 };  /* rows of weights that are taken together for a single row */
 #define BY_FOURS _Pragma("GCC unroll 4")
 
 /* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
@@ -33,11 +34,11 @@ INLINE __m256i nibbles(const uint8_t *from)
 #define OFFSET _mm256_load_si256(                                                                     \
     (const __m256i *)(const void *)(y->offsets + 32 * (block * count + row)))
 
-#define HALF(i) (short)bits_of(x + ((i) < left ? (i) * bytes : 0))
+#define HALF(i) (short)bits_of(x + (i) * bytes)
 
-/* Products of the scales of up to eight blocks of weights, `bytes` long, with those of the rows */
-INLINE void scale_all(int count, int64_t block, int left, const uint8_t *x, int bytes,
-                      const struct rows *y, float both[][EIGHT])
+/* Products of the scales of eight blocks of weights, `bytes` long, with those of the rows */
+INLINE void scale_all(int count, int64_t block, const uint8_t *x, int bytes, const struct rows *y,
+                      float both[][EIGHT])
 {
     const __m256 eight = _mm256_cvtph_ps(_mm_set_epi16(
         HALF(7), HALF(6), HALF(5), HALF(4), HALF(3), HALF(2), HALF(1), HALF(0)));
@@ -66,30 +67,62 @@ INLINE void NAME##_block(int count, int64_t block, const uint8_t *x, const struc
                                     sums[row]);                                                       \
     }                                                                                                 \
 }                                                                                                     \
+INLINE void NAME##_lines(int lines, int count, int64_t blocks, const uint8_t *x, size_t x_apart,       \
+                         const struct rows *y, float *to, int64_t apart)                              \
+{                                                                                                     \
+    __m256 sums[LINES][MOST_GROUP], least[LINES];                                                     \
+    float both[LINES][MOST_GROUP][EIGHT] ALIGNED, more[MOST_GROUP] ALIGNED;                           \
+    int row, i, line;                                                                                 \
+    int64_t block;                                                                                    \
+    UNROLLED                                                                                          \
+    for (line = 0; line < lines; line++) {                                                            \
+        least[line] = _mm256_setzero_ps();                                                            \
+        UNROLLED                                                                                      \
+        for (row = 0; row < count; row++)                                                             \
+            sums[line][row] = _mm256_setzero_ps();                                                    \
+    }                                                                                                 \
+    for (block = 0; block + EIGHT <= blocks; block += EIGHT, x += EIGHT * BYTES) {                    \
+        UNROLLED                                                                                      \
+        for (line = 0; line < lines; line++) {                                                        \
+            scale_all(count, block, x + line * x_apart, BYTES, y, both[line]);                        \
+            fetch(x + line * x_apart, EIGHT * BYTES);                                                 \
+        }                                                                                             \
+        BY_FOURS                                                                                      \
+        for (i = 0; i < EIGHT; i++)                                                                   \
+            UNROLLED                                                                                  \
+            for (line = 0; line < lines; line++)                                                      \
+                NAME##_block(count, block + i, x + line * x_apart + i * BYTES, y, both[line], i,      \
+                             sums[line], &least[line]);                                               \
+    }                                                                                                 \
+    UNROLLED                                                                                          \
+    for (line = 0; line < lines; line++) {                                                            \
+        const uint8_t *rest = x + line * x_apart;                                                     \
+        for (i = 0; i < blocks - block; i++) {                                                        \
+            UNROLLED                                                                                  \
+            for (row = 0; row < count; row++)                                                         \
+                both[line][row][i] = one(rest + i * BYTES)                                            \
+                    * y->scale[row * y->apart_scales + block + i];                                    \
+            NAME##_block(count, block + i, rest + i * BYTES, y, both[line], i, sums[line],            \
+                         &least[line]);                                                               \
+        }                                                                                             \
+        _mm256_store_ps(more, least[line]);                                                           \
+        sums_to(count, sums[line], MORE, to + line, apart);                                           \
+    }                                                                                                 \
+}                                                                                                     \
 INLINE void NAME(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,        \
                  int64_t apart)                                                                       \
 {                                                                                                     \
-    __m256 sums[MOST_GROUP], least = _mm256_setzero_ps();                                             \
-    float both[MOST_GROUP][EIGHT] ALIGNED, more[MOST_GROUP] ALIGNED;                                  \
-    int row, i;                                                                                       \
-    int64_t block;                                                                                    \
-    UNROLLED                                                                                          \
-    for (row = 0; row < count; row++)                                                                 \
-        sums[row] = _mm256_setzero_ps();                                                              \
-    for (block = 0; block + EIGHT <= blocks; block += EIGHT, x += EIGHT * BYTES) {                    \
-        scale_all(count, block, EIGHT, x, BYTES, y, both);                                            \
-        fetch(x, EIGHT * BYTES);                                                                      \
-        BY_FOURS                                                                                      \
-        for (i = 0; i < EIGHT; i++)                                                                   \
-            NAME##_block(count, block + i, x + i * BYTES, y, both, i, sums, &least);                  \
-    }                                                                                                 \
-    if (block < blocks) {                                                                             \
-        scale_all(count, block, (int)(blocks - block), x, BYTES, y, both);                            \
-        for (i = 0; i < blocks - block; i++)                                                          \
-            NAME##_block(count, block + i, x + i * BYTES, y, both, i, sums, &least);                  \
-    }                                                                                                 \
-    _mm256_store_ps(more, least);                                                                     \
-    sums_to(count, sums, MORE, to, apart);                                                            \
+    NAME##_lines(1, count, blocks, x, 0, y, to, apart);                                               \
+}                                                                                                     \
+PASSES(TARGET, some_##NAME, NAME)                                                                     \
+/* A single row's sums wait for one another, so rows of weights are taken by twos. */                 \
+TARGET static void all_##NAME(int count, int64_t blocks, const uint8_t *x, size_t x_apart,            \
+                              int64_t weights, const struct rows *y, float *to, int64_t apart)        \
+{                                                                                                     \
+    int64_t i = 0;                                                                                    \
+    for (; count == 1 && i + LINES <= weights; i += LINES)                                            \
+        NAME##_lines(LINES, 1, blocks, x + i * x_apart, x_apart, y, to + i, apart);                   \
+    some_##NAME(count, blocks, x + i * x_apart, x_apart, weights - i, y, to + i, apart);              \
 }
 
 /* The fifth bits of 32 numbers, as bytes of 16 or 0 */
@@ -307,10 +340,6 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
     sums_to(count, sums, NULL, to, apart);
 }
 
-PASSES(TARGET, all_q4_0, dots_q4_0)
-PASSES(TARGET, all_q4_1, dots_q4_1)
-PASSES(TARGET, all_q5_0, dots_q5_0)
-PASSES(TARGET, all_q8_0, dots_q8_0)
 PASSES(TARGET, all_q4_k, dots_q4_k)
 PASSES(TARGET, all_q5_k, dots_q5_k)
 PASSES(TARGET, all_q6_k, dots_q6_k)
@@ -324,10 +353,10 @@ enum { SHIFTED = false, OFFSETS = 1 };
 const struct kernel *TABLE(int type)
 {
     static const struct kernel KERNEL[TYPES] = {
-        [Q4_0] = {all_q4_0, Q8_0, 32, 1, 18, Q8_0_BYTES, MOST_GROUP, 1, 8 * OFFSETS, SHIFTED, false},
-        [Q4_1] = {all_q4_1, Q8_1, 32, 1, 20, 36, MOST_GROUP, 2, 0, false, false},
-        [Q5_0] = {all_q5_0, Q8_0, 32, 1, 22, Q8_0_BYTES, MOST_GROUP, 1, 16 * OFFSETS, SHIFTED, false},
-        [Q8_0] = {all_q8_0, Q8_0, 32, 1, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0, SHIFTED, false},
+        [Q4_0] = {all_dots_q4_0, Q8_0, 32, 1, 18, Q8_0_BYTES, MOST_GROUP, 1, 8 * OFFSETS, SHIFTED, false},
+        [Q4_1] = {all_dots_q4_1, Q8_1, 32, 1, 20, 36, MOST_GROUP, 2, 0, false, false},
+        [Q5_0] = {all_dots_q5_0, Q8_0, 32, 1, 22, Q8_0_BYTES, MOST_GROUP, 1, 16 * OFFSETS, SHIFTED, false},
+        [Q8_0] = {all_dots_q8_0, Q8_0, 32, 1, Q8_0_BYTES, Q8_0_BYTES, MOST_GROUP, 1, 0, SHIFTED, false},
         [Q4_K] = {all_q4_k, Q8_K, 256, 1, Q4_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false, false},
         [Q5_K] = {all_q5_k, Q8_K, 256, 1, Q5_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false, false},
         [Q6_K] = {all_q6_k, Q8_K, 256, 1, Q6_K_BYTES, Q8_K_BYTES, MOST_GROUP, 0, 0, false, false},
