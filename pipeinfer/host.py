@@ -358,12 +358,21 @@ def multiplies_bfloat16() -> bool:
 
 
 def _processor_flags() -> set[str]:
+    return set(_cpu_info("flags", "Features").split())
+
+
+def processor_name() -> str:
+    """Return what the system calls this processor; its architecture where it says nothing."""
+    return _cpu_info("model name").partition(":")[2].strip() or platform.machine()
+
+
+def _cpu_info(*names: str) -> str:
+    """The first line of the first processor that begins with one of these names; "": none does."""
     try:
         text = _CPU_INFO.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return set()
-    lines = (part for part in text.splitlines() if part.startswith(("flags", "Features")))
-    return set(next(lines, "").split())
+        return ""
+    return next((line for line in text.splitlines() if line.startswith(names)), "")
 
 
 def physical_memory() -> int:

@@ -1,0 +1,38 @@
+"""Check the records that users shared, and draw all of them.
+
+    python -m benchmarks.shared            # after adding a file to benchmarks/shared/records
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeinfer.lab import measuring
+
+FOLDER = Path(__file__).parent
+_MARK = "<!-- written by python -m benchmarks.shared -->"
+
+
+def records() -> dict[str, measuring.Record]:
+    """All records, by name. Raises UsageError for a file that is none."""
+    return {path.stem: measuring.read(path)
+            for path in sorted((FOLDER / "records").glob("*.json"))}
+
+
+def page(found: dict[str, measuring.Record]) -> str:
+    """The README with a paragraph for each record."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8").partition(_MARK)[0]
+    parts = [f"### {name}\n\n{measuring.paragraph(one)}"
+             + (f"\nIts maker: {one.note}" if one.note else "") for name, one in found.items()]
+    return text + _MARK + "\n\n" + "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Write page and picture."""
+    found = records()
+    (FOLDER / "README.md").write_text(page(found), encoding="utf-8")
+    measuring.draw(FOLDER / "all.png", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Records that users share: what is stored is what is shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.shared import __main__ as shared
+from pipeinfer.errors import UsageError
+from pipeinfer.lab import measuring
+
+
+def test_the_page_has_every_record():
+    found = shared.records()
+    assert found
+    assert (shared.FOLDER / "README.md").read_text() == shared.page(found)
+
+
+def test_a_record_tells_nothing_that_names_a_machine():
+    for name, record in shared.records().items():
+        assert "/" not in record.model.name, name
+        assert set(json.loads((shared.FOLDER / "records" / f"{name}.json").read_text())) == {
+            *measuring.Record.__struct_fields__}
+
+
+@pytest.mark.parametrize("change", [{"format": 9}, {"hosts": "mine"}, {"address": "10.0.0.1"}])
+def test_what_is_no_record_is_refused(tmp_path, change):
+    first = next((shared.FOLDER / "records").glob("*.json"))
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(json.loads(first.read_text()) | change))
+    with pytest.raises(UsageError, match=r"other\.json"):
+        measuring.read(path)
