@@ -2,8 +2,8 @@
 
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
 have one or the other. `short_runs.c` has both, for processors with AVX2, by unpacking weights once
-for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. The kernels of
-blocks multiply prompts, too: faster than llama.cpp's of AVX2, and with the bits of single rows.
+for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. Those of
+blocks of 32 multiply prompts, too: faster than llama.cpp's of AVX2, with the bits of single rows.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
 memory. The dynamic linker binds llama.cpp to these functions in place of its own, so this library
 has to be loaded first, with global symbols. Calls that it does not handle are passed on to
