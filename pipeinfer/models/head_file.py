@@ -26,7 +26,7 @@ WITH_HEAD = tuple(sorted(name for name, one in TABLE.items() if one.mtp))
 _BY_TOKEN = ("token_embd.weight", "output.weight", "nextn.embed_tokens.weight",
              "nextn.shared_head_head.weight")
 _MARKS = (3, 4)  #: tokens that control something, and those that a user has defined
-_OPTIONS = {"eagle3": "--eagle", "dflash": "-md"}  #: of heads in files of their own
+HEADS = {"eagle3": "--eagle", "dflash": "-md"}  #: in files of their own, and their options
 _PROJECTION = "nextn.eh_proj.weight"
 
 
@@ -41,7 +41,7 @@ def check_whole(model: ModelFile, option: str = "-m") -> None:
 
     option: that names the file
     """
-    if (wanted := _OPTIONS.get(model.architecture, option)) != option:
+    if (wanted := HEADS.get(model.architecture, option)) != option:
         raise ModelError(f"{model.path}: is a prediction head ({model.architecture}): give the "
                          f"model that it belongs to with -m, and this file with {wanted}")
     if declared(model.architecture).assistant:

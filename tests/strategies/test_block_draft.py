@@ -152,6 +152,16 @@ def test_a_chain_ends_where_its_places_follow_another_token(shape, length):
     assert sure is None or found[2].confidence != pytest.approx(float(sure[2]))
 
 
+def test_penalties_see_the_path_and_the_chain_before_a_place():
+    draft, path, logits, _ = fed()
+    params = SamplingParams(repeat_penalty=1.0, presence_penalty=9.0, repeat_last_n=-1)
+    found = draft.propose(job(0, path, len(path), 9, params=params), lambda: False)
+    chain = []
+    for row in logits:
+        chain.append(next(int(one) for one in np.argsort(-row) if one not in {*path, *chain}))
+    assert [one.token for one in found] == chain
+
+
 def test_rows_that_wait_too_long_are_dropped():
     draft = BlockDraft(HashingBlocks(most=5000))
     rows = mixed("many").standard_normal((1500, _WIDTH)).astype(np.float32)
