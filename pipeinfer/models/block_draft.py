@@ -51,8 +51,6 @@ class BlockShape(Struct, frozen=True):
         if draft.arch_get("hyper_connection.count"):
             raise ModelError(f"{draft.path}: a DSpark draft with DeepSeek V4's layers is not "
                              "supported: leave it out")
-        if draft.arch_get("attention.key_length") != draft.arch_get("attention.value_length"):
-            raise _bad(draft, "attention.value_length")
         size, mask = draft.arch_get("block_size"), draft.get(_MASK, target.get(_MASK))
         if not isinstance(size, int) or not 2 <= size <= MOST:
             raise _bad(draft, f"{BLOCKS}.block_size")

@@ -178,6 +178,10 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
         raise ModelError(
             f"{model.path}: heads of {key} and {value} elements of which {rotated} are "
             f"rotated; in a {arch} model {rule}")
+    sections = model.arch_get("rope.dimension_sections")
+    counts = [one for one in sections if isinstance(one, int)] if isinstance(sections, list) else []
+    if sum(map(abs, counts)) > key:
+        raise _bad(model, f"{arch}.rope.dimension_sections", sections)
     if own.fills_width and heads * key != model.n_embd:
         raise _bad(model, f"{arch}.attention.head_count", heads)
 

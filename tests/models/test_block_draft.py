@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from pipeinfer.errors import ModelError
@@ -48,12 +50,20 @@ def test_a_draft_says_how_its_blocks_are_read(kind, keys, shape, tmp_path, targe
     ("dflash", {"block_size": 65}, "no usable dflash.block_size"),
     ("dflash", {"mask": 320}, "no usable tokenizer.ggml.mask_token_id"),
     ("dflash", {"mask": None}, "no usable tokenizer.ggml.mask_token_id"),
-    ("dflash", {"attention.value_length": 8}, "no usable attention.value_length"),
     ("dflash2", {"selector_top_k": 8}, "no usable dflash.selector_top_k"),
     ("dspark", {"hyper_connection__count": 4}, "DeepSeek V4's layers is not supported")])
 def test_blocks_that_llama_cpp_cannot_evaluate_are_refused(kind, keys, why, tmp_path, target):
     with pytest.raises(ModelError, match=why):
         BlockShape.of(opened(tmp_path, target, kind, **keys), target)
+
+
+def test_sections_of_a_rotation_fit_a_head(tmp_path, target):
+    for sections, fits in (([8, 8, 0, 0], True), ([8, 9, 0, 0], False)):
+        draft = opened(tmp_path, target, rope__dimension_sections=sections)
+        whole = tmp_path / "whole.gguf"
+        whole.write_bytes(b"".join(CompletedHead(draft, target, BLOCKS).blocks()))
+        with nullcontext() if fits else pytest.raises(ModelError, match="dimension_sections"):
+            check_file(whole)
 
 
 @pytest.mark.parametrize("taps", [(), (3, 1), (1, 1), (1, 4)])
