@@ -88,7 +88,7 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,
                   gaps: bool = False, streams: bool = False,
-                  head: Literal["", "mtp", "eagle3"] = "") -> Any:
+                  head: Literal["", "mtp", "eagle3", "dflash"] = "") -> Any:
     """Return the options of llama.cpp for a config.
 
     draft: whether they are for the draft

@@ -19,7 +19,7 @@ from pipeinfer.models.locate import find
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.resources import Asked, CacheSizes, Draft, Resource, class_of
+from pipeinfer.strategies.resources import Asked, BlockHead, CacheSizes, Draft, Resource, class_of
 from pipeinfer.strategies.spec import ProposerSpec
 
 _DRAFT = "draft"  #: the proposer of a rank for which the nodes file names a draft and no proposer
@@ -139,7 +139,7 @@ def _own(asked: Asked, name: str, path: str, ranks: tuple[int, ...]) -> PlacedPr
     if spec.worker is None:
         raise UsageError(f"{which} adds rows to the target's own runs, so the stages compute "
                          f"it: give --proposer {name} instead")
-    if path and class_of(spec) is not Draft:
+    if path and class_of(spec) not in (Draft, BlockHead):
         raise UsageError(f"{which} evaluates no draft: remove draft = \"{path}\"")
     try:
         draft = find(path, offline=config.model.offline).path if path else asked.draft

@@ -304,9 +304,10 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     from pipeinfer.llama.library import ensure_llama
     target_path, draft_path = model_paths(config)
     model = open_model(target_path)
-    for one in (model, None if draft_path is None else open_model(draft_path)):
+    for option, one in (("-m", model), (
+            "-md", None if draft_path is None else open_model(draft_path))):
         if isinstance(one, ModelFile):
-            check_whole(one)
+            check_whole(one, option)
     facts = JobFacts(model, draft_path, hosts, host.numa_nodes())
     what = resolve(config, facts)
     config = what.config

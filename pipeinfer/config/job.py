@@ -29,9 +29,8 @@ class ModelConfig:
                         help="Read models of the hub from the local cache only (as "
                              "HF_HUB_OFFLINE=1 does).")
     draft_model: str = opt("", "-md", "--model-draft", kind="str", changes_tokens=False,
-                           help="Draft model (as for -m, same vocabulary); none: no draft "
-                                "[default: the one that comes with embedded or smollm2, "
-                                "else none].")
+                           help="Draft model (as for -m, same vocabulary), or DFlash draft; none: "
+                                "no draft [default: that of embedded or smollm2, else none].")
     backend: str = opt("auto", "--backend", kind="str",
                        choices=("auto", "llamacpp", "torch"),
                        help="Library that computes the target's layers; auto: torch for a Hugging "
@@ -137,8 +136,8 @@ class ClusterConfig:
                              "ones save time on slow networks.")
     hidden_type: str = setting("f32", kind="str", choices=("f32", "f16"), changes_tokens=False,
                                help="Data type of the rows that stages send to a head of the "
-                                    "model (--proposer mtp, eagle3); f16 saves time on slow "
-                                    "networks.")
+                                    "model (--proposer mtp, eagle3, dflash); f16 saves time on "
+                                    "slow networks.")
     sum_path: str = setting("auto", kind="str", choices=("auto", "memory", "messages"),
                             help="How members of a stage exchange partial results: through shared "
                                  "memory, or as messages; auto: memory where all are on one host.")

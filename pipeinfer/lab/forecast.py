@@ -28,6 +28,7 @@ from pipeinfer.lab.emulation.virtual import Scenario, VirtualStage, Wire, simula
 from pipeinfer.lab.emulation.wide import part_of
 from pipeinfer.models import bundled, local_stores, locate
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.head_file import HEADS
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import planner
@@ -261,8 +262,11 @@ def _profile_view(profile: ModelProfile, cells: int, length: int) -> View:
 
 
 def file_view(path: Path, ctx: int, length: int = 0) -> View:
-    """Return the view of a GGUF file. length: tokens of the text behind which a row is computed."""
+    """Return the view of a GGUF file. length: tokens of the text behind which a row is computed.
+    Raises UsageError for a prediction head."""
     model = locate.open_model(path)
+    if model.architecture in HEADS:
+        raise UsageError(f"{path} is a prediction head, whose gain is not predicted: leave it out")
     cells = locate.context_size(ModelConfig(ctx=ctx), model)
     load = planner.load_of(model, cells, 64)
     kind = _FILE_TYPES.get(int(model.get("general.file_type", -1) or -1), "Q8_0")

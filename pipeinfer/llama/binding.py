@@ -233,6 +233,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_n_head_kv": (c_int32, (_P,)),
     "llama_model_n_layer": (c_int32, (_P,)),
     "llama_model_n_swa": (c_int32, (_P,)),
+    "llama_model_rope_type": (c_int, (_P,)),
     "llama_model_quantize": (
         c_uint32, (c_char_p, c_char_p, POINTER(llama_model_quantize_params))),
     "llama_model_quantize_default_params": (llama_model_quantize_params, ()),
@@ -241,6 +242,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_threads": (c_int32, (_P,)),
     "llama_numa_init": (None, (c_int,)),
     "llama_print_system_info": (c_char_p, ()),
+    "llama_set_causal_attn": (None, (_P, c_bool)),
     "llama_set_n_threads": (None, (_P, c_int32, c_int32)),
     "llama_state_get_data": (c_size_t, (_P, POINTER(c_uint8), c_size_t)),
     "llama_state_get_size": (c_size_t, (_P,)),

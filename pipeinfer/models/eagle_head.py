@@ -1,9 +1,9 @@
-"""Completes an EAGLE-3 head with what its file takes from the target.
+"""Completes an EAGLE-3 head or a DFlash draft with what its file takes from the target.
 
-llama.cpp loads a file of the architecture `eagle3` by itself only if the file has an embedding, an
-output matrix and a vocabulary. Heads are published without them, as they are the target's. Nothing
-is converted: the matrices keep the types that they have in the target. Independent of how a head
-is run or trained.
+llama.cpp loads a file of the architectures `eagle3` and `dflash` by itself only if the file has an
+embedding, an output matrix and a vocabulary. Heads are published without them, as they are the
+target's. Nothing is converted: the matrices keep the types that they have in the target.
+Independent of how a head is run or trained.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from pipeinfer.models.gguf_parts import (
     total_bytes,
 )
 
-ARCHITECTURE = "eagle3"
-TAPS = 3  #: layers of the target whose inputs a head reads
+ARCHITECTURE, BLOCKS = "eagle3", "dflash"
+TAPS = 3  #: layers of the target whose inputs an EAGLE-3 head reads
+_NAMES = {ARCHITECTURE: "EAGLE-3 head", BLOCKS: "DFlash draft"}
 _INT64 = 27  #: ggml's number for the type of `d2t`
 _EMBEDDING, _OUTPUT, _CHOSEN = "token_embd.weight", "output.weight", "d2t"
 
@@ -38,19 +39,21 @@ class CompletedHead:
 
     head: the head's file
     target: the model whose tokens it proposes
+    architecture: that the head has to have
     The output matrix has the rows of the tokens that the head can propose (tensor `d2t`), or all.
     Raises ModelError where the head is of another architecture or does not fit the target.
     """
 
-    def __init__(self, head: ModelFile, target: ModelFile) -> None:
-        _check(head, target)
+    def __init__(self, head: ModelFile, target: ModelFile,
+                 architecture: str = ARCHITECTURE) -> None:
+        _check(head, target, architecture)
         _check_tensors(head, target)
         own = [all_of(tensor, tensor.name) for tensor in head.tensors.values()]
         self._head, self._target = head, target
         self._own, self._taken = own, list(_taken(head, target))
         self.header = header_of(_entries(head, target), [*own, *self._taken])
         self.total = total_bytes(self.header, [*own, *self._taken])
-        self.name = f"{head.fingerprint[:32]}-{target.fingerprint[:32]}-eagle3.gguf"
+        self.name = f"{head.fingerprint[:32]}-{target.fingerprint[:32]}-{architecture}.gguf"
 
     @property
     def output_bytes(self) -> int:
@@ -72,10 +75,27 @@ def complete(head: Path, target: Path, out: Path) -> None:
     write_atomically(out, CompletedHead(ModelFile(head), ModelFile(target)).blocks())
 
 
-def _check(head: ModelFile, target: ModelFile) -> None:
-    if head.architecture != ARCHITECTURE:
-        raise ModelError(f"{head.path}: is a {head.architecture} model, not an EAGLE-3 head "
-                         f"({ARCHITECTURE})")
+def taps_of(head: ModelFile, target: ModelFile) -> tuple[int, ...]:
+    """Return the layers of the target whose inputs a head reads: its `target_layers`.
+
+    Raises ModelError where these are no layers of the target in order, or not 3 of EAGLE-3.
+    """
+    blocks, named = head.architecture == BLOCKS, head.arch_get("target_layers")
+    listed = named if isinstance(named, list) else []
+    found = tuple(one for one in listed if isinstance(one, int) and 0 <= one < target.n_layers)
+    in_order = found and list(found) == sorted(set(found))
+    if len(found) < len(listed) or not (in_order if blocks else len(found) == TAPS):
+        raise ModelError(f"{head.path}: does not name {'' if blocks else f'{TAPS} '}layers of "
+                         f"{target.path.name} whose rows it reads (target_layers): give the "
+                         f"{_NAMES[BLOCKS if blocks else ARCHITECTURE]} of this model")
+    return found
+
+
+def _check(head: ModelFile, target: ModelFile, architecture: str) -> None:
+    if head.architecture != architecture:
+        raise ModelError(f"{head.path}: is a {head.architecture} model, not "
+                         f"{'an' if architecture == ARCHITECTURE else 'a'} {_NAMES[architecture]} "
+                         f"({architecture})")
     wanted = [("target_hidden_size", target.n_embd)]
     if _takes(head):
         wanted += [("embedding_length", target.n_embd), ("vocab_size", target.n_vocab)]
@@ -93,9 +113,11 @@ def _check_tensors(head: ModelFile, target: ModelFile) -> None:
         return head.tensors[name].shape
 
     width = head.arch_get("embedding_length")
-    expected = {"fc.weight": (TAPS * target.n_embd, width), "output_norm.weight": (width,)}
+    eagle = head.architecture == ARCHITECTURE
+    taps = TAPS if eagle else len(taps_of(head, target))
+    expected = {"fc.weight": (taps * target.n_embd, width), "output_norm.weight": (width,)}
     expected |= {f"blk.0.{name}.weight": (width,) for name in ("attn_norm", "attn_norm_2",
-                                                               "ffn_norm")}
+                                                               "ffn_norm") if eagle}
     if _EMBEDDING in head.tensors:
         expected[_EMBEDDING] = (width, target.n_vocab)
     chosen = head.tensors.get(_CHOSEN)
@@ -106,7 +128,8 @@ def _check_tensors(head: ModelFile, target: ModelFile) -> None:
             raise ModelError(f"{head.path}: {name} has the shape {shape(name)}, not {wanted}: give "
                              "the head of this target")
     for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-        shape(f"blk.0.{name}.weight")
+        for layer in range(head.n_layers):
+            shape(f"blk.{layer}.{name}.weight")
     if chosen is not None:
         if chosen.type != _INT64 or len(chosen.shape) != 1:
             raise ModelError(f"{head.path}: {_CHOSEN} is no list of numbers of 64 bits: fetch the "

@@ -17,7 +17,7 @@ from pipeinfer.errors import ModelError
 from pipeinfer.models.architectures import TABLE, declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import all_of, entry, header_of, rows_of, total_bytes
-from pipeinfer.models.hub_files import EAGLE_FILE, MTP_FILE
+from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
 
 #: architectures whose head was shown to give llama.cpp's own proposals
@@ -26,6 +26,7 @@ WITH_HEAD = tuple(sorted(name for name, one in TABLE.items() if one.mtp))
 _BY_TOKEN = ("token_embd.weight", "output.weight", "nextn.embed_tokens.weight",
              "nextn.shared_head_head.weight")
 _MARKS = (3, 4)  #: tokens that control something, and those that a user has defined
+HEADS = {"eagle3": "--eagle", "dflash": "-md"}  #: in files of their own, and their options
 _PROJECTION = "nextn.eh_proj.weight"
 
 
@@ -35,8 +36,14 @@ def has_head(model: ModelFile) -> bool:
                for layer in range(model.n_layers, model.n_layers_all))
 
 
-def check_whole(model: ModelFile) -> None:
-    """Raise ModelError for a file that has a head and no layers that choose tokens."""
+def check_whole(model: ModelFile, option: str = "-m") -> None:
+    """Raise ModelError for a file that has a head and no layers that choose tokens.
+
+    option: that names the file
+    """
+    if (wanted := HEADS.get(model.architecture, option)) != option:
+        raise ModelError(f"{model.path}: is a prediction head ({model.architecture}): give the "
+                         f"model that it belongs to with -m, and this file with {wanted}")
     if declared(model.architecture).assistant:
         raise ModelError(f"{model.path}: this assistant reads the KV cache of Gemma 4's last "
                          "layers, which a rank that drafts does not have: leave it out; prompt "
@@ -67,7 +74,8 @@ def wanted_beside(path: Path) -> tuple[str, ...]:
     model = _opened(path)
     if model is None or has_head(model):
         return ()
-    return (MTP_FILE, EAGLE_FILE) if model.architecture in WITH_HEAD else (EAGLE_FILE,)
+    own = (MTP_FILE,) if model.architecture in WITH_HEAD else ()
+    return (*own, EAGLE_FILE, *BLOCK_FILES)
 
 
 def _opened(path: Path) -> ModelFile | None:

@@ -20,7 +20,8 @@ _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$", re.ASCII)
 #: in names of GGUF files that go along with a model
 MTP_FILE, EAGLE_FILE = "mtp-", "eagle3-"  #: how names of prediction heads start
-_NO_MODEL = ("mmproj", "imatrix", MTP_FILE, EAGLE_FILE, "dflash-", "dspark-")
+BLOCK_FILES = ("dflash-", "dspark-")
+_NO_MODEL = ("mmproj", "imatrix", MTP_FILE, EAGLE_FILE, *BLOCK_FILES)
 _MOST_NAMES = 40
 
 
@@ -76,7 +77,8 @@ def choose(wanted: Wanted, files: Mapping[str, int]) -> list[str]:
     files: of the repository, with their bytes
     Raises ModelError, which lists the available files, for what the repository does not have.
     """
-    models = models_in(files) or _named(EAGLE_FILE, files)
+    models = models_in(files) or [one for start in (EAGLE_FILE, *BLOCK_FILES)
+                                  for one in _named(start, files)]
     if wanted.file:
         if wanted.file not in files:
             raise ModelError(f"{wanted.repo} has no file {wanted.file}: {_listed(models, files)}")

@@ -86,6 +86,8 @@ def check_types(model: ModelFile) -> None:
     if not declared(model.architecture).checked:
         return
     for tensor in model.tensors.values():
+        if tensor.name == "d2t":  # of a head: `eagle_head` checks it
+            continue
         vector = sum(size > 1 for size in tensor.shape) <= 1 and "token_embd" not in tensor.name
         if tensor.type not in (_FLOATS if vector else _MATRICES) or (
                 len(tensor.shape) == 1 and tensor.type != _F32):
@@ -176,6 +178,10 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
         raise ModelError(
             f"{model.path}: heads of {key} and {value} elements of which {rotated} are "
             f"rotated; in a {arch} model {rule}")
+    sections = model.arch_get("rope.dimension_sections")
+    counts = [one for one in sections if isinstance(one, int)] if isinstance(sections, list) else []
+    if sum(map(abs, counts)) > key:
+        raise _bad(model, f"{arch}.rope.dimension_sections", sections)
     if own.fills_width and heads * key != model.n_embd:
         raise _bad(model, f"{arch}.attention.head_count", heads)
 

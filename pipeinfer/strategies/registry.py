@@ -23,6 +23,7 @@ BUILT_IN = (
     "pipeinfer.strategies.proposers.draft_model",
     "pipeinfer.strategies.proposers.target_head",
     "pipeinfer.strategies.proposers.eagle3",
+    "pipeinfer.strategies.proposers.dflash",
     "pipeinfer.strategies.proposers.prompt_lookup",
     "pipeinfer.strategies.proposers.lookahead",
     "pipeinfer.strategies.proposers.draft_lookahead",

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from msgspec import Struct, structs
 
@@ -26,11 +26,12 @@ from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.loading import plug_ins
+from pipeinfer.models.block_draft import BlockShape
 from pipeinfer.models.bundled import EMBEDDED
-from pipeinfer.models.eagle_head import TAPS, CompletedHead
+from pipeinfer.models.eagle_head import ARCHITECTURE, BLOCKS, CompletedHead, taps_of
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, SmallVocabulary, head_of
-from pipeinfer.models.hub_files import EAGLE_FILE
+from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE
 from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import find, open_model, open_tokenizer, same_model
@@ -171,7 +172,7 @@ class Draft(Struct, frozen=True):
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
         """Return the options with which a job uses it by default; None if it does not."""
-        return None if asked.draft is None else {}
+        return None if asked.draft is None or _has_blocks(asked) else {}
 
     @classmethod
     def find(cls, spec: ProposerSpec, asked: Asked) -> Draft:
@@ -179,6 +180,9 @@ class Draft(Struct, frozen=True):
         del spec
         if asked.draft is None:
             raise UsageError("needs a draft model: give one with -md")
+        if _has_blocks(asked):
+            raise UsageError(f"{asked.draft} is a DFlash draft, which reads the target's rows: use "
+                             f"--proposer dflash")
         return cls(open_model(asked.draft).path)
 
     @classmethod
@@ -283,7 +287,7 @@ class _Head(Struct, frozen=True):
     def ends(self, ranks: int) -> list[int]:
         """Return the layers at which the parts of so many ranks begin, and the end."""
         if ranks > 1:
-            raise UsageError(f"{self.name} is one layer, which one rank holds: use --draft-ranks 1")
+            raise UsageError(f"{self.name} is held by one rank: use --draft-ranks 1")
         return [0, 1]
 
     def _read(self, layers: range, output: float) -> int:
@@ -325,7 +329,8 @@ class MtpHead(_Head, frozen=True):
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
         """Return the options with which a job uses it by default; None if it does not."""
-        return None if asked.config.speculation.own.get("eagle") or _refusal(asked) else {}
+        given = asked.config.speculation.own.get("eagle") or _has_blocks(asked)
+        return None if given or _refusal(asked) else {}
 
     @classmethod
     def find(cls, spec: ProposerSpec, asked: Asked) -> MtpHead:
@@ -361,44 +366,39 @@ class MtpHead(_Head, frozen=True):
 class EagleHead(_Head, frozen=True):
     """An EAGLE-3 head, in a file of its own that names the layers whose inputs it reads."""
 
+    architecture: ClassVar[str] = ARCHITECTURE
+
     @property
     def taps(self) -> tuple[int, ...]:
         """The layers whose rows it reads. Raises ModelError if the head does not fit the target."""
-        named = self.file.arch_get("target_layers")
-        listed = named if isinstance(named, list) else []
-        found = tuple(one for one in listed
-                      if isinstance(one, int) and 0 <= one < self.target.n_layers)
-        if len(found) != TAPS or len(found) < len(listed):
-            raise ModelError(f"{self.file.path}: does not name {TAPS} layers of "
-                             f"{self.target.path.name} whose rows it reads (target_layers): give "
-                             "the EAGLE-3 head of this model")
-        return found
+        return taps_of(self.file, self.target)
+
+    @property
+    def whole(self) -> CompletedHead:
+        """Its file with all that it needs. Raises ModelError where it does not fit the target."""
+        return CompletedHead(self.file, self.target, self.architecture)
 
     @property
     def held(self) -> int:
         """The bytes of its file."""
-        return CompletedHead(self.file, self.target).total
+        return self.whole.total
 
     @property
     def reads(self) -> int:
         """The bytes of weights that a token's step reads."""
-        return self._read(range(self.file.n_layers_all),
-                          CompletedHead(self.file, self.target).output_bytes)
+        return self._read(range(self.file.n_layers_all), self.whole.output_bytes)
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
         """Return the options for the head that is named, else for one in the model's folder."""
-        if asked.config.speculation.own.get("eagle"):
-            return {}
-        if _no_stages(asked):
-            return None
-        for path in sorted(asked.model.path.parent.glob(f"{EAGLE_FILE}*.gguf")):
-            try:
-                if not _refusal(asked, cls(ModelFile(path), asked.model)._fitting()):
-                    return {"eagle": str(path)}
-            except ModelError:
-                continue  # of another model
-        return None
+        given, blocks = asked.config.speculation.own.get("eagle"), _has_blocks(asked)
+        if given and blocks:
+            raise UsageError(f"--eagle and -md {asked.draft} are both prediction heads: leave one "
+                             "out")
+        if given or blocks:
+            return {} if given else None
+        beside = cls._beside(asked, EAGLE_FILE)
+        return None if beside is None else {"eagle": str(beside.file.path)}
 
     @classmethod
     def find(cls, spec: ProposerSpec, asked: Asked) -> EagleHead:
@@ -421,21 +421,81 @@ class EagleHead(_Head, frozen=True):
                    _same_file(setup.target, setup.target_fingerprint))
 
     def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
-             sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
+             sizes: Mapping[str, int]) -> tuple[Backend, int]:
         """Load layers `[start, stop)`; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
         del layers
         threads = threads_of(config.model.threads_draft, place)
-        path = store(CompletedHead(self.file, self.target), cache_directory())
+        path = store(self.whole, cache_directory())
         return LlamaHead.open(path, 1, sizes, threads, llama_options(
             config.model, draft=True, head="eagle3")), threads
 
     def _fitting(self) -> tuple[int, ...]:
         """Return the taps. Raises ModelError where the head does not fit the target."""
         taps = self.taps
-        CompletedHead(self.file, self.target)  # raises if it does not fit
+        CompletedHead(self.file, self.target, self.architecture)  # raises if it does not fit
         return taps
+
+    @classmethod
+    def _beside(cls, asked: Asked, *starts: str) -> Self | None:
+        """Return a head in the model's folder that fits; None without one."""
+        if _no_stages(asked):
+            return None
+        for path in (one for start in starts
+                     for one in sorted(asked.model.path.parent.glob(f"{start}*.gguf"))):
+            try:
+                if not _refusal(asked, (head := cls(ModelFile(path), asked.model))._fitting()):
+                    return head
+            except ModelError:
+                continue  # of another model
+        return None
+
+
+class BlockHead(EagleHead, frozen=True):
+    """A DFlash, DFlash2 or DSpark draft: the file of -md, or one next to the model."""
+
+    architecture: ClassVar[str] = BLOCKS
+
+    @classmethod
+    def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
+        """Return the options with which a job uses it by default; None if it does not."""
+        return {} if _has_blocks(asked) or cls._beside(asked, *BLOCK_FILES) else None
+
+    @classmethod
+    def find(cls, spec: ProposerSpec, asked: Asked) -> BlockHead:
+        """Find the resource's file."""
+        del spec
+        if why := _no_stages(asked):
+            raise UsageError(why)
+        draft = cls(ModelFile(asked.draft), asked.model) \
+            if asked.draft is not None and _has_blocks(asked) else cls._beside(asked, *BLOCK_FILES)
+        if draft is None:
+            raise UsageError("needs a DFlash draft of this model: give one with -md")
+        if why := _refusal(asked, draft._fitting()):
+            raise UsageError(why)
+        return draft
+
+    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
+             sizes: Mapping[str, int]) -> tuple[Backend, int]:
+        """Load the draft; return the backend and its number of threads."""
+        from pipeinfer.backends.llamacpp.head import LlamaBlocks
+
+        del layers
+        threads = threads_of(config.model.threads_draft, place)
+        path = store(self.whole, cache_directory())
+        return LlamaBlocks.open(
+            path, BlockShape.of(self.file, self.target), self.file.n_layers, sizes, threads,
+            llama_options(config.model, draft=True, head="dflash")), threads
+
+    def _fitting(self) -> tuple[int, ...]:
+        BlockShape.of(self.file, self.target)
+        return super()._fitting()
+
+
+def _has_blocks(asked: Asked) -> bool:
+    """Whether the draft of -md is a prediction head that drafts blocks."""
+    return asked.draft is not None and open_model(asked.draft).architecture == BLOCKS
 
 
 def _no_stages(asked: Asked) -> str:
@@ -470,7 +530,8 @@ def _same_file(path: str, fingerprint: str) -> ModelFile:
     return ModelFile(same_model(path, fingerprint))
 
 
-_BUILT_IN: Mapping[str, type[Resource]] = {"draft": Draft, "mtp": MtpHead, "eagle3": EagleHead}
+_BUILT_IN: Mapping[str, type[Resource]] = {"draft": Draft, "mtp": MtpHead, "eagle3": EagleHead,
+                                             "dflash": BlockHead}
 
 
 @cache

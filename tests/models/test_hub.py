@@ -16,6 +16,7 @@ import pytest
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from tests.rig import launch
+from tests.rig.block_files import write_block_draft
 from tests.rig.clockwork import write_apart, write_clockwork, write_eagle
 from tests.support.fake_hub import COMMIT, Hub, running
 from tests.support.gguf_files import split
@@ -155,30 +156,35 @@ def test_the_head_beside_a_model_comes_along(hub, home, tmp_path):
         "eagle3-Apart.gguf": b"for models without a head of their own"}
     hub.repos["maker/Whole"] = {"Whole-Q4_K_M.gguf": whole.path.read_bytes(),
                                 "mtp-Whole-Q4_K_M.gguf": head}
+    plain = write_random_model(tmp_path / "plain.gguf").read_bytes()
+    hub.repos["maker/Plain"] = {"Plain-Q4_K_M.gguf": plain, "dspark-Plain.gguf": b"a draft"}
     assert pipeinfer(hub, home, "pull", "maker/Apart").returncode == 0
     assert pipeinfer(hub, home, "pull", "maker/Apart:Q8_0").returncode == 0
-    assert pipeinfer(hub, home, "pull", "maker/Whole").returncode == 0
+    for name in ("Whole", "Plain"):
+        assert pipeinfer(hub, home, "pull", f"maker/{name}").returncode == 0
     got = {path.relative_to(path.parents[1 + (path.parent.name == "Q8")]).as_posix()
            for path in home.rglob("*.gguf")}
     assert {one.split("/", 1)[1] for one in got} == {
         "Apart-Q4_K_M.gguf", "mtp-Apart-Q4_K_M.gguf", "Q8/Apart-Q8_0.gguf", "Q8/mtp-a.gguf",
-        "Whole-Q4_K_M.gguf"}
+        "Whole-Q4_K_M.gguf", "Plain-Q4_K_M.gguf", "dspark-Plain.gguf"}
     done = pipeinfer(hub, home, "generate", "-m", "maker/Apart", "-p", "a", "-n", "4", "-c",
                      "256", "-t", "1", "--ignore-eos", "--json")
     assert done.returncode == 0, done.stderr
     assert "prompt-lookup and the head in mtp-Apart-Q4_K_M.gguf" in done.stdout
 
 
-def test_an_eagle_head_is_taken_from_a_repository_of_its_own(hub, home, tmp_path):
+@pytest.mark.parametrize(("write", "name", "option"), [
+    (write_eagle, "eagle3", "--eagle"), (write_block_draft, "dflash", "-md")])
+def test_a_head_is_taken_from_a_repository_of_its_own(write, name, option, hub, home, tmp_path):
     path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
-    head = write_eagle(tmp_path / "head.gguf", path, (0, 1, 2))
-    hub.repos["maker/Heads"] = {"eagle3-model-Q8_0.gguf": head.read_bytes()}
+    head = write(tmp_path / "head.gguf", path, (0, 1, 2))
+    hub.repos["maker/Heads"] = {f"{name}-model-Q8_0.gguf": head.read_bytes()}
     generate = ["generate", "-m", str(path), "-p", "a", "-n", "4", "-c", "256", "-t", "1",
-                "--ignore-eos", "--json", "--eagle", "maker/Heads:Q8_0"]
+                "--ignore-eos", "--json", option, "maker/Heads:Q8_0"]
     for more in ([], ["--offline"]):
         done = pipeinfer(hub, home, *generate, *more)
         assert done.returncode == 0, done.stderr
-        assert "eagle3" in "".join(json.loads(done.stdout)["stats"]["notes"])
+        assert f"{name}-model" in "".join(json.loads(done.stdout)["stats"]["notes"])
     assert hub.sent() == head.stat().st_size
 
 

@@ -15,6 +15,7 @@ from pipeinfer.models.head_file import SmallVocabulary
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_turns import TURNS
 from tests.rig import launch
+from tests.rig.block_files import write_block_draft
 from tests.rig.clockwork import successors, write_apart, write_clockwork, write_eagle
 from tests.support.sample import full
 
@@ -118,7 +119,7 @@ def test_a_head_on_two_draft_ranks_is_refused(tmp_path):
     done = launch.run(4, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p",
                           "x", "-n", "2", "--draft-ranks", "2"], timeout=60)
     assert done.returncode == 2, done.stderr
-    assert "is one layer, which one rank holds: use --draft-ranks 1" in done.stderr
+    assert "is held by one rank: use --draft-ranks 1" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -196,3 +197,56 @@ def test_a_model_without_a_head_is_refused_with_the_reason(name, why, tmp_path):
                           "x", "-n", "2", "--proposer", "mtp"], timeout=60)
     assert done.returncode == 2, done.stderr
     assert why in done.stderr
+
+
+@pytest.mark.parametrize("way", ["overlap", *map(full, (
+    "one", "turns", "synchronous", "head stage", "published", "halves", "draft rank", "killed"))])
+def test_a_block_that_is_right_is_accepted_whole(way, tmp_path):
+    path, after = write_clockwork(tmp_path / "m.gguf", "qwen3moe"), successors()
+    write_block_draft(tmp_path / "dspark-a.gguf", path, (1, 2), "dspark", after=after)
+    ranks, options = WAYS[way]
+    text = list(encoded(path))
+    found = generate(path, ranks, "--temp", "0", "--proposer", "dflash", "--speculation", "on",
+                     *options, way=way)
+    for _ in range(60):
+        text.append(after[text[-1]])
+    assert found["tokens"] == text[-60:]
+    stats = found["stats"]
+    least = 15 if way != "turns" or stats["exact_width"] > 1 else 0
+    assert stats["accepted_speculative"] >= least
+    if way != "killed":
+        assert stats["accepted_speculative"] == stats["guesses_tested"]
+
+
+def test_a_draft_of_blocks_is_recognised_wherever_it_is(tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
+    other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
+    write_block_draft(tmp_path / "dflash-a.gguf", other, (0, 1, 2))
+    given = write_block_draft(tmp_path / "any name.gguf", path, (0, 1, 2), "dflash2")
+    assert "the head" not in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    for more in ((), ("--proposer", "dflash")):
+        notes = "".join(generate(path, 1, "-md", str(given), *more, count=4)["stats"]["notes"])
+        assert "the head in any name.gguf" in notes
+    write_block_draft(tmp_path / "dspark-b.gguf", path, (0, 1, 2), "dspark")
+    assert "the head in dspark-b.gguf" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+
+
+def test_drafts_of_blocks_that_do_not_fit_are_refused(tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
+    other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
+    own, taps = write_block_draft(tmp_path / "own.gguf", path, (0, 1, 2)), (0, 1, 2)
+    eagle = write_eagle(tmp_path / "eagle.gguf", path, taps)
+    for why, more in (
+            ("give the head of", ("-md", write_block_draft(tmp_path / "a.gguf", other, taps))),
+            ("does not name layers", ("-md", write_block_draft(tmp_path / "b.gguf", path, (2, 9)))),
+            ("no usable dflash.block_size",
+             ("-md", write_block_draft(tmp_path / "c.gguf", path, taps, block_size=1))),
+            ("use --proposer dflash", ("-md", own, "--proposer", "draft")),
+            ("both prediction heads", ("-md", own, "--eagle", eagle)),
+            ("give one with -md", ("--proposer", "dflash")),
+            ("this file with --eagle", ("-md", eagle)), ("this file with -md", ("-m", own))):
+        done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path),
+                              "-p", "x", "-n", "2", *map(str, more)], timeout=60)
+        assert done.returncode in (2, 3, 4, 5), done.stderr
+        assert why in done.stderr
+        assert len(done.stderr.splitlines()) == 1

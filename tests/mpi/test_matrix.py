@@ -27,6 +27,7 @@ from pipeinfer.planning.wide import shares_of
 from pipeinfer.scheduler.settings import PUBLISHED
 from tests.models.test_slices_of_architectures import MIXTURES, stages_of
 from tests.rig import launch
+from tests.rig.block_files import write_block_draft
 from tests.rig.clockwork import write_eagle
 from tests.rig.plain_loop import PlainLoop
 from tests.rig.sliced_loop import SlicedLoop
@@ -131,6 +132,15 @@ def with_eagle(own: bool) -> Callable[[Path], Path]:
     return write
 
 
+def with_blocks(kind: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = write_random_model(folder / "m.gguf", RandomSpec(n_layer=6, qtype="Q8_0"))
+        write_block_draft(folder / "draft.gguf", path, (1, 3, 5), kind)
+        return path
+
+    return write
+
+
 def adapter_at(path: Path, prompts: int) -> str:
     """A BiTA adapter of random vectors: what it proposes is worth nothing, and harmless."""
     chance, layers = np.random.default_rng(prompts), (12, prompts, 2, 64)
@@ -151,6 +161,7 @@ TORCH = {"backend": "torch", "device": "cpu"}
 MASKS = {"bita": "bita.safetensors", "proposer": ["bita", "draft"], "policy": "speculative"}
 HEAD = {"proposer": ["mtp"], "speculation": "on"}
 EAGLE = {"eagle": "head.gguf", "speculation": "on"}
+BLOCKS = {"draft_model": "draft.gguf", "proposer": ["dflash"], "speculation": "on"}
 WIDE = {"expert_ff": 192, "n_ff": 192, "n_head": 8, "n_head_kv": 4}
 K_QUANTS = {"qtype": "Q4_K_M", "n_layer": 2, "n_embd": 1024, "n_head": 16, "n_head_kv": 4}
 KINDS = {
@@ -182,6 +193,10 @@ KINDS = {
     "eagle": Kind(with_eagle(False), ("2 ranks",), (*RANKS, "head stage", "halves", "draft rank"),
                   EAGLE),
     "eagle with a vocabulary": Kind(with_eagle(True), (), ("3 ranks", "draft rank"), EAGLE),
+    "blocks": Kind(with_blocks("dflash"), ("3 ranks",), (*RANKS, "draft rank"), BLOCKS),
+    "blocks of a chain": Kind(with_blocks("dspark"), ("2 ranks",), (
+        *RANKS, "head stage", "halves", "draft rank"), BLOCKS),
+    "blocks of a lattice": Kind(with_blocks("dflash2"), ("1 ranks",), RANKS, BLOCKS),
     # every other recipe
     **{f"mixture {name}": Kind(recipe(name, qtype="Q4_0", **WIDE), (), GRIDS)
        for name in MIXTURES if name not in ("deepseek2-lite", "gpt-oss")},
@@ -262,8 +277,9 @@ def test_every_policy_writes_the_tokens_of_plain_decoding(tmp_path, kind, layout
         pytest.importorskip(package)
     path = model.write(tmp_path)
     config = {"model": str(path), **place.options, **model.config}
-    config |= {name: str(tmp_path / config[name]) for name in ("eagle", "bita") if name in config}
-    if "eagle" not in config and model.config is not HEAD:
+    config |= {name: str(tmp_path / config[name]) for name in ("eagle", "bita", "draft_model")
+               if name in config}
+    if not {"eagle", "draft_model"} & config.keys() and model.config is not HEAD:
         own = path.parent == tmp_path and not path.is_dir()  # is its own draft, which is right
         config["draft_model"] = str(path if own else EMBEDDED / "draft.gguf")
     keeps = "state" in kind or "qwen35" in kind
@@ -291,7 +307,8 @@ def test_every_policy_writes_the_tokens_of_plain_decoding(tmp_path, kind, layout
         assert result["tokens"] == expected[case["prompt"], str(case["params"])], case["limits"]
     results, reports = answer["results"], answer["reports"]
     if answer["exact_width"] > 1 or "deepseek2" not in kind:  # of which single rows are exact
-        name = "issued" if "head" in kind or "eagle" in kind else "accepted"  # weights are random
+        random = any(one in kind for one in ("head", "eagle", "blocks"))  # weights
+        name = "issued" if random else "accepted"
         assert sum(result[f"{name}_speculative"] for result in results) > 0
     if place.widths:
         assert reports  # a member that is late at the end has none

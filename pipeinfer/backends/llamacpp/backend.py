@@ -50,6 +50,7 @@ __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensu
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied: only whole sequences can")
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
+_SECTIONS = 8  #: llama.cpp's number of a rotation by four positions
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
 
@@ -100,7 +101,8 @@ class LlamaCppBackend:
         )
         own = declared(info.architecture)
         self._enters = bool(own.entry) and not options.head
-        sections = options.gaps or (own.sections and not options.head)
+        sections = options.gaps or (own.sections and not options.head) or (
+            options.head == "dflash" and binding.llama_model_rope_type(model) == _SECTIONS)
         self._batch = RowBatch(info, sections=sections, enters=self._enters,
                                both=bool(options.head))
 

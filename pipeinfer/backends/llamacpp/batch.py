@@ -84,11 +84,19 @@ class RowBatch:
         batch.embd = None if self._enters else self._pointer("embd", keep.ctypes.data)
         return keep
 
-    def fill_vectors(self, vectors: FloatArray) -> None:
-        """Write rows for an encoder, float32[n, m], which must outlive its call."""
+    def fill_vectors(self, vectors: FloatArray, seq_id: int = -1, first: int = 0) -> None:
+        """Write rows of any width, float32[n, m], which must outlive the call.
+
+        seq_id: whose cells they become, without results; -1: they are for an encoder
+        first: position of the first row
+        """
         n, batch = len(vectors), self.columns
-        self._positions[:n], self._n_ids[:n], self._flags[:n] = np.arange(n), 1, 1
-        self._ids[:n, 0] = self._info.n_seq_max  # an id without cells, whose positions may be any
+        self._positions[:n] = np.arange(first, first + n)
+        if self._sections:
+            self._positions[: 4 * n] = np.tile(self._positions[:n], 4) * (np.arange(4 * n) < 3 * n)
+        self._n_ids[:n], self._flags[:n] = 1, seq_id < 0
+        # without one: an id without cells, whose positions may be any
+        self._ids[:n, 0] = self._info.n_seq_max if seq_id < 0 else seq_id
         batch.n_tokens, batch.token = n, None
         batch.embd = self._pointer("embd", vectors.ctypes.data)
 

@@ -87,7 +87,7 @@ class LlamaOptions(Struct, frozen=True):
     validate: bool = False
     gaps: bool = False
     lend: bool = False
-    head: Literal["", "mtp", "eagle3"] = ""
+    head: Literal["", "mtp", "eagle3", "dflash"] = ""
 
     @property
     def on_cpu(self) -> bool:

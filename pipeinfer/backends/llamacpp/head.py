@@ -1,4 +1,5 @@
-"""A head of the target on llama.cpp: MTP, or EAGLE-3. See `strategies.proposers.target_head`."""
+"""A head of the target on llama.cpp: MTP or EAGLE-3 (`strategies.proposers.target_head`), or DFlash
+(`strategies.proposers.dflash`)."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from msgspec import structs
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.core.types import Columns, FloatArray, Rows
+from pipeinfer.core.types import END, Columns, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
-from pipeinfer.llama.library import last_log
+from pipeinfer.llama.library import clear_log, last_log
+from pipeinfer.models.block_draft import BlockShape
 from pipeinfer.models.head_file import HeadSource, SmallVocabulary
 from pipeinfer.models.shard import ShardSource
 
@@ -84,6 +86,72 @@ class LlamaHead(LlamaCppBackend):
         flat = np.ctypeslib.as_array(found, (count * self.info.n_embd,))
         rows: FloatArray = flat.reshape(count, -1).copy()
         return rows
+
+
+class LlamaBlocks(LlamaCppBackend):
+    """A DFlash draft as a backend: see `dflash.BlockBackend`."""
+
+    shape: BlockShape
+
+    @classmethod
+    def open(cls, path: Path, shape: BlockShape, layers: int, sizes: Mapping[str, Any],
+             threads: int, options: LlamaOptions) -> LlamaBlocks:
+        """Load a completed file; arguments and errors as of `LlamaHead.open`."""
+        draft = cls.load(path, layers=(0, layers), n_layers_total=layers, first=True, last=True,
+                         n_threads=threads, options=options, **sizes)
+        draft.shape = shape
+        binding.llama_set_causal_attn(draft._ctx, shape.causal)
+        if shape.confident or shape.candidates:
+            binding.want_final_rows(draft._ctx, True, not shape.candidates)
+        return draft
+
+    def insert(self, seq_id: int, first: int, rows: FloatArray) -> None:
+        """Make cells of rows of the target, float32[n, t], at positions from `first` on.
+
+        Raises BackendError, and leaves no cell of them, where there is no place.
+        """
+        part = np.ascontiguousarray(rows, np.float32)
+        self._batch.fill_vectors(part, seq_id, first)
+        clear_log()
+        if status := int(binding.llama_decode(self._ctx, self._batch.columns)):
+            self.seq_rm(seq_id, first, END)
+            raise BackendError(f"llama_decode failed with status {status}: {last_log()}")
+
+    def block(self, seq_id: int, first: int, token: int) -> tuple[FloatArray, FloatArray | None]:
+        """Evaluate a block behind the rows of a sequence, and remove its cells.
+
+        first: position of `token`, which follows those rows
+        Returns the logits of the places that predict, float32[n, n_vocab], and how often each is
+        right, float32[n]; None where the draft does not estimate that. Raises BackendError.
+        """
+        shape = self.shape
+        tokens = [token] + [shape.mask] * (shape.size - 1)
+        try:
+            logits = self.decode(make_rows([
+                (one, first + k, (seq_id,), True) for k, one in enumerate(tokens)]))
+            assert logits is not None
+            if not (shape.confident or shape.candidates):
+                return logits[shape.first:].copy(), None
+            flat = np.ctypeslib.as_array(binding.get_final_rows(self._ctx),
+                                         (shape.size * self.info.n_embd,))
+            rows = flat.reshape(shape.size, -1)[shape.first:]
+            if shape.candidates:
+                return _along(rows, shape.candidates, self.info.n_vocab), None
+            return logits[shape.first:].copy(), rows[:, 0].copy()
+        finally:
+            self.seq_rm(seq_id, first, END)
+
+
+def _along(lattice: FloatArray, count: int, n_vocab: int) -> FloatArray:
+    """Return logits float32[n, n_vocab] along the likeliest path of DFlash2's lattice: in each row
+    the ids of `count` candidates, and their scores behind each candidate of the place before."""
+    logits = np.full((len(lattice), n_vocab), -np.inf, np.float32)
+    best = 0
+    for row, place in zip(lattice, logits, strict=True):
+        scores = row[count * (1 + best) : count * (2 + best)]
+        place[row[:count].astype(int)] = scores
+        best = int(scores.argmax())
+    return logits
 
 
 class _Slots:

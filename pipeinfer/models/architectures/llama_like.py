@@ -47,6 +47,7 @@ ARCHITECTURES = (
     # llama.cpp computes these without windows
     Architecture(("phi3",), Cut((keys.WINDOW,)), partly=True, fills_width=True,
                  torch=Torch(("phi3",))),
+    Architecture(("dflash",), splits=False, partly=True),
     # every fourth layer does not rotate
     Architecture(("smollm3",), Cut(step=4), sliced=True),
 )
