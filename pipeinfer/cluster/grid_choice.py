@@ -282,7 +282,8 @@ def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan:
     remember(_path(model, hosts, ranks, users), msgspec.to_builtins(_Note(time.time(), stages)))
 
 
-def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], users: int) -> Path:
+def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], users: int = 1
+          ) -> Path:
     """Return the file for this model, the hosts of these ranks and the number of users."""
     identity = (_FORMAT, model.fingerprint, [hosts[rank].host for rank in ranks],
                 *([users] if users > 1 else ()))

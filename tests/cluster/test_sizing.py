@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,12 +24,13 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import Config, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
+from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.controller import least_hope
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.resources import Asked, Draft
 
 CURVE = ((2, 1.2), (4, 1.6), (8, 2.4), (16, 4.0))
-DRAFT = Path("draft.gguf")
+DRAFT = EMBEDDED / "draft.gguf"
 PROPOSERS = [PlacedProposer(registry.proposers()["draft"], Draft(DRAFT))]
 
 
