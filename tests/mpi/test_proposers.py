@@ -64,7 +64,8 @@ def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more,
 
 def test_lookahead_over_ranks_takes_fewer_runs_than_tokens(wanted):
     found = answered(3, "-m", str(EMBEDDED / "target.gguf"), "-md", "none", "-n", "60", "--temp",
-                     "0", "--ignore-eos", "--proposer", "lookahead", "--policy", "speculative")
+                     "0", "--ignore-eos", "--proposer", "lookahead", "--policy", "speculative",
+                     "--set", "adapt=false")  # whatever else the machine does
     assert found["tokens"] == wanted[0.0]
     assert found["stats"]["runs"] < len(found["tokens"])
 
