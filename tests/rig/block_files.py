@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from pipeinfer.lab.random_model import add_key
 from pipeinfer.models.gguf import ModelFile
 
 BLOCK, RANK, KERNEL, GROUP, TOP = 8, 32, 4, 32, 4
@@ -60,14 +61,8 @@ def write_block_draft(path: Path, target: Path, taps: tuple[int, ...], kind: str
     entries |= {name.replace("__", "."): value for name, value in keys.items()}
     for name, value in entries.items():
         key = "tokenizer.ggml.mask_token_id" if name == "mask" else f"dflash.{name}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
+        if value is not None:  # None leaves a key out
+            add_key(writer, key, value)
     given = {}
     if after:
         given = {"markov_w1": np.eye(vocab), "markov_w2": 1000 * np.eye(vocab)[np.argsort(after)],

@@ -46,7 +46,7 @@ INLINE void scale_all(int count, int64_t block, const uint8_t *x, int bytes, con
     UNROLLED
     for (row = 0; row < count; row++)
         _mm256_store_ps(both[row], _mm256_mul_ps(
-            eight, _mm256_loadu_ps(y->scale + row * y->apart_scales + block)));
+            eight, _mm256_loadu_ps(y->scale + row * y->length + block)));
 }
 
 /* Types with blocks of 32. WEIGHTS: the numbers of the block at x as they are stored, of some types with
@@ -101,7 +101,7 @@ INLINE void NAME##_lines(int lines, int count, int64_t blocks, const uint8_t *x,
             UNROLLED                                                                                  \
             for (row = 0; row < count; row++)                                                         \
                 both[line][row][i] = one(rest + i * BYTES)                                            \
-                    * y->scale[row * y->apart_scales + block + i];                                    \
+                    * y->scale[row * y->length + block + i];                                          \
             NAME##_block(count, block + i, rest + i * BYTES, y, both[line], i, sums[line],            \
                          &least[line]);                                                               \
         }                                                                                             \
@@ -248,7 +248,7 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
         }
         UNROLLED
         for (row = 0; row < count; row++) {
-            const float theirs_scale = y->scale[row * y->apart_scales + block];
+            const float theirs_scale = y->scale[row * y->length + block];
             const __m128i products = _mm_madd_epi16(lowest, _mm_load_si128(
                 (const __m128i *)(const void *)(y->pairs + 8 * (block * count + row))));
             if (fifth) {
@@ -332,7 +332,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
         for (row = 0; row < count; row++) {
             const __m256i parts = load(y->at + row * y->apart + block * Q8_K_BYTES + 260);
             const __m256i offset = _mm256_slli_epi32(_mm256_madd_epi16(parts, scales), 5);
-            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(y->scale[row * y->apart_scales + block] * scale),
+            sums[row] = _mm256_fmadd_ps(_mm256_set1_ps(y->scale[row * y->length + block] * scale),
                                         _mm256_cvtepi32_ps(_mm256_sub_epi32(found[row], offset)),
                                         sums[row]);
         }

@@ -47,8 +47,7 @@ static bool fits(const struct kernel *kernel, int64_t blocks)
 }
 
 /* Unpacked rows, as struct rows says; of each group of rows what belongs to it follows that of the last. */
-enum { SPARE = 8 }; /* scales are read by eights */
-static _Thread_local float scales[MOST_ROWS * (MOST_BLOCKS + SPARE)], others[MOST_ROWS * MOST_BLOCKS];
+static _Thread_local float scales[MOST_ROWS * MOST_BLOCKS], others[MOST_ROWS * MOST_BLOCKS];
 static _Thread_local int16_t pairs_of[MOST_ROWS * MOST_NUMBERS / 32] ALIGNED;
 /* A product's rows have blocks or they have none. */
 static _Thread_local union {
@@ -82,7 +81,7 @@ AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows,
             for (row = 0; row < in_group; row++) {
                 const uint8_t *from = rows + (first + row) * apart + block * kernel->partner_bytes;
                 const int64_t at = first * blocks + block * in_group + row;
-                float *scale = all_scales + (first + row) * (blocks + SPARE) + block;
+                float *scale = all_scales + (first + row) * blocks + block;
                 if (kernel->partner == Q8_K) {
                     const __m256i sums = load(from + 260);
                     memcpy(scale, from, sizeof *scale);
@@ -138,11 +137,11 @@ static void piece(const struct kernel *kernel, int64_t from, int64_t until, int 
     for (group = 0; group < groups; group++) {
         const int end = (group + 1) * count / groups;
         const int64_t at = begin * blocks;
-        const struct rows rows = {y + begin * y_apart, y_apart, scales + begin * (blocks + SPARE),
+        const struct rows rows = {y + begin * y_apart, y_apart, scales + at,
                                   others + group * MOST_GROUP * blocks,
                                   unpacked.numbers + at * kernel->elements,
                                   unpacked.offsets + at * kernel->elements, pairs_of + 8 * at,
-                                  unpacked.floats + at, blocks + SPARE, blocks};
+                                  unpacked.floats + at, blocks};
         kernel->pass(end - begin, blocks, x + from * x_apart, x_apart, until - from, &rows,
                      to + from + begin * apart, apart);
         begin = end;

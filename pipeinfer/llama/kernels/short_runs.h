@@ -130,12 +130,12 @@ INLINE __m256 eight_bf16(const uint8_t *from)
 
 /* Rows of the right side that a pass takes, `count`, as they are (`at`, `apart` bytes from one to the
    next) and unpacked. Of types with blocks: scale: what a block begins with, of each row
-   `apart_scales`; and by block and then by row, so that a pass reads on and on: other: a block's
+   `length`; and by block and then by row, so that a pass reads on and on: other: a block's
    second number, for MOST_GROUP rows; numbers: the rest, by parts of 32; offsets: what a weight's
    offset adds to products by twos, 16 int16 a part; pairs: of Q8_K, sums of 32 numbers, 8 int16 a
    block. Of types without: floats, `length` in a row. */
 struct rows { const uint8_t *at; size_t apart; const float *scale, *other; const int8_t *numbers,
-              *offsets; const int16_t *pairs; const float *floats; int64_t apart_scales, length; };
+              *offsets; const int16_t *pairs; const float *floats; int64_t length; };
 
 enum { MOST_GROUP = 8,     /* rows that one pass over a weight's row takes */
        MOST_FLOATS = 6 };  /* the same for types without blocks */
