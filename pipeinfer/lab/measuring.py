@@ -1,7 +1,7 @@
 """What `pipeinfer measure` finds out about a real job, as a record to share.
 
-A record names no host, address or path. The same prompts, with and without guesses, by one user and
-by four; the hash of the texts tells whether they are equal. Knows no command line.
+A record names no host, address or path. The same prompts, with and without speculation, by one
+user and by four; the hash of the texts tells whether they are equal. Knows no command line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ USERS = (1, 4)
 _TOKENS, _LEAST, _WARM = 64, 8, 4  #: of an answer, at most and at least; of one that is not counted
 _SECONDS = 480.0  #: after which nothing further begins
 _SILENCE = 300.0
-PLAIN, GUESSES = "plain", "with guesses"
+PLAIN, SPECULATION = "plain", "with speculation"
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,11 +78,25 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True):
     texts: str
 
 
+class Beside(Struct, frozen=True, forbid_unknown_fields=True):
+    """llama-bench on the same hosts, with one worker of its RPC on each; none on a single host.
+
+    program: with its commit. prompt_rates: tokens per second of prompts of PROMPTS tokens. rate: of
+    generation behind an empty text.
+    """
+
+    program: str
+    workers: int
+    prompt_rates: tuple[float, ...]
+    rate: float
+
+
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
     """All that is shared.
 
-    equal: whether both policies had the same tokens everywhere. missing: what the time did not
-    suffice for. note: what its maker says of it.
+    proposer: what drafts. equal: whether both policies had the same tokens everywhere. beside:
+    llama.cpp on the same hosts. missing: what the time did not suffice for. note: what its maker
+    says of it.
     """
 
     format: int
@@ -91,12 +105,13 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
     library: str
     system: str
     model: Model
-    guesses: str
+    proposer: str
     layers: tuple[int, ...]
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     runs: tuple[Run, ...]
     equal: bool
+    beside: Beside | None = None
     missing: tuple[str, ...] = ()
     note: str = ""
 
@@ -141,8 +156,8 @@ def measure(session: Session, base: JobConfig, hosts: tuple[Host, ...], links: t
             told: Callable[[str], None] = lambda _: None) -> Record:
     """Ask a running job, and return the record. told: called with what is asked next."""
     path = session.loaded.job.target
-    guesses = session.draft_name or ", ".join(base.speculation.proposer) or "prompt lookup"
-    configs = {PLAIN: base.replace(policy="iterative"), GUESSES: base}
+    proposer = session.draft_name or ", ".join(base.speculation.proposer) or "prompt lookup"
+    configs = {PLAIN: base.replace(policy="iterative"), SPECULATION: base}
     end, tokens, runs, missing = time.monotonic() + _SECONDS, _TOKENS, list[Run](), list[str]()
     for users, length in itertools.product(USERS, PROMPTS):
         prompts = _prompts(session, length, users)
@@ -164,8 +179,8 @@ def measure(session: Session, base: JobConfig, hosts: tuple[Host, ...], links: t
         FORMAT, time.strftime("%Y-%m-%d"), host.package_version(), llama_identity(),
         f"{platform.system()} {platform.machine()}", Model(
             path.name, path.stat().st_size, session.loaded.job.model.fingerprint[:16]),
-        guesses, tuple(one.stop - one.start for one in session.assembly.held), hosts, links,
-        tuple(runs), equal(runs), tuple(missing))
+        proposer, tuple(one.stop - one.start for one in session.assembly.held), hosts, links,
+        tuple(runs), equal(runs), missing=tuple(missing))
 
 
 def equal(runs: Sequence[Run]) -> bool:
@@ -246,9 +261,20 @@ def paragraph(record: Record) -> str:
         lines.append(f"{users} user{'s' * (users > 1)}, prompt of {prompt}: " + ", ".join(
             f"{policy} {run.rate:.1f} tokens/s (prompt {run.prompt_rate:.0f})"
             for policy, run in pair.items()) + ".")
-    lines.append(f"Guesses by {record.guesses}; the texts are "
+    lines.append(f"Drafts by {record.proposer}; the texts are "
                  f"{'equal' if record.equal else 'NOT EQUAL: please report this'}.")
+    if record.beside is not None:
+        rates = zip(record.beside.prompt_rates, PROMPTS, strict=True)
+        prompts = ", ".join(f"{rate:.0f} of {length} tokens" for rate, length in rates)
+        lines.append(f"{words(record.beside)}, beside it: {record.beside.rate:.1f} tokens/s "
+                     f"(prompt {prompts}).")
     return "\n".join([*lines, *(f"Not measured in time: {what}." for what in record.missing)])
+
+
+def words(beside: Beside) -> str:
+    """What ran beside pipeinfer."""
+    return f"{beside.program}, " + (f"RPC over {beside.workers} hosts" if beside.workers
+                                    else "one process")
 
 
 def _pairs(record: Record) -> Mapping[tuple[int, int], dict[str, Run]]:
@@ -274,6 +300,10 @@ def draw(path: Path, records: Mapping[str, Record]) -> None:
                 labels.append(f"{users} x {prompt}, {policy}")
                 rates.append(run.rate)
                 colours.append("tab:blue" if policy == PLAIN else "tab:orange")
+        if record.beside is not None:
+            labels.append(words(record.beside))
+            rates.append(record.beside.rate)
+            colours.append("tab:gray")
         bars = ax.barh(labels[::-1], rates[::-1], color=colours[::-1])
         ax.bar_label(bars, fmt="%.1f", padding=2, fontsize=7)
         ax.set_title(f"{name}: {record.model.name}, {len(record.hosts)} hosts, "

@@ -10,13 +10,16 @@ from msgspec import structs
 
 from pipeinfer.lab import measuring
 from tests.rig import launch
+from tests.support import llama_programs
 
 
 @pytest.mark.slow
 def test_a_job_of_three_ranks_is_measured_and_nobody_is_named(tmp_path):
     path = tmp_path / "ours.json"
     done = launch.run(3, [sys.executable, "-m", "pipeinfer", "measure", "--share", str(path),
-                          "--note", "three ranks"], timeout=240.0)
+                          "--note", "three ranks", "--programs",
+                          str(llama_programs.write(tmp_path / "programs", worker=False))],
+                      timeout=240.0)
     assert done.returncode == 0, done.stderr
     record = measuring.read(path)
     assert record.equal
@@ -26,9 +29,11 @@ def test_a_job_of_three_ranks_is_measured_and_nobody_is_named(tmp_path):
     assert [one.ranks for one in record.hosts] == [(0, 1, 2)]
     assert len(record.links) == 2
     assert not record.missing
+    assert record.beside == measuring.Beside("llama.cpp 0000000", 0, (74.0, 522.0), 10.0)
+    assert "one process, beside it: 10.0 tokens/s" in done.stdout
     assert {(run.users, run.prompt, run.policy) for run in record.runs} == {
         (users, length, policy) for users in measuring.USERS for length in measuring.PROMPTS
-        for policy in (measuring.PLAIN, measuring.GUESSES)}
+        for policy in (measuring.PLAIN, measuring.SPECULATION)}
     assert all(run.rate > 0 and run.prompt_rate > 0 for run in record.runs)
     text = path.read_text()
     assert socket.gethostname() not in text.replace("pipeinfer", "")
@@ -48,3 +53,6 @@ def test_what_measure_decides_is_refused_before_anything_starts():
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "measure", "--share", "ours.txt"])
     assert done.returncode == 2
     assert "ours.json" in done.stderr
+    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "measure", "--programs", "."])
+    assert done.returncode == 2
+    assert "GGML_RPC" in done.stderr

@@ -15,19 +15,26 @@ from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import fetch_models, note, show_over
 from pipeinfer.cluster.launch import join
 from pipeinfer.config import Resolved
-from pipeinfer.errors import UsageError
-from pipeinfer.lab import measuring
+from pipeinfer.errors import ClusterError, RankLost, UsageError
+from pipeinfer.host import launched_rank
+from pipeinfer.lab import measuring, measuring_rpc
+from pipeinfer.models.locate import model_paths
 
 
 @config_options(*JOB, "request")
 @click.option("--share", type=click.Path(path_type=Path, dir_okay=False),
               help="Write the record there, such as ours.json, and a picture beside it.")
+@click.option("--programs", type=click.Path(path_type=Path, file_okay=False),
+              help="Folder, on every host, with llama-bench and ggml-rpc-server: measure them on "
+              "the same hosts before.")
 @click.option("--note", "remark", default="", help="What you want to say about the machines.")
-def measure_command(resolved: Resolved, share: Path | None, remark: str) -> None:
-    """Measure a job on these machines: with and without guesses, for one user and for four.
+def measure_command(resolved: Resolved, share: Path | None, programs: Path | None,
+                    remark: str) -> None:
+    """Measure a job on these machines: with and without speculation, for one user and for four.
 
-    It takes at most ten minutes behind the start. The record has processors, cores, memory, links
-    and speeds, but no names, addresses or texts. Nothing is sent anywhere.
+    It takes at most ten minutes behind the start, and seven more with --programs. The
+    record has processors, cores, memory, links and speeds, but no names, addresses or texts.
+    Nothing is sent anywhere.
 
     \b
     launch/ssh hostfiles/xeon 8 measure -m big-q8_0.gguf -md small.gguf --share ours.json
@@ -37,9 +44,21 @@ def measure_command(resolved: Resolved, share: Path | None, remark: str) -> None
     base = resolved.config.job.replace(parallel=max(measuring.USERS))
     if base.speculation.policy or base.speculation.decomposer:
         raise UsageError("measure decides about --policy and --decomposer: leave them out")
+    if programs is not None and launched_rank() == 0:
+        measuring_rpc.find(programs)
     fetch_models(base)
     joined = join(base)
     hosts, links = measuring.surroundings(joined.place)
+    beside = None
+    if programs is not None:
+        if joined.place.rank == 0:
+            show_over("llama.cpp's own programs")
+        try:
+            beside = measuring_rpc.measure(joined.place, programs, model_paths(base)[0], hosts)
+        except RankLost:
+            raise
+        except ClusterError as error:
+            note(f"llama.cpp's programs were not measured: {error}")
     if joined.place.rank:
         joined.serve()
         return
@@ -47,7 +66,7 @@ def measure_command(resolved: Resolved, share: Path | None, remark: str) -> None
         session.on_change = note
         record = measuring.measure(session, base, hosts, links, show_over)
         show_over("")
-    record = msgspec.structs.replace(record, note=remark)
+    record = msgspec.structs.replace(record, note=remark, beside=beside)
     click.echo(measuring.paragraph(record))
     if share is not None:
         share.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")

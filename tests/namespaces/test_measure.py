@@ -1,0 +1,33 @@
+"""`pipeinfer measure` over hosts, with programs beside it that stand in for llama.cpp's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.lab import measuring
+from tests.rig.namespaces import Cluster
+from tests.support import llama_programs
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow,
+              pytest.mark.full("one host in tests/lab/test_measure.py")]
+
+
+@pytest.mark.parametrize("worker", [True, False])
+def test_each_host_runs_a_worker_and_what_fails_is_said(tmp_path, worker):
+    programs = llama_programs.write(tmp_path / "programs", worker=worker)
+    path = tmp_path / "ours.json"
+    with Cluster(3) as cluster:
+        done = cluster.pipeinfer(["measure", "--programs", str(programs), "--share", str(path),
+                                  "-t", "1"], timeout=240)
+        left = cluster.run(["pgrep", "-f", str(programs)], timeout=20)
+    assert done.returncode == 0, done.stderr
+    assert left.stdout == ""
+    record = measuring.read(path)
+    assert len(record.hosts) == 3
+    if worker:
+        assert record.beside is not None
+        assert record.beside.workers == 3
+    else:
+        assert record.beside is None
+        assert "has no ggml-rpc-server" in done.stderr
+    assert cluster.address(2) not in path.read_text()
