@@ -3,12 +3,14 @@
 Without a compiler they are left out: Python or llama.cpp does their work.
 """
 
+import os
+
 from setuptools import Extension, setup
 
 #: Python's own flags have -g, which nearly doubles the time
 NO_DEBUG_INFO = "-g0"
 
-setup(ext_modules=[Extension(
+setup(ext_modules=[] if os.environ.get("PIPEINFER_WITHOUT_C") else [Extension(
     "pipeinfer.llama.kernels._layer_filter",
     ["pipeinfer/llama/kernels/layer_filter.c", "pipeinfer/llama/kernels/sums.c",
      "pipeinfer/llama/kernels/spin.c"],

@@ -93,6 +93,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                **quick_compiler(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     wheel, = (folder / "dist").glob("*.whl")
+    assert "-cp311-abi3-" in wheel.name  # one for every newer Python
     if shutil.which("cc"):  # optional parts are left out without a word when they do not compile
         with zipfile.ZipFile(wheel) as packed:
             parts = {Path(name).name.split(".")[0] for name in packed.namelist()
@@ -124,6 +125,15 @@ def test_no_compiler_was_needed(installed):
     assert "llama.cpp: xllamacpp" in said.stdout
     listed = json.loads(pip(installed, "list", "--format", "json").stdout)
     assert not {"llama-cpp-python", "llama_cpp_python"} & {one["name"] for one in listed}
+
+
+@pytest.mark.full("its jobs in tests/lab/test_demo.py; fetches 93 MB")
+def test_the_demo_answers_and_races(installed):
+    done = run(installed, "pipeinfer", "demo", timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "def " in done.stdout
+    assert "same text" in done.stdout
+    assert (installed / "race.svg").read_text().startswith("<svg")
 
 
 def test_the_server_has_its_page_and_a_model(installed, tmp_path):

