@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TextIO
 import click
 
 from pipeinfer.cli.chat_terminal import Formatted, InputSource, Plain
-from pipeinfer.cli.terminal import Stopped
+from pipeinfer.cli.terminal import Stopped, stop_again
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import write_atomically
 
@@ -71,6 +72,7 @@ class Interrupts:
         self._first: type[BaseException] = Stopped
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
+        sys.unraisablehook = stop_again
 
     def expect(self, first: type[BaseException]) -> None:
         """Begin a new phase: count from 0, and let the first Ctrl-C raise `first`."""

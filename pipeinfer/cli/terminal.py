@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -19,6 +20,7 @@ from pipeinfer.errors import PipeinferError, StageFailed
 from pipeinfer.models.locate import fetch, may_fetch
 
 INTERRUPTED = 130
+_AGAIN = 0.05  #: seconds, in which a finaliser has ended
 
 
 class Stopped(BaseException):
@@ -61,7 +63,18 @@ def watch_signals() -> list[int]:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, on_signal)
+    sys.unraisablehook = stop_again
     return seen
+
+
+def stop_again(lost: sys.UnraisableHookArgs) -> None:
+    """Send SIGTERM once more where Stopped was raised inside a finaliser, which drops it."""
+    if lost.exc_type is not Stopped:
+        sys.__unraisablehook__(lost)
+        return
+    again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGTERM))
+    again.daemon = True
+    again.start()
 
 
 def fetch_models(job: JobConfig) -> None:
