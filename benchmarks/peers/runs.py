@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +17,12 @@ from typing import Any
 
 import click
 
-from pipeinfer.lab.chaos.whole import free_port
+from pipeinfer.errors import ClusterError
+from pipeinfer.lab.measuring_rpc import worker
 from tests.rig.launch import run
 
 _DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")
 _COUNT = re.compile(r"\bn_(drafted|accept) += (\d+)")
-_START_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,40 +129,12 @@ def workers(task: Task, count: int, *, whole: bool = False) -> Iterator[list[str
         return
     with ExitStack() as stack:
         threads = task.threads if whole else max(1, task.threads // count)
-        ends = [stack.enter_context(_server(task.programs, threads)) for _ in range(count)]
+        try:
+            ends = [stack.enter_context(worker(task.programs, "127.0.0.1", threads)).end
+                    for _ in range(count)]
+        except ClusterError as error:
+            raise click.ClickException(str(error)) from None
         yield ["--rpc", ",".join(ends), "-ngl", "99"]
-
-
-@contextmanager
-def _server(programs: Path, threads: int) -> Iterator[str]:
-    port = free_port()
-    command = [str(programs / "ggml-rpc-server"), "-p", str(port), "-t", str(threads)]
-    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop it
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            _await(process, port, command, log)
-            yield f"127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _await(process: subprocess.Popen[bytes], port: int, command: list[str], log: Any) -> None:
-    end = time.monotonic() + _START_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    log.seek(0)
-    raise click.ClickException(
-        f"`{' '.join(command)}` did not listen within {_START_SECONDS:.0f} s: start it by hand "
-        f"to see why. It said: {log.read()[-800:]}")
 
 
 def _output(command: list[str], task: Task, ranks: int = 1) -> tuple[str, str]:

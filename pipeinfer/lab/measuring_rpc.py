@@ -112,7 +112,7 @@ def _started(stack: contextlib.ExitStack, folder: Path, address: Callable[[], st
     """Start a worker that ends with `stack`, or say why there is none: rank 0 waits for a word of
     every rank."""
     try:
-        return stack.enter_context(_worker(folder, address()))
+        return stack.enter_context(worker(folder, address(), os.cpu_count() or 1))
     except (ClusterError, OSError) as error:
         return Worker(failure=str(error))
 
@@ -139,15 +139,16 @@ def _towards(door: Door) -> str:
 
 
 @contextlib.contextmanager
-def _worker(folder: Path, address: str) -> Iterator[Worker]:
-    """A worker of llama.cpp's RPC, until the block ends. Raises ClusterError."""
+def worker(folder: Path, address: str, threads: int) -> Iterator[Worker]:
+    """A worker of llama.cpp's RPC, until the block ends. threads: that it computes with. Raises
+    ClusterError."""
     program = next((folder / name for name in _WORKERS if (folder / name).is_file()), None)
     if program is None:
         raise ClusterError(f"{host.host_name()} has no {_WORKERS[0]} in {folder}: put llama.cpp's "
                            "programs there on every host")
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]
-    command = [str(program), "-H", address, "-p", str(port), "-t", str(os.cpu_count() or 1)]
+    command = [str(program), "-H", address, "-p", str(port), "-t", str(threads)]
     with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop it
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                    env=_environment(), preexec_fn=_on_all_cores)
