@@ -207,11 +207,11 @@ def test_the_demonstration_says_so_and_shows_its_stages(browser):
     race = ("-m", "embedded", "-t", "1", "--temp", "0", "--hook", "pace=2+1", "-n", "8")
     with front(MODEL, race=race, facts=KNOWN) as server:
         page = Page(browser, server.url).ready()
-        assert page.tab.inner_text("#open-race") == "Demonstration: three slow hosts …"
+        assert page.tab.inner_text("#open-race") == "Demonstration: five slow hosts …"
         page.tab.click("#open-race")
         page.tab.click("#race-start")
         page.tab.wait_for_selector(".race-stages >> nth=2")
-        assert page.tab.locator(".race-stage").count() == 9
+        assert page.tab.locator(".race-stage").count() == 15
         assert page.tab.locator(".race-stage .plain").count() > 0
         assert "plain" in page.tab.inner_text("#race-legend")
         note = page.tab.inner_text("#race-note")

@@ -13,16 +13,16 @@ import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import UsageError
+from pipeinfer.lab.commands.race import RANKS
 from pipeinfer.models import bundled
 from pipeinfer.supervise import launcher as launchers
 from pipeinfer.supervise.launcher import Launcher
 
-_RANKS, _RACING = 4, 6  #: a head and three stages; for the race five
+_RANKS = 4  #: a head and three stages
 _CHAT = ("-m", bundled.SMOLLM2, "--chat", "-p",
-         "Write a Python function that reads a config file.", "-n", "160", "--temp", "0")
-_TEXT = ("-m", bundled.PAIR, "-p", "def read_config(path):", "-n", "160", "--temp", "0.6",
-         "--seed", "7")
-_RACE = ("-n", "80", "-o", "race.svg")
+         "Write a Python function that reads a config file.", "--temp", "0")
+_TEXT = ("-m", bundled.PAIR, "-p", "def read_config(path):", "--temp", "0.6", "--seed", "7")
+_LENGTH = ("-n", "160")
 _FETCH_SECONDS = 900.0
 
 
@@ -43,13 +43,13 @@ def demo_command(no_race: bool, ranks: int, words: tuple[str, ...]) -> None:
                          "name one with PIPEINFER_MPIRUN")
     text = _CHAT if _fetched() else _TEXT
     _say(f"asking {text[1]}: {text[text.index('-p') + 1]}")
-    first = _job(launcher, environ, ranks, ("generate", *text, *words))
+    first = _job(launcher, environ, ranks, ("generate", *text, *_LENGTH, *words))
     if no_race or words:
         os.execve(first[0], first, environ)
     if failed := subprocess.run(first, env=environ, check=False).returncode:
         raise SystemExit(failed)
     click.echo()
-    second = _job(launcher, environ, _RACING, ("race", *text, *_RACE))
+    second = _job(launcher, environ, RANKS, ("race", *text, "-o", "race.svg"))
     os.execve(second[0], second, environ)
 
 

