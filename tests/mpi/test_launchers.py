@@ -284,6 +284,26 @@ case "$* " in *"{fails or 'nothing'}"*) echo no route to host; exit 1 ;; esac
     assert any("compileall" in call for call in calls[2:]) == (not fails)
 
 
+@pytest.mark.parametrize(("extras", "settings", "uv", "by"), [
+    ("mpi,demo", "", "exit 0", "uv"), ("mpi,demo", "", "exit 1", "pip"),
+    ("mpi,torch", "", "exit 0", "pip"), ("mpi", "global.index-url=x", "exit 0", "pip"),
+    ("mpi", "global.extra-index-url=x", "exit 0", "uv")])
+def test_packages_are_installed_by_uv_where_pip_is_not_told_otherwise(tmp_path, extras, settings,
+                                                                     uv, by):
+    (tmp_path / "bin").mkdir()
+    for name, text in (("python", f"""if [ "$1" = - ]; then exec {sys.executable} "$@"; fi
+[ "$*" = "-m pip config list" ] && echo "{settings}"
+echo "pip $*" >>{tmp_path}/calls"""), ("uv", f'echo "uv $*" >>{tmp_path}/calls; {uv}')):
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    done = sourced(f"VENV={tmp_path} NATIVE=; install_prebuilt {extras}; echo installed")
+    assert done.stdout == "installed\n", done.stderr
+    last = [line for line in (tmp_path / "calls").read_text().splitlines()
+            if " numpy" in line and "click" in line][-1]
+    assert last.startswith(by)
+    assert "--only-binary xllamacpp" in last
+
+
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_ranks_start_where_shared_memory_is_small():
