@@ -38,8 +38,11 @@ class Folder:
 
     def make(self) -> None:
         """Create the folder and its `logs`. Raises UsageError if other users could write to it."""
+        logs = self.path / "logs"
         try:
-            (self.path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in reversed((logs, *logs.parents)):  # mkdir's mode is not that of parents
+                if not path.exists():
+                    path.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make {self.path}: {error.strerror}; name another folder with "
                              f"{VARIABLE}") from error

@@ -36,6 +36,18 @@ def test_a_folder_that_others_could_write_to_is_refused(folder):
         Folder("../x")
 
 
+def test_the_folder_is_private_where_groups_may_write_to_new_ones(tmp_path, monkeypatch):
+    """As on Debian and Ubuntu, where each user has a group of its own."""
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state" / "up"))
+    before = os.umask(0o002)
+    try:
+        for found in (Folder("one"), Folder("two", state.JOINED)):
+            found.make()
+            assert found.path.parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
 def test_only_one_supervisor_has_it(folder):
     other = Folder("one")
     assert not folder.alive
