@@ -12,6 +12,7 @@
         |-- TransportTimeout            a wait ran into its deadline
         |-- MismatchError               ranks disagree on version, config or model
         |-- BackendError                a decode or a cache operation failed
+        |   `-- NoCells                     there was no place for the rows
         |-- InvariantError              the scheduler's state contradicts itself (a bug)
         |-- RankRefused                 a rank cannot take part; exits with that rank's code
         |-- RankLost                    a rank is dead or unreachable (the job may recover)
@@ -108,6 +109,10 @@ class MismatchError(ClusterError):
 
 class BackendError(ClusterError):
     """A decode or a cache operation of a backend failed."""
+
+
+class NoCells(BackendError):
+    """The cache has no free cells for the rows of a decode; it is as it was."""
 
 
 class InvariantError(ClusterError):

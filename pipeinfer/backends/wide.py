@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
 from pipeinfer.backends.base import Backend, Capabilities, apply, tap
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
 from pipeinfer.core.types import END, FloatArray, IntArray, Rows, SeqJoin
+from pipeinfer.errors import ClusterError, NoCells
 
 
 class SliceBackend(Backend, Protocol):
@@ -178,3 +180,48 @@ class WideBackend:
 
     def _all(self) -> list[SliceBackend]:
         return [shard for chain in self._slices for shard in chain]
+
+
+class WideHead(WideBackend):
+    """A prediction head made of the slices of one member; each has one layer and some of the
+    output matrix.
+
+    slices: see `target_head.RowHead`. team: as of `WideBackend`
+    first: the attribute with the first of them; after the sums all have the same hidden rows
+    """
+
+    def __init__(self, slices: Sequence[Any], team: Team) -> None:
+        layers = slices[0].info.layers
+        super().__init__([[one] for one in slices], team, layers, layers[1], None)
+        if most := team.shape.capacity // self.info.n_embd:  # of the buffers for sums
+            self.info = structs.replace(self.info, n_batch=min(self.info.n_batch, most))
+        self._heads, self.first = slices, slices[0]
+        self._found: list[FloatArray] = [np.empty((0, 0), np.float32)] * len(slices)
+
+    def step(self, number: int, rows: Rows, hidden: FloatArray | None
+             ) -> tuple[npt.NDArray[Any], FloatArray]:
+        """Evaluate `rows`, as `decode`; all members call this for the same rows.
+
+        number: of the run
+        Returns the tokens of which the member has rows of the output matrix, int[k], and their
+        logits, float32[n, k].
+        Raises NoCells, at all members alike, and ClusterError, which others receive as PeerFailed.
+        """
+        self._team.begin(number, cancelled=False)
+        if self.decode(rows, hidden) is None:
+            raise ClusterError("a run of the head was stopped")
+        found = [one.of_slice(own) for one, own in zip(self._heads, self._found, strict=True)]
+        return (np.concatenate([tokens for tokens, _ in found]),
+                np.concatenate([logits for _, logits in found], axis=1))
+
+    def _run(self, turn: int, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
+        try:
+            found = self._slices[turn][0].decode(rows, hidden)
+        except NoCells:
+            raise
+        except Exception as error:
+            self._team.fail(self._team.shape.own[turn])
+            raise ClusterError(f"a slice of the head: {error}") from error
+        if found is not None:
+            self._found[turn] = found
+        return found

@@ -7,21 +7,29 @@ Uses options, strategies and models' headers. How proposals travel is in `runtim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.core.control import DraftSetup, Ready
+from pipeinfer.errors import ModelError, PipeinferError, UsageError
 from pipeinfer.models.locate import find
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
-from pipeinfer.strategies import registry
+from pipeinfer.planning.replan import Holding
+from pipeinfer.strategies import registry, resources
 from pipeinfer.strategies.resources import Asked, BlockHead, CacheSizes, Draft, Resource, class_of
 from pipeinfer.strategies.spec import ProposerSpec
 
+if TYPE_CHECKING:
+    from pipeinfer.cluster.placement import Survey
+
+STEP = 0.5e-3  #: seconds of a step of a head in slices besides it and sums (two busy cores)
+#: least time, as a share of a run of one row, that slices save of a head's step: where rank 0 would
+#: compute it during runs, and where rank 0 is a member itself (emulated: more loses nothing)
+_WORTH_BESIDE, _WORTH = 1 / 20, 1 / 50
 _DRAFT = "draft"  #: the proposer of a rank for which the nodes file names a draft and no proposer
 
 
@@ -51,11 +59,13 @@ class PlacedProposer(Struct, frozen=True):
 
     resource: what it evaluates; None: nothing
     ranks: its own, in the order of the resource's layers; none: rank 0
+    cut: the slices of the target's layers, where `ranks` are the members of its only stage
     """
 
     spec: ProposerSpec
     resource: Resource | None
     ranks: tuple[int, ...] = ()
+    cut: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -104,6 +114,52 @@ def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[PlacedProposer, ...
         raise UsageError(f"rank {heads[-1].ranks[0]} (nodes file) computes {heads[-1].name}, and "
                          f"the job uses {heads[0].name}: a job uses one prediction head")
     return (*found, *own)
+
+
+def sliced(found: Sequence[PlacedProposer], config: JobConfig, held: Sequence[Holding],
+           ready: Mapping[int, Ready], survey: Survey, run: float) -> tuple[PlacedProposer, ...]:
+    """Return the proposers, a head that would be on rank 0 now in slices at a stage's members.
+
+    Unless the user decides, that needs measured times by which it is faster, and memory.
+    held: the members of all stages
+    ready: what they reported, by rank
+    run: measured seconds of a run of one row, without sums; 0: unknown
+    Raises UsageError or PlanError where the user wants it and it cannot be.
+    """
+    way = config.cluster.slice_head
+    head = next((one for one in found if one.taps and not one.ranks), None)
+    if way == "off" or head is None or not isinstance(head.resource, resources.PredictionHead):
+        return tuple(found)
+    try:
+        if len({one.start for one in held}) > 1 or not held[0].cut:
+            raise UsageError("--set slice_head=on needs a job of one stage with several members: "
+                             "give --grid 1x2")
+        head.resource.check_cut(held[0].cut)
+    except PipeinferError:
+        if way == "on":
+            raise
+        return tuple(found)
+    if way == "auto" and (config.cluster.distribute
+                          or not _gains(head.resource, held, ready, survey, run)):
+        return tuple(found)
+    return tuple(structs.replace(one, ranks=tuple(member.rank for member in held), cut=held[0].cut)
+                 if one is head else one for one in found)
+
+
+def _gains(head: resources.PredictionHead, held: Sequence[Holding], ready: Mapping[int, Ready],
+           survey: Survey, run: float) -> bool:
+    """Whether a step of the head gets enough faster for members that compute no run meanwhile."""
+    figures, members, slices = survey.figures, [ready[one.rank] for one in held], len(held[0].cut)
+    if run <= 0 or any(
+            one.gpu or one.rank not in figures or one.weight_bytes + one.cache_bytes + head.held
+            > survey.members[one.rank].memory for one in members):
+        return False
+    per_byte = max(figures[one.rank].per_byte for one in members)
+    exchange, (start, stop) = max(one.sum_seconds for one in members), members[0].layers
+    most = max(len(one.slices) for one in held)
+    saved = per_byte * (head.reads - most * head.reads_on(slices)) - 2 * exchange - STEP
+    least = _WORTH_BESIDE if all(one.rank for one in held) else _WORTH
+    return saved > least * (run + 2 * (stop - start) * exchange)
 
 
 def _found(spec: ProposerSpec, asked: Asked, subject: str) -> Resource | None:
@@ -156,11 +212,12 @@ def setups_of(one: PlacedProposer, config: JobConfig, hosts: Sequence[RankInfo],
     """Return what each rank of a proposer loads, in the order of the layers.
 
     cells: of each stage's cache. n_vocab: of the target.
-    vocabulary: for grammars; only the last draft rank gets it.
+    vocabulary: for grammars; only a rank that proposes gets it.
     Raises UsageError for more ranks than may hold it.
     """
     resource, ranks = one.resource, one.ranks
-    ends = [0, 0] if resource is None else resource.ends(len(ranks))
+    ends = [0, 0] if resource is None else list(range(len(ranks) + 1)) if one.cut else \
+        resource.ends(len(ranks))
     sizes = CacheSizes() if resource is None else resource.sizes(one.spec, config, cells)
     files: dict[str, Any] = {"model": "", "fingerprint": "", "n_layers": 0}
     files |= {} if resource is None else resource.files
@@ -169,6 +226,6 @@ def setups_of(one: PlacedProposer, config: JobConfig, hosts: Sequence[RankInfo],
         ranks, one.spec.name, start=start, stop=stop, **files, n_ctx=sizes.n_ctx,
         n_seq_max=sizes.n_seq_max, n_batch=sizes.n_batch, paths=sizes.paths, n_vocab=n_vocab,
         settings=structs.asdict(hosts[rank].settings),
-        vocabulary=words if stop == ends[-1] else None,
+        vocabulary=words if one.cut or stop == ends[-1] else None, cut=one.cut,
         options=registry.values_of(one.spec, config.speculation))
         for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]

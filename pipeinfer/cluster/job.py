@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
+from pipeinfer.cluster.draft_ranks import sliced
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.resolve import Drafting, JobFacts, JobPlan
@@ -132,9 +133,10 @@ class LoadedCluster(Struct, frozen=True):
             job.survey.members, self.hosts, setup_of,
             partial(source_of, source), progress, survives=survivable(self.place))
 
-    def proposers(self, chosen: Drafting) -> Drafts | None:
+    def proposers(self, chosen: Drafting, assembly: Assembly | None = None) -> Drafts | None:
         """Load proposers. A draft on ranks of its own may not be ready yet.
 
+        assembly: started, so that its members may get slices of a head; None: they do not
         Raises MismatchError for a draft with another vocabulary.
         """
         if chosen.policy is Policy.ITERATIVE:
@@ -142,8 +144,14 @@ class LoadedCluster(Struct, frozen=True):
         for one in chosen.proposers:
             if one.resource is not None:
                 one.resource.check(self.tokenizer)
-        return load_proposers(chosen.proposers, chosen.config, self.place, self.cells,
-                              self.tokenizer.n_vocab, self.port, self.hosts, self.vocabulary)
+        found, job = chosen.proposers, self.job
+        if assembly is not None:
+            ready = {one.rank: one for one in assembly.ready.values()}
+            found = sliced(found, chosen.config, assembly.held, ready, job.survey,
+                           job.plan.split.slowest if job.plan.timed and not job.turns else 0.0)
+        return load_proposers(found, chosen.config, self.place, self.cells, self.tokenizer.n_vocab,
+                              self.port, self.hosts, self.vocabulary,
+                              lambda: tuple(one.rank for one in assembly.held) if assembly else ())
 
 
 class RunningJob(Protocol):

@@ -99,8 +99,9 @@ def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo], job: Job
     for remote in remotes:
         parts = [remote.ready[rank] for rank in remote.ranks]
         words = "; ".join(
-            f"rank {one.rank} on {one.host}" + ("" if len(parts) == 1 else
-                                                f" layers {one.layers[0]} to {one.layers[1] - 1}")
+            f"rank {one.rank} on {one.host}" + (
+                "" if len(parts) == 1 else f" {'slices' if remote.is_head else 'layers'} "
+                f"{one.layers[0]} to {one.layers[1] - 1}")
             + ("" if remote.free else f", {one.weight_bytes / 1e6:.0f} MB, {one.threads} "
                f"thread{'s' * (one.threads > 1)}")
             for one in parts)

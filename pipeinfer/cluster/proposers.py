@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from msgspec import structs
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.cluster.draft_ranks import PlacedProposer, setups_of
@@ -15,7 +18,7 @@ from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, RankInfo, settle
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts, DraftWorker
-from pipeinfer.runtime.remote_draft import DraftPosts, RemoteDraft
+from pipeinfer.runtime.remote_draft import DraftPosts, RemoteDraft, SlicedDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.cascade import Cascade
@@ -27,15 +30,23 @@ from pipeinfer.transport.base import Port
 def load_proposers(
     found: Sequence[PlacedProposer], config: JobConfig, place: Place, cells: int, n_vocab: int,
     port: Port, hosts: list[RankInfo], vocabulary: Vocabulary | None = None,
+    members: Callable[[], tuple[int, ...]] = tuple,
 ) -> Drafts | None:
     """Load proposers; None for none. Those of draft ranks are not ready when this returns.
 
     cells: of each stage's KV cache. n_vocab: of the target. vocabulary: for grammars.
+    members: returns the present ranks of the stage that has slices of a head.
     """
     posts = DraftPosts(port)
+
+    def setups(one: PlacedProposer) -> list[DraftSetup]:
+        ranks = members() if one.cut else one.ranks
+        return setups_of(structs.replace(one, ranks=ranks), config, hosts, cells, n_vocab,
+                         vocabulary)
+
     remotes: list[Drafts] = [
-        RemoteDraft(posts, setups_of(one, config, hosts, cells, n_vocab, vocabulary), one.name,
-                    free=one.resource is None)
+        SlicedDraft(posts, partial(setups, one), one.name) if one.cut else
+        RemoteDraft(posts, setups(one), one.name, free=one.resource is None)
         for one in sorted((one for one in found if one.ranks), key=lambda one: one.quality)]
     local: list[Proposer] = []
     for one in found:

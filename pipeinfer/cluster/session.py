@@ -50,7 +50,7 @@ from pipeinfer.cluster.sizing import (
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import Loss, RankLost, StageFailed, UsageError
+from pipeinfer.errors import ClusterError, Loss, RankLost, StageFailed, UsageError
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.layers import keeps_state, no_embeddings
@@ -62,6 +62,7 @@ from pipeinfer.planning.wide import cut_layers, is_cut
 from pipeinfer.runtime.draft_team import DraftTeam
 from pipeinfer.runtime.draft_worker import Drafts
 from pipeinfer.runtime.head import Head
+from pipeinfer.runtime.remote_draft import SlicedDraft
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
@@ -219,7 +220,8 @@ class Session:
             raise UsageError("the stages give no rows for that head: start a job with this "
                              "--proposer")
         config, policy = chosen.config, chosen.policy
-        worker = self.loaded.proposers(chosen)
+        worker = self.loaded.proposers(
+            chosen, self.assembly if chosen.taps and is_cut(self.assembly.held) else None)
         try:
             for one in remotes_of(worker):
                 with contextlib.suppress(RankLost):
@@ -266,6 +268,9 @@ class Session:
         """Replay open requests over the present stages; or, with a reason, end them with it."""
         setup = self._settings(self.config, self.limits.policy)
         self.limits = setup.limits
+        for remote in remotes_of(self.draft):
+            if isinstance(remote, SlicedDraft):
+                remote.move()
         self.head.restart(self.assembly.grid, setup.limits, setup.controller, reason)
         self.watch_pace()
         self._tell(str(self.assembly.changes[-1]))
@@ -308,16 +313,16 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     config = job.config
     loaded = LoadedCluster.of(config, place, job, port, hosts, grammars=grammars)
     assembly = loaded.assembly(config, progress)
-    worker = loaded.proposers(job)
+    waits = job.taps and is_cut(assembly.held)  # the times of sums decide where a head is
+    worker = None if waits else loaded.proposers(job)
     assembly.start()
+    worker, further = settled(loaded, loaded.proposers(job, assembly) if waits else worker)
     remotes = remotes_of(worker)
-    for one in remotes:
-        one.await_ready(config.cluster.timeout)
     used = [] if worker is None else [one for one in job.proposers if one.resource or one.ranks]
     name = min(used, key=lambda one: (bool(one.taps), bool(one.ranks))).name if used else ""
     sharing = _sharing(job, assembly, hosts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts),
-             *unmet(config, hosts), *job.survey.notes,
+             *unmet(config, hosts), *job.survey.notes, *further,
              *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
                             taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),
@@ -338,6 +343,25 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     session.watch_pace()
     session.watch_draft()
     return session
+
+
+def settled(loaded: LoadedCluster, worker: Drafts | None) -> tuple[Drafts | None, list[str]]:
+    """Wait until ranks that draft have loaded; return the sources of proposals, and notes.
+
+    A head that a member cannot load, as it lacks the file, is on rank 0 as before, unless the user
+    wants slices. Raises what `RemoteDraft.await_ready` does.
+    """
+    config = loaded.job.config.cluster
+    for one in remotes_of(worker):
+        try:
+            one.await_ready(config.timeout)
+        except ClusterError as error:
+            if worker is None or not isinstance(one, SlicedDraft) or config.slice_head == "on":
+                raise
+            worker.close(timeout=5.0)
+            again, further = settled(loaded, loaded.proposers(loaded.job))
+            return again, [f"the head is on rank 0 alone: {error}", *further]
+    return worker, []
 
 
 def scheduler_setup(
@@ -381,10 +405,11 @@ def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
     if worker is not None and worker.local:
         where.add(hosts[0].host)
     contended = any(one.host in where for one in stages)
-    alone = job.turns or (not remotes and assembly.grid.n_stages == 1 and any(
+    inside = [one for one in remotes if isinstance(one, SlicedDraft)]
+    alone = job.turns or inside or (not remotes and assembly.grid.n_stages == 1 and any(
         holding.rank == 0 for holding in assembly.held))
     if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
         return Sharing(contended, 0.0)
-    weights = sum(one.weight_bytes for one in stages if job.turns or one.rank == 0)
-    own = sum(one.reads for one in job.evaluated)
+    weights = sum(one.weight_bytes for one in stages if job.turns or inside or one.rank == 0)
+    own = sum(one.reads for one in job.evaluated)  # of slices as of the whole: all have a part
     return Sharing(contended, max(own / max(weights, 1), NO_MODEL))

@@ -48,7 +48,7 @@ from pipeinfer.cluster.parts import (
 from pipeinfer.cluster.proposers import DraftLoader
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
-from pipeinfer.cluster.wide_stage import sum_seconds, team_of
+from pipeinfer.cluster.wide_stage import PATIENCE, sum_seconds, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,
@@ -69,6 +69,7 @@ from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
 from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.runtime.sliced_head import HeadMember, HeadSlices
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
@@ -98,6 +99,8 @@ class StageProcess:
         self._stage: Stage | None = None
         self._name = PortName(0)
         self._drafting: DraftRank | None = None
+        self._head_slices = HeadSlices(place.rank, DraftLoader(config, place, self._hooks))
+        self._head: HeadMember | None = None
         self._reported = "", 0.0  #: the phase that the head was sent last, and when
         self._borrows = False  #: whether it runs on cores of idle ranks, too
         self._own_cores: frozenset[int] = frozenset()
@@ -273,6 +276,7 @@ class StageProcess:
             vocabulary=Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None,
             learned=learned,
             tapped=_tapped(backend, setup),
+            drafting=self._head,
             extra_report=lambda: {
                 "host": host_name(),
                 "rank": self._place.rank,
@@ -302,15 +306,20 @@ class StageProcess:
         n_embd = self._parts[0].backend.info.n_embd
         team = self._team = team_of(config.cluster, setup, n_embd, self._port, self._pulse)
         self._sum_seconds = sum_seconds(team, n_embd)
+        self._head = HeadMember(
+            self._port, Grid(setup.widths).members(setup.port.stage), team, self._head_slices,
+            PATIENCE * config.cluster.timeout, self._pulse)
         self._team = self._hooks.team(team, setup.stop - setup.start, n_embd)
         return self._team
 
     def _part_team(self) -> None:
+        if self._head is not None:
+            self._head.close()
         if self._whole is not None:
             self._whole.close()
         if self._team is not None:
             self._team.close()
-        self._whole = self._team = None
+        self._whole = self._team = self._head = None
         self._sum_seconds = 0.0
 
     def _wide(self, loader: PartLoader, setup: Setup, team: Team) -> tuple[Backend, Widths]:

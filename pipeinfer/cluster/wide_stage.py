@@ -24,7 +24,7 @@ from pipeinfer.transport.base import Port
 
 _TRIES = 24  #: sums that are timed at the start
 _LOOKS = 8  #: times within a run that the leader checks whether to stop
-_PATIENCE = 0.5  #: of --timeout, for a part: waits for the stage or its run last longer
+PATIENCE = 0.5  #: of --timeout, for a part: waits for the stage or its run last longer
 
 
 def shape_of(setup: Setup, n_embd: int, sum_type: str) -> TeamShape:
@@ -131,7 +131,7 @@ class SumWatch:
                  timeout: float) -> None:
         self.team: Team | None = None
         self._port, self._nodes, self._shape = port, tuple(nodes), shape
-        self._pulse, self._timeout = pulse, _PATIENCE * timeout
+        self._pulse, self._timeout = pulse, PATIENCE * timeout
         self._sum, self._since, self._called = -1, 0.0, 0.0
 
     def __call__(self, index: int) -> None:

@@ -141,6 +141,9 @@ class ClusterConfig:
     sum_path: str = setting("auto", kind="str", choices=("auto", "memory", "messages"),
                             help="How members of a stage exchange partial results: through shared "
                                  "memory, or as messages; auto: memory where all are on one host.")
+    slice_head: str = setting(
+        "auto", kind="str", choices=("auto", "on", "off"), changes_tokens=False, help="Give the "
+        "members of the only stage slices of a prediction head; auto: where that is faster.")
     remeasure: bool = setting(False, kind="flag", changes_tokens=False,
                               help="Measure the ranks again instead of using cached measurements.")
     strict: bool = opt(False, "--strict", kind="flag", changes_tokens=False,

@@ -423,6 +423,7 @@ class DraftSetup(_Message, frozen=True, tag=True):
     vocabulary: dict[str, Any] | None = None
     target: str = ""
     target_fingerprint: str = ""
+    cut: tuple[str, ...] = ()
 
 
 class DraftReady(_Message, frozen=True, tag=True):

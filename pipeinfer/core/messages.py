@@ -22,7 +22,7 @@ class Tag(enum.IntEnum):
     """The tags that messages are routed by.
 
     Messages with the same tag arrive in order. CANCEL is a tag of its own, so that cancellations
-    can overtake transactions.
+    can overtake transactions. DRAFT is for a prediction head in slices.
     """
 
     TRANSACTION = 1
@@ -30,6 +30,7 @@ class Tag(enum.IntEnum):
     RESULT = 3
     ERROR = 4
     SUM = 5
+    DRAFT = 0  # 6 and 7 are orders and posts of the transport
 
 
 class Op(enum.IntEnum):

@@ -184,7 +184,7 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
 
 
 class ComposedFile:
-    """Random access to the bytes of a file that is stored nowhere, of whole tensors and of rows.
+    """Random access to the bytes of a file that is stored nowhere; of one range of columns.
 
     total: its size in bytes
     Close it after use. Raises ModelError if a file of the model cannot be opened.
@@ -242,12 +242,15 @@ def _where(part: TensorPart, inside: int, into: memoryview) -> tuple[int, memory
     """Where in its source the bytes of a part from `inside` on are, as many as lie together."""
     if part.window is None:
         return inside, into
-    size = part.window.row_bytes
+    ((low, high),), size = part.window.spans, part.window.row_bytes
     for first, stop in part.window.bands:
-        if inside < (stop - first) * size:
+        if inside < (stop - first) * (high - low):
             break
-        inside -= (stop - first) * size
-    return first * size + inside, into[:(stop - first) * size - inside]
+        inside -= (stop - first) * (high - low)
+    if high - low == size:
+        return first * size + inside, into[:(stop - first) * size - inside]
+    row, inside = divmod(inside, high - low)
+    return (first + row) * size + low + inside, into[:high - low - inside]
 
 
 def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> Iterator[bytes]:

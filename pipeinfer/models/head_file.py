@@ -3,7 +3,8 @@
 A head is the layers behind those that choose tokens, with the embedding, the last norm and the
 output matrix. llama.cpp loads a file of these alone. Some publishers provide it as a file next to
 the model, `mtp-*.gguf`. With a vocabulary of 150,000 tokens or more, most of the time of a head is
-that of the output matrix, so it may have a smaller one. Reads headers; runs nothing.
+that of the output matrix, so it may have a smaller one. Slices of it are cut as those of the
+model's layers are. Reads headers; runs nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipeinfer.errors import ModelError
+from pipeinfer.errors import ModelError, PlanError
+from pipeinfer.models import gguf_parts
 from pipeinfer.models.architectures import TABLE, declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import all_of, entry, header_of, rows_of, total_bytes
 from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
+from pipeinfer.models.slice_parts import Sizes, Slice, numbers_of, part_of, sizes_of
 
 #: architectures whose head was shown to give llama.cpp's own proposals
 WITH_HEAD = tuple(sorted(name for name, one in TABLE.items() if one.mtp))
 #: names of matrices that have a row for each token
 _BY_TOKEN = ("token_embd.weight", "output.weight", "nextn.embed_tokens.weight",
              "nextn.shared_head_head.weight")
+SCRATCH = 64  #: further rows of a slice, for tokens of a text whose rows other slices have
+_TILE = 32  #: rows that kernels take at once
 _MARKS = (3, 4)  #: tokens that control something, and those that a user has defined
 HEADS = {"eagle3": "--eagle", "dflash": "-md"}  #: in files of their own, and their options
 _PROJECTION = "nextn.eh_proj.weight"
@@ -91,6 +96,36 @@ def _belongs(head: ModelFile, model: ModelFile) -> bool:
         model.architecture, model.n_layers, model.n_embd, model.n_vocab)
 
 
+def rows_of_slice(size: int, piece: Slice, n_vocab: int) -> tuple[int, int]:
+    """Return the rows `[start, stop)` that a slice of a model has of a head's output matrix.
+
+    size: rows of that. n_vocab: of the model
+    """
+    low, high = (size * end // n_vocab // _TILE * _TILE for end in piece.vocab)
+    return low, size if piece.vocab[1] == n_vocab else high
+
+
+def layer_parts(head: ModelFile, layer: int, piece: Slice, sizes: Sizes
+                ) -> dict[str, gguf_parts.TensorPart]:
+    """Return a slice's parts of a head's layer by tensors' names. sizes: of that layer.
+
+    Raises PlanError where it cannot be cut so.
+    """
+    found = {}
+    for tensor in head.tensors.values():
+        if tensor.layer != layer:
+            continue
+        kind = tensor.name.split(".", 2)[2]
+        columns = {"attn_output": tuple(one * sizes.value for one in sizes.queries(piece)),
+                   "ffn_down": piece.ff, "ffn_down_exps": piece.expert_columns,
+                   "ffn_down_shexp": sizes.shared(piece) or (0, 0)}.get(kind.split(".")[0], (0,))
+        if piece.among or any(end % gguf_parts.block_size(tensor) for end in columns):
+            raise PlanError(f"{head.path.name}: {tensor.name} cannot be cut into the slices of the "
+                            "model's layers")
+        found[tensor.name] = part_of(tensor, f"blk.{layer}", piece, sizes)
+    return found
+
+
 class SmallVocabulary(Struct, frozen=True):
     """The rows that a head's embedding and output matrix have.
 
@@ -124,6 +159,12 @@ class SmallVocabulary(Struct, frozen=True):
         """How many rows the matrices have."""
         return len(self.tokens) + self.spare
 
+    def of_slice(self, start: int, stop: int) -> SmallVocabulary:
+        """Return the vocabulary of a slice with rows `[start, stop)`, with further ones for the
+        tokens that it only reads."""
+        return SmallVocabulary(self.tokens[start:stop],
+                               stop - max(start, min(stop, len(self.tokens))) + SCRATCH)
+
     def rows(self) -> tuple[tuple[int, int], ...]:
         """Return ranges of the matrices' rows; spare ones get bytes of the first rows."""
         bands: list[list[int]] = []
@@ -139,21 +180,34 @@ class HeadSource(ShardSource):
     """The bytes of a head's file. Raises ModelError for a file without a head.
 
     small: the rows of its vocabulary; None: all
+    target, piece: the model, and the slice of its layers for whose member this is; None: all of it.
+        PlanError is raised where the head cannot be cut so
     """
 
-    def __init__(self, model: ModelFile, small: SmallVocabulary | None = None) -> None:
+    def __init__(self, model: ModelFile, small: SmallVocabulary | None = None,
+                 target: ModelFile | None = None, piece: Slice | None = None) -> None:
         if not has_head(model):
             raise ModelError(f"{model.path}: has no head for further tokens (no {_PROJECTION})")
+        own: dict[str, bytes] = {}
+        cut: dict[str, gguf_parts.TensorPart] = {}
+        named, here = self.by_token(model), small
+        self.part: tuple[int, int] | None = None
+        if piece and target:
+            small = small or SmallVocabulary(tuple(range(model.n_vocab)), 0)
+            self.part = rows_of_slice(small.size, piece, model.n_vocab)
+            here, sizes = small.of_slice(*self.part), sizes_of(target)
+            cut = layer_parts(model, model.n_layers, piece, sizes)
+            own = numbers_of(target, piece, sizes)
         self.small = small
-        parts = [rows_of(tensor, name, *small.rows()) if small and name in self.by_token(model)
-                 else all_of(tensor, name) for name, tensor in model.tensors.items()
-                 if tensor.layer is None or tensor.layer >= model.n_layers]
+        parts = [rows_of(one, name, *here.rows()) if here and name in named
+                 else cut.get(name) or all_of(one, name) for name, one in model.tensors.items()
+                 if one.layer is None or one.layer >= model.n_layers]
+        vocabulary = f"{model.architecture}.vocab_size"
         kept = [model.raw_entry(key) for key in model.meta_keys()
                 if not key.startswith(("tokenizer.", "split.", "general.alignment"))
-                and key != f"{model.architecture}.vocab_size"]
+                and key != vocabulary and key not in own]
         self.header = header_of([
-            *kept, entry(f"{model.architecture}.vocab_size",
-                              small.size if small else model.n_vocab),
+            *kept, *own.values(), entry(vocabulary, here.size if here else model.n_vocab),
             entry("tokenizer.ggml.model", "none")], parts)
         self.model, self.layers = model, (0, model.n_layers)
         self._parts = parts

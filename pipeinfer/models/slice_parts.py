@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec import Struct, structs
 
@@ -39,7 +39,8 @@ _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_n
           "attn_q_a.weight", "attn_q_a_norm.weight", "attn_kv_a_mqa.weight",
           "attn_kv_a_norm.weight", "pre_ffw_norm_2.weight", "post_ffw_norm_1.weight",
           "post_ffw_norm_2.weight", "ffn_gate_inp.scale", "ffn_down_exps.scale",
-          "layer_output_scale.weight", "ffn_gate_inp_shexp.weight", "ssm_norm.weight")
+          "layer_output_scale.weight", "ffn_gate_inp_shexp.weight", "ssm_norm.weight",
+          "attn_norm_2.weight")
 _FOLDER_WHOLE = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm",
                  "self_attn.rotary_emb")
@@ -289,7 +290,7 @@ def most_by_columns(sizes: Sizes) -> int:
 
 def is_whole(kind: str) -> bool:
     """Return whether every slice has all of a layer's tensor with this name."""
-    return kind in _WHOLE
+    return kind in _WHOLE or kind.startswith("nextn.")
 
 
 def architecture_of(model: ModelFile) -> str:
@@ -312,7 +313,7 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
         return found
     if piece.among is not None and kind.startswith("ffn_gate_inp."):
         return rows_of(tensor, name, piece.among)
-    if kind in _WHOLE:
+    if is_whole(kind):
         return all_of(tensor, name)
     low, high = queries
     first, last = sizes.keys(piece)
@@ -339,15 +340,23 @@ def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> Tenso
 
 def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[str, bytes]:
     """Return the metadata in which a slice of layers `[start, stop)` differs from its model, by
-    key.
+    key."""
+    sizes = sizes_of(model)
+    given = _by_layer(model, sizes, structs.replace(piece, queries=sizes.queries(piece)))
+    ranged = cuts.entries(model, start, stop, takes_tokens=False, given=given) \
+        if architecture_of(model) == model.architecture else {}
+    return ranged | numbers_of(model, piece, sizes, given)
 
+
+def numbers_of(model: ModelFile, piece: Slice, sizes: Sizes, given: Collection[str] = ()
+               ) -> dict[str, bytes]:
+    """Return the metadata of a slice that all of its layers share, by key.
+
+    given: keys without the architecture that have a value per layer instead
     Sizes that the loader would derive from the number of heads are written explicitly.
     """
-    arch, sizes = architecture_of(model), sizes_of(model)
+    arch = architecture_of(model)
     low, high = sizes.queries(piece)
-    given = _by_layer(model, sizes, structs.replace(piece, queries=(low, high)))
-    ranged = cuts.entries(model, start, stop, takes_tokens=False, given=given) \
-        if arch == model.architecture else {}
     numbers = {
         f"{arch}.attention.head_count": high - low,
         f"{arch}.attention.head_count_kv": piece.heads[1] - piece.heads[0],
@@ -377,7 +386,7 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
             low, high = shared or (0, sizes.mixture.shared_block)
             numbers[f"{arch}.expert_shared_feed_forward_length"] = high - low
     texts = {"general.architecture": arch, "pipeinfer.piece": piece.name}
-    return ranged | {key: entry(key, value) for key, value in (numbers | texts).items()}
+    return {key: entry(key, value) for key, value in (numbers | texts).items()}
 
 
 def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:

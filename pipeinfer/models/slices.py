@@ -49,13 +49,17 @@ def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice,
     """
     if isinstance(model, ModelFile):
         check_splittable(model)
-    sizes = sizes_of(model)
+    return cut(sizes_of(model), shares, model.path.name)
+
+
+def cut(sizes: Sizes, shares: Sequence[float], name: str) -> tuple[Slice, ...]:
+    """Return one slice per share of layers of these sizes. Raises PlanError, which names `name`."""
     if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
         raise PlanError(f"shares of {list(shares)}: give each slice a number above 0")
     possible = _possible(sizes)
     if len(shares) not in possible:
         raise PlanError(
-            f"{model.path.name} cannot be cut into {len(shares)} slices: {_counted(possible)} "
+            f"{name} cannot be cut into {len(shares)} slices: {_counted(possible)} "
             f"({_why(sizes, possible[-1])}); lower --slices and use more stages"
             + _finer(sizes, possible[-1]))
     total = math.fsum(shares)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec import structs
@@ -199,11 +199,8 @@ class DraftRank:
                 lambda: self._is_stopped(job.job_id))
         self._at = 0
         self._stopped.discard(job.job_id)
-        self._port.post(0, DraftDone(
-            job.job_id, None if found is None else tuple(
-                (one.parent, one.token, one.confidence, one.alternative, one.paid, one.depth)
-                for one in found),
-            self._proposer.rows_evaluated - rows, time.perf_counter() - start))
+        self._port.post(0, done(job.job_id, found, self._proposer.rows_evaluated - rows,
+                                time.perf_counter() - start))
 
     def _is_stopped(self, job_id: int) -> bool:
         self._pulse.beat("drafts")
@@ -250,15 +247,26 @@ class DraftRank:
             self._port.wait(0.2, live=True)
 
     def _fail(self, error: Exception) -> None:
-        words = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, PipeinferError):
-            words = f"{type(error).__name__}: {words}"
-        code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
         with contextlib.suppress(Exception):
             self.close()
         self._todo.clear()
-        self._port.post(0, DraftReady(
-            self._rank, host_name(), (0, 0), 0, 0, 0, words, code))
+        self._port.post(0, failure(self._rank, error))
+
+
+def failure(rank: int, error: Exception) -> DraftReady:
+    """Return what a rank reports that drafts no more."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, PipeinferError):
+        words = f"{type(error).__name__}: {words}"
+    code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
+    return DraftReady(rank, host_name(), (0, 0), 0, 0, 0, words, code)
+
+
+def done(job_id: int, found: Sequence[Proposal] | None, rows: int, seconds: float) -> DraftDone:
+    """Return the report of a job; arguments as its fields."""
+    return DraftDone(job_id, None if found is None else tuple(
+        (one.parent, one.token, one.confidence, one.alternative, one.paid, one.depth)
+        for one in found), rows, seconds)
 
 
 class PartedBackend:

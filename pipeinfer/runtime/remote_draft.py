@@ -15,13 +15,13 @@ from msgspec import structs
 
 from pipeinfer.core.control import DraftDone, DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
-from pipeinfer.core.messages import LaneClose, LaneOpen, Message
+from pipeinfer.core.messages import LaneClose, LaneOpen, Message, Tag
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, RankLost, TransportTimeout
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.transport.base import Port
 
-_LANES = 256  #: whose tokens the draft rank stores
+LANES = 256  #: whose tokens the draft rank stores
 
 
 class DraftPosts:
@@ -58,12 +58,21 @@ class RemoteDraft:
         self.told: Callable[[str], None] = lambda _: None
         self.ready: dict[int, DraftReady] = {}
         self._posts, self._port = posts, posts.port
-        self._ranks, self._reads_rows = setups[-1].ranks, bool(setups[-1].target)
+        self._ranks, self.is_head = setups[-1].ranks, bool(setups[-1].target)
         self._waiting: set[int] = set()
         self._results: deque[Drafted] = deque()
         self._lanes: OrderedDict[int, tuple[SamplingParams, int]] = OrderedDict()
+        self._load(setups)
+
+    def _load(self, setups: Sequence[DraftSetup]) -> None:
         for rank, setup in zip(self._ranks, setups, strict=True):
             self._port.post(rank, setup)
+
+    def _send(self, message: Message) -> None:
+        self._port.post(self._ranks[-1], message)
+
+    def _next(self) -> Message | None:
+        return self._posts.take(self._ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -85,6 +94,8 @@ class RemoteDraft:
         """
         deadline = time.monotonic() + timeout
         while not self.lost and len(self.ready) < len(self._ranks):
+            if dead := self._port.gone.intersection(self._ranks):
+                raise RankLost(min(dead), "is dead")
             if time.monotonic() > deadline:
                 late = min(set(self._ranks) - set(self.ready))
                 raise TransportTimeout(rank=0, peer=late, tag="DraftReady", run_id=None,
@@ -101,24 +112,24 @@ class RemoteDraft:
 
     def start(self, job: StartDraft) -> None:
         """Send a job to the draft. A job that allows only free proposals gets an empty result at
-        once, as does every job after a loss."""
-        if self.lost or (job.free_only and not self.free):
+        once, as does every job after a loss, and before all ranks are ready."""
+        if self.lost or (job.free_only and not self.free) or len(self.ready) < len(self._ranks):
             self._results.append(Drafted(job.job_id, ()))
             return
         known = self._known(job)
         self._waiting.add(job.job_id)
-        self._port.post(self._ranks[-1], structs.replace(
+        self._send(structs.replace(
             job, sent=known, accepted=job.accepted[known:job.base], params=SamplingParams()))
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job: its result is no longer needed."""
         if job_id in self._waiting:
-            self._port.post(self._ranks[-1], DraftStop(job_id))
+            self._send(DraftStop(job_id))
 
     def feed(self, rows: FeedDraft) -> None:
         """Queue rows of the target for the jobs after it; draft models read no rows."""
-        if self._reads_rows and not self.lost:
-            self._port.post(self._ranks[-1], rows)
+        if self.is_head and not self.lost:
+            self._send(rows)
 
     def take(self) -> Drafted | None:
         """Return the result of a finished job, or None."""
@@ -142,17 +153,16 @@ class RemoteDraft:
         """Return how many of the lane's tokens the draft rank has; open the lane there if
         necessary."""
         params, known = self._lanes.pop(job.lane, (None, 0))
-        last = self._ranks[-1]
         if known > job.base or (params is not job.params and params != job.params):
             known = 0
-            self._port.post(last, LaneOpen(job.lane, job.params))
+            self._send(LaneOpen(job.lane, job.params))
         self._lanes[job.lane] = job.params, job.base
-        if len(self._lanes) > _LANES:
-            self._port.post(last, LaneClose(self._lanes.popitem(last=False)[0]))
+        if len(self._lanes) > LANES:
+            self._send(LaneClose(self._lanes.popitem(last=False)[0]))
         return known
 
     def _hear(self) -> None:
-        while (message := self._posts.take(self._ranks)) is not None:
+        while (message := self._next()) is not None:
             match message:
                 case DraftDone(job_id, proposals, rows, seconds):
                     self.busy_seconds += seconds
@@ -168,14 +178,66 @@ class RemoteDraft:
                         self.lose(f"rank {ready.rank} on {ready.host} cannot draft: {ready.error}")
                 case _:
                     pass  # of an earlier draft
-        if not self.lost and (dead := self._port.gone.intersection(self._ranks)):
+        if not self.lost and (dead := self._dead()):
             self.lose(f"rank {min(dead)}, which drafted, is dead")
+
+    def _dead(self) -> set[int]:
+        return self._port.gone.intersection(self._ranks)
 
     def lose(self, why: str) -> None:
         """Give the draft up: return all jobs, also later ones, without proposals."""
         if self.lost:
             return
         self.lost = why
+        self._give_none()
+        self.told(why)
+
+    def _give_none(self) -> None:
         self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting)]
         self._waiting.clear()
-        self.told(why)
+
+
+class SlicedDraft(RemoteDraft):
+    """A head that the members of the target's only stage have in slices: see `sliced_head`.
+
+    posts, name: as of `RemoteDraft`
+    setups: returns what each present member loads, the leader first
+    """
+
+    def __init__(self, posts: DraftPosts, setups: Callable[[], Sequence[DraftSetup]], name: str
+                 ) -> None:
+        self._setups = setups
+        super().__init__(posts, setups(), name)
+
+    def move(self) -> None:
+        """Load the slices at the members of a new epoch. Until then jobs end without proposals."""
+        if not self.lost:
+            self._give_none()
+            self._lanes.clear()
+            self.ready.clear()
+            setups = self._setups()
+            self._ranks = setups[0].ranks
+            self._load(setups)
+
+    def _load(self, setups: Sequence[DraftSetup]) -> None:
+        for node, setup in enumerate(setups, 1):
+            self._port.send(node, Tag.TRANSACTION, setup)
+
+    def _send(self, message: Message) -> None:
+        match message:
+            case StartDraft():
+                params = self._lanes[message.lane][0]
+                self._port.send(1, Tag.TRANSACTION, structs.replace(message, params=params))
+                for node in range(2, len(self._ranks) + 1):
+                    self._port.send(node, Tag.TRANSACTION, structs.replace(message, accepted=()))
+            case FeedDraft():
+                self._port.send(1, Tag.TRANSACTION, message)
+            case _:
+                pass  # jobs are short, and the leader finds out which lanes are open
+
+    def _next(self) -> Message | None:
+        envelope = self._port.take(Tag.DRAFT)
+        return None if envelope is None else envelope.message
+
+    def _dead(self) -> set[int]:
+        return set()  # others take the place of a member

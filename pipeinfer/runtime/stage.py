@@ -21,7 +21,8 @@ from msgspec import Struct, field
 from pipeinfer.backends.base import Backend, apply
 from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
-from pipeinfer.core.control import Pace, Report, RollCall, Standing
+from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing
+from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
     CacheOps,
@@ -55,6 +56,7 @@ from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.pooling import PooledRows
 from pipeinfer.runtime.pulse import Pulse
+from pipeinfer.runtime.sliced_head import HeadMember
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 from pipeinfer.transport.lent import LentLoop, Stuck
 
@@ -137,6 +139,7 @@ class Stage:
     learned: number of token ids beyond the vocabulary that rows may have.
     tapped: returns the rows of the last decode that a head reads, float32 or float16; None without
         one.
+    drafting: this member's side of a prediction head in slices.
     """
 
     def __init__(  # noqa: PLR0913
@@ -144,7 +147,7 @@ class Stage:
         cancel_path: CancelPath = CancelPath.DIRECT, trace: bool = False, timeout: float = 300.0,
         extra_report: Callable[[], dict[str, Any]] | None = None,
         vocabulary: Vocabulary | None = None, learned: int = 0, pulse: Pulse | None = None,
-        tapped: Callable[[], npt.NDArray[Any]] | None = None,
+        tapped: Callable[[], npt.NDArray[Any]] | None = None, drafting: HeadMember | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._backend, self._team = port, backend, team
@@ -152,7 +155,7 @@ class Stage:
         self._before, self._next = grid.predecessor(port.node), grid.successors(port.node)
         self._leader_before = grid.leader(self._name.stage - 1)
         self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
-        self._extra_report, self._tapped = extra_report, tapped
+        self._extra_report, self._tapped, self._drafting = extra_report, tapped, drafting
         self._leads = self._name.member == 0
         self._last = self._name.stage == grid.n_stages
         self._answers = self._last and self._leads
@@ -280,6 +283,11 @@ class Stage:
                 self._lanes.pop(lane, None)
                 self._pooled.forget(lane)
                 self._constraints.forget(lane)
+            case DraftSetup() | FeedDraft() | StartDraft() if self._drafting is not None:
+                self._speculates = True
+                if self._lent is not None:
+                    self._lent.lend(None)  # jobs wait for messages that the head's thread receives
+                self._drafting.handle(message)
             case RollCall():
                 self._forward(message)
                 self._answer_call(message)

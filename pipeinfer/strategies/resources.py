@@ -9,7 +9,7 @@ name of its class in `classes`; another package adds one as an entry point of th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -23,7 +23,7 @@ from pipeinfer.backends.rewinding import RewindingBackend, ids_for
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import ModelError, UsageError
+from pipeinfer.errors import ModelError, PlanError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.loading import plug_ins
 from pipeinfer.models.block_draft import BlockShape
@@ -36,7 +36,8 @@ from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import find, open_model, open_tokenizer, same_model
 from pipeinfer.models.shard import extract_shard
-from pipeinfer.models.shard_cache import cache_directory, store
+from pipeinfer.models.shard_cache import Source, cache_directory, store
+from pipeinfer.models.slice_parts import Slice
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.spec import ProposerSpec
@@ -252,15 +253,17 @@ class Draft(Struct, frozen=True):
         return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
 
 
-class _Head(Struct, frozen=True):
+class PredictionHead(Struct, frozen=True):
     """A prediction head of the target, which is one layer.
 
     file: what has it
     target: whose head it is
+    cut: the slices of the target's layers, where the members of a stage have the head in as many
     """
 
     file: ModelFile
     target: ModelFile
+    cut: tuple[Slice, ...] = ()
     reads_rows: ClassVar[bool] = True
 
     @property
@@ -290,6 +293,26 @@ class _Head(Struct, frozen=True):
             raise UsageError(f"{self.name} is held by one rank: use --draft-ranks 1")
         return [0, 1]
 
+    def source(self, index: int) -> Source:
+        """Return the head's file, or that of its slice `index`. Raises PlanError."""
+        raise PlanError(f"{self.name} has no slice {index}")
+
+    def check_cut(self, cut: Sequence[str]) -> None:
+        """Raise PlanError where the head cannot be cut into slices of the target's cut."""
+        pieces = tuple(map(Slice.parse, cut))
+        for index in range(len(pieces)):
+            structs.replace(self, cut=pieces).source(index)
+
+    @property
+    def held(self) -> int: ...  # type: ignore[empty-body]
+    @property
+    def reads(self) -> int: ...  # type: ignore[empty-body]
+
+    def reads_on(self, slices: int) -> float:
+        """Return the bytes of weights that a token's step reads of one of so many slices."""
+        whole = sum(one.nbytes for one in self.file.tensors.values() if "eh_proj" in one.name)
+        return whole + (self.reads - whole) / slices
+
     def _read(self, layers: range, output: float) -> int:
         """Return the bytes of weights of layers, and of an output matrix, that a token reads."""
         drawn, experts = (self.file.arch_get(f"expert_{what}count", 0) for what in ("used_", ""))
@@ -300,7 +323,7 @@ class _Head(Struct, frozen=True):
             for one in self.file.tensors.values() if one.layer in layers))
 
 
-class MtpHead(_Head, frozen=True):
+class MtpHead(PredictionHead, frozen=True):
     """The head for further tokens (MTP) that the target's file has, or a file next to it.
 
     small: its vocabulary; None: the target's
@@ -340,30 +363,35 @@ class MtpHead(_Head, frozen=True):
         head = head_of(asked.model)
         assert head is not None
         size = registry.values_of(spec, asked.config.speculation)["head_vocabulary"]
-        return cls(head, asked.model, _small(asked.model, size))
+        return cls(head, asked.model, small=_small(asked.model, size))
 
     @classmethod
     def named(cls, setup: DraftSetup) -> MtpHead:
         """Return what a setup names, on the rank that loads it."""
         target = _same_file(setup.target, setup.target_fingerprint)
         return cls(_same_file(setup.model, setup.fingerprint), target,
-                   _small(target, setup.options["head_vocabulary"]))
+                   tuple(map(Slice.parse, setup.cut)),
+                   small=_small(target, setup.options["head_vocabulary"]))
+
+    def source(self, index: int) -> HeadSource:
+        """Return the head's file, or that of its slice `index`. Raises PlanError."""
+        return HeadSource(self.file, self.small, self.target if self.cut else None,
+                          self.cut[index] if self.cut else None)
 
     def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
              sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
         """Load layers `[start, stop)`; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
-        del layers
         options = llama_options(config.model, draft=True, head="mtp")
-        if self.small is not None:
+        source = self.source(layers[0])
+        if source.small is not None:
             options = structs.replace(options, repack="off")  # its rows are replaced one by one
         threads = threads_of(config.model.threads_draft, place)
-        return LlamaHead.open(HeadSource(self.file, self.small), self.file.n_layers, sizes,
-                              threads, options), threads
+        return LlamaHead.open(source, self.file.n_layers, sizes, threads, options), threads
 
 
-class EagleHead(_Head, frozen=True):
+class EagleHead(PredictionHead, frozen=True):
     """An EAGLE-3 head, in a file of its own that names the layers whose inputs it reads."""
 
     architecture: ClassVar[str] = ARCHITECTURE
@@ -374,19 +402,14 @@ class EagleHead(_Head, frozen=True):
         return taps_of(self.file, self.target)
 
     @property
-    def whole(self) -> CompletedHead:
-        """Its file with all that it needs. Raises ModelError where it does not fit the target."""
-        return CompletedHead(self.file, self.target, self.architecture)
-
-    @property
     def held(self) -> int:
         """The bytes of its file."""
-        return self.whole.total
+        return self.source(0).total
 
     @property
     def reads(self) -> int:
         """The bytes of weights that a token's step reads."""
-        return self._read(range(self.file.n_layers_all), self.whole.output_bytes)
+        return self._read(range(self.file.n_layers_all), self.source(0).output_bytes)
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
@@ -418,23 +441,28 @@ class EagleHead(_Head, frozen=True):
     def named(cls, setup: DraftSetup) -> EagleHead:
         """Return what a setup names, on the rank that loads it."""
         return cls(_same_file(setup.model, setup.fingerprint),
-                   _same_file(setup.target, setup.target_fingerprint))
+                   _same_file(setup.target, setup.target_fingerprint),
+                   tuple(map(Slice.parse, setup.cut)))
+
+    def source(self, index: int) -> CompletedHead:
+        """Return its file with all that it needs, or that of its slice `index`. Raises ModelError
+        where it does not fit the target, and PlanError."""
+        return CompletedHead(self.file, self.target, self.architecture, self.cut, index)
 
     def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
              sizes: Mapping[str, int]) -> tuple[Backend, int]:
         """Load layers `[start, stop)`; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
-        del layers
         threads = threads_of(config.model.threads_draft, place)
-        path = store(self.whole, cache_directory())
+        path = store(self.source(layers[0]), cache_directory())
         return LlamaHead.open(path, 1, sizes, threads, llama_options(
             config.model, draft=True, head="eagle3")), threads
 
     def _fitting(self) -> tuple[int, ...]:
         """Return the taps. Raises ModelError where the head does not fit the target."""
         taps = self.taps
-        CompletedHead(self.file, self.target, self.architecture)  # raises if it does not fit
+        self.source(0)  # raises if it does not fit
         return taps
 
     @classmethod
@@ -483,7 +511,7 @@ class BlockHead(EagleHead, frozen=True):
 
         del layers
         threads = threads_of(config.model.threads_draft, place)
-        path = store(self.whole, cache_directory())
+        path = store(self.source(0), cache_directory())
         return LlamaBlocks.open(
             path, BlockShape.of(self.file, self.target), self.file.n_layers, sizes, threads,
             llama_options(config.model, draft=True, head="dflash")), threads

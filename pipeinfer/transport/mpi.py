@@ -94,6 +94,7 @@ class MpiPort:
         self._later: list[tuple[int, int, bytes | bytearray]] = []
         self._outbox: deque[tuple[int, Tag, bytes, int]] = deque()
         self._called: Layout | None = None
+        self._encoded: tuple[Message | None, bytes] = None, b""
         self._dismissed = False
         self._noticed: set[int] = set()
         self._status = MPI.Status()
@@ -199,9 +200,10 @@ class MpiPort:
             self.traffic.count(tag, 0)
             box.put(self.node, tag, message, self._layout.epoch)
             return
-        frame = codec.encode(message)
-        self.traffic.count(tag, len(frame))
-        self._isend(dest, tag, frame)
+        if message is not self._encoded[0]:  # members get the same one
+            self._encoded = message, codec.encode(message)
+        self.traffic.count(tag, len(self._encoded[1]))
+        self._isend(dest, tag, self._encoded[1])
 
     def take(self, tag: Tag) -> Envelope | None:
         """Return the oldest message of `tag`, or None. Raises ClusterError when rank 0 is dead."""

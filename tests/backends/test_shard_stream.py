@@ -16,6 +16,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import stream
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
+from pipeinfer.models.slices import cut_of
 from tests.support.sample import mostly_full
 
 pytestmark = pytest.mark.skipif(not stream.available(), reason="no streams here")
@@ -46,10 +47,12 @@ def decoded(source, layers, model):
         return first.tobytes(), backend.decode(rows, hidden).tobytes(), backend.info.weight_bytes
 
 
-@pytest.mark.parametrize("layers", RANGES)
-def test_bytes_are_those_of_the_file(model, layers, tmp_path):
-    source = ShardSource(model, *layers)
-    whole = extract_shard(model, *layers, cache_dir=tmp_path).read_bytes()
+@pytest.mark.parametrize(("layers", "slices"), [*((one, 1) for one in RANGES), (RANGES[0], 2)])
+def test_bytes_are_those_of_the_file(model, layers, slices, tmp_path):
+    """Of a slice as well, which has columns of some tensors."""
+    piece = cut_of(model, [1] * slices)[-1] if slices > 1 else None
+    source = ShardSource(model, *layers, piece)
+    whole = extract_shard(model, *layers, piece=piece, cache_dir=tmp_path).read_bytes()
     with closing(source.opened()) as opened:
         assert opened.total == len(whole)
         rng = random.Random(3)

@@ -10,19 +10,27 @@ from pipeinfer.cluster.draft_ranks import (
     PlacedProposer,
     placed,
     setups_of,
+    sliced,
     with_draft_ranks,
 )
 from pipeinfer.cluster.handshake import unmet
 from pipeinfer.cluster.placement import leave_spares
 from pipeinfer.cluster.proposers import load_proposers
-from pipeinfer.cluster.session import Session
-from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import PlanError, UsageError
+from pipeinfer.cluster.session import Session, settled
+from pipeinfer.core.control import DraftReady, DraftSetup, PortName, Ready
+from pipeinfer.core.messages import Tag
+from pipeinfer.errors import ClusterError, PlanError, UsageError
 from pipeinfer.host import Place
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_model
+from pipeinfer.models.slices import cut_of
 from pipeinfer.nodes import NodeSettings, RankInfo
+from pipeinfer.planning.measure import Figures
+from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import asked_counts
+from pipeinfer.planning.replan import Holding
+from pipeinfer.runtime.remote_draft import DraftPosts, SlicedDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.resources import Asked, Draft
 from pipeinfer.transport.inproc import local_ports
@@ -127,3 +135,71 @@ def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_l
     with pytest.raises(UsageError, match=r"lower its sizes .*lookahead_window.* or --parallel"):
         model.sizes(spec, registry.job_config(lookahead_window=128, lookahead_candidates=128),
                     512)
+
+
+def job_of(model, ranks, *, n_stages=1, sum_seconds=0.0, memory=1 << 30, run=1e-3, gpu=""):
+    """What `sliced` gets of a job whose layers these ranks have in slices."""
+    names = tuple(one.name for one in cut_of(model, [1] * len(ranks)))
+    held = [Holding(rank, k * (n_stages > 1), 4, k, names, (k,)) for k, rank in enumerate(ranks)]
+    ready = {rank: Ready(PortName(1, k), rank, "h", (0, 4), "llamacpp", 4, 0.3, (1.0,), 1 << 20,
+                         1 << 20, 1, 0, ((0, 4),), sum_seconds=sum_seconds, gpu=gpu)
+             for k, rank in enumerate(ranks)}
+    survey = SimpleNamespace(
+        figures={rank: Figures(1e10, 1 << 20, {1: 1e-3, 4: 2e-3}) for rank in ranks},
+        members={rank: Member("h", 1.0, 0.0, memory) for rank in ranks})
+    return held, ready, survey, run
+
+
+@pytest.mark.parametrize(("ranks_of", "change", "way", "is_sliced"), [
+    ((1, 2), {}, "auto", True),
+    ((0, 1), {}, "auto", True),
+    ((1, 2), {}, "off", False),
+    ((1, 2), {"sum_seconds": 1e-3}, "auto", False),  # slower
+    ((1, 2), {"sum_seconds": 1e-3}, "on", True),
+    ((1, 2), {"memory": 1 << 20}, "auto", False),
+    ((1, 2), {"run": 8e-2}, "auto", False),  # a step is little of it, and rank 0 has time
+    ((0, 1), {"run": 8e-2}, "auto", True),  # rank 0 has none
+    ((1, 2), {"run": 0.0}, "auto", False),  # was not measured
+    ((1, 2), {"gpu": "CUDA0"}, "auto", False),
+    ((1, 2), {"n_stages": 2}, "auto", False),
+])
+def test_a_head_is_sliced_where_its_steps_get_faster(ranks_of, change, way, is_sliced, tmp_path):
+    config = registry.job_config(proposer=("mtp",)).replace(slice_head=way)
+    model = open_model(write_random_model(tmp_path / "m.gguf", tiny("glm4moe", n_vocab=4096)))
+    found = placed(Asked(config, model, None, ("llamacpp",)), ranks(4))
+    (head,) = sliced(found, config, *job_of(model, ranks_of, **change))
+    assert (head.ranks, bool(head.cut)) == (ranks_of if is_sliced else (), is_sliced)
+    if is_sliced:
+        setups = setups_of(head, config, ranks(4), 64, 4096, None)
+        assert [(one.start, one.cut) for one in setups] == [(0, head.cut), (1, head.cut)]
+        assert head.resource.reads_on(2) < head.resource.reads_on(1) == head.resource.reads
+
+
+def test_a_head_that_cannot_be_sliced_is_refused_if_it_has_to_be(tmp_path):
+    config = registry.job_config(proposer=("mtp",)).replace(slice_head="on")
+    model = open_model(write_random_model(tmp_path / "m.gguf", tiny("glm4moe")))
+    found = placed(Asked(config, model, None, ("llamacpp",)), ranks(3))
+    with pytest.raises(UsageError, match="slice_head=on needs a job of one stage with several"):
+        sliced(found, config, *job_of(model, (1, 2), n_stages=2))
+    own = PlacedProposer(registry.proposers()["prompt-lookup"], None, (4,))
+    assert sliced([own], config, *job_of(model, (1, 2), n_stages=2)) == (own,)
+
+
+@pytest.mark.parametrize("way", ["auto", "on"])
+def test_a_head_that_members_cannot_load_stays_on_rank_0_unless_it_must_not(way):
+    ports = local_ports(3)
+    setup = DraftSetup((1, 2), "mtp", "toy", "", 1, 0, 1, 64, 4, 64, 1, 8, {}, {}, target="toy")
+    remote = SlicedDraft(DraftPosts(ports[0]), lambda: [setup, setup], "the head")
+    ports[2].send(0, Tag.DRAFT, DraftReady(2, "h", (0, 0), 0, 0, 0, "m.gguf does not exist", 4))
+    kept = SimpleNamespace()
+    cluster = SimpleNamespace(timeout=5.0, slice_head=way)
+    loaded = SimpleNamespace(job=SimpleNamespace(config=SimpleNamespace(cluster=cluster)),
+                             proposers=lambda job: kept)
+    if way == "on":
+        with pytest.raises(ClusterError, match="does not exist"):
+            settled(loaded, remote)
+        return
+    worker, (note,) = settled(loaded, remote)
+    assert worker is kept
+    assert "on rank 0 alone" in note
+    assert "m.gguf does not exist" in note

@@ -17,7 +17,7 @@ from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.emulation.scenarios import Experiment
 from pipeinfer.lab.emulation.sizes import Shape, pieces
 from pipeinfer.lab.emulation.virtual import prompt_of
-from pipeinfer.lab.emulation.wide import APART, BESIDE, TURNS, WideExperiment
+from pipeinfer.lab.emulation.wide import APART, BESIDE, SLICED, TURNS, WideExperiment
 from pipeinfer.planning.judge import LoadMix, tokens_per_second
 from pipeinfer.planning.teams import SumCost, Wire
 from tests.support.sample import fewer
@@ -58,9 +58,18 @@ def test_by_turns_draft_and_target_have_whole_machines_and_never_overlap(policy)
     assert result.busy[0] + result.draft_busy - reading < result.prompt_seconds + result.seconds
 
 
-def test_turns_take_one_stage():
+def test_a_sliced_draft_takes_less_time_the_more_members_there_are():
+    whole, *sliced = (wide.run(PROFILES, dataclasses.replace(BASE, widths=(w,), head=head))
+                      for w, head in ((8, TURNS), (4, SLICED), (8, SLICED)))
+    times = [built.scenario.draft(1) for built, _ in (whole, *sliced)]
+    assert times[0] > times[1] > times[2] > times[0] / 8
+    assert sliced[1][1].tokens == whole[1].tokens
+
+
+@pytest.mark.parametrize("head", [TURNS, SLICED])
+def test_turns_take_one_stage(head):
     with pytest.raises(UsageError, match=r"2x4.*one stage"):
-        wide.build(PROFILES, dataclasses.replace(BASE, widths=(4, 4), head=TURNS))
+        wide.build(PROFILES, dataclasses.replace(BASE, widths=(4, 4), head=head))
 
 
 def test_a_stages_time_by_hand():

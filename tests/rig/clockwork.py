@@ -68,13 +68,13 @@ def write_clockwork(path: Path, name: str, qtype: str = "Q8_0", **sizes: int) ->
 
 
 def write_eagle(path: Path, target: Path, taps: tuple[int, ...], seed: int = 0, *,
-                own: bool = False) -> Path:
+                own: bool = False, heads: int = 4, ff: int = 64) -> Path:
     """Write a random EAGLE-3 head for a target.
 
     own: with an embedding and an output matrix of its own, for half of the vocabulary
     """
     model = ModelFile(target)
-    width, heads, ff = model.n_embd, 4, 64
+    width = model.n_embd
     size, rng = width // heads, np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "eagle3")
     for key, value in {

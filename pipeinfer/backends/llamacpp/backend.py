@@ -39,7 +39,7 @@ from pipeinfer.backends.llamacpp.occupied import OccupiedCells
 from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
-from pipeinfer.errors import BackendError, ModelError
+from pipeinfer.errors import BackendError, ModelError, NoCells
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 from pipeinfer.models.architectures import declared
@@ -150,7 +150,7 @@ class LlamaCppBackend:
             more = 0 if options.head else further_ids(model)
             options = _streamed(options, more)
             chooses = not options.head and _chooses_experts(file, model, options)
-            probe = None if options.head else probe_of(
+            probe = None if options.head and not _is_slice(model) else probe_of(
                 file, model, layers, options, last=last, chooses_experts=chooses,
                 kind=cls.probe_type)
             if n_seq_max + more > ALL_IDS:
@@ -409,7 +409,7 @@ class LlamaCppBackend:
         # 1 and -1 leave the cache as it was; removing then could hit older cells. The others
         # come after the positions were found to continue theirs.
         if status == 1:
-            return BackendError(
+            return NoCells(
                 f"no free cells for {len(rows)} rows in a cache of {self.info.n_ctx}; raise -c"
             )
         if status == -1:

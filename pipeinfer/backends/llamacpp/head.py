@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
@@ -18,7 +19,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, last_log
 from pipeinfer.models.block_draft import BlockShape
-from pipeinfer.models.head_file import HeadSource, SmallVocabulary
+from pipeinfer.models.head_file import SCRATCH, HeadSource, SmallVocabulary
 from pipeinfer.models.shard import ShardSource
 
 
@@ -45,20 +46,29 @@ class LlamaHead(LlamaCppBackend):
         head.shift = -1 if options.head == "eagle3" else 0
         if isinstance(source, HeadSource) and source.small is not None:
             head._slots = _Slots(source, source.small, head._model)
+            spare = source.small.spare or head.info.n_batch  # none: it has all tokens
             head.info = structs.replace(
                 head.info, n_vocab=source.model.n_vocab,
-                n_batch=min(head.info.n_batch, source.small.spare))
+                n_batch=min(head.info.n_batch, spare, SCRATCH if source.part else spare))
         return head
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        """Evaluate `rows`. Tokens outside of a small vocabulary have logits of -inf."""
+        """Evaluate `rows`. Tokens outside of a small vocabulary have logits of -inf. A slice of a
+        head with one gives its own tokens' logits alone: see `of_slice`."""
         if (slots := self._slots) is None:
             return super().decode(rows, hidden, should_stop)
         tokens, positions, outputs = rows.lists
         found = super().decode(Rows.of(Columns(slots.of(tokens), positions, outputs), rows.seq_ids),
                                hidden, should_stop)
         return None if found is None else slots.spread(found)
+
+    def of_slice(self, found: FloatArray) -> tuple[npt.NDArray[np.int64], FloatArray]:
+        """Return the tokens of which a slice has rows, and their logits, for what it decoded."""
+        if self._slots is not None:
+            return self._slots.own, found
+        own = np.flatnonzero(found[:1].max(0, initial=-np.inf) > -np.inf)
+        return own, found[:, own]
 
     @property
     def tapped(self) -> FloatArray:
@@ -158,14 +168,18 @@ class _Slots:
     """Which rows of a head's matrices belong to which tokens.
 
     A token without a row gets a spare one when it appears in a text: that of the token that has not
-    appeared for the longest time.
+    appeared for the longest time. All slices find the same rows for all tokens, so that no two
+    propose the same token; tokens of other slices get rows that a slice only reads.
     """
 
     def __init__(self, source: HeadSource, small: SmallVocabulary, model: Any) -> None:
         self._slot = dict(zip(small.tokens, range(len(small.tokens)), strict=True))
         self._token = np.array(small.tokens, np.int64)  # of each row that has one
         self._n_vocab, self._most = source.model.n_vocab, small.size
+        self._start, self._stop = source.part or (0, small.size)
+        self._sliced = source.part is not None
         self._borrowed: OrderedDict[int, int] = OrderedDict()
+        self._elsewhere: OrderedDict[int, int] = OrderedDict()
         self._matrices = []
         for name in source.by_token(source.model):
             tensor = source.model.tensors[name]
@@ -176,14 +190,36 @@ class _Slots:
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """Return the rows of tokens; there must not be more than there are spare rows."""
-        return [slot if (slot := self._slot.get(token)) is not None else self._borrow(token)
-                for token in tokens]
+        return [self._row(token, slot if (slot := self._slot.get(token)) is not None
+                          else self._borrow(token)) for token in tokens]
+
+    @property
+    def own(self) -> npt.NDArray[np.int64]:
+        """The tokens of the rows of the output matrix."""
+        return self._token[self._start : self._stop]
 
     def spread(self, found: FloatArray) -> FloatArray:
-        """Return logits float32[n, n_vocab] for those of the rows."""
+        """Return logits float32[n, n_vocab] for those of the rows; of a slice's these alone."""
+        found = found[:, :len(self.own)]
+        if self._sliced:
+            return found
         logits = np.full((len(found), self._n_vocab), -np.inf, np.float32)
-        logits[:, self._token] = found[:, :len(self._token)]
+        logits[:, self.own] = found
         return logits
+
+    def _row(self, token: int, slot: int) -> int:
+        """The row of a token in this slice's matrices."""
+        if self._start <= slot < self._stop:
+            return slot - self._start
+        if (row := self._elsewhere.get(token)) is not None:
+            self._elsewhere.move_to_end(token)
+            return row
+        row = self._stop - self._start + len(self._elsewhere)
+        if len(self._elsewhere) == SCRATCH:
+            _, row = self._elsewhere.popitem(last=False)
+        self._elsewhere[token] = row
+        self._write(token, row)
+        return row
 
     def _borrow(self, token: int) -> int:
         if (slot := self._borrowed.get(token)) is not None:
@@ -195,7 +231,12 @@ class _Slots:
             _, slot = self._borrowed.popitem(last=False)
             self._token[slot] = token
         self._borrowed[token] = slot
+        if self._start <= slot < self._stop:
+            self._write(token, slot - self._start)
+        return slot
+
+    def _write(self, token: int, own: int) -> None:
+        """Give row `own` of the matrices to a token."""
         for matrix, rows in self._matrices:
             row = np.ascontiguousarray(rows[token])
-            binding.ggml_backend_tensor_set(matrix, row.ctypes.data, slot * row.nbytes, row.nbytes)
-        return slot
+            binding.ggml_backend_tensor_set(matrix, row.ctypes.data, own * row.nbytes, row.nbytes)

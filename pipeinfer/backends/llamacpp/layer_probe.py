@@ -38,7 +38,8 @@ _CUTS = 8
 
 _FEED_FORWARD = b".ffn_down.weight"
 _SUMMED = (b".attn_output.weight", b".ssm_out.weight", _FEED_FORWARD)
-_EXPERTS = b"ffn_moe_out-"  #: before the layer's number, of the node that adds up its experts
+#: before the layer's number, of the node that adds up its experts; a head's has "mtp_" before
+_EXPERTS = b"ffn_moe_out-"
 
 
 class ExpertSum(IntEnum):
@@ -266,7 +267,7 @@ class LayerProbe:
         if own.experts == ExpertSum.NONE:
             return -1
         named = source_of(tensor, own.source, 0) if own.experts == ExpertSum.SHARED else tensor
-        name = binding.ggml_get_name(named) if named else b""
+        name = binding.ggml_get_name(named).removeprefix(b"mtp_") if named else b""
         if not name.startswith(_EXPERTS):
             return -1
         return place_of(own.first + int(name[len(_EXPERTS):].split()[0]), feed_forward=True)

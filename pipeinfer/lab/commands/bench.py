@@ -145,10 +145,10 @@ def setting_text(experiment: Experiment) -> str:
               help="Make a node slower, such as 4:2.5 for node 4.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("--grid", default="", help="Wide stages, such as 2x4 or 4,3.")
-@click.option("--head", type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS]),
-              default=wide.APART,
+@click.option("--head", default=wide.APART,
+              type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS, wide.SLICED]),
               help="With --grid: head and draft on a node of their own, on a member's, or "
-                   "sharing the first member's in time with the only stage.")
+                   "sharing the first member's in time with the only stage; or sliced over all.")
 @click.option("--sum-type", type=click.Choice(list(wide.ITEM_BYTES)), default="f32",
               help="With --grid: type of the sums between members.")
 @click.option("--ablate", multiple=True, help="Switch off a component of pipeinfer (repeatable).")

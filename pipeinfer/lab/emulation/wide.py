@@ -3,20 +3,22 @@
 The scheduler sees stages, as always. A stage's time is that of its slowest member in the attention,
 plus that of its slowest member in the feed-forward part, plus the sums, for any number of rows.
 Head and draft have a node of their own, or a part of the first member's cores and bandwidth, which
-then holds a smaller share, or all of that machine by turns with the only stage. Profiles give
-machines and links; what a sum costs besides is `SumCost`.
+then holds a smaller share, or all of that machine by turns with the only stage; or all members have
+slices of a prediction head, by turns. Profiles give machines and links; what a sum costs besides is
+`SumCost`.
 This module starts nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
 
+from pipeinfer.cluster.draft_ranks import STEP
 from pipeinfer.cluster.sizing import by_turns
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
@@ -59,7 +61,7 @@ from pipeinfer.planning.teams import (
 )
 
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-APART, BESIDE, TURNS = "apart", "beside", "by turns"
+APART, BESIDE, TURNS, SLICED = "apart", "beside", "by turns", "sliced"
 PART = 0.25  #: of the first member's cores and bandwidth that head and draft take beside it
 
 
@@ -68,8 +70,9 @@ class WideExperiment(Experiment):
     """As `Experiment`, on a grid. `nodes` counts all nodes, head and draft included.
 
     widths: members of each stage; () for the best grid. head: where head and draft are, apart,
-    beside, or on the first member's machine by turns with the target, which takes grids of one
-    stage; with the iterative policy there is no draft, and the head is taken to cost nothing.
+    beside, or on the first member's machine by turns with the target, or sliced, by turns, over all
+    members, both of which take grids of one stage; with the iterative policy there is no draft, and
+    the head is taken to cost nothing.
     part: see `PART`. sum_type: of values on the wire. exchange, peer: see `SumCost`. groups: of the
     cluster's nodes, see `Cluster`.
     """
@@ -110,7 +113,7 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
     if groups and count > len(groups):
         raise UsageError(f"--hosts {count}: the hostfile has {len(groups)} ranks")
     drafter = nodes[0]
-    if experiment.policy != Policy.ITERATIVE and experiment.head != TURNS:
+    if experiment.policy != Policy.ITERATIVE and experiment.head not in (TURNS, SLICED):
         if experiment.head == BESIDE:
             drafter = part_of(nodes[0], experiment.part)
             nodes[0] = part_of(nodes[0], 1 - experiment.part)
@@ -194,7 +197,7 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
     ground = ground_of(profiles, experiment)
     grid = grid or plan(profiles, experiment)
     target, policy = ground.target, Policy(experiment.policy)
-    turns = experiment.head == TURNS and policy is Policy.PIPEINFER
+    turns = experiment.head in (TURNS, SLICED) and policy is Policy.PIPEINFER
     if turns and len(grid.stages) > 1:
         raise UsageError(f"grid {grid.name}: draft and target compute by turns where there is one "
                          f"stage: use --head {APART} or {BESIDE}")
@@ -211,6 +214,8 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
                   for rows in CURVE_ROWS)
     limits, pinned = limits_of(policy, len(virtual), row_cost, experiment)
     drafting = draft_time(ground.draft, ground.drafter, one_layer=bool(ground.by_depth))
+    if experiment.head == SLICED:
+        drafting = partial(_sliced, drafting, ground, len(grid.stages[0].hosts), experiment)
     if turns and not pinned:
         limits = structs.replace(limits, take_turns=True, **by_turns(
             curve, drafting(1) / slowest, limits.exact_width, weighed=True))
@@ -235,6 +240,19 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
     return Built(scenario, split, tuple(memory),
                  tuple(ground.nodes[one.hosts[0]] for one in grid.stages), ground.drafter, pinned,
                  row_cost, curve)
+
+
+def _sliced(whole: Callable[[int], float], ground: Ground, width: int,
+            experiment: WideExperiment, rows: int) -> float:
+    """Time of a decode of a head in slices. Besides what slices and sums take, every member has all
+    of the projection of token and row, which is as large as 2 rows of the output matrix for each
+    element of a row."""
+    draft, node = ground.draft, ground.drafter
+    projection = 2 * draft.n_embd * draft.output_bytes / draft.n_vocab
+    sums, wire = sums_of(experiment), teams.Wire(ground.wire.latency, ground.wire.bandwidth)
+    return (node.seconds(projection, draft.quantisation, rows)
+            + (whole(rows) - node.overhead) / width
+            + 3 * sums.seconds(width, rows * draft.n_embd, wire) + STEP)
 
 
 def stage_seconds(one: PlannedTeam, count: int, last: bool, nodes: Sequence[NodeProfile],

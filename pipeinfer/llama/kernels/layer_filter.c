@@ -106,6 +106,9 @@ static int layer_of_experts(const struct filter *filter, const char *tensor)
     const size_t length = sizeof prefix - 1;
     const void *named = filter->experts == SHARED ? source_of(filter, tensor, 0) : tensor;
     const char *name = named == NULL ? "" : filter->name_of(named);
+
+    if (strncmp(name, "mtp_", 4) == 0)  /* a prediction head's */
+        name += 4;
     return strncmp(name, prefix, length) == 0 ? atoi(name + length) : -1;
 }
 
