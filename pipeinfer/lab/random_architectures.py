@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-Key: TypeAlias = "int | float | bool | str | list[int] | list[bool]"
+Key: TypeAlias = "int | float | bool | str | list[int] | list[bool] | list[float]"
 Shape: TypeAlias = tuple[int, ...]
 
 EXPERTS, USED, EXPERT_FF = 4, 2, 64  #: of every mixture: experts, drawn per row, their columns
+VOCABULARY = 320  #: tokens of tiny models
 WINDOW = 8  #: positions that a layer with a sliding window sees
 DENSE_FIRST = 2  #: leading layers of a mixture without experts
 
@@ -432,6 +433,91 @@ def _grovemoe(s: Sizes, i: int) -> dict[str, Shape]:
             ("down", (s.experts // 2, s.width, 32)))}
 
 
+def _headed(s: Sizes, heads: int) -> Sizes:
+    """The sizes of a layer with another number of query heads."""
+    return dataclasses.replace(s, heads=heads)
+
+
+def _more_heads(s: Sizes, first: bool) -> list[int]:
+    """Query heads of each layer: twice as many in every fourth, or in all others."""
+    return [s.heads * (1 + ((i % 4 == 0) == first)) for i in range(s.n_layer)]
+
+
+def _step35_keys(s: Sizes) -> dict[str, Key]:
+    return _patterned(4)(s) | {
+        "attention.head_count": _more_heads(s, True), "rope.freq_base_swa": 1000.0,
+        "expert_shared_feed_forward_length": EXPERT_FF,
+        "swiglu_clamp_exp": [6.0 + i / 4 for i in range(s.n_layer)],
+        "swiglu_clamp_shexp": [0.5 + i / 4 for i in range(s.n_layer)]}
+
+
+def _step35(s: Sizes, i: int) -> dict[str, Shape]:
+    heads = _more_heads(s, True)[i]
+    return _normed_experts(_headed(s, heads), i) | {"attn_gate.weight": (heads, s.width)}
+
+
+def _laguna_keys(s: Sizes) -> dict[str, Key]:
+    return _WINDOWED | {
+        "attention.head_count": _more_heads(s, False), "rope.freq_base_swa": 1000.0,
+        "rope.dimension_count_swa": s.head // 2, "expert_shared_feed_forward_length": EXPERT_FF}
+
+
+def _laguna(s: Sizes, i: int) -> dict[str, Shape]:
+    heads = _more_heads(s, False)[i]
+    return _normed_experts(_headed(s, heads), i) | {"attn_gate.weight": (heads, s.width)}
+
+
+def _mimo2_heads(s: Sizes) -> list[int]:
+    return [s.heads if i % 3 == 1 else s.kv_heads for i in range(s.n_layer)]
+
+
+def _mimo2_keys(s: Sizes) -> dict[str, Key]:
+    return _patterned(3)(s) | {
+        "attention.head_count_kv": _mimo2_heads(s), "attention.value_length": s.head // 2,
+        "rope.dimension_count": s.head // 2, "rope.freq_base_swa": 1000.0}
+
+
+def _mimo2(s: Sizes, i: int) -> dict[str, Shape]:
+    """Heads of values are smaller than those of keys."""
+    kv = _mimo2_heads(s)[i]
+    return {name: shape for name, shape in _later_experts(s, i).items() if "shexp" not in name} | {
+        "attn_k.weight": (kv * s.head, s.width), "attn_v.weight": (kv * s.head // 2, s.width),
+        "attn_output.weight": (s.width, s.heads * s.head // 2), "attn_sinks.weight": (s.heads,)}
+
+
+def _apertus_keys(s: Sizes) -> dict[str, Key]:
+    """Values of the activation in each layer, without the architecture's name."""
+    return {"/xielu.alpha_n": [0.7 + i / 8 for i in range(s.n_layer)],
+            "/xielu.alpha_p": [0.9 - i / 8 for i in range(s.n_layer)],
+            "/xielu.beta": [0.5] * s.n_layer, "/xielu.eps": [1e-6] * s.n_layer}
+
+
+def _apertus(s: Sizes, i: int) -> dict[str, Shape]:
+    return _arcee(s, i) | _head_norms(s)
+
+
+def _afmoe(s: Sizes, i: int) -> dict[str, Shape]:
+    return _normed_experts(s, i) | _norms(s, "post_attention_norm", "post_ffw_norm") | {
+        "attn_gate.weight": (s.heads * s.head, s.width)}
+
+
+def _smallthinker(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | _experts(s)
+
+
+def _phi2(s: Sizes, _: int) -> dict[str, Shape]:
+    return {name: shape for name, shape in _starcoder2(s, _).items() if "ffn_norm" not in name}
+
+
+def _phimoe(s: Sizes, _: int) -> dict[str, Shape]:
+    return _layer_norms(s, "attn_norm", "ffn_norm") | _attention(s) | _experts(s, s.ff) | {
+        "attn_output.bias": (s.width,)}
+
+
+def _with_biases(s: Sizes) -> dict[str, Shape]:
+    return {"output_norm.bias": (s.width,), "output.bias": (VOCABULARY,)}
+
+
 def _layer_norms(s: Sizes, *names: str) -> dict[str, Shape]:
     return _norms(s, *names) | {f"{name}.bias": (s.width,) for name in names}
 
@@ -574,6 +660,22 @@ RECIPES = {
         _patterned(4)), _muse_glimmer, layers=8),
     "spark2_5": Recipe("spark2_5", _with(_plain(_RMS, _LATER), _patterned(2)), _spark, tied=True),
     "granite_swa": Recipe("granite_swa", _with(_plain(_RMS, _SCALES), _patterned(2)), _granite_swa),
+    "step35": Recipe("step35", _with(_plain(_RMS, _LATER), _step35_keys), _step35, layers=5),
+    "laguna": Recipe("laguna", _with(_plain(_RMS, _LATER, _YARN), _laguna_keys), _laguna,
+                     tied=True, layers=9),
+    "mimo2": Recipe("mimo2", _with(_plain(_RMS, _LATER), _mimo2_keys), _mimo2, layers=5),
+    "apertus": Recipe("apertus", _with(_plain(_RMS), _apertus_keys), _apertus),
+    "afmoe": Recipe("afmoe", _with(_plain(_RMS, _LATER), _patterned(4)), _afmoe, tied=True,
+                    layers=8),
+    "smallthinker": Recipe("smallthinker", _plain(_RMS, _SPARSE, _WINDOWED, {
+        "expert_gating_func": 2}), _smallthinker, tied=True, layers=10),
+    "mellum": Recipe("mellum", _with(_plain(_RMS, _SPARSE), _patterned(4)), _qwen3moe, layers=5),
+    "phi2": Recipe("phi2", lambda s: _plain(_LAYER_NORM)(s) | {
+        "rope.dimension_count": s.head // 2}, _phi2, _with_biases),
+    "phimoe": Recipe("phimoe", _plain(_RMS, _MIXTURE, {
+        "attention.sliding_window": 16, "rope.scaling.original_context_length": 256}), _phimoe,
+        lambda s: _with_biases(s) | {
+            f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")}),
     "grovemoe": Recipe("grovemoe", _plain(_RMS, _SPARSE, {
         "expert_group_scale": 0.05, "experts_per_group": 2,
         "expert_chunk_feed_forward_length": 32}), _grovemoe),
@@ -747,6 +849,30 @@ def _jamba(s: Sizes, i: int) -> dict[str, Shape]:
     return found | _norms(s, "ffn_norm") | (_experts(s, s.ff) if i % 3 == 1 else _dense(s))
 
 
+def _kimi_keys(s: Sizes) -> dict[str, Key]:
+    """Every third layer has attention over a compressed cache."""
+    return _deepseek2_lite_keys(s) | {
+        "attention.head_count_kv": [int(i % 3 == 2) for i in range(s.n_layer)],
+        "kda.head_dim": s.delta, "ssm.conv_kernel": _CONV, "expert_shared_count": 1,
+        "expert_gating_func": 2, "leading_dense_block_count": 1}
+
+
+def _kimi(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _norms(s, "attn_norm", "ffn_norm")
+    if i % 3 == 2:
+        found |= {name: shape for name, shape in _deepseek2_lite(s, 0).items() if "attn" in name}
+    else:
+        inner = s.heads * s.delta
+        found |= _attention(dataclasses.replace(s, head=s.delta), kv_heads=s.heads) | {
+            "ssm_a": (s.heads, 1), "ssm_beta.weight": (s.heads, s.width), "ssm_dt.bias": (inner,),
+            "ssm_norm.weight": (s.delta,),
+            **{f"ssm_{name}_a.weight": (s.delta, s.width) for name in "fg"},
+            **{f"ssm_{name}_b.weight": (inner, s.delta) for name in "fg"},
+            **{f"ssm_conv1d_{name}.weight": (inner, 1, _CONV) for name in "qkv"}}
+    return found | (_dense(s) if i < 1 else _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+        "exp_probs_b.bias": (s.experts,)})
+
+
 def _falcon_h1(s: Sizes, i: int) -> dict[str, Shape]:
     """A state and attention in every layer."""
     return _mamba2(s, i) | {"ffn_norm": (s.width,)} | _attention(s) | _dense(s)
@@ -766,6 +892,7 @@ STATEFUL = {
         lambda s, i: _parted(s, i, 4), layers=7),
     "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, tied=True, layers=7),
     "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe, tied=True, layers=7),
+    "kimi-linear": Recipe("kimi-linear", _kimi_keys, _kimi, layers=9),
     "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
     "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
@@ -800,4 +927,4 @@ def tensors_of(recipe: Recipe, sizes: Sizes) -> Iterator[tuple[str, Shape]]:
 
 def stages_of(name: str) -> int:
     """Into how many stages tests cut a tiny model of that name: three, where it can be."""
-    return 2 if name in ("llama4", "smollm3") else 3
+    return 2 if name in ("afmoe", "llama4", "smallthinker", "smollm3") else 3

@@ -26,6 +26,7 @@ from pipeinfer.lab.random_architectures import (
     HEADED,
     RECIPES,
     STATEFUL,
+    VOCABULARY,
     Key,
     Recipe,
     Sizes,
@@ -67,7 +68,7 @@ class RandomSpec:
     n_head: int = 4
     n_head_kv: int = 2
     n_ff: int = 128
-    n_vocab: int = 320
+    n_vocab: int = VOCABULARY
     n_ctx: int = 4096
     qtype: str = "F32"
     tied: bool = False
@@ -104,11 +105,12 @@ def _write(path: Path, spec: RandomSpec) -> None:
     keys = {} if recipe is None else _keys(spec, recipe)
     if "feed_forward_length" not in keys:
         writer.add_feed_forward_length(spec.n_ff)
-    writer.add_head_count(spec.n_head)
+    if "attention.head_count" not in keys:
+        writer.add_head_count(spec.n_head)
     writer.add_rope_freq_base(10000.0)
     if recipe is not None:
         for key, value in keys.items():
-            add_key(writer, f"{recipe.architecture}.{key}", value)
+            add_key(writer, key[1:] if key[0] == "/" else f"{recipe.architecture}.{key}", value)
     else:
         writer.add_head_count_kv(spec.n_head_kv)
         writer.add_rope_dimension_count(spec.n_embd // spec.n_head)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeinfer.errors import PlanError, UnsupportedArchitecture
 from pipeinfer.models.architectures import declared, keys
-from pipeinfer.models.architectures.declaration import number, values_of
+from pipeinfer.models.architectures.declaration import by_layer, number, values_of
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import entry
 from pipeinfer.models.layers import LayerKind, layer_kinds, windows_of
@@ -44,14 +44,16 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
         raise PlanError(
             f"{model.path.name}: a stage cannot begin at layer {start}, which reads the positions "
             "that a layer before it has chosen; give other counts to --layers, or none")
-    if cut.near_first:
+    if cut.near_first or cut.period < 0:
         kinds = windows_of(model, cut.period)[start:stop]
         # so no part of a stage that a rank loads later, in addition to its own, has one kind only
-        if not kinds[0] or (cut.far and all(kinds)):
+        if kinds[0] is (cut.period < 0) or (cut.far and len(set(kinds)) < 2):
+            first, other = ("without", "with") if cut.period < 0 else ("with", "without")
             raise PlanError(
                 f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "
-                "be a stage: llama.cpp needs one with a window first, and in a llama4 one without; "
-                "give other counts to --layers, or none")
+                f"be a stage: llama.cpp needs one {first} a window first"
+                f"{f', and one {other}' if cut.far else ''}; give other counts to --layers, or "
+                "none")
     _check_kinds(model, start, stop)
     if cut.mistaken(model, stop - start):
         raise UnsupportedArchitecture(
@@ -118,7 +120,7 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     and no cache.
     """
     prefix, cut = model.architecture + ".", declared(model.architecture).cut
-    own: dict[str, int | float | Sequence[int] | None] = {}  # None: removed
+    own: dict[str, int | float | Sequence[float] | None] = {}  # None: removed
     windows = None
     if cut.period and (number(model, keys.WINDOW) or not cut.plain):
         windows = windows_of(model, cut.period)[start:stop]
@@ -128,9 +130,9 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     if windows is not None:
         own[keys.PATTERN] = [*windows, True] if ghost else windows
     for key in cut.arrays:
-        if model.is_array(prefix + key):
+        if name := by_layer(model, key):
             values = [*((given or {}).get(key) or values_of(model, key))][start:stop]
-            own[key] = [*values, values[-1]] if ghost else values
+            own[name.removeprefix(prefix)] = [*values, values[-1]] if ghost else values
     if (dense := number(model, keys.DENSE)) and keys.DENSE in cut.traps:
         own[keys.DENSE] = max(0, dense - start)
     looks_up = start == 0 if takes_tokens is None else takes_tokens
@@ -142,7 +144,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     if keys.INTERVAL in cut.traps:
         own[keys.RECURRENT] = [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]]
         own[keys.INTERVAL] = None
-    return {prefix + key: b"" if value is None else entry(prefix + key, value)
+    names = {key: key if model.is_array(key) else prefix + key for key in own}
+    return {names[key]: b"" if value is None else entry(names[key], value)
             for key, value in own.items()}
 
 
@@ -152,8 +155,8 @@ def kind_of_place(model: ModelFile, layer: int) -> list[int]:
     found = [layer % step_of(model)]
     if cut.period and (number(model, keys.WINDOW) or not cut.plain):
         found.append(windows_of(model, cut.period)[layer])
-    return found + [values_of(model, key)[layer] for key in cut.arrays
-                    if model.is_array(f"{model.architecture}.{key}")]
+    values = [values_of(model, key)[layer] for key in cut.arrays if by_layer(model, key)]
+    return found + [value for value in values if not isinstance(value, float)]
 
 
 def unused(model: ModelFile, start: int, stop: int) -> tuple[str, ...]:

@@ -75,8 +75,9 @@ def windows_of(model: ModelFile, period: int) -> list[bool]:
     """Return for each layer whether it has a sliding window; period: as in `Cut`."""
     if model.is_array(f"{model.architecture}.{keys.PATTERN}"):
         return [bool(value) for value in values_of(model, keys.PATTERN)][:model.n_layers]
-    period = number(model, keys.PATTERN, period)
-    return [period == 0 or i % period < period - 1 for i in range(model.n_layers)]
+    period = number(model, keys.PATTERN, abs(period)) * (-1 if period < 0 else 1)
+    return [i % period != (0 if period < 0 else period - 1) if period else True
+            for i in range(model.n_layers)]
 
 
 # --- sizes ------------------------------------------------------------------------------------

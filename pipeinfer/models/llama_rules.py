@@ -172,7 +172,7 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
     rotated = (_integers(model, f"rope.dimension_count{kind}", 1, 1 << 16) or [key])[0]
     arch, own = model.architecture, declared(model.architecture)
     fits = rotated <= key if own.partly else rotated == key
-    if key != value or not fits or rotated % 2:
+    if (key != value and not own.unequal) or not fits or rotated % 2:
         rule = "the first two must be equal, the last even and no more" if own.partly \
             else "these must be equal and even"
         raise ModelError(

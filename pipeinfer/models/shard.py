@@ -88,9 +88,10 @@ def check_splittable(model: ModelFile) -> None:
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
+        why = declared(architecture).unsplit or f"known to be safe: {', '.join(SPLITTABLE)}"
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
-            f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}")
+            f"safely ({why}); {way_out}")
     cut, prefix = declared(model.architecture).cut, architecture + "."
     windows = (keys.WINDOW, keys.PATTERN) if cut.period else ()
     if why := cut.refuses(model):
@@ -143,6 +144,8 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
         bias = tensors[_OUTPUT_BIAS]
         parts.append(all_of(bias, _OUTPUT_BIAS) if piece is None
                      else rows_of(bias, _OUTPUT_BIAS, piece.vocab))
+    elif _OUTPUT_BIAS in tensors and declared(model.architecture).cut.head:
+        parts.append(zeros(_OUTPUT_BIAS, (model.n_vocab if start == 0 else 1,)))
     skipped = unused(model, start, stop)
     parts += [all_of(tensors[name], name) for name in _EVERYWHERE
               if name in tensors and name not in skipped]

@@ -45,7 +45,7 @@ _LONG = (*(f"{name}-Q8_0" for name in RECIPES | STATEFUL if name not in _QUANTIS
          # declared as others, with other matrices in a layer
          "arcee", "internlm2", "k2-horizon", "nanbeige", "nemotron", "stablelm", "starcoder2",
          "command-r", "cohere2moe", "grovemoe", "granite_swa", "hunyuan_vl", "hy_v3", "spark2_5",
-         "qwen3vlmoe")
+         "qwen3vlmoe", "afmoe", "laguna", "mellum", "mimo2", "phi2", "phimoe", "smallthinker")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
@@ -72,7 +72,9 @@ def test_splits_are_bit_equal(case, tmp_path):
 
 @pytest.mark.parametrize(("name", "bad", "why"), [
     ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
-    ("cohere2", (3, 4), "one with a window first"), ("llama4", (0, 3), "one without"),
+    ("cohere2", (3, 4), "one with a window first"), ("laguna", (1, 9), "one without a window"),
+    ("smallthinker", (8, 9), "and one with;"), ("afmoe", (2, 8), "multiples of 4"),
+    ("llama4", (0, 3), "one without"),
     ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),
     ("granitehybrid", (1, 6), "layers 0, 2, 4"), ("lfm2", (6, 7), "begin at layers 0, 3")])
 def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):

@@ -482,7 +482,9 @@ def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers
     if last and not (_is_slice(model) or own.entry or options.layer_callbacks or chooses_experts
                      or pools):
         return None
-    probe = kind(layers[1] - layers[0] - 1, layers[0], own.entry, own.output)
+    count = layers[1] - layers[0]
+    inner = "%d" not in own.output and count < binding.llama_model_n_layer(model)
+    probe = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else own.output)
     probe.sum_experts_at(_expert_sum(model))
     if metadata(model, "pipeinfer.experts"):
         if not chooses_experts:

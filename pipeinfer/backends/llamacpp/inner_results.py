@@ -33,7 +33,7 @@ class InnerProbe(LayerProbe):
     """
 
     def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
-                 output: str = "l_out") -> None:
+                 output: str = "l_out-%d") -> None:
         super().__init__(last_layer, first_layer, entry, output)
         self._look_inside()
         self.callback, self.data = self._own, None  # the compiled filter passes none of them on

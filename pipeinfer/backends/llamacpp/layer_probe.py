@@ -86,7 +86,7 @@ class LayerProbe:
     last_layer: number of the file's last layer, from 0
     first_layer: number of the file's first layer in the model
     entry: name of the tensor that the first layer reads, for rows that are put in there
-    output: name of the layers' outputs
+    output: name of the last layer's output, with "%d" for its number
     callback, data: for llama.cpp
     hidden_done: whether the rows were copied
     entered: whether the given rows were put in
@@ -98,8 +98,8 @@ class LayerProbe:
     """
 
     def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
-                 output: str = "l_out") -> None:
-        self.last_name = b"%s-%d" % (output.encode(), last_layer)
+                 output: str = "l_out-%d") -> None:
+        self.last_name = output.replace("%d", str(last_layer)).encode()
         self.should_stop: Callable[[], bool] | None = None
         self.hidden: FloatArray | None = None
         self.hidden_done = self.stopped = self.entered = False

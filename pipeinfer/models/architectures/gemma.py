@@ -56,5 +56,7 @@ ARCHITECTURES = (
         ("gemma4",), Cut(period=1, arrays=(keys.KV_HEADS, keys.FF), least=2,
                          far_only=("rope_freqs.weight",), refuses=_gemma4_refuses),
         varied=True, scaled=True, partly=True, sliced=True),
+    Architecture(("gemma3n",), splits=False, checked=False, unsplit="its rows have four streams, "
+                 "each layer reads the token itself, and the last ones read the cache of others"),
     Architecture(("gemma4-assistant",), splits=False, checked=False, assistant=True),
 )

@@ -7,6 +7,6 @@ DENSE, NEXTN = "leading_dense_block_count", "nextn_predict_layers"
 EMBEDDING_SCALE, RESIDUAL_SCALE = "embedding_scale", "residual_scale"
 INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
 MOE_STEP = "interleave_moe_layer_step"
-KV_HEADS, FF = "attention.head_count_kv", "feed_forward_length"
+HEADS, KV_HEADS, FF = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 DEEPSTACK = "n_deepstack_layers"  #: layers that add rows of images, behind those of a token
 SCALES = (EMBEDDING_SCALE, RESIDUAL_SCALE, "logit_scale", "attention.scale")

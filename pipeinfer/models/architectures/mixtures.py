@@ -59,4 +59,7 @@ ARCHITECTURES = (
     Architecture(("hy_v3",), Cut((keys.DENSE, keys.NEXTN))),
     Architecture(("mistral4",), Cut((keys.DENSE,)), latent=True),
     Architecture(("qwen3vlmoe",), Cut((keys.DENSE,)), sections=True),
+    # computed without windows, as phi3
+    Architecture(("phimoe",), Cut((keys.WINDOW, keys.DENSE), head=True), partly=True,
+                 fills_width=True),
 )

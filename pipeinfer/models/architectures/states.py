@@ -11,20 +11,22 @@ from pipeinfer.models.architectures.declaration import Architecture, Cut
 _stateful = functools.partial(Architecture, checked=False)
 _SCAN = "ssm."
 _DELTA_NET = Cut((_SCAN, keys.INTERVAL, keys.NEXTN))
-_BLOCK = "nemotron_h_block_out"
+_BLOCK = "nemotron_h_block_out-%d"
 
 ARCHITECTURES = (
     _stateful(("mamba", "mamba2"), Cut((_SCAN,)), headless=True,
               unsliced="its layers keep a state, which is not cut"),
     _stateful(("rwkv6", "rwkv6qwen2", "rwkv7"), splits=False, headless=True),
+    _stateful(("kimi-k3",), splits=False, unsplit="each layer mixes the inputs of earlier ones, "
+              "of which llama.cpp takes none from another stage"),
     _stateful(("falcon-h1",), Cut((_SCAN,)), both=True),
     _stateful(("granitehybrid",), Cut((*keys.SCALES, _SCAN), arrays=(keys.KV_HEADS,)),
               unsliced="its norm of states goes over all heads, of which a slice has some"),
+    _stateful(("kimi-linear",), Cut((_SCAN, keys.DENSE), arrays=(keys.KV_HEADS,), head=True)),
     _stateful(("jamba",), Cut((_SCAN,), arrays=(keys.KV_HEADS,))),
     _stateful(
         ("lfm2",), Cut(arrays=(keys.KV_HEADS,), norm="token_embd_norm"), layer_inputs=True,
-        unsliced="llama.cpp wants its convolutions to be as wide as the model, which those of a "
-                 "slice are not"),
+        unsliced="llama.cpp wants its convolutions to be as wide as the model"),
     _stateful(("lfm2moe",), Cut((keys.DENSE,), arrays=(keys.KV_HEADS,), norm="token_embd_norm")),
     _stateful(("nemotron_h",), Cut((_SCAN,), arrays=(keys.KV_HEADS, keys.FF)), parted=True,
               sliced=True, state="scan", layer_inputs=True, final_rows=True, output=_BLOCK),

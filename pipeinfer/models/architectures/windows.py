@@ -22,6 +22,19 @@ def _llama4_refuses(model: ModelFile) -> str:
 
 
 ARCHITECTURES = (
+    # every fourth layer does not rotate
+    Architecture(("afmoe",), Cut((keys.DENSE,), period=4, step=4), scaled=True,
+                 entry="inp_embd_scaled"),
+    # with as many layers as that llama.cpp rotates all
+    Architecture(("smallthinker",), Cut(period=-4, step=4, far=True,
+                                        mistaken=lambda _, count: count == 4)),
+    Architecture(("laguna",), Cut((keys.DENSE,), period=-4, arrays=(keys.HEADS,)), partly=True),
+    Architecture(("mellum",), Cut((keys.DENSE,), period=4, plain=True, head=True)),
+    Architecture(("mimo2",), Cut((keys.DENSE, keys.NEXTN), period=4, head=True, arrays=(
+        keys.HEADS, keys.KV_HEADS)), partly=True, unequal=True, output="h_nextn"),
+    Architecture(("step35",), Cut((keys.DENSE, keys.NEXTN), period=4, head=True, arrays=(
+        keys.HEADS, keys.KV_HEADS, "swiglu_clamp_exp", "swiglu_clamp_shexp")), partly=True,
+        output="h_nextn"),
     Architecture(("cohere2",), Cut(("logit_scale",), period=4, near_first=True), partly=True,
                  fills_width=True),
     Architecture(("cohere2moe",), Cut((keys.DENSE, "logit_scale"), period=4, near_first=True,
