@@ -42,6 +42,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "qwen3vlmoe": (("qwen3vlmoe",), "Qwen3-VL mixtures (text)"),
     "gemma4": (("gemma4", "gemma4-dense"), "Gemma 4 26B-A4B, 31B"),
     "glm-dsa": (("glm-dsa",), "GLM-5, 5.1, 5.2"),
+    "deepseek4": (("deepseek4",), "DeepSeek-V4 Flash"),
     "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),
     "deepseek32": (("deepseek32",), "DeepSeek-V3.2"),
     "step35": (("step35",), "Step 3.5"),
@@ -166,6 +167,8 @@ def _places(model: ModelFile) -> str:
     if declared(model.architecture).cut.begins:
         return "at layers that choose positions"
     kinds = set(layer_kinds(model))
+    if declared(model.architecture).cut.ends[0]:
+        return "behind layers that choose cells"
     if declared(model.architecture).cut.period < 0:
         return "at layers without a window"
     return "behind layers with attention" if {LayerKind.STATE, LayerKind.CACHE} <= kinds else "yes"

@@ -873,6 +873,52 @@ def _kimi(s: Sizes, i: int) -> dict[str, Shape]:
         "exp_probs_b.bias": (s.experts,)})
 
 
+_STREAMS, _GROUPS, _HASHED = 4, 2, 3  #: rows of a token; of attention's output; layers by token
+
+
+def _deepseek4_ratios(s: Sizes) -> list[int]:
+    return [(128, 4)[i % 2] if i else 0 for i in range(s.n_layer)]
+
+
+def _deepseek4_keys(s: Sizes) -> dict[str, Key]:
+    """Cells of 4 or 128 tokens, beside a window."""
+    return _RMS | _SPARSE | _indexed(s) | _WINDOWED | {
+        "attention.head_count_kv": 1, "attention.key_length": 4 * s.head,
+        "attention.value_length": 4 * s.head, "attention.q_lora_rank": _LORA,
+        "attention.output_group_count": _GROUPS, "attention.output_lora_rank": 32,
+        "attention.compress_rope_freq_base": 40000.0,
+        "attention.compress_ratios": _deepseek4_ratios(s), "hash_layer_count": _HASHED,
+        "swiglu_clamp_exp": [5.0 + i / 4 for i in range(s.n_layer)],
+        "hyper_connection.count": _STREAMS, "hyper_connection.sinkhorn_iterations": 3,
+        "hyper_connection.epsilon": 1e-6, "expert_shared_count": 1, "expert_gating_func": 4,
+        "expert_weights_scale": 1.5, "expert_weights_norm": True}
+
+
+def _deepseek4(s: Sizes, i: int) -> dict[str, Shape]:
+    head, ratio, mixes = 4 * s.head, _deepseek4_ratios(s)[i], (2 + _STREAMS) * _STREAMS
+    found = _norms(s, "attn_norm", "ffn_norm") | _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+        "attn_q_a.weight": (_LORA, s.width), "attn_q_a_norm.weight": (_LORA,),
+        "attn_q_b.weight": (s.heads * head, _LORA), "attn_kv.weight": (head, s.width),
+        "attn_kv_a_norm.weight": (head,), "attn_sinks.weight": (s.heads,),
+        "attn_output_a.weight": (_GROUPS, 32, s.heads * head // _GROUPS),
+        "attn_output_b.weight": (s.width, 32 * _GROUPS)}
+    for part in ("attn", "ffn"):
+        found |= {f"hc_{part}_fn.weight": (mixes, _STREAMS * s.width),
+                  f"hc_{part}_base.weight": (mixes,), f"hc_{part}_scale.weight": (3,)}
+    for part, size in (("attn", head), ("indexer", _INDEXER)):
+        if ratio and (part == "attn" or ratio == 4):
+            columns = size * (1 + (ratio == 4))
+            found |= {f"{part}_compressor_{name}.weight": (columns, s.width)
+                      for name in ("kv", "gate")}
+            found |= {f"{part}_compressor_ape.weight": (ratio, columns),
+                      f"{part}_compressor_norm.weight": (size,)}
+    if ratio == 4:
+        found |= {"indexer.attn_q_b.weight": (2 * _INDEXER, _LORA),
+                  "indexer.proj.weight": (2, s.width)}
+    return found | ({"ffn_gate_tid2eid.weight": (VOCABULARY, USED)} if i < _HASHED
+                    else {"exp_probs_b.bias": (s.experts,)})
+
+
 def _falcon_h1(s: Sizes, i: int) -> dict[str, Shape]:
     """A state and attention in every layer."""
     return _mamba2(s, i) | {"ffn_norm": (s.width,)} | _attention(s) | _dense(s)
@@ -894,6 +940,9 @@ STATEFUL = {
     "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe, tied=True, layers=7),
     "kimi-linear": Recipe("kimi-linear", _kimi_keys, _kimi, layers=9),
     "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
+    "deepseek4": Recipe("deepseek4", _deepseek4_keys, _deepseek4, lambda s: {
+        "output_hc_fn.weight": (_STREAMS, _STREAMS * s.width), "output_hc_base.weight": (_STREAMS,),
+        "output_hc_scale.weight": (1,)}, layers=12),
     "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
     "qwen35-tied": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, tied=True,

@@ -23,6 +23,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_architectures import (
     EXPERT_FF,
+    EXPERTS,
     HEADED,
     RECIPES,
     STATEFUL,
@@ -126,7 +127,8 @@ def _write(path: Path, spec: RandomSpec) -> None:
     for name, data in weights.items():
         if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \
                 or name.endswith(("ssm_a", "ssm_d")) or "conv1d" in name or "norm" in name \
-                or "shortconv.conv" in name or data.shape[-1] % 32:
+                or "shortconv.conv" in name or "hc_" in name or "_ape" in name \
+                or data.shape[-1] % 32:
             writer.add_tensor(name, data)
             continue
         better = any(part in name for part in _BETTER)
@@ -190,9 +192,15 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatA
     """Values of a size that a trained model's might have, by what the tensor is."""
     if name.startswith("rope_"):
         return np.linspace(1, 8, shape[0]).astype(np.float32)
+    if name.endswith("tid2eid.weight"):  # the experts of each token
+        return np.argsort(rng.random((shape[0], EXPERTS)))[:, :shape[1]].astype(np.int32)
     values = rng.standard_normal(shape)
     if name.endswith((".bias", "attn_sinks.weight")):
         values *= 0.1
+    elif name.endswith("_ape.weight"):
+        values *= 0.2
+    elif "hc_" in name and len(shape) == 1:  # scales of mixes, and their bases
+        values = 0.5 + 0.1 * values if name.endswith("scale.weight") else 0.5 * values
     elif name.endswith("ssm_a"):
         values = -np.exp(values)  # a state fades
     elif len(shape) == 1:

@@ -54,6 +54,17 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
                 f"be a stage: llama.cpp needs one {first} a window first"
                 f"{f', and one {other}' if cut.far else ''}; give other counts to --layers, or "
                 "none")
+    key, value = cut.ends
+    ends = values_of(model, key) if key else []
+    if ends and (value not in ends[start:stop] or (start and ends[start - 1] != value)):
+        raise PlanError(
+            f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot be "
+            f"a stage: each needs a layer with {key} {value}, and begins behind one; give other "
+            "counts to --layers, or none")
+    if 0 < start < number(model, keys.HASH):
+        raise PlanError(
+            f"{model.path.name}: a stage cannot begin at layer {start}, because the first "
+            f"{number(model, keys.HASH)} read tokens; give other counts to --layers, or none")
     _check_kinds(model, start, stop)
     if cut.mistaken(model, stop - start):
         raise UnsupportedArchitecture(
@@ -135,6 +146,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
             own[name.removeprefix(prefix)] = [*values, values[-1]] if ghost else values
     if (dense := number(model, keys.DENSE)) and keys.DENSE in cut.traps:
         own[keys.DENSE] = max(0, dense - start)
+    if model.arch_get(keys.HASH):
+        own[keys.HASH] = max(0, number(model, keys.HASH) - start)
     looks_up = start == 0 if takes_tokens is None else takes_tokens
     if keys.EMBEDDING_SCALE in cut.traps and not looks_up:
         own[keys.EMBEDDING_SCALE] = 0.0

@@ -37,7 +37,7 @@ def keeps_state(model: ModelFile | ModelDir) -> bool:
     if not isinstance(model, ModelFile):
         return False
     arch = model.architecture
-    return any(
+    return declared(arch).whole or any(
         key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.", f"{arch}.kda."))
         for key in model.meta_keys())
 
@@ -48,7 +48,7 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     own = declared(arch)
     if not keeps_state(model):
         return [LayerKind.CACHE] * n
-    if own.both:
+    if own.both or own.whole:
         return [LayerKind.BOTH] * n
     if model.is_array(f"{arch}.{keys.RECURRENT}"):
         states = [bool(value) for value in values_of(model, keys.RECURRENT)][:n]
@@ -80,6 +80,12 @@ def windows_of(model: ModelFile, period: int) -> list[bool]:
             for i in range(model.n_layers)]
 
 
+def row_width(model: Any) -> int:
+    """Return the floats that cross a cut for each token."""
+    own = declared(model.architecture)
+    return int(model.n_embd) * own.row_parts(model.arch_get)
+
+
 # --- sizes ------------------------------------------------------------------------------------
 
 
@@ -94,6 +100,10 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
     near = per_layer(model, keys.PATTERN, 0)
     found: list[float] = []
     for i, layer_keeps in enumerate(layer_kinds(model)):
+        if declared(model.architecture).whole:
+            found.append(n_ids * declared(model.architecture).cell_bytes(
+                model, i, n_cells, item_bytes))
+            continue
         state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
         found.append(n_ids * declared(model.architecture).state_bytes(model) if state else 0.0)
         if layer_keeps not in (LayerKind.CACHE, LayerKind.BOTH):

@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.architectures import declared
+from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gguf import STRING, ModelFile
 
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
@@ -71,6 +72,8 @@ def check_numbers(model: ModelFile, *, head: bool = False) -> None:
         raise _bad(model, f"{model.architecture}.rope.scaling.type", scaling)
     _check_experts(model)
     own = declared(model.architecture)
+    if own.cut.ends[0]:
+        _check_compressed(model, *own.cut.ends)
     if own.varied:
         _check_shared_caches(model)
     if not own.headless:  # sizes are divided by their number
@@ -205,6 +208,15 @@ def _check_latent(model: ModelFile) -> None:
             f"{model.path}: heads of {whole} elements of which {rotated} are rotated, over a cache "
             f"of {key} and {value} for {latent}; these do not fit each other in a "
             f"{model.architecture} model")
+
+
+def _check_compressed(model: ModelFile, key: str, least: int) -> None:
+    """Check that no cache is without layers: llama.cpp divides by its size."""
+    if least not in values_of(model, key)[:model.n_layers]:
+        raise _bad(model, f"{model.architecture}.{key}", f"a list without {least}")
+    chooser = model.arch_get(key := "attention.indexer.key_length")
+    if chooser == model.arch_get("attention.key_length"):
+        raise _bad(model, f"{model.architecture}.{key}", chooser)
 
 
 def _check_experts(model: ModelFile) -> None:

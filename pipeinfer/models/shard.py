@@ -54,7 +54,8 @@ TRAPS = (*keys.SCALES, keys.WINDOW, keys.INTERVAL, keys.MOE_STEP, keys.DENSE, ke
          "attention.temperature_scale", "ssm.")
 #: arrays in an architecture's metadata that are not one value per layer
 _PLAIN_ARRAYS = ("rope.dimension_sections",)
-_EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight",
+               "output_hc_base.weight", "output_hc_fn.weight", "output_hc_scale.weight")
 _EMBEDDING, _NORM, _OUTPUT = "token_embd.weight", "output_norm.weight", "output.weight"
 _OUTPUT_BIAS, _NORM_BIAS = "output.bias", "output_norm.bias"
 _KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _NORM_BIAS, _OUTPUT, _OUTPUT_BIAS}

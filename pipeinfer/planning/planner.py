@@ -23,7 +23,7 @@ from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.models.cuts import barred
-from pipeinfer.models.layers import cache_bytes, has_latent_cache, per_layer
+from pipeinfer.models.layers import cache_bytes, has_latent_cache, per_layer, row_width
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.judge import LINK, gain
 from pipeinfer.planning.measure import Figures
@@ -156,7 +156,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
         tuple(map(float, model.layer_reads)),
         tuple(map(operator.add, plain, cache)),
         first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
-        scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + _widest(model))),
+        scratch=float(_SCRATCH + 8 * n_batch * (row_width(model) + _widest(model))),
         whole=tuple(cache) if has_latent_cache(model) else (), barred=bars, bar=why)
 
 

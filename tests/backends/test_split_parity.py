@@ -74,7 +74,8 @@ def test_splits_are_bit_equal(case, tmp_path):
     ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
     ("cohere2", (3, 4), "one with a window first"), ("laguna", (1, 9), "one without a window"),
     ("smallthinker", (8, 9), "and one with;"), ("afmoe", (2, 8), "multiples of 4"),
-    ("llama4", (0, 3), "one without"),
+    ("llama4", (0, 3), "one without"), ("deepseek4", (5, 12), "ratios 4, and begins behind"),
+    ("deepseek4", (2, 12), "first 3 read tokens"), ("deepseek4", (8, 9), "ratios 4, and begins"),
     ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),
     ("granitehybrid", (1, 6), "layers 0, 2, 4"), ("lfm2", (6, 7), "begin at layers 0, 3")])
 def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):

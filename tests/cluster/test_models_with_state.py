@@ -144,8 +144,8 @@ def files(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [
     (name, case) if name == "qwen35" and case in ("killed", "cut short", "turns") else
-    full(name, case) for name in ("qwen35", "granitehybrid", "nemotron_h", "qwen3next")
-    for case in CASES])
+    full(name, case) for name in (
+        "qwen35", "granitehybrid", "nemotron_h", "qwen3next", "deepseek4") for case in CASES])
 def test_no_circumstance_changes_a_token(files, name, case):
     ranks, more = CASES[case]
     params = dict(zip(more[::2], more[1::2], strict=False))
@@ -208,7 +208,7 @@ def test_several_users_of_a_server_get_the_same_answer_at_once(files, name, more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen35", full("granitehybrid"), full("lfm2")])
+@pytest.mark.parametrize("name", ["qwen35", full("granitehybrid"), full("lfm2"), full("deepseek4")])
 def test_a_conversation_computes_only_what_is_new(files, name):
     """Three turns over three stages; each prompt begins with the last one and its answer."""
     tokenizer = open_tokenizer(files[name])

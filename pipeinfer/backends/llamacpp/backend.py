@@ -82,11 +82,13 @@ class LlamaCppBackend:
         #: whether the number of threads changes no bits; with f16 it does, in layers that stay here
         self.any_threads = self.exact_limit > 1 and not partly
         windows = binding.llama_model_n_swa(model) > 0 and not options.head
+        own = declared(info.architecture)
         self.keeps_state = keeps_state(model) and not options.head
+        self._whole = own.whole
         self._until_norm = False  # see `norms`
         self._taps: Taps | None = None
         self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
-        no_cells = bool(binding.llama_model_is_recurrent(model))
+        no_cells = self._whole or bool(binding.llama_model_is_recurrent(model))
         self._cells = OccupiedCells(
             context, info, windows=windows,
             nothing=info.n_seq_max + further_ids(model) if self.keeps_state else None) \
@@ -99,7 +101,6 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
             takes_back=not self.keeps_state,
         )
-        own = declared(info.architecture)
         self._enters = bool(own.entry) and not options.head
         sections = options.gaps or (own.sections and not options.head) or (
             options.head == "dflash" and binding.llama_model_rope_type(model) == _SECTIONS)
@@ -156,7 +157,8 @@ class LlamaCppBackend:
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            sizes = (n_ctx, n_seq_max + (not options.streams) + more, n_batch, n_threads)
+            grave = not (options.streams or _is_whole(model))
+            sizes = (n_ctx, n_seq_max + grave + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
@@ -312,6 +314,8 @@ class LlamaCppBackend:
                 raise BackendError(
                     f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
                 )
+        if self._whole:
+            p0, p1 = -1, END
         binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
         if self._cells is not None:
             self._cells.order.copy(src, dst, p0, p1)
@@ -422,7 +426,7 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
     n_ctx = binding.llama_n_ctx(context)
     return ShardInfo(
         architecture=metadata(model, "general.architecture"),
-        n_embd=binding.llama_model_n_embd(model),
+        n_embd=binding.llama_model_n_embd(model) * _row_parts(model),
         # A shard from the middle has a vocabulary of one, and a note of the model's.
         n_vocab=int(metadata(model, "pipeinfer.vocab_size") or _n_tokens(model)),
         n_ctx=n_ctx,
@@ -432,6 +436,12 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
     )
 
 
+def _row_parts(model: Any) -> int:
+    """Return how many rows of the model's width cross a cut for each token."""
+    architecture = metadata(model, "general.architecture")
+    return declared(architecture).row_parts(lambda key: metadata(model, f"{architecture}.{key}"))
+
+
 def _streamed(options: LlamaOptions, more: int) -> LlamaOptions:
     """Return the options without streams where the model cannot have them; more: `further_ids`."""
     return structs.replace(options, streams=False) if more or options.gaps else options
@@ -439,6 +449,8 @@ def _streamed(options: LlamaOptions, more: int) -> LlamaOptions:
 
 def further_ids(model: Any) -> int:
     """Return how many sequence ids a model needs besides those of the rows and the grave."""
+    if _is_whole(model):
+        return 0
     return (_WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0) + keeps_state(model)
 
 
@@ -508,7 +520,13 @@ def _most_rows(model: Any, chooses_experts: bool) -> int:
 
 def keeps_state(model: Any) -> bool:
     """Return whether the model's layers have a state of the text so far."""
-    return bool(binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
+    return _is_whole(model) or bool(
+        binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
+
+
+def _is_whole(model: Any) -> bool:
+    """Return whether llama.cpp copies sequences of the model as a whole alone."""
+    return declared(metadata(model, "general.architecture")).whole
 
 
 def _upper(p1: int) -> int:

@@ -22,7 +22,7 @@ from pipeinfer.llama import binding
 _ATTENTION = b"kqv_out-"
 _DELTA_NET = b"attn_output-"  #: what a delta net gives; in layers with attention their product
 #: weights of three dimensions, whose products have rows of a head together, not of a token
-_BY_HEAD = (b".attn_k_b.weight", b".attn_v_b.weight")
+_BY_HEAD = (b".attn_k_b.weight", b".attn_v_b.weight", b".attn_output_a.weight")
 
 
 class InnerProbe(LayerProbe):

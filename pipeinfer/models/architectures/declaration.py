@@ -30,6 +30,8 @@ class Cut(Struct, frozen=True):
     arrays: further metadata with one value per layer; its key may lack the architecture's name
     step: a stage begins at a multiple of this many layers
     begins: metadata with one value per layer; a stage begins where it is not 0
+    ends: metadata with one value per layer, and a value: a stage has a layer with it, and begins
+        behind such a one. llama.cpp ends the process for a cache without layers
     head: whether the file always has an output matrix of its own
     always: a matrix or norm that every layer has
     norm: the norm behind the last layer
@@ -48,6 +50,7 @@ class Cut(Struct, frozen=True):
     arrays: tuple[str, ...] = ()
     step: int = 1
     begins: str = ""
+    ends: tuple[str, int] = ("", 0)
     head: bool = False
     always: str = "attn_norm"
     norm: str = "output_norm"
@@ -104,7 +107,10 @@ class Architecture(Struct, frozen=True):
     Layers. interval: one of so many has attention and the others a state, where the file does not
     list them. both: every layer has a state and attention. parted: a layer is a state, attention or
     a feed forward alone. state_bytes: of a layer's state of one sequence. latent: all heads
-    read one compressed cache. varied: layers with a sliding window have other heads than the rest,
+    read one compressed cache. whole: llama.cpp copies its sequences as
+    a whole alone, and each has a part of the cache for itself. cell_bytes: of a layer's cache of
+    one sequence of such a model, by the model, the layer, the cells and the bytes of an element.
+    varied: layers with a sliding window have other heads than the rest,
     and the last ones may read the cache of others. scaled: tokens' rows are multiplied by the root
     of their size; embedding_scale: or by this, where the file has no factor.
 
@@ -127,7 +133,8 @@ class Architecture(Struct, frozen=True):
     what the output matrix reads; for others llama.cpp ends the process. entry: where hidden rows
     are put into graphs that do not take them as embedding rows: glm4's end the process, gemma2's
     scale them as they scale tokens. output: the name of the last layer's output, with "%d" for its
-    number. sections: whether positions have four sections.
+    number. sections: whether positions have four sections. row_parts: how many rows of the model's
+    width cross a cut for each token, by a function that returns metadata.
 
     mtp: whether its prediction head was shown to give llama.cpp's own proposals. assistant: whether
     it reads the caches of another model. paired: rotated elements are neighbours in the file.
@@ -144,6 +151,8 @@ class Architecture(Struct, frozen=True):
     parted: bool = False
     state_bytes: Callable[[Any], float] = scan_bytes
     latent: bool = False
+    whole: bool = False
+    cell_bytes: Callable[[Any, int, int, int], float] = lambda *_: 0.0
     varied: bool = False
     scaled: bool = False
     embedding_scale: float = 0.0
@@ -165,6 +174,7 @@ class Architecture(Struct, frozen=True):
     entry: str = ""
     output: str = "l_out-%d"
     sections: bool = False
+    row_parts: Callable[[Callable[[str], Any]], int] = lambda _: 1
     mtp: bool = False
     assistant: bool = False
     paired: bool = False

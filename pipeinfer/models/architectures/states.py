@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from pipeinfer.models.architectures import keys
-from pipeinfer.models.architectures.declaration import Architecture, Cut
+from pipeinfer.models.architectures.declaration import Architecture, Cut, number, values_of
+
+
+def _streams(get: Callable[[str], Any]) -> int:
+    """Hyper-connections: a token has several rows between layers."""
+    return int(get("hyper_connection.count") or 1)
+
 
 #: the checks before loading do not cover their graphs
 _stateful = functools.partial(Architecture, checked=False)
@@ -13,7 +21,28 @@ _SCAN = "ssm."
 _DELTA_NET = Cut((_SCAN, keys.INTERVAL, keys.NEXTN))
 _BLOCK = "nemotron_h_block_out-%d"
 
+_CSA = 4  #: tokens of a compressed cell in layers that choose among them
+_BATCH = 256  #: rows of a decode at most, for which a cache with a window has cells
+
+
+def _deepseek4_cells(model: Any, layer: int, n_cells: int, item_bytes: int) -> float:
+    """The compressed cells, the window, and the rows of the block at hand."""
+    ratio = int(values_of(model, keys.RATIOS)[layer])
+    key, chooser = (int(model.arch_get(f"attention.{name}key_length") or 0)
+                    for name in ("", "indexer."))
+    if ratio != _CSA:
+        chooser = 0
+    compressed = n_cells / ratio * (key + chooser) if ratio else 0.0
+    states = 16 * ratio * (2 * (key + chooser) if ratio == _CSA else key // 2)
+    return item_bytes * (compressed + (number(model, keys.WINDOW) + _BATCH) * key) + states
+
+
 ARCHITECTURES = (
+    _stateful(
+        ("deepseek4",), Cut((keys.WINDOW, keys.NEXTN), ends=(keys.RATIOS, _CSA), head=True, arrays=(
+            keys.RATIOS, "swiglu_clamp_exp", "swiglu_clamp_shexp")),
+        whole=True, cell_bytes=_deepseek4_cells, entry="hc_init", output="h_nextn",
+        row_parts=_streams),
     _stateful(("mamba", "mamba2"), Cut((_SCAN,)), headless=True,
               unsliced="its layers keep a state, which is not cut"),
     _stateful(("rwkv6", "rwkv6qwen2", "rwkv7"), splits=False, headless=True),
