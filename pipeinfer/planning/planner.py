@@ -164,14 +164,14 @@ def with_text(load: Load, model: Any, length: int) -> Load:
     """Return the load of rows behind a text of `length` tokens.
 
     A row reads the cached keys and values of the text as it reads weights, in layers with a sliding
-    window at most those inside it.
+    window at most those inside it. A state is as large behind any text.
     """
     window = int(model.arch_get("attention.sliding_window", 0) or 0) or length
     near = per_layer(model, "attention.sliding_window_pattern", 0)
     cells = (min(length, window) if one else length for one in near)
     return structs.replace(load, costs=tuple(
-        cost + each * count for cost, each, count in zip(
-            load.costs, cache_bytes(model, 1), cells, strict=True)))
+        cost + (one - none) * count for cost, one, none, count in zip(
+            load.costs, cache_bytes(model, 1), cache_bytes(model, 0), cells, strict=True)))
 
 
 def with_head(load: Load, figures: Iterable[Figures]) -> Load:
