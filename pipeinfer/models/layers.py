@@ -48,7 +48,7 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     own = declared(arch)
     if not keeps_state(model):
         return [LayerKind.CACHE] * n
-    if own.both or own.whole:
+    if own.both or own.cell_bytes:
         return [LayerKind.BOTH] * n
     if model.is_array(f"{arch}.{keys.RECURRENT}"):
         states = [bool(value) for value in values_of(model, keys.RECURRENT)][:n]
@@ -97,21 +97,20 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
     """
     heads = per_layer(model, "attention.head_count", 1)
     kv_heads = per_layer(model, keys.KV_HEADS, 0)
-    near = per_layer(model, keys.PATTERN, 0)
+    near, own = per_layer(model, keys.PATTERN, 0), declared(model.architecture)
     found: list[float] = []
     for i, layer_keeps in enumerate(layer_kinds(model)):
-        if declared(model.architecture).whole:
-            found.append(n_ids * declared(model.architecture).cell_bytes(
-                model, i, n_cells, item_bytes))
+        if own.cell_bytes:
+            found.append(n_ids * own.cell_bytes(model, i, n_cells, item_bytes))
             continue
         state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
-        found.append(n_ids * declared(model.architecture).state_bytes(model) if state else 0.0)
+        found.append(n_ids * own.state_bytes(model) if state else 0.0)
         if layer_keeps not in (LayerKind.CACHE, LayerKind.BOTH):
             continue
         size, width = model.n_embd // heads[i], 0
         for kind in ("key",) if has_latent_cache(model) else ("key", "value"):
-            own = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
-            width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
+            wide = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
+            width += int(wide or model.arch_get(f"attention.{kind}_length", size) or size)
         found[i] += n_cells * (kv_heads[i] or heads[i]) * width * item_bytes
     return found
 

@@ -108,8 +108,9 @@ class Architecture(Struct, frozen=True):
     list them. both: every layer has a state and attention. parted: a layer is a state, attention or
     a feed forward alone. state_bytes: of a layer's state of one sequence. latent: all heads
     read one compressed cache. whole: llama.cpp copies its sequences as
-    a whole alone, and each has a part of the cache for itself. cell_bytes: of a layer's cache of
-    one sequence of such a model, by the model, the layer, the cells and the bytes of an element.
+    a whole alone. alone: it computes the tokens of plain decoding only while there is one sequence.
+    cell_bytes: of a layer's cache of one sequence, where each has one for itself, by the model, the
+    layer, the cells and the bytes of an element.
     varied: layers with a sliding window have other heads than the rest,
     and the last ones may read the cache of others. scaled: tokens' rows are multiplied by the root
     of their size; embedding_scale: or by this, where the file has no factor.
@@ -152,7 +153,8 @@ class Architecture(Struct, frozen=True):
     state_bytes: Callable[[Any], float] = scan_bytes
     latent: bool = False
     whole: bool = False
-    cell_bytes: Callable[[Any, int, int, int], float] = lambda *_: 0.0
+    alone: bool = False
+    cell_bytes: Callable[[Any, int, int, int], float] | None = None
     varied: bool = False
     scaled: bool = False
     embedding_scale: float = 0.0

@@ -46,6 +46,11 @@ ARCHITECTURES = (
     _stateful(("mamba", "mamba2"), Cut((_SCAN,)), headless=True,
               unsliced="its layers keep a state, which is not cut"),
     _stateful(("rwkv6", "rwkv6qwen2", "rwkv7"), splits=False, headless=True),
+    _stateful(("glm5-next",), splits=False, whole=True, alone=True,
+              unsplit="llama.cpp computes it wrongly while its cache has two sequences"),
+    _stateful(("qwen4exp",), splits=False, whole=True, alone=True, interval=4,
+              unsplit="some of its layers read tokens, and llama.cpp cannot keep its cells in order"
+              ),
     _stateful(("kimi-k3",), splits=False, unsplit="each layer mixes the inputs of earlier ones, "
               "of which llama.cpp takes none from another stage"),
     _stateful(("falcon-h1",), Cut((_SCAN,)), both=True),
