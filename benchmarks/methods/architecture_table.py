@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "qwen35moe": (("qwen35moe",), "Qwen3.5, 3.6, 3.8: mixtures"),
     "qwen3vl": (("qwen3vl",), "Qwen3-VL (text)"),
     "qwen3vlmoe": (("qwen3vlmoe",), "Qwen3-VL mixtures (text)"),
-    "gemma4": (("gemma4", "gemma4-dense"), "Gemma 4 26B-A4B, 31B"),
+    "gemma4": (("gemma4", "gemma4-dense", "gemma4-small"), "Gemma 4; E2B, E4B without slices"),
     "glm-dsa": (("glm-dsa",), "GLM-5, 5.1, 5.2"),
     "deepseek4": (("deepseek4",), "DeepSeek-V4 Flash"),
     "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),

@@ -197,6 +197,27 @@ def _gemma4_dense(s: Sizes, i: int) -> dict[str, Shape]:
             if not any(part in name for part in further)}
 
 
+_PER_LAYER = 64  #: columns that a layer has of a token's row
+
+
+def _gemma4_small_keys(s: Sizes) -> dict[str, Key]:
+    """The last third of the layers reads the caches of those before, and is wider."""
+    own = 2 * s.n_layer // 3
+    return _gemma4_dense_keys(s) | {
+        "attention.shared_kv_layers": s.n_layer - own,
+        "embedding_length_per_layer_input": _PER_LAYER,
+        "feed_forward_length": [s.ff if i < own else 2 * s.ff for i in range(s.n_layer)]}
+
+
+def _gemma4_small(s: Sizes, i: int) -> dict[str, Shape]:
+    shared = i >= 2 * s.n_layer // 3
+    found = _gemma4_dense(s, i) | _dense(s, columns=2 * s.ff if shared else s.ff)
+    return {name: shape for name, shape in found.items()
+            if not (shared and name.startswith(("attn_k", "attn_v")))} | {
+        "inp_gate.weight": (_PER_LAYER, s.width), "proj.weight": (s.width, _PER_LAYER),
+        "post_norm.weight": (s.width,)}
+
+
 def _glm4_keys(s: Sizes) -> dict[str, Key]:
     return _RMS | _heads(s) | {"rope.dimension_count": s.head // 2}
 
@@ -587,6 +608,10 @@ RECIPES = {
                      lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
     "gemma4-dense": Recipe("gemma4", _gemma4_dense_keys, _gemma4_dense,
                            lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
+    "gemma4-small": Recipe("gemma4", _gemma4_small_keys, _gemma4_small, lambda s: {
+        "rope_freqs.weight": (2 * s.head,), "per_layer_proj_norm.weight": (_PER_LAYER,),
+        "per_layer_token_embd.weight": (VOCABULARY, _PER_LAYER * s.n_layer),
+        "per_layer_model_proj.weight": (_PER_LAYER * s.n_layer, s.width)}, tied=True, layers=9),
     "glm4": Recipe("glm4", _glm4_keys, _glm4),
     "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1),
     "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2),

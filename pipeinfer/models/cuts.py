@@ -65,6 +65,12 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
         raise PlanError(
             f"{model.path.name}: a stage cannot begin at layer {start}, because the first "
             f"{number(model, keys.HASH)} read tokens; give other counts to --layers, or none")
+    shared, least = number(model, keys.SHARED), model.n_layers - number(model, keys.SHARED) - 2
+    if shared and start > least:
+        raise PlanError(
+            f"{model.path.name}: a stage cannot begin at layer {start}, because the last {shared} "
+            f"layers read the caches of layers {least} and {least + 1}; give other counts to "
+            "--layers, or none")
     _check_kinds(model, start, stop)
     if cut.mistaken(model, stop - start):
         raise UnsupportedArchitecture(
@@ -146,6 +152,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
             own[name.removeprefix(prefix)] = [*values, values[-1]] if ghost else values
     if (dense := number(model, keys.DENSE)) and keys.DENSE in cut.traps:
         own[keys.DENSE] = max(0, dense - start)
+    if number(model, keys.SHARED) and stop < model.n_layers:
+        own[keys.SHARED] = 0
     if model.arch_get(keys.HASH):
         own[keys.HASH] = max(0, number(model, keys.HASH) - start)
     looks_up = start == 0 if takes_tokens is None else takes_tokens

@@ -185,7 +185,8 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
 
 
 class ComposedFile:
-    """Random access to the bytes of a file that is stored nowhere, of whole tensors and of rows.
+    """Random access to the bytes of a file that is stored nowhere, of whole tensors, of rows and of
+    neighbouring columns.
 
     total: its size in bytes
     Close it after use. Raises ModelError if a file of the model cannot be opened.
@@ -243,12 +244,16 @@ def _where(part: TensorPart, inside: int, into: memoryview) -> tuple[int, memory
     """Where in its source the bytes of a part from `inside` on are, as many as lie together."""
     if part.window is None:
         return inside, into
-    size = part.window.row_bytes
+    low, high = part.window.spans[0]
+    size = high - low
     for first, stop in part.window.bands:
         if inside < (stop - first) * size:
             break
         inside -= (stop - first) * size
-    return first * size + inside, into[:(stop - first) * size - inside]
+    if size == part.window.row_bytes:
+        return first * size + inside, into[:(stop - first) * size - inside]
+    row, at = divmod(inside, size)
+    return (first + row) * part.window.row_bytes + low + at, into[:size - at]
 
 
 def _read_window(model: ModelFile, tensor: TensorInfo, window: FileWindow) -> Iterator[bytes]:

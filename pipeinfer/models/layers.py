@@ -93,13 +93,17 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
     """Return the bytes of each layer's KV cache; two per element on llama.cpp (quantised caches
     need less).
 
-    Layers with a state have one for each of `n_ids` sequences in its place, or in addition.
+    Layers with a state have one for each of `n_ids` sequences in its place, or in addition; those
+    that read the cache of others have none.
     """
     heads = per_layer(model, "attention.head_count", 1)
     kv_heads = per_layer(model, keys.KV_HEADS, 0)
     near, own = per_layer(model, keys.PATTERN, 0), declared(model.architecture)
     found: list[float] = []
     for i, layer_keeps in enumerate(layer_kinds(model)):
+        if i >= model.n_layers - number(model, keys.SHARED):
+            found.append(0.0)
+            continue
         if own.cell_bytes:
             found.append(n_ids * own.cell_bytes(model, i, n_cells, item_bytes))
             continue

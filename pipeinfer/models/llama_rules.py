@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection
 
 from pipeinfer.errors import ModelError
-from pipeinfer.models.architectures import declared
+from pipeinfer.models.architectures import declared, keys
 from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gguf import STRING, ModelFile
 
@@ -232,7 +232,7 @@ def _check_shared_caches(model: ModelFile) -> None:
     The last layers may read the cache of the last layer of their kind (windows or none) that has
     one: llama.cpp expects it at the last place but one, or the last.
     """
-    key, count = "attention.shared_kv_layers", model.n_layers_all
+    key, count = keys.SHARED, model.n_layers_all
     shared = max(_integers(model, key, 0, count), default=0)
     own, windows = count - shared, model.arch_get("attention.sliding_window_pattern")
     kinds = windows if isinstance(windows, list) and len(windows) == count else []

@@ -135,7 +135,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
     n_ids: sequences of the KV cache, which all have a state where layers keep one.
     """
     from pipeinfer.models.hf_folder import torch_parts
-    from pipeinfer.models.shard import shard_bytes
+    from pipeinfer.models.shard import by_layer_bytes, shard_bytes
 
     if item_bytes or model.path.is_dir():
         layers, embedding, head = torch_parts(model, item_bytes)
@@ -148,7 +148,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
             scratch=float(_SCRATCH + 16 * n_batch * (model.n_embd + _widest(model))))
     n = model.n_layers
     layers = [shard_bytes(model, i, i + 1) for i in range(n)]
-    plain = list(model.layer_bytes)
+    plain = [size + by_layer_bytes(model) for size in model.layer_bytes]
     cache = cache_bytes(model, n_cells, n_ids=n_ids)
     head = layers[-1] - plain[-1] if n > 1 else 0
     bars, why = barred(model)

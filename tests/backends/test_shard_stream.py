@@ -46,8 +46,12 @@ def decoded(source, layers, model):
         return first.tobytes(), backend.decode(rows, hidden).tobytes(), backend.info.weight_bytes
 
 
-@pytest.mark.parametrize("layers", RANGES)
-def test_bytes_are_those_of_the_file(model, layers, tmp_path):
+@pytest.mark.parametrize(("name", "layers"), [*(("", one) for one in RANGES),
+                                              ("gemma4-small", (1, 3))])
+def test_bytes_are_those_of_the_file(model, name, layers, tmp_path):
+    """Also of columns of a table."""
+    if name:
+        model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0")))
     source = ShardSource(model, *layers)
     whole = extract_shard(model, *layers, cache_dir=tmp_path).read_bytes()
     with closing(source.opened()) as opened:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.llamacpp import layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
@@ -75,6 +76,7 @@ def test_splits_are_bit_equal(case, tmp_path):
     ("cohere2", (3, 4), "one with a window first"), ("laguna", (1, 9), "one without a window"),
     ("smallthinker", (8, 9), "and one with;"), ("afmoe", (2, 8), "multiples of 4"),
     ("llama4", (0, 3), "one without"), ("deepseek4", (5, 12), "ratios 4, and begins behind"),
+    ("gemma4-small", (5, 9), "last 3 layers read the caches of layers 4 and 5"),
     ("deepseek4", (2, 12), "first 3 read tokens"), ("deepseek4", (8, 9), "ratios 4, and begins"),
     ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),
     ("granitehybrid", (1, 6), "layers 0, 2, 4"), ("lfm2", (6, 7), "begin at layers 0, 3")])
@@ -83,6 +85,12 @@ def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, wh
     model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny(name)))
     with pytest.raises(PlanError, match=why):
         extract_shard(model, *bad, cache_dir=tmp_path)
+
+
+def test_embeddings_of_tokens_cross_a_cut_without_the_c_part(monkeypatch, tmp_path):
+    monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+    model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny("gemma4-small")))
+    check_splits(model, tmp_path / "cache", [[(0, 2), (2, 4), (4, 9)]])
 
 
 @pytest.mark.slow

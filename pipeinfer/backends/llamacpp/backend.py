@@ -102,9 +102,10 @@ class LlamaCppBackend:
             takes_back=not self.keeps_state,
         )
         self._enters = bool(own.entry) and not options.head
+        self._again = bool(own.again) and not options.head and _row_parts(model) > 1
         sections = options.gaps or (own.sections and not options.head) or (
             options.head == "dflash" and binding.llama_model_rope_type(model) == _SECTIONS)
-        self._batch = RowBatch(info, sections=sections, enters=self._enters,
+        self._batch = RowBatch(info, sections=sections, enters=self._enters, reads=self._again,
                                both=bool(options.head))
 
     @classmethod
@@ -215,14 +216,19 @@ class LlamaCppBackend:
         if long != self._all_at_work:
             self._set_threads(all_of_them=long)
         count = rows.lists.outputs.count(True)
+        width = info.n_embd // 2 if self._again else info.n_embd
         out = None if info.last and not self._until_norm else np.empty(
-            (count if info.last else n, info.n_embd), np.float32)
-        given = keep if self._enters else None
+            (count if info.last else n, width), np.float32)
+        given, embedding = keep if self._enters else None, None
+        if self._again and given is not None:
+            given, embedding = (np.ascontiguousarray(half) for half in np.hsplit(given, 2))
+        elif self._again and not info.last:
+            embedding = np.empty((n, width), np.float32)
         if self._probe is not None:
             # a stop would leave states of other ids in cells that were exchanged
             fixed = self.keeps_state and len(rows.first_positions()) > 1
             stops = self.options.layer_callbacks and not fixed
-            self._probe.arm(should_stop if stops else None, out, given, n)
+            self._probe.arm(should_stop if stops else None, out, given, n, embedding)
         clear_log()
         status = int(binding.llama_decode(self._ctx, self._batch.columns)) \
             if self._cells is None else self._cells.decode(self._batch.columns, rows)
@@ -232,6 +238,8 @@ class LlamaCppBackend:
         if status != 0:
             raise self._failure(status, rows)
         self._last = n, hidden
+        if out is not None and embedding is not None and not info.last:
+            return np.concatenate([out, embedding], axis=1)
         return self._logits(count) if out is None else out
 
     def tap(self, layers: tuple[int, ...]) -> None:
@@ -497,6 +505,8 @@ def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers
     count = layers[1] - layers[0]
     inner = "%d" not in own.output and count < binding.llama_model_n_layer(model)
     probe = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else own.output)
+    if own.again and _row_parts(model) > 1:
+        probe.enter_again(own.again)
     probe.sum_experts_at(_expert_sum(model))
     if metadata(model, "pipeinfer.experts"):
         if not chooses_experts:

@@ -134,8 +134,10 @@ class Architecture(Struct, frozen=True):
     what the output matrix reads; for others llama.cpp ends the process. entry: where hidden rows
     are put into graphs that do not take them as embedding rows: glm4's end the process, gemma2's
     scale them as they scale tokens. output: the name of the last layer's output, with "%d" for its
-    number. sections: whether positions have four sections. row_parts: how many rows of the model's
-    width cross a cut for each token, by a function that returns metadata.
+    number. again: the node behind which nodes read the entry as the embeddings of tokens, which
+    cross a cut beside the hidden rows then. sections: whether positions have four sections.
+    row_parts: how many rows of the model's width cross a cut for each token, by a function that
+    returns metadata.
 
     mtp: whether its prediction head was shown to give llama.cpp's own proposals. assistant: whether
     it reads the caches of another model. paired: rotated elements are neighbours in the file.
@@ -175,6 +177,7 @@ class Architecture(Struct, frozen=True):
     final_rows: bool = False
     entry: str = ""
     output: str = "l_out-%d"
+    again: str = ""
     sections: bool = False
     row_parts: Callable[[Callable[[str], Any]], int] = lambda _: 1
     mtp: bool = False

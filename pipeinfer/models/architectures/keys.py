@@ -10,5 +10,7 @@ EMBEDDING_SCALE, RESIDUAL_SCALE = "embedding_scale", "residual_scale"
 INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
 MOE_STEP = "interleave_moe_layer_step"
 HEADS, KV_HEADS, FF = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+SHARED = "attention.shared_kv_layers"  #: last layers, which read the caches of two before them
+PER_LAYER = "embedding_length_per_layer_input"  #: columns that each layer has of a token's row
 DEEPSTACK = "n_deepstack_layers"  #: layers that add rows of images, behind those of a token
 SCALES = (EMBEDDING_SCALE, RESIDUAL_SCALE, "logit_scale", "attention.scale")
