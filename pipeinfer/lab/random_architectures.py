@@ -902,7 +902,7 @@ _STREAMS, _GROUPS, _HASHED = 4, 2, 3  #: rows of a token; of attention's output;
 
 
 def _deepseek4_ratios(s: Sizes) -> list[int]:
-    return [(128, 4)[i % 2] if i else 0 for i in range(s.n_layer)]
+    return [(4, 128)[i % 2] if i > 1 else 0 for i in range(s.n_layer)]
 
 
 def _deepseek4_keys(s: Sizes) -> dict[str, Key]:
@@ -967,7 +967,7 @@ STATEFUL = {
     "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
     "deepseek4": Recipe("deepseek4", _deepseek4_keys, _deepseek4, lambda s: {
         "output_hc_fn.weight": (_STREAMS, _STREAMS * s.width), "output_hc_base.weight": (_STREAMS,),
-        "output_hc_scale.weight": (1,)}, layers=12),
+        "output_hc_scale.weight": (1,)}, layers=11),
     "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
     "qwen35-tied": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, tied=True,

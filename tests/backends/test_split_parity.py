@@ -21,6 +21,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
 from tests.rig.cut_check import cuts_of, differing, load
+from tests.support.gguf_files import altered
 from tests.support.sample import fewer, full
 
 CASES = {
@@ -75,9 +76,9 @@ def test_splits_are_bit_equal(case, tmp_path):
     ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
     ("cohere2", (3, 4), "one with a window first"), ("laguna", (1, 9), "one without a window"),
     ("smallthinker", (8, 9), "and one with;"), ("afmoe", (2, 8), "multiples of 4"),
-    ("llama4", (0, 3), "one without"), ("deepseek4", (5, 12), "ratios 4, and begins behind"),
+    ("llama4", (0, 3), "one without"), ("deepseek4", (4, 11), "ratios 4, and begins behind"),
     ("gemma4-small", (5, 9), "last 3 layers read the caches of layers 4 and 5"),
-    ("deepseek4", (2, 12), "first 3 read tokens"), ("deepseek4", (8, 9), "ratios 4, and begins"),
+    ("deepseek4", (3, 4), "ratios 4, and begins"),
     ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),
     ("granitehybrid", (1, 6), "layers 0, 2, 4"), ("lfm2", (6, 7), "begin at layers 0, 3")])
 def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):
@@ -91,6 +92,14 @@ def test_embeddings_of_tokens_cross_a_cut_without_the_c_part(monkeypatch, tmp_pa
     monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
     model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny("gemma4-small")))
     check_splits(model, tmp_path / "cache", [[(0, 2), (2, 4), (4, 9)]])
+
+
+def test_layers_that_read_tokens_stay_in_the_first_stage(tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", tiny("deepseek4"))
+    model = ModelFile(altered(path, tmp_path / "more.gguf",
+                              numbers={"deepseek4.hash_layer_count": 4}))
+    with pytest.raises(PlanError, match="because the first 4 read tokens"):
+        extract_shard(model, 3, 11, cache_dir=tmp_path)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_a_cache_without_layers_is_refused(tmp_path):
     """llama.cpp would divide by its size."""
     with pytest.raises(ModelError, match="compress_ratios is 'a list without 4'"):
         check_file(write_random_model(tmp_path / "m.gguf", tiny("deepseek4", n_layer=1)))
-    check_file(write_random_model(tmp_path / "m.gguf", tiny("deepseek4", n_layer=2)))
+    check_file(write_random_model(tmp_path / "m.gguf", tiny("deepseek4", n_layer=3)))
 
 
 def test_caches_of_the_right_kind_may_be_shared(tmp_path):
