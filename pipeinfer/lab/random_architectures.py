@@ -25,7 +25,9 @@ DENSE_FIRST = 2  #: leading layers of a mixture without experts
 class Sizes:
     """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns; of its
     mixtures: experts, and columns of one; of its delta nets: elements of a head, heads of keys and
-    of values."""
+    of values; of latent attention: elements of its cache, of a head that are rotated, of a value,
+    ranks of its queries, and heads that choose positions; of grouped outputs: groups and ranks; of
+    experts by token: so many of each, and tokens."""
 
     n_layer: int
     width: int
@@ -39,6 +41,15 @@ class Sizes:
     delta: int = 64
     delta_keys: int = 2
     delta_values: int = 4
+    latent: int = 64
+    rotated: int = 64
+    value: int = 0
+    lora: int = 96
+    choosers: int = 2
+    groups: int = 2
+    group_lora: int = 32
+    used: int = USED
+    vocab: int = VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,19 +261,17 @@ def _nextn(s: Sizes) -> dict[str, Shape]:
         "nextn.eh_proj.weight": (s.width, 2 * s.width)}
 
 
-_LATENT, _ROTATED, _LORA = 64, 64, 96  #: deepseek2: of its cache, of its heads, of its queries
-
-
 def _deepseek2_keys(s: Sizes) -> dict[str, Key]:
-    return _deepseek2_lite_keys(s) | {"attention.q_lora_rank": _LORA, "expert_gating_func": 2}
+    return _deepseek2_lite_keys(s) | {"attention.q_lora_rank": s.lora, "expert_gating_func": 2}
 
 
 def _deepseek2_lite_keys(s: Sizes) -> dict[str, Key]:
     return _RMS | _SPARSE | {
-        "attention.head_count_kv": 1, "attention.kv_lora_rank": _LATENT,
-        "attention.key_length": _LATENT + _ROTATED, "attention.value_length": _LATENT,
-        "attention.key_length_mla": s.head + _ROTATED, "attention.value_length_mla": s.head,
-        "rope.dimension_count": _ROTATED, "leading_dense_block_count": DENSE_FIRST,
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": s.latent,
+        "attention.key_length": s.latent + s.rotated, "attention.value_length": s.latent,
+        "attention.key_length_mla": s.head + s.rotated,
+        "attention.value_length_mla": s.value or s.head,
+        "rope.dimension_count": s.rotated, "leading_dense_block_count": s.dense_first,
         "expert_shared_count": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
         "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.07}
@@ -270,12 +279,13 @@ def _deepseek2_lite_keys(s: Sizes) -> dict[str, Key]:
 
 def _deepseek2_lite(s: Sizes, i: int) -> dict[str, Shape]:
     found: dict[str, Shape] = _norms(s, "attn_norm", "ffn_norm") | {
-        "attn_q.weight": (s.heads * (s.head + _ROTATED), s.width),
-        "attn_kv_a_mqa.weight": (_LATENT + _ROTATED, s.width), "attn_kv_a_norm.weight": (_LATENT,),
-        "attn_k_b.weight": (s.heads, _LATENT, s.head),
-        "attn_v_b.weight": (s.heads, s.head, _LATENT),
-        "attn_output.weight": (s.width, s.heads * s.head)}
-    if i < DENSE_FIRST:
+        "attn_q.weight": (s.heads * (s.head + s.rotated), s.width),
+        "attn_kv_a_mqa.weight": (s.latent + s.rotated, s.width),
+        "attn_kv_a_norm.weight": (s.latent,),
+        "attn_k_b.weight": (s.heads, s.latent, s.head),
+        "attn_v_b.weight": (s.heads, s.value or s.head, s.latent),
+        "attn_output.weight": (s.width, s.heads * (s.value or s.head))}
+    if i < s.dense_first:
         return found | _dense(s)
     return found | _experts(s) | _dense(s, "_shexp", 2 * s.expert_ff)
 
@@ -284,9 +294,9 @@ def _deepseek2(s: Sizes, i: int) -> dict[str, Shape]:
     found = _deepseek2_lite(s, i)
     del found["attn_q.weight"]
     return found | {
-        "attn_q_a.weight": (_LORA, s.width), "attn_q_a_norm.weight": (_LORA,),
-        "attn_q_b.weight": (s.heads * (s.head + _ROTATED), _LORA)} | (
-            {} if i < DENSE_FIRST else {"exp_probs_b.bias": (EXPERTS,)})
+        "attn_q_a.weight": (s.lora, s.width), "attn_q_a_norm.weight": (s.lora,),
+        "attn_q_b.weight": (s.heads * (s.head + s.rotated), s.lora)} | (
+            {} if i < s.dense_first else {"exp_probs_b.bias": (s.experts,)})
 
 
 def _phi3(s: Sizes, _: int) -> dict[str, Shape]:
@@ -404,8 +414,8 @@ def _cohere2moe(s: Sizes, i: int) -> dict[str, Shape]:
 _INDEXER = 128  #: elements of a head that chooses which positions are read
 
 
-def _indexed(_: Sizes) -> dict[str, Key]:
-    return {"attention.indexer.head_count": 2, "attention.indexer.key_length": _INDEXER,
+def _indexed(s: Sizes) -> dict[str, Key]:
+    return {"attention.indexer.head_count": s.choosers, "attention.indexer.key_length": _INDEXER,
             "attention.indexer.top_k": WINDOW}
 
 
@@ -416,14 +426,14 @@ def _mistral4_keys(s: Sizes) -> dict[str, Key]:
 
 def _mistral4(s: Sizes, i: int) -> dict[str, Shape]:
     found = _deepseek2(s, i)
-    return found if i < DENSE_FIRST else found | _dense(s, "_shexp", s.expert_ff)
+    return found if i < s.dense_first else found | _dense(s, "_shexp", s.expert_ff)
 
 
 def _deepseek32(s: Sizes, i: int) -> dict[str, Shape]:
     return _mistral4(s, i) | {
         "indexer.k_norm.weight": (_INDEXER,), "indexer.k_norm.bias": (_INDEXER,),
-        "indexer.proj.weight": (2, s.width), "indexer.attn_k.weight": (_INDEXER, s.width),
-        "indexer.attn_q_b.weight": (2 * _INDEXER, _LORA)}
+        "indexer.proj.weight": (s.choosers, s.width), "indexer.attn_k.weight": (_INDEXER, s.width),
+        "indexer.attn_q_b.weight": (s.choosers * _INDEXER, s.lora)}
 
 
 def _glm_dsa_types(s: Sizes) -> list[int]:
@@ -898,7 +908,7 @@ def _kimi(s: Sizes, i: int) -> dict[str, Shape]:
         "exp_probs_b.bias": (s.experts,)})
 
 
-_STREAMS, _GROUPS, _HASHED = 4, 2, 3  #: rows of a token; of attention's output; layers by token
+_STREAMS, _HASHED = 4, 3  #: rows of a token; layers whose experts follow from the token
 
 
 def _deepseek4_ratios(s: Sizes) -> list[int]:
@@ -909,9 +919,9 @@ def _deepseek4_keys(s: Sizes) -> dict[str, Key]:
     """Cells of 4 or 128 tokens, beside a window."""
     return _RMS | _SPARSE | _indexed(s) | _WINDOWED | {
         "attention.head_count_kv": 1, "attention.key_length": 4 * s.head,
-        "attention.value_length": 4 * s.head, "attention.q_lora_rank": _LORA,
-        "attention.output_group_count": _GROUPS, "attention.output_lora_rank": 32,
-        "attention.compress_rope_freq_base": 40000.0,
+        "attention.value_length": 4 * s.head, "attention.q_lora_rank": s.lora,
+        "attention.output_group_count": s.groups, "attention.output_lora_rank": s.group_lora,
+        "attention.compress_rope_freq_base": 40000.0, "rope.dimension_count": s.rotated,
         "attention.compress_ratios": _deepseek4_ratios(s), "hash_layer_count": _HASHED,
         "swiglu_clamp_exp": [5.0 + i / 4 for i in range(s.n_layer)],
         "hyper_connection.count": _STREAMS, "hyper_connection.sinkhorn_iterations": 3,
@@ -922,11 +932,11 @@ def _deepseek4_keys(s: Sizes) -> dict[str, Key]:
 def _deepseek4(s: Sizes, i: int) -> dict[str, Shape]:
     head, ratio, mixes = 4 * s.head, _deepseek4_ratios(s)[i], (2 + _STREAMS) * _STREAMS
     found = _norms(s, "attn_norm", "ffn_norm") | _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
-        "attn_q_a.weight": (_LORA, s.width), "attn_q_a_norm.weight": (_LORA,),
-        "attn_q_b.weight": (s.heads * head, _LORA), "attn_kv.weight": (head, s.width),
+        "attn_q_a.weight": (s.lora, s.width), "attn_q_a_norm.weight": (s.lora,),
+        "attn_q_b.weight": (s.heads * head, s.lora), "attn_kv.weight": (head, s.width),
         "attn_kv_a_norm.weight": (head,), "attn_sinks.weight": (s.heads,),
-        "attn_output_a.weight": (_GROUPS, 32, s.heads * head // _GROUPS),
-        "attn_output_b.weight": (s.width, 32 * _GROUPS)}
+        "attn_output_a.weight": (s.groups, s.group_lora, s.heads * head // s.groups),
+        "attn_output_b.weight": (s.width, s.group_lora * s.groups)}
     for part in ("attn", "ffn"):
         found |= {f"hc_{part}_fn.weight": (mixes, _STREAMS * s.width),
                   f"hc_{part}_base.weight": (mixes,), f"hc_{part}_scale.weight": (3,)}
@@ -938,9 +948,9 @@ def _deepseek4(s: Sizes, i: int) -> dict[str, Shape]:
             found |= {f"{part}_compressor_ape.weight": (ratio, columns),
                       f"{part}_compressor_norm.weight": (size,)}
     if ratio == 4:
-        found |= {"indexer.attn_q_b.weight": (2 * _INDEXER, _LORA),
-                  "indexer.proj.weight": (2, s.width)}
-    return found | ({"ffn_gate_tid2eid.weight": (VOCABULARY, USED)} if i < _HASHED
+        found |= {"indexer.attn_q_b.weight": (s.choosers * _INDEXER, s.lora),
+                  "indexer.proj.weight": (s.choosers, s.width)}
+    return found | ({"ffn_gate_tid2eid.weight": (s.vocab, s.used)} if i < _HASHED
                     else {"exp_probs_b.bias": (s.experts,)})
 
 

@@ -147,7 +147,8 @@ def _write(path: Path, spec: RandomSpec) -> None:
 
 def _sizes(spec: RandomSpec) -> Sizes:
     return Sizes(spec.n_layer, spec.n_embd, spec.n_head, spec.n_head_kv,
-                 spec.n_embd // spec.n_head, spec.n_ff, expert_ff=spec.expert_ff)
+                 spec.n_embd // spec.n_head, spec.n_ff, expert_ff=spec.expert_ff,
+                 vocab=spec.n_vocab)
 
 
 def _keys(spec: RandomSpec, recipe: Recipe) -> dict[str, Key]:
@@ -193,7 +194,8 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatA
     if name.startswith("rope_"):
         return np.linspace(1, 8, shape[0]).astype(np.float32)
     if name.endswith("tid2eid.weight"):  # the experts of each token
-        return np.argsort(rng.random((shape[0], EXPERTS)))[:, :shape[1]].astype(np.int32)
+        order = np.argsort(rng.random((shape[0], max(EXPERTS, shape[1]))))
+        return order[:, :shape[1]].astype(np.int32)
     values = rng.standard_normal(shape)
     if name.endswith((".bias", "attn_sinks.weight")):
         values *= 0.1
