@@ -22,7 +22,7 @@ from benchmarks.methods.settings_table import between
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.errors import PipeinferError
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
+from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.cuts import step_of
@@ -43,6 +43,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "gemma4": (("gemma4", "gemma4-dense", "gemma4-small"), "Gemma 4; E2B, E4B without slices"),
     "glm-dsa": (("glm-dsa",), "GLM-5, 5.1, 5.2"),
     "deepseek4": (("deepseek4",), "DeepSeek-V4 Flash"),
+    "glm5-next": (("glm5-next",), "GLM-5.3-Flash, one request at a time"),
     "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),
     "deepseek32": (("deepseek32",), "DeepSeek-V3.2"),
     "step35": (("step35",), "Step 3.5"),
@@ -136,7 +137,7 @@ class Row:
 
 def spec_of(name: str, qtype: str) -> RandomSpec:
     """A tiny model under a name in ROWS."""
-    if name in RECIPES | STATEFUL:
+    if name in RECIPES | STATEFUL | ALONE:
         return tiny(name, qtype=qtype)
     return RandomSpec(name.partition("-")[0], n_embd=256, qtype=qtype,
                       n_expert=4 if name == "llama-experts" else 0)
@@ -164,14 +165,14 @@ def study(architecture: str, *, width: bool = True) -> Row:
 def _places(model: ModelFile) -> str:
     if (step := step_of(model)) > 1:
         return f"at multiples of {step} layers"
-    if declared(model.architecture).cut.begins:
+    if {LayerKind.STATE, LayerKind.CACHE} <= set(layer_kinds(model)):
+        return "behind layers with attention"
+    cut = declared(model.architecture).cut
+    if cut.begins:
         return "at layers that choose positions"
-    kinds = set(layer_kinds(model))
-    if declared(model.architecture).cut.ends[0]:
+    if cut.ends[0]:
         return "behind layers that choose cells"
-    if declared(model.architecture).cut.period < 0:
-        return "at layers without a window"
-    return "behind layers with attention" if {LayerKind.STATE, LayerKind.CACHE} <= kinds else "yes"
+    return "at layers without a window" if cut.period < 0 else "yes"
 
 
 def _slices(model: ModelFile) -> str:

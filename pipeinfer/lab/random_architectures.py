@@ -915,31 +915,66 @@ def _deepseek4_ratios(s: Sizes) -> list[int]:
     return [(4, 128)[i % 2] if i > 1 else 0 for i in range(s.n_layer)]
 
 
+_MIXED: dict[str, Key] = {
+    "hyper_connection.count": _STREAMS, "hyper_connection.sinkhorn_iterations": 3,
+    "hyper_connection.epsilon": 1e-6}
+
+
+def _mixes(s: Sizes) -> dict[str, Shape]:
+    """How a layer mixes the rows of a token."""
+    mixes = (2 + _STREAMS) * _STREAMS
+    found: dict[str, Shape] = {}
+    for part in ("attn", "ffn"):
+        found |= {f"hc_{part}_fn.weight": (mixes, _STREAMS * s.width),
+                  f"hc_{part}_base.weight": (mixes,), f"hc_{part}_scale.weight": (3,)}
+    return found
+
+
+def _glm5_next_keys(s: Sizes) -> dict[str, Key]:
+    """As Kimi Linear, without rotation, and with indexers that see blocks of cells."""
+    unrotated = dataclasses.replace(s, rotated=0)
+    found = _deepseek2_keys(unrotated) | _kimi_keys(unrotated) | _indexed(s) | _MIXED | {
+        "attention.indexer.types": [int(i != 5) for i in range(s.n_layer)],
+        "attention.indexer.kpool": 4, "attention.indexer.kpool_select_tail": True,
+        "kda.gate_lower_bound": -5.0}
+    return {key: value for key, value in found.items() if not key.startswith("rope.scaling")}
+
+
+def _glm5_next(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _kimi(s, i) | _mixes(s)
+    if i % 3 != 2:
+        return found | {"ssm_a": (s.heads,)}
+    unrotated = dataclasses.replace(s, rotated=0)
+    found = {name: shape for name, shape in found.items() if "attn" not in name or "hc" in name} | {
+        name: shape for name, shape in _deepseek2(unrotated, 0).items() if "attn" in name}
+    return found if i == 5 else found | {
+        name: shape for name, shape in _deepseek32(s, 0).items() if "indexer" in name} | {
+        "indexer_compressor_ape.weight": (4, _INDEXER),
+        "indexer_compressor_gate.weight": (_INDEXER, s.width)}
+
+
 def _deepseek4_keys(s: Sizes) -> dict[str, Key]:
     """Cells of 4 or 128 tokens, beside a window."""
-    return _RMS | _SPARSE | _indexed(s) | _WINDOWED | {
+    return _RMS | _SPARSE | _indexed(s) | _WINDOWED | _MIXED | {
         "attention.head_count_kv": 1, "attention.key_length": 4 * s.head,
         "attention.value_length": 4 * s.head, "attention.q_lora_rank": s.lora,
         "attention.output_group_count": s.groups, "attention.output_lora_rank": s.group_lora,
         "attention.compress_rope_freq_base": 40000.0, "rope.dimension_count": s.rotated,
         "attention.compress_ratios": _deepseek4_ratios(s), "hash_layer_count": _HASHED,
         "swiglu_clamp_exp": [5.0 + i / 4 for i in range(s.n_layer)],
-        "hyper_connection.count": _STREAMS, "hyper_connection.sinkhorn_iterations": 3,
-        "hyper_connection.epsilon": 1e-6, "expert_shared_count": 1, "expert_gating_func": 4,
+        "expert_shared_count": 1, "expert_gating_func": 4,
         "expert_weights_scale": 1.5, "expert_weights_norm": True}
 
 
 def _deepseek4(s: Sizes, i: int) -> dict[str, Shape]:
-    head, ratio, mixes = 4 * s.head, _deepseek4_ratios(s)[i], (2 + _STREAMS) * _STREAMS
-    found = _norms(s, "attn_norm", "ffn_norm") | _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+    head, ratio = 4 * s.head, _deepseek4_ratios(s)[i]
+    found = _norms(s, "attn_norm", "ffn_norm") | _mixes(s) | _experts(s)
+    found |= _dense(s, "_shexp", s.expert_ff) | {
         "attn_q_a.weight": (s.lora, s.width), "attn_q_a_norm.weight": (s.lora,),
         "attn_q_b.weight": (s.heads * head, s.lora), "attn_kv.weight": (head, s.width),
         "attn_kv_a_norm.weight": (head,), "attn_sinks.weight": (s.heads,),
         "attn_output_a.weight": (s.groups, s.group_lora, s.heads * head // s.groups),
         "attn_output_b.weight": (s.width, s.group_lora * s.groups)}
-    for part in ("attn", "ffn"):
-        found |= {f"hc_{part}_fn.weight": (mixes, _STREAMS * s.width),
-                  f"hc_{part}_base.weight": (mixes,), f"hc_{part}_scale.weight": (3,)}
     for part, size in (("attn", head), ("indexer", _INDEXER)):
         if ratio and (part == "attn" or ratio == 4):
             columns = size * (1 + (ratio == 4))
@@ -986,6 +1021,10 @@ STATEFUL = {
                         layers=8),
     "qwen3next": Recipe("qwen3next", lambda s: _delta_keys(s) | _SHARED, _qwen3next, layers=8),
 }
+
+
+#: of which llama.cpp computes one sequence at a time; see `RECIPES`
+ALONE = {"glm5-next": Recipe("glm5-next", _glm5_next_keys, _glm5_next, layers=12)}
 
 
 def _with_head(recipe: Recipe) -> Recipe:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_architectures import (
+    ALONE,
     EXPERT_FF,
     EXPERTS,
     HEADED,
@@ -44,7 +45,7 @@ _MIXES = {
 _BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_RECIPES = RECIPES | STATEFUL | HEADED
+_RECIPES = RECIPES | STATEFUL | ALONE | HEADED
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"

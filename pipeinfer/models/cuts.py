@@ -39,8 +39,9 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
             f"{model.architecture} is of another kind, so stages begin at multiples of {step}; "
             "give such counts to --layers, or none")
     cut = declared(model.architecture).cut
-    if cut.begins and model.is_array(f"{model.architecture}.{cut.begins}") and not (
-            values_of(model, cut.begins)[start]):
+    reader = next((i for i, kind in enumerate(layer_kinds(model))
+                   if i >= start and kind is not LayerKind.STATE), start)
+    if cut.begins and by_layer(model, cut.begins) and not values_of(model, cut.begins)[reader]:
         raise PlanError(
             f"{model.path.name}: a stage cannot begin at layer {start}, which reads the positions "
             "that a layer before it has chosen; give other counts to --layers, or none")

@@ -16,7 +16,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import PlanError
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
+from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
@@ -38,11 +38,11 @@ CASES = {
     "qwen3": RandomSpec(architecture="qwen3", qtype="F32"),
     "qwen3-Q8_0-tied": RandomSpec(architecture="qwen3", qtype="Q8_0", tied=True),
     **{name: tiny(name) for name in RECIPES},
-    **{name: tiny(name) for name in STATEFUL},
-    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in RECIPES | STATEFUL},
+    **{name: tiny(name) for name in STATEFUL | ALONE},
+    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in RECIPES | STATEFUL | ALONE},
 }
 _QUANTISED = ("deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe", "qwen35moe")  #: in the sample
-_LONG = (*(f"{name}-Q8_0" for name in RECIPES | STATEFUL if name not in _QUANTISED),
+_LONG = (*(f"{name}-Q8_0" for name in RECIPES | STATEFUL | ALONE if name not in _QUANTISED),
          "deepseek2-lite", "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3",
          # declared as others, with other matrices in a layer
          "arcee", "internlm2", "k2-horizon", "nanbeige", "nemotron", "stablelm", "starcoder2",
@@ -53,7 +53,7 @@ EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "ta
 
 def test_every_listed_architecture_has_a_case():
     names = {spec.architecture for spec in CASES.values()}
-    recipes = RECIPES | STATEFUL
+    recipes = RECIPES | STATEFUL | ALONE
     assert {recipes[name].architecture if name in recipes else name
             for name in names} == set(SPLITTABLE)
 
@@ -76,7 +76,8 @@ def test_splits_are_bit_equal(case, tmp_path):
     ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
     ("cohere2", (3, 4), "one with a window first"), ("laguna", (1, 9), "one without a window"),
     ("smallthinker", (8, 9), "and one with;"), ("afmoe", (2, 8), "multiples of 4"),
-    ("llama4", (0, 3), "one without"), ("deepseek4", (4, 11), "ratios 4, and begins behind"),
+    ("glm5-next", (3, 12), "reads the positions"), ("llama4", (0, 3), "one without"),
+    ("deepseek4", (4, 11), "ratios 4, and begins behind"),
     ("gemma4-small", (5, 9), "last 3 layers read the caches of layers 4 and 5"),
     ("deepseek4", (3, 4), "ratios 4, and begins"),
     ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),

@@ -250,7 +250,7 @@ def test_unproven_architectures_are_refused_by_name(architecture, tmp_path):
 
 @pytest.mark.parametrize(("architecture", "why"), [
     ("gemma3n", "four streams"), ("kimi-k3", "inputs of earlier ones"),
-    ("glm5-next", "two sequences"), ("qwen4exp", "read tokens")])
+    ("qwen4exp", "read tokens")])
 def test_what_cannot_be_split_is_refused_with_the_reason(architecture, why, tmp_path):
     model = header_only(tmp_path / "m.gguf", architecture)
     with pytest.raises(UnsupportedArchitecture, match=f"'{architecture}'.*{why}.*-np 1"):

@@ -193,7 +193,7 @@ class Architecture(Struct, frozen=True):
             return self.unsliced
         if not self.splits:
             return "it is not known how its layers could be"
-        return _WIDTH if self.fills_width else "it was not tried"
+        return _WIDTH if self.fills_width else "not tried"
 
 
 def number(model: ModelFile, key: str, default: int = 0) -> int:

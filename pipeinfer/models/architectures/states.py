@@ -46,8 +46,9 @@ ARCHITECTURES = (
     _stateful(("mamba", "mamba2"), Cut((_SCAN,)), headless=True,
               unsliced="its layers keep a state, which is not cut"),
     _stateful(("rwkv6", "rwkv6qwen2", "rwkv7"), splits=False, headless=True),
-    _stateful(("glm5-next",), splits=False, whole=True, alone=True,
-              unsplit="llama.cpp computes it wrongly while its cache has two sequences"),
+    _stateful(("glm5-next",), Cut((_SCAN, keys.DENSE), arrays=(keys.KV_HEADS, keys.INDEXERS),
+                                  begins=keys.INDEXERS, head=True),
+              whole=True, alone=True, entry="hc_init", row_parts=_streams),
     _stateful(("qwen4exp",), splits=False, whole=True, alone=True, interval=4,
               unsplit="some of its layers read tokens, and llama.cpp cannot keep its cells in order"
               ),
