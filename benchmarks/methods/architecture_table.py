@@ -45,6 +45,7 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "deepseek4": (("deepseek4",), "DeepSeek-V4 Flash"),
     "glm5-next": (("glm5-next",), "GLM-5.3-Flash, one request at a time"),
     "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),
+    "minimax-m3": (("minimax-m3",), "MiniMax-M3, one request at a time"),
     "deepseek32": (("deepseek32",), "DeepSeek-V3.2"),
     "step35": (("step35",), "Step 3.5"),
     "mimo2": (("mimo2",), "MiMo-V2"),
@@ -156,7 +157,7 @@ def study(architecture: str, *, width: bool = True) -> Row:
         limit = 0
         if width:
             backend = load(main.path, (0, main.n_layers), main.n_layers)
-            limit = exact_width(backend)
+            limit = min(exact_width(backend), backend.exact_limit)
             backend.close()
         torch = "yes" if architecture in GGUF_FAMILIES else "no"
         return Row(architecture, _places(main), _slices(main), torch, _gaps(main), limit)

@@ -51,7 +51,8 @@ def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobCo
                 f"{model.path.name}: llama.cpp gives the tokens of plain decoding of a "
                 f"{model.architecture} for one sequence at a time alone: leave out "
                 + " and ".join(found))
-        return config.replace(policy=str(Policy.ITERATIVE), parallel=1, prefix_cache=False)
+        return config.replace(policy=str(Policy.ITERATIVE), parallel=1, prefix_cache=False,
+                              partitions=0)
     parallel = config.speculation.parallel
     if "parallel" not in config.given:
         parallel = own["parallel"] = min(parallel, _REQUESTS)

@@ -445,6 +445,15 @@ def _glm_dsa(s: Sizes, i: int) -> dict[str, Shape]:
     return _deepseek32(s, i) if _glm_dsa_types(s)[i] else _mistral4(s, i)
 
 
+def _minimax_m3(s: Sizes, i: int) -> dict[str, Shape]:
+    """Layers with experts choose blocks of cells."""
+    chooses: dict[str, Shape] = {
+        "indexer.k_norm.weight": (_INDEXER,), "indexer.k_proj.weight": (_INDEXER, s.width),
+        "indexer.q_norm.weight": (_INDEXER,),
+        "indexer.q_proj.weight": (s.choosers * _INDEXER, s.width)}
+    return _normed_experts(s, i) | ({} if i < s.dense_first else chooses)
+
+
 def _muse_glimmer(s: Sizes, i: int) -> dict[str, Shape]:
     return _gemma3(s, i) | {"attn_gate.weight": (s.heads * s.head, s.width)}
 
@@ -1024,7 +1033,12 @@ STATEFUL = {
 
 
 #: of which llama.cpp computes one sequence at a time; see `RECIPES`
-ALONE = {"glm5-next": Recipe("glm5-next", _glm5_next_keys, _glm5_next, layers=12)}
+ALONE = {
+    "glm5-next": Recipe("glm5-next", _glm5_next_keys, _glm5_next, layers=12),
+    "minimax-m3": Recipe("minimax-m3", _with(_plain(_RMS, _LATER), _indexed, lambda s: {
+        "rope.dimension_count": s.head // 2, "attention.indexer.block_size": 4,
+        "attention.indexer.local_blocks": 1, "attention.indexer.top_k": 2}), _minimax_m3, layers=5),
+}
 
 
 def _with_head(recipe: Recipe) -> Recipe:

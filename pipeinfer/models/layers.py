@@ -34,10 +34,15 @@ def keeps_state(model: ModelFile | ModelDir) -> bool:
 
     Those of recurrent models and of hybrids have.
     """
+    own = isinstance(model, ModelFile) and declared(model.architecture)
+    return bool(own and own.whole) or _has_states(model)
+
+
+def _has_states(model: ModelFile | ModelDir) -> bool:
     if not isinstance(model, ModelFile):
         return False
     arch = model.architecture
-    return declared(arch).whole or any(
+    return bool(declared(arch).cell_bytes) or any(
         key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.", f"{arch}.kda."))
         for key in model.meta_keys())
 
@@ -46,7 +51,7 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     """Return what each layer keeps of the text."""
     n, arch = model.n_layers, model.architecture
     own = declared(arch)
-    if not keeps_state(model):
+    if not _has_states(model):
         return [LayerKind.CACHE] * n
     if own.both or own.cell_bytes:
         return [LayerKind.BOTH] * n

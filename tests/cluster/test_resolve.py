@@ -68,7 +68,8 @@ def test_one_sequence_at_a_time_where_llama_cpp_mixes_up_two(tmp_path):
         write()
     facts = JobFacts(ModelFile(path), None, ranks(1))
     found = resolve(job_config(), facts).config.speculation
-    assert (found.policy, found.parallel, found.prefix_cache) == ("iterative", 1, False)
+    assert (found.policy, found.parallel, found.partitions) == ("iterative", 1, 0)
+    assert not found.prefix_cache
     given = job_config(policy="pipeinfer", parallel=2, given=frozenset({"parallel"}))
     with pytest.raises(UsageError, match=r"at a time alone: leave out --policy pipeinfer and "
                        "--parallel"):

@@ -158,8 +158,7 @@ class LlamaCppBackend:
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            grave = not (options.streams or _is_whole(model))
-            sizes = (n_ctx, n_seq_max + grave + more, n_batch, n_threads)
+            sizes = (n_ctx, n_seq_max + _graves(model, options) + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
@@ -462,6 +461,11 @@ def further_ids(model: Any) -> int:
     return (_WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0) + keeps_state(model)
 
 
+def _graves(model: Any, options: LlamaOptions) -> int:
+    """Return how many ids hold dead cells: see `cell_order`."""
+    return 0 if options.streams or _is_whole(model) else 1
+
+
 def _n_tokens(model: Any) -> int:
     return int(binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(model)))
 
@@ -521,6 +525,8 @@ def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers
 
 def _most_rows(model: Any, chooses_experts: bool) -> int:
     """Return the most rows of a trial that this kind of model allows."""
+    if declared(metadata(model, "general.architecture")).alone:
+        return 1  # a trial has several sequences
     if not _has_experts(model):
         return 1 << 16
     # A short trial seldom detects that a router's product depends on the number of rows:

@@ -57,6 +57,9 @@ ARCHITECTURES = (
     Architecture(("grovemoe",), Cut((keys.DENSE,), head=True)),
     Architecture(("hy_v3",), Cut((keys.DENSE, keys.NEXTN))),
     Architecture(("mistral4",), Cut((keys.DENSE,)), latent=True),
+    # as soon as a context has several sequences, its layers read all positions
+    Architecture(("minimax-m3",), Cut((keys.DENSE,), head=True), checked=False, whole=True,
+                 alone=True),
     Architecture(("qwen3vlmoe",), Cut((keys.DENSE,)), sections=True),
     # computed without windows, as phi3
     Architecture(("phimoe",), Cut((keys.WINDOW, keys.DENSE), head=True), partly=True,
