@@ -28,6 +28,7 @@ _F32 = 0
 #: that only activations have
 _FLOATS = frozenset({0, 1, 30})
 _MATRICES = _FLOATS | {2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 34, 35, 39}
+_GATINGS = 4  #: llama.cpp's highest number of a way to weigh experts
 _META_F32, _META_I32, _META_U32 = 6, 5, 4
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _LEAST_TOKENS = 12  #: llama.cpp uses token 11 if a byte-level vocabulary has no end-of-text token
@@ -71,7 +72,10 @@ def check_numbers(model: ModelFile, *, head: bool = False) -> None:
     if scaling is not None and scaling not in _SCALINGS:
         raise _bad(model, f"{model.architecture}.rope.scaling.type", scaling)
     _check_experts(model)
+    for key in (keys.DENSE, keys.HASH):
+        _integers(model, key, 0, _MOST_LAYERS)
     own = declared(model.architecture)
+    _integers(model, keys.WINDOW, int(own.chunked), _MOST_WIDTH)
     if own.cut.ends[0]:
         _check_compressed(model, *own.cut.ends)
     if own.varied:
@@ -161,8 +165,11 @@ def _check_heads(model: ModelFile) -> None:
         _check_latent(model)
     else:
         _check_rotation(model, heads[0], "")
+        key = (_integers(model, "attention.key_length", 1, 1 << 16) or [1 << 16])[0]
         if declared(model.architecture).varied:
             _check_rotation(model, heads[0], "_swa")
+        elif any(size % 2 for size in _integers(model, "rope.dimension_count_swa", 1, key)):
+            raise _bad(model, f"{model.architecture}.rope.dimension_count_swa", "an odd number")
     for name in ("feed_forward_length", "context_length"):
         _integers(model, name, 1, 2**31 - 1)
 
@@ -220,6 +227,7 @@ def _check_compressed(model: ModelFile, key: str, least: int) -> None:
 
 
 def _check_experts(model: ModelFile) -> None:
+    _number(model, "expert_gating_func", 0, _GATINGS)
     experts = _integers(model, "expert_count", 0, _MOST_EXPERTS) or [0]
     used = _integers(model, "expert_used_count", 0, _MOST_EXPERTS) or [0]
     if max(used) > min(experts) or (min(used) > 0) != (max(experts) > 0):

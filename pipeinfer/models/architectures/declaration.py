@@ -117,7 +117,8 @@ class Architecture(Struct, frozen=True):
 
     Checks before loading (`llama_rules`). checked: whether they cover the graph wholly. partly:
     heads may be rotated in part. unequal: heads of values may have another size than those of keys.
-    fills_width: heads have to add up to the model's width. headless:
+    fills_width: heads have to add up to the model's width. chunked: a window of 0 ends the process.
+    headless:
     there are none.
 
     Slices. sliced: whether layers can be sliced; unsliced: why not. slices_as: the architecture of
@@ -164,6 +165,7 @@ class Architecture(Struct, frozen=True):
     partly: bool = False
     unequal: bool = False
     fills_width: bool = False
+    chunked: bool = False
     headless: bool = False
     sliced: bool = False
     unsliced: str = ""

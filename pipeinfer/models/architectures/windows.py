@@ -50,7 +50,8 @@ ARCHITECTURES = (
     Architecture(("gpt-oss",), Cut(period=2, head=True), sliced=True, drawn="softmax",
                  layer_inputs=True, final_rows=True),
     Architecture(("llama4",), Cut((keys.MOE_STEP,), period=4, step=4, near_first=True, far=True,
-                                  refuses=_llama4_refuses), sliced=True, shared_tied=True),
+                                  refuses=_llama4_refuses), sliced=True, shared_tied=True,
+                 chunked=True),
     Architecture(("olmo2",), Cut(period=4, plain=True, head=True, always="attn_output"),
                  fills_width=True, unsliced=NORMS),
 )
