@@ -22,7 +22,7 @@ from benchmarks.methods.settings_table import between
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.errors import PipeinferError
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
+from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.cuts import step_of
@@ -34,49 +34,62 @@ from tests.rig.cut_check import cuts_of, differing, load
 
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 _HEADER = ("architecture: models", "cut", "slices", "torch", "decomposers with gaps", "exact width")
-#: of each architecture: what to try, and for which models people know it
+#: of each architecture: what to try, and for which models people know it; those run most are first
 ROWS: dict[str, tuple[tuple[str, ...], str]] = {
+    "qwen35": (("qwen35", "qwen35-tied"), "Qwen3.5 to 3.8: dense"),
+    "qwen35moe": (("qwen35moe",), "Qwen3.5 to 3.8: mixtures"),
+    "qwen3vl": (("qwen3vl",), "Qwen3-VL (text)"),
+    "qwen3vlmoe": (("qwen3vlmoe",), "Qwen3-VL mixtures (text)"),
+    "gemma4": (("gemma4", "gemma4-dense", "gemma4-small"), "Gemma 4; E2B, E4B without slices"),
+    "glm-dsa": (("glm-dsa",), "GLM-5, 5.1, 5.2"),
+    "deepseek4": (("deepseek4",), "DeepSeek-V4 Flash"),
+    "glm5-next": (("glm5-next",), "GLM-5.3-Flash, one request at a time"),
+    "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),
+    "minimax-m3": (("minimax-m3",), "MiniMax-M3, one request at a time"),
+    "deepseek32": (("deepseek32",), "DeepSeek-V3.2"),
+    "step35": (("step35",), "Step 3.5"),
+    "mimo2": (("mimo2",), "MiMo-V2"),
+    "hy_v3": (("hy_v3",), "Hunyuan 3"),
+    "mistral4": (("mistral4",), "Mistral Small 4"),
     "llama": (("llama", "llama-experts"), "Llama 2, 3, Mistral, Mixtral, SmolLM2, Yi"),
-    "qwen2": (("qwen2",), "Qwen2, Qwen2.5"),
     "qwen3": (("qwen3",), "Qwen3"),
-    "qwen2moe": (("qwen2moe",), "Qwen1.5-MoE, Qwen2-57B-A14B"),
     "qwen3moe": (("qwen3moe",), "Qwen3-30B-A3B, Qwen3-235B-A22B"),
     "gpt-oss": (("gpt-oss",), "gpt-oss-20b, gpt-oss-120b"),
-    "gemma2": (("gemma2",), "Gemma 2, but 27B"),
-    "gemma3": (("gemma3", "gemma3-no-window"), "Gemma 3, but 27B"),
-    "gemma4": (("gemma4", "gemma4-dense"), "Gemma 4 26B-A4B, 31B; not E2B, E4B"),
-    "glm4": (("glm4",), "GLM-4-0414 9B, 32B"),
-    "glm4moe": (("glm4moe",), "GLM-4.5, 4.6, Air"),
+    "gemma3": (("gemma3", "gemma3-no-window"), "Gemma 3"),
+    "qwen3next": (("qwen3next",), "Qwen3-Next-80B-A3B"),
+    "qwen2": (("qwen2",), "Qwen2, Qwen2.5"),
     "deepseek2": (("deepseek2", "deepseek2-lite"), "DeepSeek-V2, V3, R1, Kimi K2"),
-    "phi3": (("phi3",), "Phi-3, Phi-3.5-mini, Phi-4"),
-    "falcon": (("falcon", "falcon-7b"), "Falcon 7B, 40B, 180B"),
+    "glm4moe": (("glm4moe",), "GLM-4.5, 4.6, Air"),
     "mistral3": (("mistral3",), "Ministral 3"),
-    "granite": (("granite",), "Granite 3"),
-    "granitemoe": (("granitemoe",), "Granite 3 1B-A400M, 3B-A800M"),
+    "nemotron_h_moe": (("nemotron_h_moe",), "Nemotron 3 Nano"),
+    "minimax-m2": (("minimax-m2",), "MiniMax-M2"),
+    "granitehybrid": (("granitehybrid",), "Granite 4 H: dense"),
+    "lfm2": (("lfm2",), "LFM2: dense"),
+    "lfm2moe": (("lfm2moe",), "LFM2: mixtures"),
+    "phi3": (("phi3",), "Phi-3, Phi-3.5-mini, Phi-4"),
     "smollm3": (("smollm3",), "SmolLM3"),
+    "kimi-linear": (("kimi-linear",), "Kimi Linear"),
+    "qwen2moe": (("qwen2moe",), "Qwen1.5-MoE, Qwen2-57B-A14B"),
+    "gemma2": (("gemma2",), "Gemma 2"),
+    "glm4": (("glm4",), "GLM-4"),
+    "falcon": (("falcon", "falcon-7b"), "Falcon"),
+    "granite": (("granite",), "Granite 3"),
+    "granitemoe": (("granitemoe",), "Granite 3: mixtures"),
     "olmo2": (("olmo2", "olmo2-window"), "OLMo 2, OLMo 3"),
     "cohere2": (("cohere2",), "Command R7B, Command A"),
     "llama4": (("llama4",), "Llama 4 Scout, Maverick"),
-    "minicpm": (("minicpm", "minicpm-old"), "MiniCPM 1B, 2B"),
-    "exaone4": (("exaone4",), "EXAONE 4.0 1.2B; not 32B"),
+    "minicpm": (("minicpm", "minicpm-old"), "MiniCPM"),
+    "exaone4": (("exaone4",), "EXAONE 4.0 1.2B"),
     "seed_oss": (("seed_oss",), "Seed-OSS-36B"),
-    "hunyuan-dense": (("hunyuan-dense",), "Hunyuan 0.5B to 7B"),
+    "hunyuan-dense": (("hunyuan-dense",), "Hunyuan"),
     "hunyuan-moe": (("hunyuan-moe",), "Hunyuan-A13B"),
     "ernie4_5": (("ernie4_5",), "ERNIE 4.5 0.3B"),
     "ernie4_5-moe": (("ernie4_5-moe",), "ERNIE 4.5 21B-A3B, 300B-A47B"),
     "dots1": (("dots1",), "dots.llm1"),
     "bailingmoe2": (("bailingmoe2",), "Ling 2.0, Ring 2.0"),
-    "minimax-m2": (("minimax-m2",), "MiniMax-M2"),
     "olmoe": (("olmoe",), "OLMoE"),
     "arctic": (("arctic",), "Snowflake Arctic"),
-    "deepseek32": (("deepseek32",), "DeepSeek-V3.2"),
-    "glm-dsa": (("glm-dsa",), "GLM-5, 5.1, 5.2"),
-    "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),
-    "mistral4": (("mistral4",), "Mistral Small 4"),
-    "qwen3vl": (("qwen3vl",), "Qwen3-VL, text alone"),
-    "qwen3vlmoe": (("qwen3vlmoe",), "Qwen3-VL mixtures, text alone"),
-    "hunyuan_vl": (("hunyuan_vl",), "Hunyuan VL, text alone"),
-    "hy_v3": (("hy_v3",), "Hunyuan 3"),
+    "hunyuan_vl": (("hunyuan_vl",), "Hunyuan VL (text)"),
     "exaone-moe": (("exaone-moe",), "K-EXAONE"),
     "cohere2moe": (("cohere2moe",), "Command mixtures"),
     "grovemoe": (("grovemoe",), "GroveMoE"),
@@ -91,16 +104,16 @@ ROWS: dict[str, tuple[tuple[str, ...], str]] = {
     "arcee": (("arcee",), "Arcee AFM-4.5B"),
     "k2-horizon": (("k2-horizon",), "K2 Horizon"),
     "nanbeige": (("nanbeige",), "Nanbeige"),
-    "qwen35": (("qwen35", "qwen35-tied"), "Qwen3.5, 3.6, 3.8: dense"),
-    "qwen35moe": (("qwen35moe",), "Qwen3.5, 3.6, 3.8: mixtures"),
-    "qwen3next": (("qwen3next",), "Qwen3-Next-80B-A3B"),
-    "granitehybrid": (("granitehybrid",), "Granite 4 H: dense"),
+    "apertus": (("apertus",), "Apertus"),
+    "laguna": (("laguna",), "Laguna"),
+    "mellum": (("mellum",), "Mellum 2"),
+    "phimoe": (("phimoe",), "Phi-3.5-MoE"),
+    "phi2": (("phi2",), "Phi-1, 1.5, 2"),
+    "afmoe": (("afmoe",), "Arcee Trinity"),
+    "smallthinker": (("smallthinker",), "SmallThinker"),
     "nemotron_h": (("nemotron_h",), "Nemotron-H, Nemotron Nano 2"),
-    "nemotron_h_moe": (("nemotron_h_moe",), "Nemotron 3 Nano"),
     "jamba": (("jamba",), "Jamba"),
     "falcon-h1": (("falcon-h1",), "Falcon-H1"),
-    "lfm2": (("lfm2",), "LFM2: dense"),
-    "lfm2moe": (("lfm2moe",), "LFM2: mixtures"),
     "mamba": (("mamba",), "Mamba"),
     "mamba2": (("mamba2",), "Mamba 2, Codestral Mamba"),
 }
@@ -125,7 +138,7 @@ class Row:
 
 def spec_of(name: str, qtype: str) -> RandomSpec:
     """A tiny model under a name in ROWS."""
-    if name in RECIPES | STATEFUL:
+    if name in RECIPES | STATEFUL | ALONE:
         return tiny(name, qtype=qtype)
     return RandomSpec(name.partition("-")[0], n_embd=256, qtype=qtype,
                       n_expert=4 if name == "llama-experts" else 0)
@@ -144,7 +157,7 @@ def study(architecture: str, *, width: bool = True) -> Row:
         limit = 0
         if width:
             backend = load(main.path, (0, main.n_layers), main.n_layers)
-            limit = exact_width(backend)
+            limit = min(exact_width(backend), backend.exact_limit)
             backend.close()
         torch = "yes" if architecture in GGUF_FAMILIES else "no"
         return Row(architecture, _places(main), _slices(main), torch, _gaps(main), limit)
@@ -153,10 +166,14 @@ def study(architecture: str, *, width: bool = True) -> Row:
 def _places(model: ModelFile) -> str:
     if (step := step_of(model)) > 1:
         return f"at multiples of {step} layers"
-    if declared(model.architecture).cut.begins:
+    if {LayerKind.STATE, LayerKind.CACHE} <= set(layer_kinds(model)):
+        return "behind layers with attention"
+    cut = declared(model.architecture).cut
+    if cut.begins:
         return "at layers that choose positions"
-    kinds = set(layer_kinds(model))
-    return "behind layers with attention" if {LayerKind.STATE, LayerKind.CACHE} <= kinds else "yes"
+    if cut.ends[0]:
+        return "behind layers that choose cells"
+    return "at layers without a window" if cut.period < 0 else "yes"
 
 
 def _slices(model: ModelFile) -> str:

@@ -15,6 +15,7 @@ from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.errors import UsageError
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.layers import has_windows, keeps_state
 from pipeinfer.nodes import RankInfo
@@ -28,7 +29,7 @@ def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobCo
     """Return the config, restricted if the model's layers keep a recurrent state.
 
     No part of such a state can be removed again, so each speculative run has a copy of it. Every
-    sequence costs memory for a state.
+    sequence costs memory for a state. Where copies are not exact, there is one sequence.
 
     in_turns: whether draft and target compute one after the other, so that a request has one run in
         flight.
@@ -41,6 +42,17 @@ def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobCo
             f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
             "which llama.cpp cannot take a part back: leave out " + " and ".join(found))
     own: dict[str, Any] = {}
+    if declared(model.architecture).alone:
+        asked = {f"--policy {config.speculation.policy}":
+                 config.speculation.policy not in ("", Policy.ITERATIVE),
+                 "--parallel": "parallel" in config.given and config.speculation.parallel > 1}
+        if found := [name for name, there in asked.items() if there]:
+            raise UsageError(
+                f"{model.path.name}: llama.cpp gives the tokens of plain decoding of a "
+                f"{model.architecture} for one sequence at a time alone: leave out "
+                + " and ".join(found))
+        return config.replace(policy=str(Policy.ITERATIVE), parallel=1, prefix_cache=False,
+                              partitions=0)
     parallel = config.speculation.parallel
     if "parallel" not in config.given:
         parallel = own["parallel"] = min(parallel, _REQUESTS)

@@ -29,6 +29,7 @@ from pipeinfer.lab.emulation.wide import part_of
 from pipeinfer.models import bundled, local_stores, locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import HEADS
+from pipeinfer.models.layers import row_width
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import planner
@@ -54,13 +55,14 @@ _FILE_TYPES = {1: "F16", 7: "Q8_0", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 14: 
 class View:
     """A target or draft, from a file or a profile. cells: tokens of context that `load` holds.
 
+    row_width: floats that cross a link for each row.
     moved: for a number of rows, bytes that a run reads over those that one row uses. path: of the
     file, None for a profile.
     """
 
     title: str
     quantisation: str
-    n_embd: int
+    row_width: int
     load: Load
     weight_bytes: float
     cells: int
@@ -282,7 +284,7 @@ def file_view(path: Path, ctx: int, length: int = 0) -> View:
         return (whole - bank + bank * (1 - (1 - share) ** rows)) / drawn
 
     load = planner.with_text(load, model, length)
-    return View(path.name, kind, model.n_embd, load,
+    return View(path.name, kind, row_width(model), load,
                 whole + load.first_bytes + load.last_bytes, cells, moved=moved, path=path)
 
 
@@ -462,7 +464,7 @@ class _Scene:
         controller = Controller(limits, (), curve) if policy is Policy.PIPEINFER else None
         return simulate(Scenario(
             tuple(stages), (wire,) * (len(stages) + 1), self.draft_seconds, limits,
-            SyntheticPair(self.acceptance), 4 * self.target.n_embd, PROMPT, TOKENS,
+            SyntheticPair(self.acceptance), 4 * self.target.row_width, PROMPT, TOKENS,
             direct_cancel=True,
         ), controller).tokens_per_second
 

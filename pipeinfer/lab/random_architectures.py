@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-Key: TypeAlias = "int | float | bool | str | list[int] | list[bool]"
+Key: TypeAlias = "int | float | bool | str | list[int] | list[bool] | list[float]"
 Shape: TypeAlias = tuple[int, ...]
 
 EXPERTS, USED, EXPERT_FF = 4, 2, 64  #: of every mixture: experts, drawn per row, their columns
+VOCABULARY = 320  #: tokens of tiny models
 WINDOW = 8  #: positions that a layer with a sliding window sees
 DENSE_FIRST = 2  #: leading layers of a mixture without experts
 
@@ -24,7 +25,9 @@ DENSE_FIRST = 2  #: leading layers of a mixture without experts
 class Sizes:
     """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns; of its
     mixtures: experts, and columns of one; of its delta nets: elements of a head, heads of keys and
-    of values."""
+    of values; of latent attention: elements of its cache, of a head that are rotated, of a value,
+    ranks of its queries, and heads that choose positions; of grouped outputs: groups and ranks; of
+    experts by token: so many of each, and tokens."""
 
     n_layer: int
     width: int
@@ -38,6 +41,15 @@ class Sizes:
     delta: int = 64
     delta_keys: int = 2
     delta_values: int = 4
+    latent: int = 64
+    rotated: int = 64
+    value: int = 0
+    lora: int = 96
+    choosers: int = 2
+    groups: int = 2
+    group_lora: int = 32
+    used: int = USED
+    vocab: int = VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,27 @@ def _gemma4_dense(s: Sizes, i: int) -> dict[str, Shape]:
             if not any(part in name for part in further)}
 
 
+_PER_LAYER = 64  #: columns that a layer has of a token's row
+
+
+def _gemma4_small_keys(s: Sizes) -> dict[str, Key]:
+    """The last third of the layers reads the caches of those before, and is wider."""
+    own = 2 * s.n_layer // 3
+    return _gemma4_dense_keys(s) | {
+        "attention.shared_kv_layers": s.n_layer - own,
+        "embedding_length_per_layer_input": _PER_LAYER,
+        "feed_forward_length": [s.ff if i < own else 2 * s.ff for i in range(s.n_layer)]}
+
+
+def _gemma4_small(s: Sizes, i: int) -> dict[str, Shape]:
+    shared = i >= 2 * s.n_layer // 3
+    found = _gemma4_dense(s, i) | _dense(s, columns=2 * s.ff if shared else s.ff)
+    return {name: shape for name, shape in found.items()
+            if not (shared and name.startswith(("attn_k", "attn_v")))} | {
+        "inp_gate.weight": (_PER_LAYER, s.width), "proj.weight": (s.width, _PER_LAYER),
+        "post_norm.weight": (s.width,)}
+
+
 def _glm4_keys(s: Sizes) -> dict[str, Key]:
     return _RMS | _heads(s) | {"rope.dimension_count": s.head // 2}
 
@@ -228,19 +261,17 @@ def _nextn(s: Sizes) -> dict[str, Shape]:
         "nextn.eh_proj.weight": (s.width, 2 * s.width)}
 
 
-_LATENT, _ROTATED, _LORA = 64, 64, 96  #: deepseek2: of its cache, of its heads, of its queries
-
-
 def _deepseek2_keys(s: Sizes) -> dict[str, Key]:
-    return _deepseek2_lite_keys(s) | {"attention.q_lora_rank": _LORA, "expert_gating_func": 2}
+    return _deepseek2_lite_keys(s) | {"attention.q_lora_rank": s.lora, "expert_gating_func": 2}
 
 
 def _deepseek2_lite_keys(s: Sizes) -> dict[str, Key]:
     return _RMS | _SPARSE | {
-        "attention.head_count_kv": 1, "attention.kv_lora_rank": _LATENT,
-        "attention.key_length": _LATENT + _ROTATED, "attention.value_length": _LATENT,
-        "attention.key_length_mla": s.head + _ROTATED, "attention.value_length_mla": s.head,
-        "rope.dimension_count": _ROTATED, "leading_dense_block_count": DENSE_FIRST,
+        "attention.head_count_kv": 1, "attention.kv_lora_rank": s.latent,
+        "attention.key_length": s.latent + s.rotated, "attention.value_length": s.latent,
+        "attention.key_length_mla": s.head + s.rotated,
+        "attention.value_length_mla": s.value or s.head,
+        "rope.dimension_count": s.rotated, "leading_dense_block_count": s.dense_first,
         "expert_shared_count": 2, "expert_weights_scale": 1.5, "expert_weights_norm": True,
         "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 64, "rope.scaling.yarn_log_multiplier": 0.07}
@@ -248,12 +279,13 @@ def _deepseek2_lite_keys(s: Sizes) -> dict[str, Key]:
 
 def _deepseek2_lite(s: Sizes, i: int) -> dict[str, Shape]:
     found: dict[str, Shape] = _norms(s, "attn_norm", "ffn_norm") | {
-        "attn_q.weight": (s.heads * (s.head + _ROTATED), s.width),
-        "attn_kv_a_mqa.weight": (_LATENT + _ROTATED, s.width), "attn_kv_a_norm.weight": (_LATENT,),
-        "attn_k_b.weight": (s.heads, _LATENT, s.head),
-        "attn_v_b.weight": (s.heads, s.head, _LATENT),
-        "attn_output.weight": (s.width, s.heads * s.head)}
-    if i < DENSE_FIRST:
+        "attn_q.weight": (s.heads * (s.head + s.rotated), s.width),
+        "attn_kv_a_mqa.weight": (s.latent + s.rotated, s.width),
+        "attn_kv_a_norm.weight": (s.latent,),
+        "attn_k_b.weight": (s.heads, s.latent, s.head),
+        "attn_v_b.weight": (s.heads, s.value or s.head, s.latent),
+        "attn_output.weight": (s.width, s.heads * (s.value or s.head))}
+    if i < s.dense_first:
         return found | _dense(s)
     return found | _experts(s) | _dense(s, "_shexp", 2 * s.expert_ff)
 
@@ -262,9 +294,9 @@ def _deepseek2(s: Sizes, i: int) -> dict[str, Shape]:
     found = _deepseek2_lite(s, i)
     del found["attn_q.weight"]
     return found | {
-        "attn_q_a.weight": (_LORA, s.width), "attn_q_a_norm.weight": (_LORA,),
-        "attn_q_b.weight": (s.heads * (s.head + _ROTATED), _LORA)} | (
-            {} if i < DENSE_FIRST else {"exp_probs_b.bias": (EXPERTS,)})
+        "attn_q_a.weight": (s.lora, s.width), "attn_q_a_norm.weight": (s.lora,),
+        "attn_q_b.weight": (s.heads * (s.head + s.rotated), s.lora)} | (
+            {} if i < s.dense_first else {"exp_probs_b.bias": (s.experts,)})
 
 
 def _phi3(s: Sizes, _: int) -> dict[str, Shape]:
@@ -382,8 +414,8 @@ def _cohere2moe(s: Sizes, i: int) -> dict[str, Shape]:
 _INDEXER = 128  #: elements of a head that chooses which positions are read
 
 
-def _indexed(_: Sizes) -> dict[str, Key]:
-    return {"attention.indexer.head_count": 2, "attention.indexer.key_length": _INDEXER,
+def _indexed(s: Sizes) -> dict[str, Key]:
+    return {"attention.indexer.head_count": s.choosers, "attention.indexer.key_length": _INDEXER,
             "attention.indexer.top_k": WINDOW}
 
 
@@ -394,14 +426,14 @@ def _mistral4_keys(s: Sizes) -> dict[str, Key]:
 
 def _mistral4(s: Sizes, i: int) -> dict[str, Shape]:
     found = _deepseek2(s, i)
-    return found if i < DENSE_FIRST else found | _dense(s, "_shexp", s.expert_ff)
+    return found if i < s.dense_first else found | _dense(s, "_shexp", s.expert_ff)
 
 
 def _deepseek32(s: Sizes, i: int) -> dict[str, Shape]:
     return _mistral4(s, i) | {
         "indexer.k_norm.weight": (_INDEXER,), "indexer.k_norm.bias": (_INDEXER,),
-        "indexer.proj.weight": (2, s.width), "indexer.attn_k.weight": (_INDEXER, s.width),
-        "indexer.attn_q_b.weight": (2 * _INDEXER, _LORA)}
+        "indexer.proj.weight": (s.choosers, s.width), "indexer.attn_k.weight": (_INDEXER, s.width),
+        "indexer.attn_q_b.weight": (s.choosers * _INDEXER, s.lora)}
 
 
 def _glm_dsa_types(s: Sizes) -> list[int]:
@@ -411,6 +443,15 @@ def _glm_dsa_types(s: Sizes) -> list[int]:
 def _glm_dsa(s: Sizes, i: int) -> dict[str, Shape]:
     """Some layers read the positions that the last one with an indexer has chosen."""
     return _deepseek32(s, i) if _glm_dsa_types(s)[i] else _mistral4(s, i)
+
+
+def _minimax_m3(s: Sizes, i: int) -> dict[str, Shape]:
+    """Layers with experts choose blocks of cells."""
+    chooses: dict[str, Shape] = {
+        "indexer.k_norm.weight": (_INDEXER,), "indexer.k_proj.weight": (_INDEXER, s.width),
+        "indexer.q_norm.weight": (_INDEXER,),
+        "indexer.q_proj.weight": (s.choosers * _INDEXER, s.width)}
+    return _normed_experts(s, i) | ({} if i < s.dense_first else chooses)
 
 
 def _muse_glimmer(s: Sizes, i: int) -> dict[str, Shape]:
@@ -430,6 +471,91 @@ def _grovemoe(s: Sizes, i: int) -> dict[str, Shape]:
         f"ffn_{name}_chexps.weight": shape for name, shape in (
             ("gate", (s.experts // 2, 32, s.width)), ("up", (s.experts // 2, 32, s.width)),
             ("down", (s.experts // 2, s.width, 32)))}
+
+
+def _headed(s: Sizes, heads: int) -> Sizes:
+    """The sizes of a layer with another number of query heads."""
+    return dataclasses.replace(s, heads=heads)
+
+
+def _more_heads(s: Sizes, first: bool) -> list[int]:
+    """Query heads of each layer: twice as many in every fourth, or in all others."""
+    return [s.heads * (1 + ((i % 4 == 0) == first)) for i in range(s.n_layer)]
+
+
+def _step35_keys(s: Sizes) -> dict[str, Key]:
+    return _patterned(4)(s) | {
+        "attention.head_count": _more_heads(s, True), "rope.freq_base_swa": 1000.0,
+        "expert_shared_feed_forward_length": EXPERT_FF,
+        "swiglu_clamp_exp": [6.0 + i / 4 for i in range(s.n_layer)],
+        "swiglu_clamp_shexp": [0.5 + i / 4 for i in range(s.n_layer)]}
+
+
+def _step35(s: Sizes, i: int) -> dict[str, Shape]:
+    heads = _more_heads(s, True)[i]
+    return _normed_experts(_headed(s, heads), i) | {"attn_gate.weight": (heads, s.width)}
+
+
+def _laguna_keys(s: Sizes) -> dict[str, Key]:
+    return _WINDOWED | {
+        "attention.head_count": _more_heads(s, False), "rope.freq_base_swa": 1000.0,
+        "rope.dimension_count_swa": s.head // 2, "expert_shared_feed_forward_length": EXPERT_FF}
+
+
+def _laguna(s: Sizes, i: int) -> dict[str, Shape]:
+    heads = _more_heads(s, False)[i]
+    return _normed_experts(_headed(s, heads), i) | {"attn_gate.weight": (heads, s.width)}
+
+
+def _mimo2_heads(s: Sizes) -> list[int]:
+    return [s.heads if i % 3 == 1 else s.kv_heads for i in range(s.n_layer)]
+
+
+def _mimo2_keys(s: Sizes) -> dict[str, Key]:
+    return _patterned(3)(s) | {
+        "attention.head_count_kv": _mimo2_heads(s), "attention.value_length": s.head // 2,
+        "rope.dimension_count": s.head // 2, "rope.freq_base_swa": 1000.0}
+
+
+def _mimo2(s: Sizes, i: int) -> dict[str, Shape]:
+    """Heads of values are smaller than those of keys."""
+    kv = _mimo2_heads(s)[i]
+    return {name: shape for name, shape in _later_experts(s, i).items() if "shexp" not in name} | {
+        "attn_k.weight": (kv * s.head, s.width), "attn_v.weight": (kv * s.head // 2, s.width),
+        "attn_output.weight": (s.width, s.heads * s.head // 2), "attn_sinks.weight": (s.heads,)}
+
+
+def _apertus_keys(s: Sizes) -> dict[str, Key]:
+    """Values of the activation in each layer, without the architecture's name."""
+    return {"/xielu.alpha_n": [0.7 + i / 8 for i in range(s.n_layer)],
+            "/xielu.alpha_p": [0.9 - i / 8 for i in range(s.n_layer)],
+            "/xielu.beta": [0.5] * s.n_layer, "/xielu.eps": [1e-6] * s.n_layer}
+
+
+def _apertus(s: Sizes, i: int) -> dict[str, Shape]:
+    return _arcee(s, i) | _head_norms(s)
+
+
+def _afmoe(s: Sizes, i: int) -> dict[str, Shape]:
+    return _normed_experts(s, i) | _norms(s, "post_attention_norm", "post_ffw_norm") | {
+        "attn_gate.weight": (s.heads * s.head, s.width)}
+
+
+def _smallthinker(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | _experts(s)
+
+
+def _phi2(s: Sizes, _: int) -> dict[str, Shape]:
+    return {name: shape for name, shape in _starcoder2(s, _).items() if "ffn_norm" not in name}
+
+
+def _phimoe(s: Sizes, _: int) -> dict[str, Shape]:
+    return _layer_norms(s, "attn_norm", "ffn_norm") | _attention(s) | _experts(s, s.ff) | {
+        "attn_output.bias": (s.width,)}
+
+
+def _with_biases(s: Sizes) -> dict[str, Shape]:
+    return {"output_norm.bias": (s.width,), "output.bias": (VOCABULARY,)}
 
 
 def _layer_norms(s: Sizes, *names: str) -> dict[str, Shape]:
@@ -501,6 +627,10 @@ RECIPES = {
                      lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
     "gemma4-dense": Recipe("gemma4", _gemma4_dense_keys, _gemma4_dense,
                            lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
+    "gemma4-small": Recipe("gemma4", _gemma4_small_keys, _gemma4_small, lambda s: {
+        "rope_freqs.weight": (2 * s.head,), "per_layer_proj_norm.weight": (_PER_LAYER,),
+        "per_layer_token_embd.weight": (VOCABULARY, _PER_LAYER * s.n_layer),
+        "per_layer_model_proj.weight": (_PER_LAYER * s.n_layer, s.width)}, tied=True, layers=9),
     "glm4": Recipe("glm4", _glm4_keys, _glm4),
     "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1),
     "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2),
@@ -574,6 +704,22 @@ RECIPES = {
         _patterned(4)), _muse_glimmer, layers=8),
     "spark2_5": Recipe("spark2_5", _with(_plain(_RMS, _LATER), _patterned(2)), _spark, tied=True),
     "granite_swa": Recipe("granite_swa", _with(_plain(_RMS, _SCALES), _patterned(2)), _granite_swa),
+    "step35": Recipe("step35", _with(_plain(_RMS, _LATER), _step35_keys), _step35, layers=5),
+    "laguna": Recipe("laguna", _with(_plain(_RMS, _LATER, _YARN), _laguna_keys), _laguna,
+                     tied=True, layers=9),
+    "mimo2": Recipe("mimo2", _with(_plain(_RMS, _LATER), _mimo2_keys), _mimo2, layers=5),
+    "apertus": Recipe("apertus", _with(_plain(_RMS), _apertus_keys), _apertus),
+    "afmoe": Recipe("afmoe", _with(_plain(_RMS, _LATER), _patterned(4)), _afmoe, tied=True,
+                    layers=8),
+    "smallthinker": Recipe("smallthinker", _plain(_RMS, _SPARSE, _WINDOWED, {
+        "expert_gating_func": 2}), _smallthinker, tied=True, layers=10),
+    "mellum": Recipe("mellum", _with(_plain(_RMS, _SPARSE), _patterned(4)), _qwen3moe, layers=5),
+    "phi2": Recipe("phi2", lambda s: _plain(_LAYER_NORM)(s) | {
+        "rope.dimension_count": s.head // 2}, _phi2, _with_biases),
+    "phimoe": Recipe("phimoe", _plain(_RMS, _MIXTURE, {
+        "attention.sliding_window": 16, "rope.scaling.original_context_length": 256}), _phimoe,
+        lambda s: _with_biases(s) | {
+            f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")}),
     "grovemoe": Recipe("grovemoe", _plain(_RMS, _SPARSE, {
         "expert_group_scale": 0.05, "experts_per_group": 2,
         "expert_chunk_feed_forward_length": 32}), _grovemoe),
@@ -747,6 +893,111 @@ def _jamba(s: Sizes, i: int) -> dict[str, Shape]:
     return found | _norms(s, "ffn_norm") | (_experts(s, s.ff) if i % 3 == 1 else _dense(s))
 
 
+def _kimi_keys(s: Sizes) -> dict[str, Key]:
+    """Every third layer has attention over a compressed cache."""
+    return _deepseek2_lite_keys(s) | {
+        "attention.head_count_kv": [int(i % 3 == 2) for i in range(s.n_layer)],
+        "kda.head_dim": s.delta, "ssm.conv_kernel": _CONV, "expert_shared_count": 1,
+        "expert_gating_func": 2, "leading_dense_block_count": 1}
+
+
+def _kimi(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _norms(s, "attn_norm", "ffn_norm")
+    if i % 3 == 2:
+        found |= {name: shape for name, shape in _deepseek2_lite(s, 0).items() if "attn" in name}
+    else:
+        inner = s.heads * s.delta
+        found |= _attention(dataclasses.replace(s, head=s.delta), kv_heads=s.heads) | {
+            "ssm_a": (s.heads, 1), "ssm_beta.weight": (s.heads, s.width), "ssm_dt.bias": (inner,),
+            "ssm_norm.weight": (s.delta,),
+            **{f"ssm_{name}_a.weight": (s.delta, s.width) for name in "fg"},
+            **{f"ssm_{name}_b.weight": (inner, s.delta) for name in "fg"},
+            **{f"ssm_conv1d_{name}.weight": (inner, 1, _CONV) for name in "qkv"}}
+    return found | (_dense(s) if i < 1 else _experts(s) | _dense(s, "_shexp", s.expert_ff) | {
+        "exp_probs_b.bias": (s.experts,)})
+
+
+_STREAMS, _HASHED = 4, 3  #: rows of a token; layers whose experts follow from the token
+
+
+def _deepseek4_ratios(s: Sizes) -> list[int]:
+    return [(4, 128)[i % 2] if i > 1 else 0 for i in range(s.n_layer)]
+
+
+_MIXED: dict[str, Key] = {
+    "hyper_connection.count": _STREAMS, "hyper_connection.sinkhorn_iterations": 3,
+    "hyper_connection.epsilon": 1e-6}
+
+
+def _mixes(s: Sizes) -> dict[str, Shape]:
+    """How a layer mixes the rows of a token."""
+    mixes = (2 + _STREAMS) * _STREAMS
+    found: dict[str, Shape] = {}
+    for part in ("attn", "ffn"):
+        found |= {f"hc_{part}_fn.weight": (mixes, _STREAMS * s.width),
+                  f"hc_{part}_base.weight": (mixes,), f"hc_{part}_scale.weight": (3,)}
+    return found
+
+
+def _glm5_next_keys(s: Sizes) -> dict[str, Key]:
+    """As Kimi Linear, without rotation, and with indexers that see blocks of cells."""
+    unrotated = dataclasses.replace(s, rotated=0)
+    found = _deepseek2_keys(unrotated) | _kimi_keys(unrotated) | _indexed(s) | _MIXED | {
+        "attention.indexer.types": [int(i != 5) for i in range(s.n_layer)],
+        "attention.indexer.kpool": 4, "attention.indexer.kpool_select_tail": True,
+        "kda.gate_lower_bound": -5.0}
+    return {key: value for key, value in found.items() if not key.startswith("rope.scaling")}
+
+
+def _glm5_next(s: Sizes, i: int) -> dict[str, Shape]:
+    found = _kimi(s, i) | _mixes(s)
+    if i % 3 != 2:
+        return found | {"ssm_a": (s.heads,)}
+    unrotated = dataclasses.replace(s, rotated=0)
+    found = {name: shape for name, shape in found.items() if "attn" not in name or "hc" in name} | {
+        name: shape for name, shape in _deepseek2(unrotated, 0).items() if "attn" in name}
+    return found if i == 5 else found | {
+        name: shape for name, shape in _deepseek32(s, 0).items() if "indexer" in name} | {
+        "indexer_compressor_ape.weight": (4, _INDEXER),
+        "indexer_compressor_gate.weight": (_INDEXER, s.width)}
+
+
+def _deepseek4_keys(s: Sizes) -> dict[str, Key]:
+    """Cells of 4 or 128 tokens, beside a window."""
+    return _RMS | _SPARSE | _indexed(s) | _WINDOWED | _MIXED | {
+        "attention.head_count_kv": 1, "attention.key_length": 4 * s.head,
+        "attention.value_length": 4 * s.head, "attention.q_lora_rank": s.lora,
+        "attention.output_group_count": s.groups, "attention.output_lora_rank": s.group_lora,
+        "attention.compress_rope_freq_base": 40000.0, "rope.dimension_count": s.rotated,
+        "attention.compress_ratios": _deepseek4_ratios(s), "hash_layer_count": _HASHED,
+        "swiglu_clamp_exp": [5.0 + i / 4 for i in range(s.n_layer)],
+        "expert_shared_count": 1, "expert_gating_func": 4,
+        "expert_weights_scale": 1.5, "expert_weights_norm": True}
+
+
+def _deepseek4(s: Sizes, i: int) -> dict[str, Shape]:
+    head, ratio = 4 * s.head, _deepseek4_ratios(s)[i]
+    found = _norms(s, "attn_norm", "ffn_norm") | _mixes(s) | _experts(s)
+    found |= _dense(s, "_shexp", s.expert_ff) | {
+        "attn_q_a.weight": (s.lora, s.width), "attn_q_a_norm.weight": (s.lora,),
+        "attn_q_b.weight": (s.heads * head, s.lora), "attn_kv.weight": (head, s.width),
+        "attn_kv_a_norm.weight": (head,), "attn_sinks.weight": (s.heads,),
+        "attn_output_a.weight": (s.groups, s.group_lora, s.heads * head // s.groups),
+        "attn_output_b.weight": (s.width, s.group_lora * s.groups)}
+    for part, size in (("attn", head), ("indexer", _INDEXER)):
+        if ratio and (part == "attn" or ratio == 4):
+            columns = size * (1 + (ratio == 4))
+            found |= {f"{part}_compressor_{name}.weight": (columns, s.width)
+                      for name in ("kv", "gate")}
+            found |= {f"{part}_compressor_ape.weight": (ratio, columns),
+                      f"{part}_compressor_norm.weight": (size,)}
+    if ratio == 4:
+        found |= {"indexer.attn_q_b.weight": (s.choosers * _INDEXER, s.lora),
+                  "indexer.proj.weight": (s.choosers, s.width)}
+    return found | ({"ffn_gate_tid2eid.weight": (s.vocab, s.used)} if i < _HASHED
+                    else {"exp_probs_b.bias": (s.experts,)})
+
+
 def _falcon_h1(s: Sizes, i: int) -> dict[str, Shape]:
     """A state and attention in every layer."""
     return _mamba2(s, i) | {"ffn_norm": (s.width,)} | _attention(s) | _dense(s)
@@ -766,7 +1017,11 @@ STATEFUL = {
         lambda s, i: _parted(s, i, 4), layers=7),
     "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, tied=True, layers=7),
     "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe, tied=True, layers=7),
+    "kimi-linear": Recipe("kimi-linear", _kimi_keys, _kimi, layers=9),
     "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
+    "deepseek4": Recipe("deepseek4", _deepseek4_keys, _deepseek4, lambda s: {
+        "output_hc_fn.weight": (_STREAMS, _STREAMS * s.width), "output_hc_base.weight": (_STREAMS,),
+        "output_hc_scale.weight": (1,)}, layers=11),
     "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
     "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
     "qwen35-tied": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, tied=True,
@@ -774,6 +1029,15 @@ STATEFUL = {
     "qwen35moe": Recipe("qwen35moe", lambda s: _delta_keys(s) | _sections(s) | _SHARED, _qwen35moe,
                         layers=8),
     "qwen3next": Recipe("qwen3next", lambda s: _delta_keys(s) | _SHARED, _qwen3next, layers=8),
+}
+
+
+#: of which llama.cpp computes one sequence at a time; see `RECIPES`
+ALONE = {
+    "glm5-next": Recipe("glm5-next", _glm5_next_keys, _glm5_next, layers=12),
+    "minimax-m3": Recipe("minimax-m3", _with(_plain(_RMS, _LATER), _indexed, lambda s: {
+        "rope.dimension_count": s.head // 2, "attention.indexer.block_size": 4,
+        "attention.indexer.local_blocks": 1, "attention.indexer.top_k": 2}), _minimax_m3, layers=5),
 }
 
 
@@ -800,4 +1064,4 @@ def tensors_of(recipe: Recipe, sizes: Sizes) -> Iterator[tuple[str, Shape]]:
 
 def stages_of(name: str) -> int:
     """Into how many stages tests cut a tiny model of that name: three, where it can be."""
-    return 2 if name in ("llama4", "smollm3") else 3
+    return 2 if name in ("afmoe", "llama4", "smallthinker", "smollm3") else 3

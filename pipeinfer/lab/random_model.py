@@ -22,10 +22,13 @@ import numpy.typing as npt
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_architectures import (
+    ALONE,
     EXPERT_FF,
+    EXPERTS,
     HEADED,
     RECIPES,
     STATEFUL,
+    VOCABULARY,
     Key,
     Recipe,
     Sizes,
@@ -42,7 +45,7 @@ _MIXES = {
 _BETTER = ("output.", "attn_v.", "ffn_down")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "Ġ the", "Ġ a", "e r", "o n", "r e")
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_RECIPES = RECIPES | STATEFUL | HEADED
+_RECIPES = RECIPES | STATEFUL | ALONE | HEADED
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + "
     "message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
@@ -67,7 +70,7 @@ class RandomSpec:
     n_head: int = 4
     n_head_kv: int = 2
     n_ff: int = 128
-    n_vocab: int = 320
+    n_vocab: int = VOCABULARY
     n_ctx: int = 4096
     qtype: str = "F32"
     tied: bool = False
@@ -104,11 +107,12 @@ def _write(path: Path, spec: RandomSpec) -> None:
     keys = {} if recipe is None else _keys(spec, recipe)
     if "feed_forward_length" not in keys:
         writer.add_feed_forward_length(spec.n_ff)
-    writer.add_head_count(spec.n_head)
+    if "attention.head_count" not in keys:
+        writer.add_head_count(spec.n_head)
     writer.add_rope_freq_base(10000.0)
     if recipe is not None:
         for key, value in keys.items():
-            add_key(writer, f"{recipe.architecture}.{key}", value)
+            add_key(writer, key[1:] if key[0] == "/" else f"{recipe.architecture}.{key}", value)
     else:
         writer.add_head_count_kv(spec.n_head_kv)
         writer.add_rope_dimension_count(spec.n_embd // spec.n_head)
@@ -124,7 +128,8 @@ def _write(path: Path, spec: RandomSpec) -> None:
     for name, data in weights.items():
         if data.ndim == 1 or spec.qtype == "F32" or "gate_inp" in name or "bias" in name \
                 or name.endswith(("ssm_a", "ssm_d")) or "conv1d" in name or "norm" in name \
-                or "shortconv.conv" in name or data.shape[-1] % 32:
+                or "shortconv.conv" in name or "hc_" in name or "_ape" in name \
+                or data.shape[-1] % 32:
             writer.add_tensor(name, data)
             continue
         better = any(part in name for part in _BETTER)
@@ -143,7 +148,8 @@ def _write(path: Path, spec: RandomSpec) -> None:
 
 def _sizes(spec: RandomSpec) -> Sizes:
     return Sizes(spec.n_layer, spec.n_embd, spec.n_head, spec.n_head_kv,
-                 spec.n_embd // spec.n_head, spec.n_ff, expert_ff=spec.expert_ff)
+                 spec.n_embd // spec.n_head, spec.n_ff, expert_ff=spec.expert_ff,
+                 vocab=spec.n_vocab)
 
 
 def _keys(spec: RandomSpec, recipe: Recipe) -> dict[str, Key]:
@@ -188,9 +194,16 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatA
     """Values of a size that a trained model's might have, by what the tensor is."""
     if name.startswith("rope_"):
         return np.linspace(1, 8, shape[0]).astype(np.float32)
+    if name.endswith("tid2eid.weight"):  # the experts of each token
+        order = np.argsort(rng.random((shape[0], max(EXPERTS, shape[1]))))
+        return order[:, :shape[1]].astype(np.int32)
     values = rng.standard_normal(shape)
     if name.endswith((".bias", "attn_sinks.weight")):
         values *= 0.1
+    elif name.endswith("_ape.weight"):
+        values *= 0.2
+    elif "hc_" in name and len(shape) == 1:  # scales of mixes, and their bases
+        values = 0.5 + 0.1 * values if name.endswith("scale.weight") else 0.5 * values
     elif name.endswith("ssm_a"):
         values = -np.exp(values)  # a state fades
     elif len(shape) == 1:

@@ -55,6 +55,7 @@ _OSS: dict[str, Key] = {"attention.sliding_window": 128, "rope.freq_base": 15000
                         "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096}
 _PARTLY_ROTATED: dict[str, Key] = {"rope.dimension_count": 64, "rope.freq_base": 1e7,
                                    "rope.dimension_sections": [11, 11, 10, 0]}
+_CHOSEN = "attention.indexer.top_k"
 SHAPES = {
     "llama-8b": RealShape("llama", Sizes(32, 4096, 32, 8, 128, 14336), 128_256),
     "llama-70b": RealShape("llama", Sizes(80, 8192, 64, 8, 128, 28672), 128_256),
@@ -73,6 +74,13 @@ SHAPES = {
     "qwen3.5-35b-a3b": RealShape("qwen35moe", Sizes(
         40, 2048, 16, 2, 256, 512, 256, 512, delta=128, delta_keys=16, delta_values=32), 248_320,
         keys=_PARTLY_ROTATED | _mixture(256, 8, 512, expert_shared_feed_forward_length=512)),
+    "glm-5.2": RealShape("glm-dsa", Sizes(
+        78, 6144, 64, 1, 192, 12288, 256, 2048, 3, latent=512, value=256, lora=2048, choosers=32),
+        154_880, keys=_mixture(256, 8, 2048) | {_CHOSEN: 2048}),
+    "deepseek-v4-flash": RealShape("deepseek4", Sizes(
+        43, 4096, 64, 1, 128, 2048, 256, 2048, lora=1024, choosers=64, groups=8, group_lora=1024,
+        used=6, vocab=129_280), 129_280,
+        keys=_mixture(256, 6, 2048) | {_CHOSEN: 512, "attention.sliding_window": 128}),
 }
 
 
@@ -112,12 +120,14 @@ def write_shape(path: Path, name: str, qtype: str, *, layers: int = 0, n_vocab: 
     writer = gguf.GGUFWriter(partial, recipe.architecture)
     writer.add_name(f"random {name}")
     tokens = _tokenizer(writer, vocabulary, n_vocab or shape.n_vocab)
+    sizes = replace(sizes, vocab=tokens)
     for key, value in _keys(shape, recipe, sizes, tokens).items():
         add_key(writer, f"{recipe.architecture}.{key}", value)
     plan = list(_plan(recipe, sizes, tokens, qtype))
     for tensor, dims, kind in plan:
         if kind is None:
-            writer.add_tensor_info(tensor, dims, np.dtype(np.float32), 4 * int(np.prod(dims)))
+            plain = np.dtype(np.int32 if "tid2eid" in tensor else np.float32)
+            writer.add_tensor_info(tensor, dims, plain, 4 * int(np.prod(dims)))
         else:
             row = _row_bytes(dims[-1], kind)
             writer.add_tensor_info(tensor, (*dims[:-1], row), np.dtype(np.uint8),
@@ -173,7 +183,7 @@ def _plan(recipe: Recipe, sizes: Sizes, tokens: int, qtype: str
         yield "output.weight", (tokens, sizes.width), _type(qtype, "output.")
     for name, dims in tensors_of(recipe, sizes):
         plain = len(dims) == 1 or "gate_inp" in name or "bias" in name \
-            or "norm" in name or "conv1d" in name
+            or any(part in name for part in ("norm", "conv1d", "hc_", "_ape", "tid2eid"))
         yield name, dims, None if plain else _type(qtype, name)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeinfer.errors import PlanError, UnsupportedArchitecture
 from pipeinfer.models.architectures import declared, keys
-from pipeinfer.models.architectures.declaration import number, values_of
+from pipeinfer.models.architectures.declaration import by_layer, number, values_of
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import entry
 from pipeinfer.models.layers import LayerKind, layer_kinds, windows_of
@@ -39,19 +39,39 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
             f"{model.architecture} is of another kind, so stages begin at multiples of {step}; "
             "give such counts to --layers, or none")
     cut = declared(model.architecture).cut
-    if cut.begins and model.is_array(f"{model.architecture}.{cut.begins}") and not (
-            values_of(model, cut.begins)[start]):
+    reader = next((i for i, kind in enumerate(layer_kinds(model))
+                   if i >= start and kind is not LayerKind.STATE), start)
+    if cut.begins and by_layer(model, cut.begins) and not values_of(model, cut.begins)[reader]:
         raise PlanError(
             f"{model.path.name}: a stage cannot begin at layer {start}, which reads the positions "
             "that a layer before it has chosen; give other counts to --layers, or none")
-    if cut.near_first:
+    if cut.near_first or cut.period < 0:
         kinds = windows_of(model, cut.period)[start:stop]
         # so no part of a stage that a rank loads later, in addition to its own, has one kind only
-        if not kinds[0] or (cut.far and all(kinds)):
+        if kinds[0] is (cut.period < 0) or (cut.far and len(set(kinds)) < 2):
+            first, other = ("without", "with") if cut.period < 0 else ("with", "without")
             raise PlanError(
                 f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "
-                "be a stage: llama.cpp needs one with a window first, and in a llama4 one without; "
-                "give other counts to --layers, or none")
+                f"be a stage: llama.cpp needs one {first} a window first"
+                f"{f', and one {other}' if cut.far else ''}; give other counts to --layers, or "
+                "none")
+    key, value = cut.ends
+    ends = values_of(model, key) if key else []
+    if ends and (value not in ends[start:stop] or (start and ends[start - 1] != value)):
+        raise PlanError(
+            f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot be "
+            f"a stage: each needs a layer with {key} {value}, and begins behind one; give other "
+            "counts to --layers, or none")
+    if 0 < start < number(model, keys.HASH):
+        raise PlanError(
+            f"{model.path.name}: a stage cannot begin at layer {start}, because the first "
+            f"{number(model, keys.HASH)} read tokens; give other counts to --layers, or none")
+    shared, least = number(model, keys.SHARED), model.n_layers - number(model, keys.SHARED) - 2
+    if shared and start > least:
+        raise PlanError(
+            f"{model.path.name}: a stage cannot begin at layer {start}, because the last {shared} "
+            f"layers read the caches of layers {least} and {least + 1}; give other counts to "
+            "--layers, or none")
     _check_kinds(model, start, stop)
     if cut.mistaken(model, stop - start):
         raise UnsupportedArchitecture(
@@ -118,7 +138,7 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     and no cache.
     """
     prefix, cut = model.architecture + ".", declared(model.architecture).cut
-    own: dict[str, int | float | Sequence[int] | None] = {}  # None: removed
+    own: dict[str, int | float | Sequence[float] | None] = {}  # None: removed
     windows = None
     if cut.period and (number(model, keys.WINDOW) or not cut.plain):
         windows = windows_of(model, cut.period)[start:stop]
@@ -128,11 +148,15 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     if windows is not None:
         own[keys.PATTERN] = [*windows, True] if ghost else windows
     for key in cut.arrays:
-        if model.is_array(prefix + key):
+        if name := by_layer(model, key):
             values = [*((given or {}).get(key) or values_of(model, key))][start:stop]
-            own[key] = [*values, values[-1]] if ghost else values
+            own[name.removeprefix(prefix)] = [*values, values[-1]] if ghost else values
     if (dense := number(model, keys.DENSE)) and keys.DENSE in cut.traps:
         own[keys.DENSE] = max(0, dense - start)
+    if number(model, keys.SHARED) and stop < model.n_layers:
+        own[keys.SHARED] = 0
+    if model.arch_get(keys.HASH):
+        own[keys.HASH] = max(0, number(model, keys.HASH) - start)
     looks_up = start == 0 if takes_tokens is None else takes_tokens
     if keys.EMBEDDING_SCALE in cut.traps and not looks_up:
         own[keys.EMBEDDING_SCALE] = 0.0
@@ -142,7 +166,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     if keys.INTERVAL in cut.traps:
         own[keys.RECURRENT] = [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]]
         own[keys.INTERVAL] = None
-    return {prefix + key: b"" if value is None else entry(prefix + key, value)
+    names = {key: key if model.is_array(key) else prefix + key for key in own}
+    return {names[key]: b"" if value is None else entry(names[key], value)
             for key, value in own.items()}
 
 
@@ -152,8 +177,8 @@ def kind_of_place(model: ModelFile, layer: int) -> list[int]:
     found = [layer % step_of(model)]
     if cut.period and (number(model, keys.WINDOW) or not cut.plain):
         found.append(windows_of(model, cut.period)[layer])
-    return found + [values_of(model, key)[layer] for key in cut.arrays
-                    if model.is_array(f"{model.architecture}.{key}")]
+    values = [values_of(model, key)[layer] for key in cut.arrays if by_layer(model, key)]
+    return found + [value for value in values if not isinstance(value, float)]
 
 
 def unused(model: ModelFile, start: int, stop: int) -> tuple[str, ...]:

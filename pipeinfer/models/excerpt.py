@@ -19,7 +19,7 @@ from pipeinfer.models.architectures import declared
 from pipeinfer.models.cuts import kind_of_place
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import all_of, blocks_of, entry, header_of, rows_of, zeros
-from pipeinfer.models.layers import LayerKind, keeps_state, layer_kinds
+from pipeinfer.models.layers import LayerKind, keeps_state, layer_kinds, row_width
 
 _ROWS = 4096  #: of the output matrix that are tried: each is a product of its own
 _HEAD, _EMBEDDING, _NORM = "output.weight", "token_embd.weight", "output_norm.weight"
@@ -67,7 +67,10 @@ def kinds_of(model: ModelFile, start: int, stop: int, *, last: bool) -> Kinds | 
     if last:
         head = _head_of(model)
         names.add(_name(["head", head.type, head.shape[0]]))
-    return Kinds(1 + max(found.values(), default=start) - start, tuple(sorted(names)))
+    # a graph with several rows of a token names no output but the last layer's
+    count = stop - start if row_width(model) > model.n_embd \
+        else 1 + max(found.values(), default=start) - start
+    return Kinds(count, tuple(sorted(names)))
 
 
 def _head_of(model: ModelFile) -> TensorInfo:

@@ -129,9 +129,9 @@ def aligned(size: int) -> int:
     return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
-def entry(key: str, value: str | int | float | Sequence[int]) -> bytes:
+def entry(key: str, value: str | int | float | Sequence[float]) -> bytes:
     """Return a metadata entry with a text, a float32, an unsigned 32-bit integer, or a list of
-    booleans or of signed 32-bit integers.
+    booleans, of float32 or of signed 32-bit integers.
     """
     name = _string(key)
     if isinstance(value, str):
@@ -140,7 +140,8 @@ def entry(key: str, value: str | int | float | Sequence[int]) -> bytes:
         return name + struct.pack("<If", _FLOAT32, value)
     if isinstance(value, int):
         return name + struct.pack("<II", _UINT32, value)
-    kind, code = (_BOOL, "?") if isinstance(value[0], bool) else (_INT32, "i")
+    kind, code = (_BOOL, "?") if isinstance(value[0], bool) else \
+        (_FLOAT32, "f") if isinstance(value[0], float) else (_INT32, "i")
     return name + struct.pack(f"<IIQ{len(value)}{code}", _ARRAY, kind, len(value), *value)
 
 
@@ -184,7 +185,8 @@ def blocks_of(model: ModelFile, header: bytes, parts: Sequence[TensorPart]) -> I
 
 
 class ComposedFile:
-    """Random access to the bytes of a file that is stored nowhere; of one range of columns.
+    """Random access to the bytes of a file that is stored nowhere, of whole tensors, of rows and of
+    neighbouring columns.
 
     total: its size in bytes
     Close it after use. Raises ModelError if a file of the model cannot be opened.

@@ -34,10 +34,15 @@ def keeps_state(model: ModelFile | ModelDir) -> bool:
 
     Those of recurrent models and of hybrids have.
     """
+    own = isinstance(model, ModelFile) and declared(model.architecture)
+    return bool(own and own.whole) or _has_states(model)
+
+
+def _has_states(model: ModelFile | ModelDir) -> bool:
     if not isinstance(model, ModelFile):
         return False
     arch = model.architecture
-    return any(
+    return bool(declared(arch).cell_bytes) or any(
         key.startswith((f"{arch}.ssm.", f"{arch}.wkv.", f"{arch}.shortconv.", f"{arch}.kda."))
         for key in model.meta_keys())
 
@@ -46,9 +51,9 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     """Return what each layer keeps of the text."""
     n, arch = model.n_layers, model.architecture
     own = declared(arch)
-    if not keeps_state(model):
+    if not _has_states(model):
         return [LayerKind.CACHE] * n
-    if own.both:
+    if own.both or own.cell_bytes:
         return [LayerKind.BOTH] * n
     if model.is_array(f"{arch}.{keys.RECURRENT}"):
         states = [bool(value) for value in values_of(model, keys.RECURRENT)][:n]
@@ -75,8 +80,15 @@ def windows_of(model: ModelFile, period: int) -> list[bool]:
     """Return for each layer whether it has a sliding window; period: as in `Cut`."""
     if model.is_array(f"{model.architecture}.{keys.PATTERN}"):
         return [bool(value) for value in values_of(model, keys.PATTERN)][:model.n_layers]
-    period = number(model, keys.PATTERN, period)
-    return [period == 0 or i % period < period - 1 for i in range(model.n_layers)]
+    period = number(model, keys.PATTERN, abs(period)) * (-1 if period < 0 else 1)
+    return [i % period != (0 if period < 0 else period - 1) if period else True
+            for i in range(model.n_layers)]
+
+
+def row_width(model: Any) -> int:
+    """Return the floats that cross a cut for each token."""
+    own = declared(model.architecture)
+    return int(model.n_embd) * own.row_parts(model.arch_get)
 
 
 # --- sizes ------------------------------------------------------------------------------------
@@ -86,21 +98,28 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
     """Return the bytes of each layer's KV cache; two per element on llama.cpp (quantised caches
     need less).
 
-    Layers with a state have one for each of `n_ids` sequences in its place, or in addition.
+    Layers with a state have one for each of `n_ids` sequences in its place, or in addition; those
+    that read the cache of others have none.
     """
     heads = per_layer(model, "attention.head_count", 1)
     kv_heads = per_layer(model, keys.KV_HEADS, 0)
-    near = per_layer(model, keys.PATTERN, 0)
+    near, own = per_layer(model, keys.PATTERN, 0), declared(model.architecture)
     found: list[float] = []
     for i, layer_keeps in enumerate(layer_kinds(model)):
+        if i >= model.n_layers - number(model, keys.SHARED):
+            found.append(0.0)
+            continue
+        if own.cell_bytes:
+            found.append(n_ids * own.cell_bytes(model, i, n_cells, item_bytes))
+            continue
         state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
-        found.append(n_ids * declared(model.architecture).state_bytes(model) if state else 0.0)
+        found.append(n_ids * own.state_bytes(model) if state else 0.0)
         if layer_keeps not in (LayerKind.CACHE, LayerKind.BOTH):
             continue
         size, width = model.n_embd // heads[i], 0
         for kind in ("key",) if has_latent_cache(model) else ("key", "value"):
-            own = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
-            width += int(own or model.arch_get(f"attention.{kind}_length", size) or size)
+            wide = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
+            width += int(wide or model.arch_get(f"attention.{kind}_length", size) or size)
         found[i] += n_cells * (kv_heads[i] or heads[i]) * width * item_bytes
     return found
 

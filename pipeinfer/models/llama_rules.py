@@ -14,7 +14,8 @@ import os
 from collections.abc import Collection
 
 from pipeinfer.errors import ModelError
-from pipeinfer.models.architectures import declared
+from pipeinfer.models.architectures import declared, keys
+from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gguf import STRING, ModelFile
 
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
@@ -27,6 +28,7 @@ _F32 = 0
 #: that only activations have
 _FLOATS = frozenset({0, 1, 30})
 _MATRICES = _FLOATS | {2, 3, 6, 7, 8, *range(10, 15), *range(16, 24), 29, 34, 35, 39}
+_GATINGS = 4  #: llama.cpp's highest number of a way to weigh experts
 _META_F32, _META_I32, _META_U32 = 6, 5, 4
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _LEAST_TOKENS = 12  #: llama.cpp uses token 11 if a byte-level vocabulary has no end-of-text token
@@ -70,7 +72,12 @@ def check_numbers(model: ModelFile, *, head: bool = False) -> None:
     if scaling is not None and scaling not in _SCALINGS:
         raise _bad(model, f"{model.architecture}.rope.scaling.type", scaling)
     _check_experts(model)
+    for key in (keys.DENSE, keys.HASH):
+        _integers(model, key, 0, _MOST_LAYERS)
     own = declared(model.architecture)
+    _integers(model, keys.WINDOW, int(own.chunked), _MOST_WIDTH)
+    if own.cut.ends[0]:
+        _check_compressed(model, *own.cut.ends)
     if own.varied:
         _check_shared_caches(model)
     if not own.headless:  # sizes are divided by their number
@@ -158,8 +165,11 @@ def _check_heads(model: ModelFile) -> None:
         _check_latent(model)
     else:
         _check_rotation(model, heads[0], "")
+        key = (_integers(model, "attention.key_length", 1, 1 << 16) or [1 << 16])[0]
         if declared(model.architecture).varied:
             _check_rotation(model, heads[0], "_swa")
+        elif any(size % 2 for size in _integers(model, "rope.dimension_count_swa", 1, key)):
+            raise _bad(model, f"{model.architecture}.rope.dimension_count_swa", "an odd number")
     for name in ("feed_forward_length", "context_length"):
         _integers(model, name, 1, 2**31 - 1)
 
@@ -172,7 +182,7 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
     rotated = (_integers(model, f"rope.dimension_count{kind}", 1, 1 << 16) or [key])[0]
     arch, own = model.architecture, declared(model.architecture)
     fits = rotated <= key if own.partly else rotated == key
-    if key != value or not fits or rotated % 2:
+    if (key != value and not own.unequal) or not fits or rotated % 2:
         rule = "the first two must be equal, the last even and no more" if own.partly \
             else "these must be equal and even"
         raise ModelError(
@@ -207,7 +217,17 @@ def _check_latent(model: ModelFile) -> None:
             f"{model.architecture} model")
 
 
+def _check_compressed(model: ModelFile, key: str, least: int) -> None:
+    """Check that no cache is without layers: llama.cpp divides by its size."""
+    if least not in values_of(model, key)[:model.n_layers]:
+        raise _bad(model, f"{model.architecture}.{key}", f"a list without {least}")
+    chooser = model.arch_get(key := "attention.indexer.key_length")
+    if chooser == model.arch_get("attention.key_length"):
+        raise _bad(model, f"{model.architecture}.{key}", chooser)
+
+
 def _check_experts(model: ModelFile) -> None:
+    _number(model, "expert_gating_func", 0, _GATINGS)
     experts = _integers(model, "expert_count", 0, _MOST_EXPERTS) or [0]
     used = _integers(model, "expert_used_count", 0, _MOST_EXPERTS) or [0]
     if max(used) > min(experts) or (min(used) > 0) != (max(experts) > 0):
@@ -220,7 +240,7 @@ def _check_shared_caches(model: ModelFile) -> None:
     The last layers may read the cache of the last layer of their kind (windows or none) that has
     one: llama.cpp expects it at the last place but one, or the last.
     """
-    key, count = "attention.shared_kv_layers", model.n_layers_all
+    key, count = keys.SHARED, model.n_layers_all
     shared = max(_integers(model, key, 0, count), default=0)
     own, windows = count - shared, model.arch_get("attention.sliding_window_pattern")
     kinds = windows if isinstance(windows, list) and len(windows) == count else []

@@ -24,6 +24,7 @@ from msgspec import structs
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
 from pipeinfer.models.architectures import TABLE, declared, keys
+from pipeinfer.models.architectures.declaration import number
 from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.cuts import check_range, entries, unused
 from pipeinfer.models.gaps import GapModel
@@ -33,6 +34,7 @@ from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
     blocks_of,
+    columns_of,
     entry,
     header_of,
     renamed_entry,
@@ -54,10 +56,15 @@ TRAPS = (*keys.SCALES, keys.WINDOW, keys.INTERVAL, keys.MOE_STEP, keys.DENSE, ke
          "attention.temperature_scale", "ssm.")
 #: arrays in an architecture's metadata that are not one value per layer
 _PLAIN_ARRAYS = ("rope.dimension_sections",)
-_EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight",
+               "output_hc_base.weight", "output_hc_fn.weight", "output_hc_scale.weight",
+               "per_layer_proj_norm.weight")
+#: of which each layer has columns, or rows
+_TABLE, _PROJECTION = "per_layer_token_embd.weight", "per_layer_model_proj.weight"
 _EMBEDDING, _NORM, _OUTPUT = "token_embd.weight", "output_norm.weight", "output.weight"
 _OUTPUT_BIAS, _NORM_BIAS = "output.bias", "output_norm.bias"
-_KNOWN_GLOBALS = {*_EVERYWHERE, _EMBEDDING, _NORM, _NORM_BIAS, _OUTPUT, _OUTPUT_BIAS}
+_KNOWN_GLOBALS = {*_EVERYWHERE, _TABLE, _PROJECTION, _EMBEDDING, _NORM, _NORM_BIAS, _OUTPUT,
+                  _OUTPUT_BIAS}
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
@@ -88,9 +95,10 @@ def check_splittable(model: ModelFile) -> None:
     architecture = model.architecture
     way_out = "run it whole in one process (-np 1), which works for every architecture"
     if architecture not in SPLITTABLE and not isinstance(model, GapModel):
+        why = declared(architecture).unsplit or f"known to be safe: {', '.join(SPLITTABLE)}"
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
-            f"safely (known to be safe: {', '.join(SPLITTABLE)}); {way_out}")
+            f"safely ({why}); {way_out}")
     cut, prefix = declared(model.architecture).cut, architecture + "."
     windows = (keys.WINDOW, keys.PATTERN) if cut.period else ()
     if why := cut.refuses(model):
@@ -143,9 +151,14 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
         bias = tensors[_OUTPUT_BIAS]
         parts.append(all_of(bias, _OUTPUT_BIAS) if piece is None
                      else rows_of(bias, _OUTPUT_BIAS, piece.vocab))
+    elif _OUTPUT_BIAS in tensors and declared(model.architecture).cut.head:
+        parts.append(zeros(_OUTPUT_BIAS, (model.n_vocab if start == 0 else 1,)))
     skipped = unused(model, start, stop)
     parts += [all_of(tensors[name], name) for name in _EVERYWHERE
               if name in tensors and name not in skipped]
+    each = number(model, keys.PER_LAYER)
+    parts += [take(tensors[name], name, (each * start, each * stop)) for name, take in (
+        (_TABLE, columns_of), (_PROJECTION, rows_of)) if name in tensors]
     sizes = slice_parts.sizes_of(model) if piece is not None else None
     for tensor in tensors.values():
         layer = tensor.layer
@@ -176,11 +189,16 @@ def _vocabulary(model: ModelFile, piece: Slice | None, *, first: bool, last: boo
                 else zeros(_EMBEDDING, (width, rows)),
                 structs.replace(own, name=_OUTPUT) if last else zeros(_OUTPUT, (width, rows))]
     if not first:
-        return [own] if last else [zeros(_EMBEDDING, (width, 1))]
+        return [own] if last else [zeros(_EMBEDDING, (width, _n_tokens(model)))]
     parts = [all_of(tensors[_EMBEDDING], _EMBEDDING)]
     if last and _OUTPUT in tensors:
         parts.append(all_of(tensors[_OUTPUT], _OUTPUT))
     return parts
+
+
+def _n_tokens(model: ModelFile) -> int:
+    """How many tokens a stage in the middle has, whose embeddings are never read."""
+    return model.n_vocab if _TABLE in model.tensors else 1
 
 
 def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
@@ -195,7 +213,7 @@ def _header(model: ModelFile, start: int, stop: int, parts: list[TensorPart],
         arch, own, n_vocab = old, {}, model.n_vocab
     else:
         arch, own = old, entries(model, start, stop)
-        n_vocab = model.n_vocab if start == 0 or last else 1
+        n_vocab = model.n_vocab if start == 0 or last else _n_tokens(model)
     names = {key: arch + key[len(old):] if key.startswith(old + ".") else key
              for key in model.meta_keys()}
     count = f"{arch}.block_count"
@@ -275,6 +293,12 @@ def shard_bytes(model: ModelFile, start: int, stop: int, piece: Slice | None = N
     if piece is not None:
         slice_parts.check_fits(model, piece)
     return sum(part.nbytes for part in _parts(model, start, stop, piece))
+
+
+def by_layer_bytes(model: ModelFile) -> float:
+    """Return the bytes that each layer has of tensors outside of layers."""
+    return sum(model.tensors[name].nbytes for name in (_TABLE, _PROJECTION)
+               if name in model.tensors) / model.n_layers
 
 
 def extract_shard(

@@ -446,7 +446,7 @@ def _same(model: ModelFile, key: str, default: int | None = None) -> int:
         raise UnsupportedArchitecture(
             f"{model.path.name}: its layers have different values of {key}, so they are not "
             f"sliced: {_WAY_OUT}")
-    return found.pop()
+    return int(found.pop())
 
 
 def _by_layer(model: ModelFile, sizes: Sizes, piece: Slice) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.models.cuts import barred
-from pipeinfer.models.layers import cache_bytes, has_latent_cache, per_layer
+from pipeinfer.models.layers import cache_bytes, has_latent_cache, per_layer, row_width
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.judge import LINK, gain
 from pipeinfer.planning.measure import Figures
@@ -135,7 +135,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
     n_ids: sequences of the KV cache, which all have a state where layers keep one.
     """
     from pipeinfer.models.hf_folder import torch_parts
-    from pipeinfer.models.shard import shard_bytes
+    from pipeinfer.models.shard import by_layer_bytes, shard_bytes
 
     if item_bytes or model.path.is_dir():
         layers, embedding, head = torch_parts(model, item_bytes)
@@ -148,7 +148,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
             scratch=float(_SCRATCH + 16 * n_batch * (model.n_embd + _widest(model))))
     n = model.n_layers
     layers = [shard_bytes(model, i, i + 1) for i in range(n)]
-    plain = list(model.layer_bytes)
+    plain = [size + by_layer_bytes(model) for size in model.layer_bytes]
     cache = cache_bytes(model, n_cells, n_ids=n_ids)
     head = layers[-1] - plain[-1] if n > 1 else 0
     bars, why = barred(model)
@@ -156,7 +156,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
         tuple(map(float, model.layer_reads)),
         tuple(map(operator.add, plain, cache)),
         first_bytes=float(layers[0] - plain[0]), last_cost=float(head), last_bytes=float(head),
-        scratch=float(_SCRATCH + 8 * n_batch * (model.n_embd + _widest(model))),
+        scratch=float(_SCRATCH + 8 * n_batch * (row_width(model) + _widest(model))),
         whole=tuple(cache) if has_latent_cache(model) else (), barred=bars, bar=why)
 
 
@@ -164,14 +164,14 @@ def with_text(load: Load, model: Any, length: int) -> Load:
     """Return the load of rows behind a text of `length` tokens.
 
     A row reads the cached keys and values of the text as it reads weights, in layers with a sliding
-    window at most those inside it.
+    window at most those inside it. A state is as large behind any text.
     """
     window = int(model.arch_get("attention.sliding_window", 0) or 0) or length
     near = per_layer(model, "attention.sliding_window_pattern", 0)
     cells = (min(length, window) if one else length for one in near)
     return structs.replace(load, costs=tuple(
-        cost + each * count for cost, each, count in zip(
-            load.costs, cache_bytes(model, 1), cells, strict=True)))
+        cost + (one - none) * count for cost, one, none, count in zip(
+            load.costs, cache_bytes(model, 1), cache_bytes(model, 0), cells, strict=True)))
 
 
 def with_head(load: Load, figures: Iterable[Figures]) -> Load:

@@ -47,9 +47,12 @@ def decoded(source, layers, model):
         return first.tobytes(), backend.decode(rows, hidden).tobytes(), backend.info.weight_bytes
 
 
-@pytest.mark.parametrize(("layers", "slices"), [*((one, 1) for one in RANGES), (RANGES[0], 2)])
-def test_bytes_are_those_of_the_file(model, layers, slices, tmp_path):
-    """Of a slice as well, which has columns of some tensors."""
+@pytest.mark.parametrize(("name", "layers", "slices"), [
+    *(("", one, 1) for one in RANGES), ("", RANGES[0], 2), ("gemma4-small", (1, 3), 1)])
+def test_bytes_are_those_of_the_file(model, name, layers, slices, tmp_path):
+    """Also of a slice, which has columns of some tensors, and of columns of a table."""
+    if name:
+        model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0")))
     piece = cut_of(model, [1] * slices)[-1] if slices > 1 else None
     source = ShardSource(model, *layers, piece)
     whole = extract_shard(model, *layers, piece=piece, cache_dir=tmp_path).read_bytes()

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
+from pipeinfer.backends.llamacpp import layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import PlanError
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
+from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
 from tests.rig.cut_check import cuts_of, differing, load
+from tests.support.gguf_files import altered
 from tests.support.sample import fewer, full
 
 CASES = {
@@ -36,22 +38,22 @@ CASES = {
     "qwen3": RandomSpec(architecture="qwen3", qtype="F32"),
     "qwen3-Q8_0-tied": RandomSpec(architecture="qwen3", qtype="Q8_0", tied=True),
     **{name: tiny(name) for name in RECIPES},
-    **{name: tiny(name) for name in STATEFUL},
-    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in RECIPES | STATEFUL},
+    **{name: tiny(name) for name in STATEFUL | ALONE},
+    **{f"{name}-Q8_0": tiny(name, qtype="Q8_0") for name in RECIPES | STATEFUL | ALONE},
 }
 _QUANTISED = ("deepseek2", "gemma3", "glm4", "gpt-oss", "qwen3moe", "qwen35moe")  #: in the sample
-_LONG = (*(f"{name}-Q8_0" for name in RECIPES | STATEFUL if name not in _QUANTISED),
+_LONG = (*(f"{name}-Q8_0" for name in RECIPES | STATEFUL | ALONE if name not in _QUANTISED),
          "deepseek2-lite", "llama-F16", "llama-Q8_0", "qwen2-Q8_0-tied", "qwen3",
          # declared as others, with other matrices in a layer
          "arcee", "internlm2", "k2-horizon", "nanbeige", "nemotron", "stablelm", "starcoder2",
          "command-r", "cohere2moe", "grovemoe", "granite_swa", "hunyuan_vl", "hy_v3", "spark2_5",
-         "qwen3vlmoe")
+         "qwen3vlmoe", "afmoe", "laguna", "mellum", "mimo2", "phi2", "phimoe", "smallthinker")
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 def test_every_listed_architecture_has_a_case():
     names = {spec.architecture for spec in CASES.values()}
-    recipes = RECIPES | STATEFUL
+    recipes = RECIPES | STATEFUL | ALONE
     assert {recipes[name].architecture if name in recipes else name
             for name in names} == set(SPLITTABLE)
 
@@ -72,7 +74,12 @@ def test_splits_are_bit_equal(case, tmp_path):
 
 @pytest.mark.parametrize(("name", "bad", "why"), [
     ("smollm3", (2, 5), "multiples of 4"), ("llama4", (1, 8), "multiples of 4"),
-    ("cohere2", (3, 4), "one with a window first"), ("llama4", (0, 3), "one without"),
+    ("cohere2", (3, 4), "one with a window first"), ("laguna", (1, 9), "one without a window"),
+    ("smallthinker", (8, 9), "and one with;"), ("afmoe", (2, 8), "multiples of 4"),
+    ("glm5-next", (3, 12), "reads the positions"), ("llama4", (0, 3), "one without"),
+    ("deepseek4", (4, 11), "ratios 4, and begins behind"),
+    ("gemma4-small", (5, 9), "last 3 layers read the caches of layers 4 and 5"),
+    ("deepseek4", (3, 4), "ratios 4, and begins"),
     ("qwen35", (2, 8), "begin at layers 0, 4, 8"), ("qwen35", (0, 3), "with attention"),
     ("granitehybrid", (1, 6), "layers 0, 2, 4"), ("lfm2", (6, 7), "begin at layers 0, 3")])
 def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, why, tmp_path):
@@ -80,6 +87,20 @@ def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, wh
     model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny(name)))
     with pytest.raises(PlanError, match=why):
         extract_shard(model, *bad, cache_dir=tmp_path)
+
+
+def test_embeddings_of_tokens_cross_a_cut_without_the_c_part(monkeypatch, tmp_path):
+    monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+    model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny("gemma4-small")))
+    check_splits(model, tmp_path / "cache", [[(0, 2), (2, 4), (4, 9)]])
+
+
+def test_layers_that_read_tokens_stay_in_the_first_stage(tmp_path):
+    path = write_random_model(tmp_path / "model.gguf", tiny("deepseek4"))
+    model = ModelFile(altered(path, tmp_path / "more.gguf",
+                              numbers={"deepseek4.hash_layer_count": 4}))
+    with pytest.raises(PlanError, match="because the first 4 read tokens"):
+        extract_shard(model, 3, 11, cache_dir=tmp_path)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.lab.random_architectures import STATEFUL
+from pipeinfer.lab.random_architectures import ALONE, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
@@ -137,15 +137,15 @@ def files(tmp_path_factory):
     """A target and a draft for it, which is right now and then by chance."""
     folder = tmp_path_factory.mktemp("pair")
     return {name: write_random_model(folder / f"{name}.gguf", spec) for name, spec in {
-        **{name: tiny(name, qtype="Q8_0", n_layer=12) for name in STATEFUL},
+        **{name: tiny(name, qtype="Q8_0", n_layer=12) for name in STATEFUL | ALONE},
         "draft": RandomSpec(n_layer=1)}.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [
     (name, case) if name == "qwen35" and case in ("killed", "cut short", "turns") else
-    full(name, case) for name in ("qwen35", "granitehybrid", "nemotron_h", "qwen3next")
-    for case in CASES])
+    full(name, case) for name in (
+        "qwen35", "granitehybrid", "nemotron_h", "qwen3next", "deepseek4") for case in CASES])
 def test_no_circumstance_changes_a_token(files, name, case):
     ranks, more = CASES[case]
     params = dict(zip(more[::2], more[1::2], strict=False))
@@ -208,7 +208,24 @@ def test_several_users_of_a_server_get_the_same_answer_at_once(files, name, more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen35", full("granitehybrid"), full("lfm2")])
+@pytest.mark.parametrize("more", [[], full(["--hook", "fault=kill@2:decode=12"])])
+@pytest.mark.parametrize("name", ALONE)
+def test_one_sequence_at_a_time_gives_the_tokens_of_plain_decoding(files, name, more):
+    """llama.cpp mixes two up: users wait for each other, and nothing is speculated."""
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    tokenizer = open_tokenizer(files[name])
+    plain = tokenizer.decode(alone(PROMPT, 24, seeded(3, 0.8), path=files[name]), False)
+    tokenizer.close()
+    with serve(4, "-m", str(files[name]), "-c", "256", "-t", "1", *more) as server, \
+            ThreadPoolExecutor(3) as pool:
+        server.wait_until_ready()
+        answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(3)))
+    texts = {answer["choices"][0]["text"].rstrip("\ufffd") for _, answer in answers}
+    assert texts == {plain.rstrip("\ufffd")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35", full("granitehybrid"), full("lfm2"), full("deepseek4")])
 def test_a_conversation_computes_only_what_is_new(files, name):
     """Three turns over three stages; each prompt begins with the last one and its answer."""
     tokenizer = open_tokenizer(files[name])

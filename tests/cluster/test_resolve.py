@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 
 from pipeinfer.cluster.resolve import JobFacts, choose, resolve
@@ -56,6 +57,23 @@ def test_a_state_bounds_requests_unless_their_number_is_given(stateful):
     assert resolve(job_config(parallel=16), facts).config.speculation.parallel == 4
     given = job_config(parallel=16, given=frozenset({"parallel"}))
     assert resolve(given, facts).config.speculation.parallel == 16
+
+
+def test_one_sequence_at_a_time_where_llama_cpp_mixes_up_two(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "glm5-next")
+    writer.add_block_count(1)
+    writer.add_embedding_length(8)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        write()
+    facts = JobFacts(ModelFile(path), None, ranks(1))
+    found = resolve(job_config(), facts).config.speculation
+    assert (found.policy, found.parallel, found.partitions) == ("iterative", 1, 0)
+    assert not found.prefix_cache
+    given = job_config(policy="pipeinfer", parallel=2, given=frozenset({"parallel"}))
+    with pytest.raises(UsageError, match=r"at a time alone: leave out --policy pipeinfer and "
+                       "--parallel"):
+        resolve(given, facts)
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -6,7 +6,7 @@ import gguf
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_architectures import RECIPES
+from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
@@ -35,13 +35,21 @@ def test_good_files_are_taken(name, tmp_path):
     ("deepseek2", "attention.head_count_kv", 2, "head_count_kv"),
     ("deepseek2", "attention.kv_lora_rank", 32, "do not fit each other"),
     ("deepseek2", "rope.dimension_count", 128, "do not fit each other"),
+    ("deepseek4", "attention.indexer.key_length", 256, "indexer.key_length"),
 ])
 def test_sizes_that_do_not_fit_are_refused(name, key, value, said, tmp_path):
     good = write_random_model(tmp_path / "m.gguf", tiny(name))
     bad = altered(good, tmp_path / "bad.gguf",
-                  numbers={f"{RECIPES[name].architecture}.{key}": value})
+                  numbers={f"{(RECIPES | STATEFUL)[name].architecture}.{key}": value})
     with pytest.raises(ModelError, match=said):
         check_file(bad)
+
+
+def test_a_cache_without_layers_is_refused(tmp_path):
+    """llama.cpp would divide by its size."""
+    with pytest.raises(ModelError, match="compress_ratios is 'a list without 4'"):
+        check_file(write_random_model(tmp_path / "m.gguf", tiny("deepseek4", n_layer=1)))
+    check_file(write_random_model(tmp_path / "m.gguf", tiny("deepseek4", n_layer=3)))
 
 
 def test_caches_of_the_right_kind_may_be_shared(tmp_path):

@@ -238,8 +238,7 @@ def header_only(path, architecture, extra=(), tensors=("token_embd.weight", "out
     return ModelFile(path)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3n", "plamo2", "kimi-linear", "rwkv7", "minimax-m3",
-                                          "made-up"])
+@pytest.mark.parametrize("architecture", ["plamo2", "rwkv7", "made-up"])
 def test_unproven_architectures_are_refused_by_name(architecture, tmp_path):
     model = header_only(tmp_path / "m.gguf", architecture)
     with pytest.raises(UnsupportedArchitecture, match=architecture) as caught:
@@ -247,6 +246,16 @@ def test_unproven_architectures_are_refused_by_name(architecture, tmp_path):
     assert "llama, llama4, mamba" in str(caught.value)
     assert "-np 1" in str(caught.value)
     assert extract_shard(model, 0, 2) == model.path  # whole is always fine
+
+
+@pytest.mark.parametrize(("architecture", "why"), [
+    ("gemma3n", "four streams"), ("kimi-k3", "inputs of earlier ones"),
+    ("qwen4exp", "read tokens")])
+def test_what_cannot_be_split_is_refused_with_the_reason(architecture, why, tmp_path):
+    model = header_only(tmp_path / "m.gguf", architecture)
+    with pytest.raises(UnsupportedArchitecture, match=f"'{architecture}'.*{why}.*-np 1"):
+        extract_shard(model, 0, 1, cache_dir=tmp_path)
+    assert extract_shard(model, 0, 2) == model.path
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 
 from pipeinfer.core.noise import noise_key
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.lab import random_architectures
 from pipeinfer.lab.random_architectures import HEADED, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
@@ -205,7 +206,8 @@ KINDS = {
     **{f"wide state {name}": Kind(recipe(name, n_layer=12), (), HALVES)
        for name in ("qwen3next", "nemotron_h-groups")},
     **{f"recipe {name}": Kind(recipe(name), (), (
-        "head stage" if name in ("llama4", "smollm3") else "3 ranks",)) for name in RECIPES},
+        "head stage" if random_architectures.stages_of(name) == 2 else "3 ranks",))
+       for name in RECIPES},
     **{f"wide {name}": Kind(recipe(name), (), ("2x2",)) for name in ("gemma2", "glm4", "granite")},
     **{f"head {name}": Kind(recipe(name), (), ("1 ranks", "3 ranks", "draft rank"), HEAD)
        for name in HEADED},

@@ -20,6 +20,8 @@ from pipeinfer.config import ClusterConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.lab import forecast
+from pipeinfer.lab.random_model import tiny, write_random_model
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import partition, planner
 from pipeinfer.planning.measure import Figures
@@ -469,3 +471,15 @@ def test_a_slow_machine_that_would_do_as_rank_0_is_named(monkeypatch):
     assert "with i5-2400-" in note
     same = CliRunner().invoke(main.main, ["plan", "dolphin-70b", "--dry-run", "--cluster", "a"])
     assert "as rank 0" not in same.output
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("qwen35", [0, 0, 0, 2 * 2 * 2 * 64, 0]),  # the fourth layer has attention
+    ("deepseek4", [0, 0, 2 * (256 + 128) // 4, 2 * 256 // 128])])
+def test_a_text_costs_the_cells_that_it_adds(name, expected, tmp_path):
+    """A state is as large behind any text."""
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
+    load = planner.load_of(model, 512, 64, n_ids=4)
+    behind = planner.with_text(load, model, 1000)
+    found = [(two - one) / 1000 for one, two in zip(load.costs, behind.costs, strict=True)]
+    assert found[:len(expected)] == expected

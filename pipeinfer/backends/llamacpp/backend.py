@@ -82,11 +82,13 @@ class LlamaCppBackend:
         #: whether the number of threads changes no bits; with f16 it does, in layers that stay here
         self.any_threads = self.exact_limit > 1 and not partly
         windows = binding.llama_model_n_swa(model) > 0 and not options.head
+        own = declared(info.architecture)
         self.keeps_state = keeps_state(model) and not options.head
+        self._whole = own.whole
         self._until_norm = False  # see `norms`
         self._taps: Taps | None = None
         self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
-        no_cells = bool(binding.llama_model_is_recurrent(model))
+        no_cells = self._whole or bool(binding.llama_model_is_recurrent(model))
         self._cells = OccupiedCells(
             context, info, windows=windows,
             nothing=info.n_seq_max + further_ids(model) if self.keeps_state else None) \
@@ -99,11 +101,11 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
             takes_back=not self.keeps_state,
         )
-        own = declared(info.architecture)
         self._enters = bool(own.entry) and not options.head
+        self._again = bool(own.again) and not options.head and _row_parts(model) > 1
         sections = options.gaps or (own.sections and not options.head) or (
             options.head == "dflash" and binding.llama_model_rope_type(model) == _SECTIONS)
-        self._batch = RowBatch(info, sections=sections, enters=self._enters,
+        self._batch = RowBatch(info, sections=sections, enters=self._enters, reads=self._again,
                                both=bool(options.head))
 
     @classmethod
@@ -156,7 +158,7 @@ class LlamaCppBackend:
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            sizes = (n_ctx, n_seq_max + (not options.streams) + more, n_batch, n_threads)
+            sizes = (n_ctx, n_seq_max + _graves(model, options) + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
@@ -213,14 +215,19 @@ class LlamaCppBackend:
         if long != self._all_at_work:
             self._set_threads(all_of_them=long)
         count = rows.lists.outputs.count(True)
+        width = info.n_embd // 2 if self._again else info.n_embd
         out = None if info.last and not self._until_norm else np.empty(
-            (count if info.last else n, info.n_embd), np.float32)
-        given = keep if self._enters else None
+            (count if info.last else n, width), np.float32)
+        given, embedding = keep if self._enters else None, None
+        if self._again and given is not None:
+            given, embedding = (np.ascontiguousarray(half) for half in np.hsplit(given, 2))
+        elif self._again and not info.last:
+            embedding = np.empty((n, width), np.float32)
         if self._probe is not None:
             # a stop would leave states of other ids in cells that were exchanged
             fixed = self.keeps_state and len(rows.first_positions()) > 1
             stops = self.options.layer_callbacks and not fixed
-            self._probe.arm(should_stop if stops else None, out, given, n)
+            self._probe.arm(should_stop if stops else None, out, given, n, embedding)
         clear_log()
         status = int(binding.llama_decode(self._ctx, self._batch.columns)) \
             if self._cells is None else self._cells.decode(self._batch.columns, rows)
@@ -230,6 +237,8 @@ class LlamaCppBackend:
         if status != 0:
             raise self._failure(status, rows)
         self._last = n, hidden
+        if out is not None and embedding is not None and not info.last:
+            return np.concatenate([out, embedding], axis=1)
         return self._logits(count) if out is None else out
 
     def tap(self, layers: tuple[int, ...]) -> None:
@@ -312,6 +321,8 @@ class LlamaCppBackend:
                 raise BackendError(
                     f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
                 )
+        if self._whole:
+            p0, p1 = -1, END
         binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
         if self._cells is not None:
             self._cells.order.copy(src, dst, p0, p1)
@@ -422,7 +433,7 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
     n_ctx = binding.llama_n_ctx(context)
     return ShardInfo(
         architecture=metadata(model, "general.architecture"),
-        n_embd=binding.llama_model_n_embd(model),
+        n_embd=binding.llama_model_n_embd(model) * _row_parts(model),
         # A shard from the middle has a vocabulary of one, and a note of the model's.
         n_vocab=int(metadata(model, "pipeinfer.vocab_size") or _n_tokens(model)),
         n_ctx=n_ctx,
@@ -432,6 +443,12 @@ def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> Shar
     )
 
 
+def _row_parts(model: Any) -> int:
+    """Return how many rows of the model's width cross a cut for each token."""
+    architecture = metadata(model, "general.architecture")
+    return declared(architecture).row_parts(lambda key: metadata(model, f"{architecture}.{key}"))
+
+
 def _streamed(options: LlamaOptions, more: int) -> LlamaOptions:
     """Return the options without streams where the model cannot have them; more: `further_ids`."""
     return structs.replace(options, streams=False) if more or options.gaps else options
@@ -439,7 +456,14 @@ def _streamed(options: LlamaOptions, more: int) -> LlamaOptions:
 
 def further_ids(model: Any) -> int:
     """Return how many sequence ids a model needs besides those of the rows and the grave."""
+    if _is_whole(model):
+        return 0
     return (_WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0) + keeps_state(model)
+
+
+def _graves(model: Any, options: LlamaOptions) -> int:
+    """Return how many ids hold dead cells: see `cell_order`."""
+    return 0 if options.streams or _is_whole(model) else 1
 
 
 def _n_tokens(model: Any) -> int:
@@ -482,7 +506,11 @@ def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers
     if last and not (_is_slice(model) or own.entry or options.layer_callbacks or chooses_experts
                      or pools):
         return None
-    probe = kind(layers[1] - layers[0] - 1, layers[0], own.entry, own.output)
+    count = layers[1] - layers[0]
+    inner = "%d" not in own.output and count < binding.llama_model_n_layer(model)
+    probe = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else own.output)
+    if own.again and _row_parts(model) > 1:
+        probe.enter_again(own.again)
     probe.sum_experts_at(_expert_sum(model))
     if metadata(model, "pipeinfer.experts"):
         if not chooses_experts:
@@ -497,6 +525,8 @@ def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers
 
 def _most_rows(model: Any, chooses_experts: bool) -> int:
     """Return the most rows of a trial that this kind of model allows."""
+    if declared(metadata(model, "general.architecture")).alone:
+        return 1  # a trial has several sequences
     if not _has_experts(model):
         return 1 << 16
     # A short trial seldom detects that a router's product depends on the number of rows:
@@ -506,7 +536,13 @@ def _most_rows(model: Any, chooses_experts: bool) -> int:
 
 def keeps_state(model: Any) -> bool:
     """Return whether the model's layers have a state of the text so far."""
-    return bool(binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
+    return _is_whole(model) or bool(
+        binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
+
+
+def _is_whole(model: Any) -> bool:
+    """Return whether llama.cpp copies sequences of the model as a whole alone."""
+    return declared(metadata(model, "general.architecture")).whole
 
 
 def _upper(p1: int) -> int:

@@ -18,13 +18,14 @@ class RowBatch:
 
     sections: whether an embedding row has four positions (M-RoPE).
     enters: whether hidden rows enter the graph elsewhere than as llama.cpp's embedding rows.
+    reads: whether layers read the tokens of hidden rows as well.
     both: whether each row has a token and a hidden row, as those of a head have.
     """
 
-    def __init__(self, info: ShardInfo, *, sections: bool, enters: bool, both: bool = False
-                 ) -> None:
+    def __init__(self, info: ShardInfo, *, sections: bool, enters: bool, reads: bool = False,
+                 both: bool = False) -> None:
         self._info, self._sections, self._enters = info, sections, enters
-        self._both = both
+        self._both, self._reads = both, reads or both
         n = info.n_batch
         self._tokens = np.zeros(n, np.int32)
         self._positions = np.zeros(4 * n if sections else n, np.int32)
@@ -67,7 +68,7 @@ class RowBatch:
             self._position_memory[i] = positions[i]
             # Not the last: every row is an output, or the last layer would keep flagged rows only.
             self._flag_memory[i] = outputs[i] or not info.last
-            self._token_memory[i] = tokens[i] if hidden is None or self._both else 0
+            self._token_memory[i] = tokens[i] if hidden is None or self._reads else 0
         batch.n_tokens = n
         if hidden is None:
             if not info.first:

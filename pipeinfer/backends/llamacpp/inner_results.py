@@ -22,7 +22,7 @@ from pipeinfer.llama import binding
 _ATTENTION = b"kqv_out-"
 _DELTA_NET = b"attn_output-"  #: what a delta net gives; in layers with attention their product
 #: weights of three dimensions, whose products have rows of a head together, not of a token
-_BY_HEAD = (b".attn_k_b.weight", b".attn_v_b.weight")
+_BY_HEAD = (b".attn_k_b.weight", b".attn_v_b.weight", b".attn_output_a.weight")
 
 
 class InnerProbe(LayerProbe):
@@ -33,7 +33,7 @@ class InnerProbe(LayerProbe):
     """
 
     def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
-                 output: str = "l_out") -> None:
+                 output: str = "l_out-%d") -> None:
         super().__init__(last_layer, first_layer, entry, output)
         self._look_inside()
         self.callback, self.data = self._own, None  # the compiled filter passes none of them on

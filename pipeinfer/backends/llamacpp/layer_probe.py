@@ -78,7 +78,8 @@ class Filter(ctypes.Structure):
                 ("experts", ctypes.c_int), ("routers", ctypes.c_void_p),
                 ("weights", ctypes.c_char_p), ("n_experts", ctypes.c_int),
                 ("n_drawn", ctypes.c_int), ("first_expert", ctypes.c_int),
-                ("n_own", ctypes.c_int), ("input", ctypes.c_void_p), ("drawn", ctypes.c_void_p))
+                ("n_own", ctypes.c_int), ("input", ctypes.c_void_p), ("drawn", ctypes.c_void_p),
+                ("again", ctypes.c_char_p))
 
 
 class LayerProbe:
@@ -87,7 +88,7 @@ class LayerProbe:
     last_layer: number of the file's last layer, from 0
     first_layer: number of the file's first layer in the model
     entry: name of the tensor that the first layer reads, for rows that are put in there
-    output: name of the layers' outputs
+    output: name of the last layer's output, with "%d" for its number
     callback, data: for llama.cpp
     hidden_done: whether the rows were copied
     entered: whether the given rows were put in
@@ -99,8 +100,8 @@ class LayerProbe:
     """
 
     def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
-                 output: str = "l_out") -> None:
-        self.last_name = b"%s-%d" % (output.encode(), last_layer)
+                 output: str = "l_out-%d") -> None:
+        self.last_name = output.replace("%d", str(last_layer)).encode()
         self.should_stop: Callable[[], bool] | None = None
         self.hidden: FloatArray | None = None
         self.hidden_done = self.stopped = self.entered = False
@@ -111,6 +112,8 @@ class LayerProbe:
                               self.last_name, _NOTHING, max(1, (last_layer + 1) // _CUTS))
         self._filter.first, self._filter.entry = first_layer, entry.encode()
         self._given: FloatArray | None = None
+        self._embedding: FloatArray | None = None
+        self._entry_tensor = 0
         self._sums: PartSum | None = None
         self._on_device = False
         self.routers: Routers | None = None  #: of a slice with some of the experts
@@ -132,6 +135,11 @@ class LayerProbe:
         if sums is not None:
             self._look_inside()
             own.sums = None if on_device or compiled_filter() is None else sums.address
+
+    def enter_again(self, behind: str) -> None:
+        """Put the embeddings of tokens in, too, once the node `behind` is done: later nodes read
+        them where the first layer has read its rows."""
+        self._filter.again = behind.encode()
 
     @contextlib.contextmanager
     def at_norm(self) -> Iterator[None]:
@@ -188,15 +196,19 @@ class LayerProbe:
         return bool(self._filter.wants == _ENDED)
 
     def arm(self, should_stop: Callable[[], bool] | None, hidden: FloatArray | None,
-            given: FloatArray | None = None, rows: int = 0) -> None:
+            given: FloatArray | None = None, rows: int = 0,
+            embedding: FloatArray | None = None) -> None:
         """Prepare for one decode of `rows` rows.
 
         should_stop: is called at some layer boundaries; None: no stop
         hidden: float32[n, n_embd] to fill; None: norm and head run
         given: float32[n, n_embd] to put in at the entry
+        embedding: float32[n, n_embd], the embeddings of tokens: to put in behind the node of
+            `enter_again`, or without given rows to fill
         """
         self.should_stop, self.hidden, self._given = should_stop, hidden, given
-        self._filter.enters = given is not None
+        self._embedding = embedding
+        self._filter.enters = given is not None or embedding is not None
         self._filter.row_by_row = self.routers is None and self.chooses_experts \
             and 1 < rows <= routers.MOST_ROWS
         self.hidden_done = self.stopped = self.entered = False
@@ -222,8 +234,9 @@ class LayerProbe:
             if self.routers is not None and not ask and binding.ggml_get_name(tensor).startswith(
                     self.routers.weights):
                 raise BackendError(routers.UNKNOWN)  # the C part could not do it
-            if self._given is not None and binding.ggml_get_name(tensor) == self._filter.entry:
-                return ask or self._put_in(tensor, self._given)
+            if self._filter.enters and (found := binding.ggml_get_name(tensor)) in (
+                    self._filter.entry, self._filter.again):
+                return ask or self._enter(tensor, again=found != self._filter.entry)
             if self._filter.wants == _NOTHING:
                 return False
             name = binding.ggml_get_name(tensor)
@@ -246,6 +259,19 @@ class LayerProbe:
         except BaseException as error:  # an exception cannot cross C: re-raised after the decode
             self.error = error
             return self._end()
+        return True
+
+    def _enter(self, tensor: int, *, again: bool) -> bool:
+        """Put rows in at the entry, or take the embeddings from there."""
+        if again:
+            return self._given is None or self._embedding is None or self._put_in(
+                self._entry_tensor, self._embedding)
+        self._entry_tensor = tensor
+        if self._given is not None:
+            return self._put_in(tensor, self._given)
+        assert self._embedding is not None
+        binding.ggml_backend_tensor_get(
+            tensor, self._embedding.ctypes.data, 0, self._embedding.nbytes)
         return True
 
     def _put_in(self, tensor: int, given: FloatArray) -> bool:

@@ -17,7 +17,9 @@ def source_offset() -> int:
     BackendError for an unknown layout.
     """
     room = 4 * binding.ggml_tensor_overhead() + 4096
-    context = binding.ggml_init(binding.ggml_init_params(room, None, True))
+    # zeroed: the search reads a little beyond the tensor, where old memory may have the addresses
+    memory = ctypes.create_string_buffer(room)
+    context = binding.ggml_init(binding.ggml_init_params(room, ctypes.addressof(memory), True))
     try:
         first, second = (binding.ggml_new_tensor_2d(context, 0, 8, 8) for _ in range(2))
         product = binding.ggml_mul_mat(context, first, second)

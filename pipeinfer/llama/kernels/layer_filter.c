@@ -40,6 +40,7 @@ struct filter {
     const char *weights;           /* beginning of the name of the drawn experts' weights */
     int n_experts, n_drawn, first_expert, n_own;
     const void *input, *drawn;     /* of the layer being computed: see select_experts */
+    const char *again;             /* NULL, or behind which node rows are put in once more */
 };
 
 /* The router of a layer: one row of weights per expert, and their biases or NULL. */
@@ -222,8 +223,12 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
     }
     if (filter->row_by_row && is_router(filter, tensor))
         return ask || by_rows(filter, tensor) || filter->reached(tensor, ask, NULL);
-    if (filter->enters && strcmp(filter->name_of(tensor), filter->entry) == 0)
-        return ask || filter->reached(tensor, ask, NULL);
+    if (filter->enters) {
+        name = filter->name_of(tensor);
+        if (strcmp(name, filter->entry) == 0
+            || (filter->again != NULL && strcmp(name, filter->again) == 0))
+            return ask || filter->reached(tensor, ask, NULL);
+    }
     if (filter->wants == NOTHING)
         return false;
     if (!ask)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from pipeinfer.errors import ModelError
 from pipeinfer.models.gguf import ModelFile, Value
 
-_WIDTH = "llama.cpp wants its heads to add up to its width, which those of a slice do not"
+_WIDTH = "llama.cpp wants its heads to add up to its width"
 
 
 class Cut(Struct, frozen=True):
@@ -23,18 +23,21 @@ class Cut(Struct, frozen=True):
     traps: prefixes of metadata keys that would make a layer depend on its place, and that are
         handled here or do not matter
     period: every so-manyth layer has no sliding window, where the file does not list them; 0:
-        layers have none. A size and a pattern of windows in the metadata are handled then
+        layers have none. A size and a pattern of windows in the metadata are handled then.
+        Negative: the first of so many has none, and a stage has to begin with such a one
     plain: whether there are no windows if the file has no size for them; otherwise llama.cpp has a
         default size
-    arrays: further metadata with one value per layer
+    arrays: further metadata with one value per layer; its key may lack the architecture's name
     step: a stage begins at a multiple of this many layers
     begins: metadata with one value per layer; a stage begins where it is not 0
+    ends: metadata with one value per layer, and a value: a stage has a layer with it, and begins
+        behind such a one. llama.cpp ends the process for a cache without layers
     head: whether the file always has an output matrix of its own
     always: a matrix or norm that every layer has
     norm: the norm behind the last layer
     least: layers that a header has to announce at least
-    near_first, far: whether a stage has to begin with a layer with a window, and to have one
-        without. llama.cpp ends the process where a graph reads an input nowhere
+    near_first, far: whether a stage has to begin with a layer with a window, and to have layers
+        with and without. llama.cpp ends the process where a graph reads an input nowhere
     far_only: tensors outside layers that only layers without a window read
     refuses: why this model cannot be cut although its architecture can; "" if it can
     mistaken: whether llama.cpp would take so many of its layers for a model of another kind
@@ -47,6 +50,7 @@ class Cut(Struct, frozen=True):
     arrays: tuple[str, ...] = ()
     step: int = 1
     begins: str = ""
+    ends: tuple[str, int] = ("", 0)
     head: bool = False
     always: str = "attn_norm"
     norm: str = "output_norm"
@@ -86,6 +90,9 @@ def scan_bytes(model: Any) -> float:
 
     inner, state = size("ssm.inner_size"), size("ssm.state_size")
     channels = inner + 2 * max(1, size("ssm.group_count")) * state
+    heads, head = int(model.arch_get("attention.head_count") or 0), size("kda.head_dim")
+    if head:
+        inner, state, channels = heads * head, head, 3 * heads * head
     return 4.0 * (inner * state + max(0, size("ssm.conv_kernel") - 1) * channels
                   + max(0, size("shortconv.l_cache") - 1) * int(model.n_embd))
 
@@ -94,17 +101,24 @@ class Architecture(Struct, frozen=True):
     """The declaration of an architecture, or of several that differ in nothing here.
 
     names: as in `general.architecture`
-    cut: how it is cut; splits: whether it can be, which tests/backends/test_split_parity.py shows
+    cut: how it is cut; splits: whether it can be, which tests/backends/test_split_parity.py shows;
+    unsplit: why it cannot, where that is known
 
     Layers. interval: one of so many has attention and the others a state, where the file does not
     list them. both: every layer has a state and attention. parted: a layer is a state, attention or
     a feed forward alone. state_bytes: of a layer's state of one sequence. latent: all heads
-    read one compressed cache. varied: layers with a sliding window have other heads than the rest,
+    read one compressed cache. whole: llama.cpp copies its sequences as
+    a whole alone. alone: it computes the tokens of plain decoding only while there is one sequence.
+    cell_bytes: of a layer's cache of one sequence, where each has one for itself, by the model, the
+    layer, the cells and the bytes of an element.
+    varied: layers with a sliding window have other heads than the rest,
     and the last ones may read the cache of others. scaled: tokens' rows are multiplied by the root
     of their size; embedding_scale: or by this, where the file has no factor.
 
     Checks before loading (`llama_rules`). checked: whether they cover the graph wholly. partly:
-    heads may be rotated in part. fills_width: heads have to add up to the model's width. headless:
+    heads may be rotated in part. unequal: heads of values may have another size than those of keys.
+    fills_width: heads have to add up to the model's width. chunked: a window of 0 ends the process.
+    headless:
     there are none.
 
     Slices. sliced: whether layers can be sliced; unsliced: why not. slices_as: the architecture of
@@ -120,8 +134,11 @@ class Architecture(Struct, frozen=True):
     The graph of llama.cpp. layer_inputs, final_rows: whether it names the inputs of layers, and
     what the output matrix reads; for others llama.cpp ends the process. entry: where hidden rows
     are put into graphs that do not take them as embedding rows: glm4's end the process, gemma2's
-    scale them as they scale tokens. output: the name of layers' outputs. sections: whether
-    positions have four sections.
+    scale them as they scale tokens. output: the name of the last layer's output, with "%d" for its
+    number. again: the node behind which nodes read the entry as the embeddings of tokens, which
+    cross a cut beside the hidden rows then. sections: whether positions have four sections.
+    row_parts: how many rows of the model's width cross a cut for each token, by a function that
+    returns metadata.
 
     mtp: whether its prediction head was shown to give llama.cpp's own proposals. assistant: whether
     it reads the caches of another model. paired: rotated elements are neighbours in the file.
@@ -132,17 +149,23 @@ class Architecture(Struct, frozen=True):
     names: tuple[str, ...]
     cut: Cut = Cut()
     splits: bool = True
+    unsplit: str = ""
     interval: int = 0
     both: bool = False
     parted: bool = False
     state_bytes: Callable[[Any], float] = scan_bytes
     latent: bool = False
+    whole: bool = False
+    alone: bool = False
+    cell_bytes: Callable[[Any, int, int, int], float] | None = None
     varied: bool = False
     scaled: bool = False
     embedding_scale: float = 0.0
     checked: bool = True
     partly: bool = False
+    unequal: bool = False
     fills_width: bool = False
+    chunked: bool = False
     headless: bool = False
     sliced: bool = False
     unsliced: str = ""
@@ -155,8 +178,10 @@ class Architecture(Struct, frozen=True):
     layer_inputs: bool = False
     final_rows: bool = False
     entry: str = ""
-    output: str = "l_out"
+    output: str = "l_out-%d"
+    again: str = ""
     sections: bool = False
+    row_parts: Callable[[Callable[[str], Any]], int] = lambda _: 1
     mtp: bool = False
     assistant: bool = False
     paired: bool = False
@@ -170,7 +195,7 @@ class Architecture(Struct, frozen=True):
             return self.unsliced
         if not self.splits:
             return "it is not known how its layers could be"
-        return _WIDTH if self.fills_width else "it was not tried"
+        return _WIDTH if self.fills_width else "not tried"
 
 
 def number(model: ModelFile, key: str, default: int = 0) -> int:
@@ -179,11 +204,19 @@ def number(model: ModelFile, key: str, default: int = 0) -> int:
     return int(value) if isinstance(value, int) and value >= 0 else default
 
 
-def values_of(model: ModelFile, key: str) -> list[int]:
-    """Return metadata with one value per layer. Raises ModelError if it is damaged."""
-    values = model.arch_get(key)
+def by_layer(model: ModelFile, key: str) -> str:
+    """Return the whole key of metadata with one value per layer; empty if the file has none."""
+    keys = f"{model.architecture}.{key}", key
+    return next((one for one in keys if model.is_array(one)), "")
+
+
+def values_of(model: ModelFile, key: str) -> list[Any]:
+    """Return metadata with one value per layer: booleans, integers or floats. Raises ModelError if
+    it is damaged.
+    """
+    values = model.get(by_layer(model, key))
     if not isinstance(values, list) or len(values) < model.n_layers or not all(
-            isinstance(value, int) for value in values):
+            isinstance(value, int | float) for value in values):
         raise ModelError(f"{model.path}: {model.architecture}.{key} has not a number for each of "
                          f"{model.n_layers} layers; the file is damaged, fetch it again")
-    return [int(value) for value in values if isinstance(value, int)]
+    return values

@@ -8,6 +8,7 @@ from typing import Any
 from pipeinfer.models.architectures import keys
 from pipeinfer.models.architectures.declaration import Architecture, Cut, Torch, number
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.gguf_parts import block_size
 
 _SCALED_OTHERWISE_2, _SCALED_OTHERWISE_3 = 46, 62
 _GEMMA2_NAMES = {"post_attention_layernorm": "post_attention_norm",
@@ -23,9 +24,9 @@ def _refuses(n_layers: int) -> Callable[[ModelFile], str]:
 
 
 def _gemma4_refuses(model: ModelFile) -> str:
-    if (number(model, "attention.shared_kv_layers")
-            or number(model, "embedding_length_per_layer_input")):
-        return "its last layers read the cache of others, or every layer reads the token itself"
+    table = model.tensors.get("per_layer_token_embd.weight")
+    if table is not None and number(model, keys.PER_LAYER) % block_size(table):
+        return f"the columns that a layer has of {table.name} are no whole blocks"
     if len({number(model, f"attention.key_length{kind}") % 64 == 0 for kind in ("", "_swa")}) > 1:
         return "llama.cpp tells by the size of heads of its first layer how to keep keys"
     if not model.is_array(f"{model.architecture}.{keys.PATTERN}"):
@@ -55,6 +56,9 @@ ARCHITECTURES = (
     Architecture(
         ("gemma4",), Cut(period=1, arrays=(keys.KV_HEADS, keys.FF), least=2,
                          far_only=("rope_freqs.weight",), refuses=_gemma4_refuses),
-        varied=True, scaled=True, partly=True, sliced=True),
+        varied=True, scaled=True, partly=True, sliced=True, entry="inp_scaled", again="attn_out-0",
+        row_parts=lambda get: 1 + (int(get(keys.PER_LAYER) or 0) > 0)),
+    Architecture(("gemma3n",), splits=False, checked=False, unsplit="its rows have four streams, "
+                 "each layer reads the token itself, and the last ones read the cache of others"),
     Architecture(("gemma4-assistant",), splits=False, checked=False, assistant=True),
 )

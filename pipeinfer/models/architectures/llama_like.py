@@ -32,11 +32,15 @@ ARCHITECTURES = (
     Architecture(("qwen3",), sliced=True, layer_inputs=True, with_gaps="qwen3vl",
                  torch=Torch(("qwen3",))),
     Architecture(("qwen2vl",), splits=False),
-    Architecture(("arcee", "k2-horizon", "nanbeige", "starcoder2")),
-    Architecture(("internlm2", "nemotron", "stablelm"), Cut(head=True)),
-    Architecture(("command-r",), Cut(("logit_scale",))),
+    Architecture(("arcee", "k2-horizon", "nanbeige")),
+    Architecture(("starcoder2",), fills_width=True),
+    Architecture(("stablelm",), Cut(head=True)),
+    Architecture(("internlm2", "nemotron"), Cut(head=True), fills_width=True),
+    Architecture(("command-r",), Cut(("logit_scale",)), fills_width=True),
     Architecture(("qwen3vl", "hunyuan_vl"), sections=True),
     Architecture(("ernie4_5", "hunyuan-dense", "seed_oss")),
+    Architecture(("apertus",), Cut(arrays=tuple(f"xielu.{name}" for name in (
+        "alpha_n", "alpha_p", "beta", "eps")), head=True)),
     Architecture(("falcon",), fills_width=True),
     Architecture(("glm4",), Cut((keys.NEXTN,)), partly=True, sliced=True, two_in_one=True,
                  entry="embd"),
@@ -47,6 +51,7 @@ ARCHITECTURES = (
     # llama.cpp computes these without windows
     Architecture(("phi3",), Cut((keys.WINDOW,)), partly=True, fills_width=True,
                  torch=Torch(("phi3",))),
+    Architecture(("phi2",), Cut(head=True), partly=True, fills_width=True),
     Architecture(("dflash",), splits=False, partly=True),
     # every fourth layer does not rotate
     Architecture(("smollm3",), Cut(step=4), sliced=True),

@@ -8,7 +8,6 @@ from pipeinfer.models.architectures import keys
 from pipeinfer.models.architectures.declaration import Architecture, Cut, number
 from pipeinfer.models.gguf import ModelFile
 
-_INDEXERS = "attention.indexer.types"
 NORMS = "its norm of queries and keys goes over all heads, of which a slice has some"
 
 
@@ -53,10 +52,16 @@ ARCHITECTURES = (
     Architecture(("olmoe", "qwen2moe"), Cut(head=True), fills_width=True),
     Architecture(("qwen3moe",), sliced=True, drawn="norm", layer_inputs=True),
     Architecture(("deepseek32",), Cut((keys.DENSE, keys.NEXTN)), latent=True),
-    Architecture(("glm-dsa",), Cut((keys.DENSE, keys.NEXTN), arrays=(_INDEXERS,),
-                                   begins=_INDEXERS), latent=True),
+    Architecture(("glm-dsa",), Cut((keys.DENSE, keys.NEXTN), arrays=(keys.INDEXERS,),
+                                   begins=keys.INDEXERS), latent=True),
     Architecture(("grovemoe",), Cut((keys.DENSE,), head=True)),
     Architecture(("hy_v3",), Cut((keys.DENSE, keys.NEXTN))),
     Architecture(("mistral4",), Cut((keys.DENSE,)), latent=True),
+    # as soon as a context has several sequences, its layers read all positions
+    Architecture(("minimax-m3",), Cut((keys.DENSE,), head=True), checked=False, whole=True,
+                 alone=True),
     Architecture(("qwen3vlmoe",), Cut((keys.DENSE,)), sections=True),
+    # computed without windows, as phi3
+    Architecture(("phimoe",), Cut((keys.WINDOW, keys.DENSE), head=True), partly=True,
+                 fills_width=True),
 )

@@ -22,6 +22,19 @@ def _llama4_refuses(model: ModelFile) -> str:
 
 
 ARCHITECTURES = (
+    # every fourth layer does not rotate
+    Architecture(("afmoe",), Cut((keys.DENSE,), period=4, step=4), scaled=True,
+                 entry="inp_embd_scaled"),
+    # with as many layers as that llama.cpp rotates all
+    Architecture(("smallthinker",), Cut(period=-4, step=4, far=True,
+                                        mistaken=lambda _, count: count == 4)),
+    Architecture(("laguna",), Cut((keys.DENSE,), period=-4, arrays=(keys.HEADS,)), partly=True),
+    Architecture(("mellum",), Cut((keys.DENSE,), period=4, plain=True, head=True)),
+    Architecture(("mimo2",), Cut((keys.DENSE, keys.NEXTN), period=4, head=True, arrays=(
+        keys.HEADS, keys.KV_HEADS)), partly=True, unequal=True, output="h_nextn"),
+    Architecture(("step35",), Cut((keys.DENSE, keys.NEXTN), period=4, head=True, arrays=(
+        keys.HEADS, keys.KV_HEADS, "swiglu_clamp_exp", "swiglu_clamp_shexp")), partly=True,
+        output="h_nextn"),
     Architecture(("cohere2",), Cut(("logit_scale",), period=4, near_first=True), partly=True,
                  fills_width=True),
     Architecture(("cohere2moe",), Cut((keys.DENSE, "logit_scale"), period=4, near_first=True,
@@ -37,7 +50,8 @@ ARCHITECTURES = (
     Architecture(("gpt-oss",), Cut(period=2, head=True), sliced=True, drawn="softmax",
                  layer_inputs=True, final_rows=True),
     Architecture(("llama4",), Cut((keys.MOE_STEP,), period=4, step=4, near_first=True, far=True,
-                                  refuses=_llama4_refuses), sliced=True, shared_tied=True),
+                                  refuses=_llama4_refuses), sliced=True, shared_tied=True,
+                 chunked=True),
     Architecture(("olmo2",), Cut(period=4, plain=True, head=True, always="attn_output"),
                  fills_width=True, unsliced=NORMS),
 )
