@@ -3,7 +3,8 @@
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
 have one or the other. `short_runs.c` has both, for processors with AVX2, by unpacking weights once
 for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. Those of
-blocks of 32 multiply prompts, too: faster than llama.cpp's of AVX2, with the bits of single rows.
+blocks of 32 multiply prompts, too, with the bits of single rows: faster than llama.cpp's of AVX2,
+and with VNNI faster than its of AVX-512.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
 memory. The dynamic linker binds llama.cpp to these functions in place of its own, so this library
 has to be loaded first, with global symbols. Calls that it does not handle are passed on to
@@ -22,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.llama.platform_check import cpu_flags
 from pipeinfer.loading import c_part
 
 KERNELS = Path(__file__).with_name("kernels")  #: the folder of the C parts
@@ -81,8 +83,10 @@ def begin(functions: Mapping[str, Any]) -> None:
                     for name in names]
         return lambda most, *now: function(*pointers, most if complete else 0, *more, *now)
 
-    avx512 = functions.get("ggml_cpu_has_avx512")
-    slower = avx512 is None or not avx512()  # with AVX-512 llama.cpp is faster on prompts
+    avx512, flags = functions.get("ggml_cpu_has_avx512"), cpu_flags()
+    # with AVX-512 llama.cpp is faster on prompts than kernels of AVX2, and with AMX than all
+    slower = avx512 is None or not avx512() or (
+        "avx512_vnni" in flags and "amx_int8" not in flags)
     own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every)
