@@ -96,7 +96,9 @@ def test_a_machine_joins_leaves_and_comes_back_under_its_name(world):
         await world.until(lambda: world.server.present)
         (member,) = world.server.present
         assert (member.name, member.address, member.offer.cores) == ("box", "127.0.0.1", 4)
-        assert any("joined" in line and "as box" in line for line in world.members_said)
+        # the head lists a machine before the machine has its answer
+        await world.until(lambda: any("joined" in line and "as box" in line
+                                      for line in world.members_said))
         agent.stop()
         await task
         await world.until(lambda: not world.server.present)
