@@ -34,7 +34,7 @@ _MEET, _START, _RUN = 30.0, 30.0, 400.0  #: seconds; the last for loading over t
 _VARIABLES = ("OMP_", "GOMP_", "KMP_")  #: those of the job's launcher
 
 
-class Door(Struct, frozen=True, tag=True):
+class HeadAddress(Struct, frozen=True):
     """Rank 0: where it can be reached, and the ranks that start a worker, one on each host."""
 
     addresses: tuple[str, ...]
@@ -42,7 +42,7 @@ class Door(Struct, frozen=True, tag=True):
     ranks: tuple[int, ...]
 
 
-class Worker(Struct, frozen=True, tag=True):
+class Worker(Struct, frozen=True):
     """A rank: its worker's address and port, "" for none; or why there is none."""
 
     end: str = ""
@@ -63,7 +63,7 @@ def measure(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> B
     Raises ClusterError with what a program wrote, RankLost, TransportTimeout.
     """
     if place.comm is None or (place.rank == 0 and len(hosts) == 1):
-        found = _bench(folder, model, (), hosts)
+        found = _bench(folder, model, ())
         _release(place)
         return found
     if place.rank == 0:
@@ -78,9 +78,9 @@ def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Bes
     ranks = tuple(one.ranks[0] for one in hosts)
     with contextlib.ExitStack() as stack:
         stack.callback(_release, place)
-        door = stack.enter_context(socket.create_server(("", 0), backlog=len(ranks)))
+        listener = stack.enter_context(socket.create_server(("", 0), backlog=len(ranks)))
         text = msgspec.json.encode(
-            Door(tuple(own_addresses()), door.getsockname()[1], ranks)).decode()
+            HeadAddress(tuple(own_addresses()), listener.getsockname()[1], ranks)).decode()
         for rank in range(1, place.size):
             mpi_startup.send_json(place.comm, rank, text)
         own = _started(stack, folder, lambda: "127.0.0.1")
@@ -90,7 +90,7 @@ def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Bes
         for rank, one in enumerate(workers):
             if one.failure:
                 raise ClusterError(f"rank {rank}: {one.failure}")
-        return _bench(folder, model, [one.end for one in workers if one.end], hosts)
+        return _bench(folder, model, [one.end for one in workers if one.end])
 
 
 def _follow(place: Place, folder: Path) -> None:
@@ -99,11 +99,11 @@ def _follow(place: Place, folder: Path) -> None:
     text = mpi_startup.receive_json(place.comm, 0, _RUN + _START)
     if not text:  # one host
         return
-    door = msgspec.json.decode(text, type=Door)
+    head = msgspec.json.decode(text, type=HeadAddress)
     with contextlib.ExitStack() as stack:
         found = Worker()
-        if place.rank in door.ranks:
-            found = _started(stack, folder, lambda: _towards(door))
+        if place.rank in head.ranks:
+            found = _started(stack, folder, lambda: _towards(head))
         mpi_startup.send_json(place.comm, 0, msgspec.json.encode(found).decode())
         mpi_startup.receive_json(place.comm, 0, _RUN + _START + 3 * _MEET)
 
@@ -118,8 +118,8 @@ def _started(stack: contextlib.ExitStack, folder: Path, address: Callable[[], st
 
 
 def _release(place: Place) -> None:
-    """Let the other ranks go on."""
-    if place.comm is None or place.rank > 0:
+    """Rank 0: let the other ranks go on."""
+    if place.comm is None:
         return
     from pipeinfer.transport import mpi_startup
 
@@ -127,14 +127,14 @@ def _release(place: Place) -> None:
         mpi_startup.send_json(place.comm, rank, "")
 
 
-def _towards(door: Door) -> str:
+def _towards(head: HeadAddress) -> str:
     """This host's address in the network that it shares with rank 0. Raises ClusterError."""
     end = time.monotonic() + _MEET
-    for address in door.addresses:
+    for address in head.addresses:
         with contextlib.suppress(OSError), socket.create_connection(
-                (address, door.port), timeout=max(0.1, min(3.0, end - time.monotonic()))) as link:
+                (address, head.port), timeout=max(0.1, min(3.0, end - time.monotonic()))) as link:
             return str(link.getsockname()[0])
-    raise ClusterError(f"{host.host_name()} reaches none of {', '.join(door.addresses)}, which "
+    raise ClusterError(f"{host.host_name()} reaches none of {', '.join(head.addresses)}, which "
                        "are rank 0's: llama.cpp's RPC needs TCP between the hosts")
 
 
@@ -188,16 +188,18 @@ def _await(process: subprocess.Popen[bytes], address: str, port: int) -> None:
     raise TimeoutError
 
 
-def _bench(folder: Path, model: Path, ends: Sequence[str], hosts: Sequence[Host]) -> Beside:
-    """Raises ClusterError."""
+def _bench(folder: Path, model: Path, ends: Sequence[str]) -> Beside:
+    """Run llama-bench over workers, or alone without `ends`. Raises ClusterError."""
     threads = 1 if ends else os.cpu_count() or 1
     command = [str(folder / BENCH), "-m", str(model), "-p", ",".join(map(str, PROMPTS)),
                "-n", str(_TOKENS), "-r", "1", "-t", str(threads), "-o", "json",
                *(("--rpc", ",".join(ends), "-ngl", "99") if ends else ())]
+    said = ""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               timeout=_RUN, check=False, env=_environment(),
                               preexec_fn=_on_all_cores)
+        said = done.stderr[-400:]
         rows: list[dict[str, Any]] = json.loads(done.stdout)
         rates = {(row["n_prompt"], row["n_gen"]): round(float(row["avg_ts"]), 2) for row in rows}
         return Beside(f"llama.cpp {rows[0]['build_commit']}", len(ends),
@@ -205,5 +207,4 @@ def _bench(folder: Path, model: Path, ends: Sequence[str], hosts: Sequence[Host]
     except subprocess.TimeoutExpired:
         raise ClusterError(f"{BENCH} took over {_RUN:.0f} s") from None
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        said = done.stderr[-400:] if "done" in locals() else ""
         raise ClusterError(f"`{' '.join(command)}` reports no speeds: {said}") from None
