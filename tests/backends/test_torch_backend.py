@@ -72,7 +72,7 @@ def test_every_position_has_the_logits_of_transformers(models, family):
         at_once = [through(stages, chain(tokens[a:b], a)) for a, b in ((0, 64), (64, 72))]
         outputs.append(np.concatenate(at_once))
         stages[0].seq_rm(0, 0, END)
-        assert stages[0].used_cells() == 0
+        assert len(stages[0].cells()) == 0
     singles = load(path)
     outputs.append(np.concatenate([singles.decode(chain([t], i)) for i, t in enumerate(tokens)]))
     blocks = load(path, options=TorchOptions(device="cpu", block=5))
@@ -225,7 +225,7 @@ def test_what_torch_raises_becomes_a_backend_error_and_leaves_no_cell(models, mo
     with pytest.raises(BackendError, match=r"out of memory\. Tried") as caught:
         backend.decode(chain([4, 5], 3))
     assert "\n" not in str(caught.value)
-    assert backend.used_cells() == 3
+    assert len(backend.cells()) == 3
 
 
 # --- files that cannot be used --------------------------------------------------------------

@@ -19,7 +19,6 @@ import numpy as np
 from msgspec import structs
 
 from pipeinfer.backends.base import ALL_IDS, NO_VIEWS, Capabilities, ShardInfo
-from pipeinfer.backends.llamacpp import routers
 from pipeinfer.backends.llamacpp.batch import RowBatch
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
@@ -34,22 +33,20 @@ from pipeinfer.backends.llamacpp.context import (
     metadata,
 )
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
-from pipeinfer.backends.llamacpp.layer_probe import ExpertSum, LayerProbe, PartSum
+from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
+from pipeinfer.backends.llamacpp.loaded import LoadedModel
 from pipeinfer.backends.llamacpp.occupied import OccupiedCells
-from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, NoCells
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
-from pipeinfer.models.architectures import declared
 from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
 
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied: only whole sequences can")
-_WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
 _SECTIONS = 8  #: llama.cpp's number of a rotation by four positions
 _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_threads`
 
@@ -61,17 +58,16 @@ class LlamaCppBackend:
 
     def __init__(
         self,
-        model: Any,
+        loaded: LoadedModel,
         context: Any,
         probe: LayerProbe | None,
         info: ShardInfo,
         options: LlamaOptions,
-        n_logits: int = 0,
     ) -> None:
-        self._model, self._ctx, self._probe = model, context, probe
+        self._model, self._ctx, self._probe = loaded.handle, context, probe
         self._memory = binding.llama_get_memory(context)
         self.info, self.options = info, options
-        self._n_logits = n_logits or info.n_vocab  # a slice of the output head has fewer
+        self._n_logits = loaded.n_tokens if loaded.is_slice else info.n_vocab
         self._owned = True  #: whether the model goes with this backend
         self._place, self._seen = (0, 0), np.empty((0, 0), np.float32)  # logits where they lie
         self.most_threads = self._few_threads = binding.llama_n_threads(context)
@@ -81,18 +77,16 @@ class LlamaCppBackend:
         partly = not options.on_cpu and 0 <= options.n_gpu_layers < info.layers[1] - info.layers[0]
         #: whether the number of threads changes no bits; with f16 it does, in layers that stay here
         self.any_threads = self.exact_limit > 1 and not partly
-        windows = binding.llama_model_n_swa(model) > 0 and not options.head
-        own = declared(info.architecture)
-        self.keeps_state = keeps_state(model) and not options.head
-        self._whole = own.whole
+        own, self.keeps_state = loaded.own, loaded.keeps_state
+        self._enters, self._again, self._whole = loaded.enters, loaded.again, own.whole
         self._until_norm = False  # see `norms`
         self._taps: Taps | None = None
         self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
-        no_cells = self._whole or bool(binding.llama_model_is_recurrent(model))
+        no_cells = self._whole or bool(binding.llama_model_is_recurrent(self._model))
         self._cells = OccupiedCells(
-            context, info, windows=windows,
-            nothing=info.n_seq_max + further_ids(model) if self.keeps_state else None) \
-            if (options.keep_order or windows) and not (
+            context, info, windows=loaded.has_windows,
+            nothing=info.n_seq_max + loaded.further_ids if self.keeps_state else None) \
+            if (options.keep_order or loaded.has_windows) and not (
                 options.streams or options.gaps or no_cells) else None
         self.capabilities = Capabilities(
             free_positions=options.gaps,
@@ -101,10 +95,8 @@ class LlamaCppBackend:
             stops_inside=probe is not None and options.layer_callbacks,
             takes_back=not self.keeps_state,
         )
-        self._enters = bool(own.entry) and not options.head
-        self._again = bool(own.again) and not options.head and _row_parts(model) > 1
         sections = options.gaps or (own.sections and not options.head) or (
-            options.head == "dflash" and binding.llama_model_rope_type(model) == _SECTIONS)
+            options.head == "dflash" and binding.llama_model_rope_type(self._model) == _SECTIONS)
         self._batch = RowBatch(info, sections=sections, enters=self._enters, reads=self._again,
                                both=bool(options.head))
 
@@ -147,37 +139,37 @@ class LlamaCppBackend:
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(f"{name}: has {n_layers} layers, but layers {layers[0]} to "
                                  f"{layers[1]} were expected")
+            loaded = LoadedModel(model, head=bool(options.head))
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
-            more = 0 if options.head else further_ids(model)
-            options = _streamed(options, more)
-            chooses = not options.head and _chooses_experts(file, model, options)
-            probe = None if options.head and not _is_slice(model) else probe_of(
-                file, model, layers, options, last=last, chooses_experts=chooses,
-                kind=cls.probe_type)
+            if (more := loaded.further_ids) or options.gaps:
+                options = structs.replace(options, streams=False)
+            chooses = loaded.chooses_experts(file, options)
+            probe = loaded.probe(file, layers, options, last=last, chooses_experts=chooses,
+                                 kind=cls.probe_type)
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            sizes = (n_ctx, n_seq_max + _graves(model, options) + more, n_batch, n_threads)
+            sizes = (n_ctx, n_seq_max + loaded.graves(options) + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
             raise
-        info = _info(model, context, options, layers=layers, n_layers_total=n_layers_total,
+        info = _info(loaded, context, options, layers=layers, n_layers_total=n_layers_total,
                      first=first, last=last, n_seq_max=n_seq_max, n_batch=n_batch)
-        backend = cls(model, context, probe, info, options,
-                      _n_tokens(model) if _is_slice(model) else info.n_vocab)
-        backend.exact_limit = min(backend.exact_limit, _most_rows(model, chooses))
-        backend._use_huge_pages(file, earlier, progress)
+        backend = cls(loaded, context, probe, info, options)
+        backend.exact_limit = min(backend.exact_limit, loaded.most_rows(chooses_experts=chooses))
+        backend._use_huge_pages(file, earlier, progress, by_experts=loaded.has_experts)
         return backend
 
     def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping],
-                        progress: LoadProgress) -> None:
+                        progress: LoadProgress, *, by_experts: bool) -> None:
         options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
+            read = None if by_experts else self._read_once
             try:
-                into_huge_pages(path, earlier, read=None if _has_experts(self._model)
-                                else self._read_once, progress=lambda: progress("loading", 1.0))
+                into_huge_pages(path, earlier, read=read,
+                                progress=lambda: progress("loading", 1.0))
             except BaseException:
                 self.close()
                 raise
@@ -429,120 +421,18 @@ class LlamaCppBackend:
         return BackendError(f"llama_decode failed with status {status}: {last_log()}")
 
 
-def _info(model: Any, context: Any, options: LlamaOptions, **given: Any) -> ShardInfo:
-    n_ctx = binding.llama_n_ctx(context)
+def _info(loaded: LoadedModel, context: Any, options: LlamaOptions, **given: Any) -> ShardInfo:
+    n_ctx, model = binding.llama_n_ctx(context), loaded.handle
     return ShardInfo(
-        architecture=metadata(model, "general.architecture"),
-        n_embd=binding.llama_model_n_embd(model) * _row_parts(model),
+        architecture=loaded.architecture,
+        n_embd=binding.llama_model_n_embd(model) * loaded.row_parts,
         # A shard from the middle has a vocabulary of one, and a note of the model's.
-        n_vocab=int(metadata(model, "pipeinfer.vocab_size") or _n_tokens(model)),
+        n_vocab=int(metadata(model, "pipeinfer.vocab_size") or loaded.n_tokens),
         n_ctx=n_ctx,
         weight_bytes=binding.llama_model_size(model),
         cache_bytes=cache_bytes(model, n_ctx, options),
         **given,
     )
-
-
-def _row_parts(model: Any) -> int:
-    """Return how many rows of the model's width cross a cut for each token."""
-    architecture = metadata(model, "general.architecture")
-    return declared(architecture).row_parts(lambda key: metadata(model, f"{architecture}.{key}"))
-
-
-def _streamed(options: LlamaOptions, more: int) -> LlamaOptions:
-    """Return the options without streams where the model cannot have them; more: `further_ids`."""
-    return structs.replace(options, streams=False) if more or options.gaps else options
-
-
-def further_ids(model: Any) -> int:
-    """Return how many sequence ids a model needs besides those of the rows and the grave."""
-    if _is_whole(model):
-        return 0
-    return (_WITH_WINDOWS if binding.llama_model_n_swa(model) > 0 else 0) + keeps_state(model)
-
-
-def _graves(model: Any, options: LlamaOptions) -> int:
-    """Return how many ids hold dead cells: see `cell_order`."""
-    return 0 if options.streams or _is_whole(model) else 1
-
-
-def _n_tokens(model: Any) -> int:
-    return int(binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(model)))
-
-
-def _is_slice(model: Any) -> bool:
-    return bool(metadata(model, "pipeinfer.piece"))
-
-
-def _has_experts(model: Any) -> bool:
-    architecture = metadata(model, "general.architecture")
-    return int(metadata(model, f"{architecture}.expert_count") or 0) > 0
-
-
-def _expert_sum(model: Any) -> ExpertSum:
-    """Return where the experts of a slice are summed."""
-    if not (_is_slice(model) and _has_experts(model)):
-        return ExpertSum.NONE
-    shared = int(metadata(model, "pipeinfer.shared_expert") or 0)
-    return ExpertSum.SHARED if shared else ExpertSum.ALONE
-
-
-def _chooses_experts(path: str | os.PathLike[str], model: Any, options: LlamaOptions) -> bool:
-    """Return whether pipeinfer's own code computes the routers of this mixture."""
-    return _has_experts(model) and options.on_cpu and routers.single_row_dot() is not None \
-        and routers.of_floats(path)
-
-
-def probe_of(source: str | os.PathLike[str] | Routers | None, model: Any, layers: tuple[int, int],
-           options: LlamaOptions, *, last: bool, chooses_experts: bool, kind: type[LayerProbe]
-           ) -> LayerProbe | None:
-    """Return the callbacks that this shard needs; None for a model that runs without any.
-
-    source: the routers of a slice with some of the experts, or the file that they are read from
-    """
-    architecture = metadata(model, "general.architecture")
-    own = declared(architecture)
-    pools = last and int(metadata(model, f"{architecture}.pooling_type") or 0) > 0
-    if last and not (_is_slice(model) or own.entry or options.layer_callbacks or chooses_experts
-                     or pools):
-        return None
-    count = layers[1] - layers[0]
-    inner = "%d" not in own.output and count < binding.llama_model_n_layer(model)
-    probe = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else own.output)
-    if own.again and _row_parts(model) > 1:
-        probe.enter_again(own.again)
-    probe.sum_experts_at(_expert_sum(model))
-    if metadata(model, "pipeinfer.experts"):
-        if not chooses_experts:
-            raise BackendError("slices with whole experts need layers on the processor and routers "
-                               "in float32: use fewer slices")
-        assert source is not None
-        probe.select_among(source if isinstance(source, Routers) else Routers(source))
-    elif chooses_experts:
-        probe.choose_experts_row_by_row()
-    return probe
-
-
-def _most_rows(model: Any, chooses_experts: bool) -> int:
-    """Return the most rows of a trial that this kind of model allows."""
-    if declared(metadata(model, "general.architecture")).alone:
-        return 1  # a trial has several sequences
-    if not _has_experts(model):
-        return 1 << 16
-    # A short trial seldom detects that a router's product depends on the number of rows:
-    # quantisation hides most differences
-    return routers.MOST_ROWS if chooses_experts else 1
-
-
-def keeps_state(model: Any) -> bool:
-    """Return whether the model's layers have a state of the text so far."""
-    return _is_whole(model) or bool(
-        binding.llama_model_is_recurrent(model) or binding.llama_model_is_hybrid(model))
-
-
-def _is_whole(model: Any) -> bool:
-    """Return whether llama.cpp copies sequences of the model as a whole alone."""
-    return declared(metadata(model, "general.architecture")).whole
 
 
 def _upper(p1: int) -> int:

@@ -24,9 +24,10 @@ from pipeinfer.backends.exact_width import (
     exact_width,
     still_exact,
 )
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, further_ids, probe_of
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import make_context
 from pipeinfer.backends.llamacpp.inner_results import InnerBackend
+from pipeinfer.backends.llamacpp.loaded import LoadedModel
 from pipeinfer.host import last_level_cache
 from pipeinfer.models.excerpt import Kinds, kinds_of, write_head
 from pipeinfer.models.gguf import ModelFile
@@ -51,14 +52,14 @@ def excerpt_of(backend: LlamaCppBackend, n_layers: int, kind: type[Kind]) -> Kin
         info, last=False, layers=(start, start + n_layers), n_seq_max=3,
         n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
     options = structs.replace(backend.options, layer_callbacks=True, lend=False)
-    model, own = backend._model, backend._probe
-    probe = probe_of(None if own is None else own.routers, model, info.layers, options, last=False,
-                     chooses_experts=own is not None and own.chooses_experts,
-                     kind=kind.probe_type)
-    sizes = (info.n_ctx, info.n_seq_max + 1 + further_ids(model), info.n_batch,
+    loaded, own = LoadedModel(backend._model), backend._probe
+    probe = loaded.probe(None if own is None else own.routers, info.layers, options, last=False,
+                         chooses_experts=own is not None and own.chooses_experts,
+                         kind=kind.probe_type)
+    sizes = (info.n_ctx, info.n_seq_max + 1 + loaded.further_ids, info.n_batch,
              backend.most_threads)
-    context = make_context(info.architecture, model, probe, sizes, options)
-    found = kind(model, context, probe, info, options)
+    context = make_context(info.architecture, loaded.handle, probe, sizes, options)
+    found = kind(loaded, context, probe, info, options)
     found._owned, found.exact_limit = False, backend.exact_limit
     return found
 

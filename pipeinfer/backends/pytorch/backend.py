@@ -191,8 +191,8 @@ class TorchBackend:
         prefix: for each layer of this shard (others are ignored) its keys and values, both [count,
             kv heads, head size]; keys are used as they are, without rotation
         seq_ids: rows that attend to one of these see the prefix from every position
-        The prefix takes `count` cells, and stays until `drop_prefixes`. Raises BackendError for
-        missing layers, wrong shapes or too few cells.
+        The prefix takes `count` cells, and stays until the backend is closed. Raises BackendError
+        for missing layers, wrong shapes or too few cells.
         """
         if self._shard is None:
             raise BackendError("preload on a closed backend")
@@ -212,10 +212,6 @@ class TorchBackend:
         for layer, (keys, values) in tensors.items():
             self._store.keys[layer][cells] = keys
             self._store.values[layer][cells] = values
-
-    def drop_prefixes(self) -> None:
-        """Free the cells of every learned prefix."""
-        self._table.unpin()
 
     def add_embeddings(self, vectors: FloatArray) -> int:
         """Add token ids with these vectors, after `n_vocab` and those added before; return the
@@ -242,10 +238,6 @@ class TorchBackend:
     def seq_bounds(self, seq_id: int) -> tuple[int, int] | None:
         """Return the lowest and highest position of the id's cells; None without cells."""
         return self._table.bounds(seq_id)
-
-    def used_cells(self) -> int:
-        """Return the number of cells in use."""
-        return self._table.used()
 
     def cells(self) -> list[tuple[int, frozenset[int]]]:
         """Return every cell in use as (position, ids), sorted."""

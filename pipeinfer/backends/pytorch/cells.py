@@ -85,10 +85,6 @@ class CellTable:
         self._pos[cells], self._sets[cells], self._pinned[cells] = 0, store, True
         return cells
 
-    def unpin(self) -> None:
-        """Free all cells of learned prefixes."""
-        self.free(np.flatnonzero(self._pinned))
-
     def free(self, cells: Indices) -> None:
         """Free `cells`: they have no position, sequence ids or pins any more."""
         self._pos[cells], self._sets[cells] = -1, 0
@@ -168,10 +164,6 @@ class CellTable:
         """Return the lowest and highest position of the id's cells; None without cells."""
         found = self._pos[self._has(seq_id) & ~self._pinned]
         return (int(found.min()), int(found.max())) if len(found) else None
-
-    def used(self) -> int:
-        """Return the number of cells in use."""
-        return int(np.count_nonzero(self._pos >= 0))
 
     def listing(self) -> list[tuple[int, frozenset[int]]]:
         """Return every cell in use as (position, ids), sorted."""
