@@ -78,7 +78,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True):
     texts: str
 
 
-class Beside(Struct, frozen=True, forbid_unknown_fields=True):
+class Baseline(Struct, frozen=True, forbid_unknown_fields=True):
     """llama-bench on the same hosts, with one worker of its RPC on each; none on a single host.
 
     program: with its commit. prompt_rates: tokens per second of prompts of PROMPTS tokens. rate: of
@@ -94,7 +94,7 @@ class Beside(Struct, frozen=True, forbid_unknown_fields=True):
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
     """All that is shared.
 
-    proposer: what drafts. equal: whether both policies had the same tokens everywhere. beside:
+    proposer: what drafts. equal: whether both policies had the same tokens everywhere. baseline:
     llama.cpp on the same hosts. missing: what the time did not suffice for. note: what its maker
     says of it.
     """
@@ -111,7 +111,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
     links: tuple[Link, ...]
     runs: tuple[Run, ...]
     equal: bool
-    beside: Beside | None = None
+    baseline: Baseline | None = None
     missing: tuple[str, ...] = ()
     note: str = ""
 
@@ -263,17 +263,17 @@ def paragraph(record: Record) -> str:
             for policy, run in pair.items()) + ".")
     lines.append(f"Drafts by {record.proposer}; the texts are "
                  f"{'equal' if record.equal else 'NOT EQUAL: please report this'}.")
-    if record.beside is not None:
-        rates = zip(record.beside.prompt_rates, PROMPTS, strict=True)
+    if record.baseline is not None:
+        rates = zip(record.baseline.prompt_rates, PROMPTS, strict=True)
         prompts = ", ".join(f"{rate:.0f} of {length} tokens" for rate, length in rates)
-        lines.append(f"{words(record.beside)}, beside it: {record.beside.rate:.1f} tokens/s "
+        lines.append(f"{words(record.baseline)}, beside it: {record.baseline.rate:.1f} tokens/s "
                      f"(prompt {prompts}).")
     return "\n".join([*lines, *(f"Not measured in time: {what}." for what in record.missing)])
 
 
-def words(beside: Beside) -> str:
+def words(baseline: Baseline) -> str:
     """What ran beside pipeinfer."""
-    return f"{beside.program}, " + (f"RPC over {beside.workers} hosts" if beside.workers
+    return f"{baseline.program}, " + (f"RPC over {baseline.workers} hosts" if baseline.workers
                                     else "one process")
 
 
@@ -300,9 +300,9 @@ def draw(path: Path, records: Mapping[str, Record]) -> None:
                 labels.append(f"{users} x {prompt}, {policy}")
                 rates.append(run.rate)
                 colours.append("tab:blue" if policy == PLAIN else "tab:orange")
-        if record.beside is not None:
-            labels.append(words(record.beside))
-            rates.append(record.beside.rate)
+        if record.baseline is not None:
+            labels.append(words(record.baseline))
+            rates.append(record.baseline.rate)
             colours.append("tab:gray")
         bars = ax.barh(labels[::-1], rates[::-1], color=colours[::-1])
         ax.bar_label(bars, fmt="%.1f", padding=2, fontsize=7)

@@ -24,7 +24,7 @@ from msgspec import Struct
 from pipeinfer import host
 from pipeinfer.errors import ClusterError, UsageError
 from pipeinfer.host import Place
-from pipeinfer.lab.measuring import PROMPTS, Beside, Host
+from pipeinfer.lab.measuring import PROMPTS, Baseline, Host
 from pipeinfer.supervise.join.offers import own_addresses
 
 BENCH = "llama-bench"
@@ -56,7 +56,7 @@ def find(folder: Path) -> None:
                          "-DGGML_RPC=ON, and have its programs there on every host")
 
 
-def measure(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Beside | None:
+def measure(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Baseline | None:
     """Measure, on all ranks; only rank 0 gets something.
 
     hosts: of `measuring.surroundings`, which ranks above 0 do not need.
@@ -72,7 +72,7 @@ def measure(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> B
     return None
 
 
-def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Beside:
+def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Baseline:
     from pipeinfer.transport import mpi_startup
 
     ranks = tuple(one.ranks[0] for one in hosts)
@@ -188,7 +188,7 @@ def _await(process: subprocess.Popen[bytes], address: str, port: int) -> None:
     raise TimeoutError
 
 
-def _bench(folder: Path, model: Path, ends: Sequence[str]) -> Beside:
+def _bench(folder: Path, model: Path, ends: Sequence[str]) -> Baseline:
     """Run llama-bench over workers, or alone without `ends`. Raises ClusterError."""
     threads = 1 if ends else os.cpu_count() or 1
     command = [str(folder / BENCH), "-m", str(model), "-p", ",".join(map(str, PROMPTS)),
@@ -202,7 +202,7 @@ def _bench(folder: Path, model: Path, ends: Sequence[str]) -> Beside:
         said = done.stderr[-400:]
         rows: list[dict[str, Any]] = json.loads(done.stdout)
         rates = {(row["n_prompt"], row["n_gen"]): round(float(row["avg_ts"]), 2) for row in rows}
-        return Beside(f"llama.cpp {rows[0]['build_commit']}", len(ends),
+        return Baseline(f"llama.cpp {rows[0]['build_commit']}", len(ends),
                       tuple(rates[length, 0] for length in PROMPTS), rates[0, _TOKENS])
     except subprocess.TimeoutExpired:
         raise ClusterError(f"{BENCH} took over {_RUN:.0f} s") from None

@@ -29,7 +29,7 @@ def test_a_job_of_three_ranks_is_measured_and_nobody_is_named(tmp_path):
     assert [one.ranks for one in record.hosts] == [(0, 1, 2)]
     assert len(record.links) == 2
     assert not record.missing
-    assert record.beside == measuring.Beside("llama.cpp 0000000", 0, (74.0, 522.0), 10.0)
+    assert record.baseline == measuring.Baseline("llama.cpp 0000000", 0, (74.0, 522.0), 10.0)
     assert "one process, beside it: 10.0 tokens/s" in done.stdout
     assert {(run.users, run.prompt, run.policy) for run in record.runs} == {
         (users, length, policy) for users in measuring.USERS for length in measuring.PROMPTS

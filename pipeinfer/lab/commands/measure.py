@@ -49,12 +49,12 @@ def measure_command(resolved: Resolved, share: Path | None, programs: Path | Non
     fetch_models(base)
     joined = join(base)
     hosts, links = measuring.surroundings(joined.place)
-    beside = None
+    baseline = None
     if programs is not None:
         if joined.place.rank == 0:
             show_over("llama.cpp's own programs")
         try:
-            beside = measuring_rpc.measure(joined.place, programs, model_paths(base)[0], hosts)
+            baseline = measuring_rpc.measure(joined.place, programs, model_paths(base)[0], hosts)
         except RankLost:
             raise
         except ClusterError as error:
@@ -66,7 +66,7 @@ def measure_command(resolved: Resolved, share: Path | None, programs: Path | Non
         session.on_change = note
         record = measuring.measure(session, base, hosts, links, show_over)
         show_over("")
-    record = msgspec.structs.replace(record, note=remark, beside=beside)
+    record = msgspec.structs.replace(record, note=remark, baseline=baseline)
     click.echo(measuring.paragraph(record))
     if share is not None:
         share.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
