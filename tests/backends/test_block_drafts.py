@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,8 @@ from tests.support.sample import full
 TAPS = (1, 3, 5)
 OPTIONS = LlamaOptions(head="dflash", keep_order=False, layer_callbacks=False, huge_pages=False,
                        type_k="f16", type_v="f16", flash_attn="off")
+with_server = pytest.mark.skipif(find_spec("xllamacpp") is None,
+                                 reason="a library that pipeinfer has compiled has no server")
 TIE = 0.05  #: gap of logits, whose deviation is 3, that other kernels' rounding closes
 
 
@@ -67,6 +71,7 @@ class Stages:
             one.close()
 
 
+@with_server
 @pytest.mark.parametrize(("kind", "arch", "keys"), [
     ("dflash", "llama", {}), ("dspark", "llama", {}), full("dflash", "qwen3", {}),
     full("dspark", "qwen3", {}), full("dspark", "llama", {"sample_from_anchor": False}),
@@ -99,6 +104,7 @@ def test_drafted_tokens_are_those_of_the_server(kind, arch, keys, tmp_path):
     stages.close()
 
 
+@with_server
 def test_the_path_through_a_lattice_is_as_long_as_the_servers(tmp_path):
     """The log has no tokens of DFlash2: a path ends where its next score is too small."""
     least = 0.35
