@@ -471,7 +471,9 @@ static void attention(const struct team *team, struct tensor *to)
 {
     struct task task = {to->operands[0], to->operands[1], to->operands[2], to->operands[3], to,
                         scale_of(to), 0, 0, 0};
+    struct space *own = &of_thread;
     int64_t all, plane, from, until;
+    __asm__("" : "+r"(own)); /* or GCC asks for the thread's address in the innermost loops */
     task.rows = task.q->ne[1];
     task.heads = task.q->ne[2];
     task.shared = task.heads / task.k->ne[2];
@@ -494,11 +496,11 @@ static void attention(const struct team *team, struct tensor *to)
                              head < (source + 1) * task.shared
                              && head < source * task.shared + start + PAIRS; head++)
                             if (other * task.heads + head >= from && other * task.heads + head < until) {
-                                of_thread.rows[pairs] = other;
-                                of_thread.heads[pairs++] = head;
+                                own->rows[pairs] = other;
+                                own->heads[pairs++] = head;
                             }
                     if (pairs)
-                        some_pairs(&task, plane, pairs, &of_thread);
+                        some_pairs(&task, plane, pairs, own);
                 }
         }
 }
