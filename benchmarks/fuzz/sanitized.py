@@ -36,7 +36,7 @@ _CORPUS = Path("benchmarks/fuzz/corpus")
 _OWN_C = Path("pipeinfer/llama/kernels")
 #: library -> its sources
 _PARTS = {"_layer_filter": ("layer_filter.c", "sums.c", "spin.c"),
-          "_short_runs": ("short_runs.c", "repacked_runs.c", "wide_floats.c", "short_attention.c",
+          "_short_runs": ("short_*.c", "products_*.c", "floats_*.c", "repacked_runs.c",
                           "huge_pages.c")}
 _OWN_TESTS = ("tests/backends/test_team.py", "tests/backends/test_layer_probe.py")
 _SECONDS = "60"  #: that one case may take; a build like this is many times slower
@@ -126,8 +126,8 @@ def _copy(folder: Path) -> Path:
     own = tree / _OWN_C
     for name, sources in _PARTS.items():
         subprocess.run(["gcc", "-shared", "-fPIC", "-O1", *FLAGS,
-                        *(own / source for source in sources), "-o", own / f"{name}.abi3.so"],
-                       check=True)
+                        *(file for source in sources for file in own.glob(source)),
+                        "-o", own / f"{name}.abi3.so"], check=True)
     return tree
 
 

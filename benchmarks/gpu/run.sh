@@ -63,12 +63,13 @@ part() {  # part FOLDER NAME OPTION... SOURCE...
     if ! "$python" -c "
 import sys; from importlib.machinery import PathFinder
 sys.exit(PathFinder.find_spec('$name', ['$folder']) is None)"; then
-        (cd "$folder" && cc -shared -fPIC -O3 "$@" -o "$name.so" -lm) && echo "compiled $name"
+        # shellcheck disable=SC2048,SC2086
+        (cd "$folder" && cc -shared -fPIC -O3 $* -o "$name.so" -lm) && echo "compiled $name"
     fi
 }
 part llama/kernels _layer_filter layer_filter.c sums.c spin.c
-part llama/kernels _short_runs -ffp-contract=off short_runs.c repacked_runs.c wide_floats.c \
-    short_attention.c huge_pages.c
+part llama/kernels _short_runs -ffp-contract=off 'short_*.c' 'products_*.c' 'floats_*.c' \
+    repacked_runs.c huge_pages.c
 
 "$python" -m benchmarks.gpu check --out "$out" --work "$work" "${given[@]}"
 status=$?
