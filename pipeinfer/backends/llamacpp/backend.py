@@ -43,6 +43,7 @@ from pipeinfer.errors import BackendError, ModelError, NoCells
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 from pipeinfer.models.architectures import declared
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
@@ -176,14 +177,16 @@ class LlamaCppBackend:
         options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
             try:
-                into_huge_pages(path, earlier, read=None if _has_experts(self._model)
-                                else self._read_once, progress=lambda: progress("loading", 1.0))
+                into_huge_pages(path, earlier, read=self._read_once, wholes=[
+                    (one.offset, one.offset + one.nbytes) for name, one in ModelFile(
+                        path).tensors.items() if "exps" in name and one.part == 0],
+                    progress=lambda: progress("loading", 1.0))
             except BaseException:
                 self.close()
                 raise
 
     def _read_once(self) -> None:
-        """Decode one row, which reads all weights but those of the embedding."""
+        """Decode one row, which reads all weights but the embedding and most experts."""
         hidden = None if self.info.first else np.zeros((1, self.info.n_embd), np.float32)
         self.decode(make_rows([(0, 0, (0,), True)]), hidden)
         self.seq_rm(ALL_SEQS, 0, END)
