@@ -121,6 +121,7 @@ def test_equal_ranks_are_never_left_out():
 def test_a_needed_rank_stays_however_slow():
     members = [Member("a", 1.0, memory=6.0), Member("b", 40.0, memory=6.0)]
     assert make(members).split.counts == (6, 6)
+    assert "equal" not in make([Member(str(k), 1e-3, memory=4.0 * k) for k in (1, 2)]).line()
 
 
 def test_ranks_of_one_host_share_its_memory():
