@@ -27,6 +27,7 @@ from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import Scenario, VirtualStage, Wire, simulate
 from pipeinfer.lab.emulation.wide import part_of
 from pipeinfer.models import bundled, local_stores, locate
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import HEADS
 from pipeinfer.models.layers import row_width
@@ -57,7 +58,7 @@ class View:
 
     row_width: floats that cross a link for each row.
     moved: for a number of rows, bytes that a run reads over those that one row uses. path: of the
-    file, None for a profile.
+    file, None for a profile. alone: whether it computes one sequence at a time.
     """
 
     title: str
@@ -69,6 +70,7 @@ class View:
     profile: str = ""
     moved: Callable[[int], float] = field(default=lambda rows: 1.0 + 0 * rows)
     path: Path | None = None
+    alone: bool = False
 
     @property
     def n_layers(self) -> int:
@@ -285,7 +287,8 @@ def file_view(path: Path, ctx: int, length: int = 0) -> View:
 
     load = planner.with_text(load, model, length)
     return View(path.name, kind, row_width(model), load,
-                whole + load.first_bytes + load.last_bytes, cells, moved=moved, path=path)
+                whole + load.first_bytes + load.last_bytes, cells, moved=moved, path=path,
+                alone=declared(model.architecture).alone)
 
 
 def report_of(
@@ -364,23 +367,20 @@ def _plan_or_lack(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] 
                         f"{scene.machines[-1].host} would do") from None
 
 
-def _drafts(
-    target: View, profiles: Profiles, asked: Sequence[str], given: Mapping[str, Any],
-    notes: list[str],
-) -> list[tuple[View | None, float]]:
+def _drafts(target: View, profiles: Profiles, asked: Sequence[str], given: Mapping[str, Any],
+            notes: list[str]) -> list[tuple[View | None, float]]:
     """Drafts to weigh, each with its acceptance. asked: by options or the nodes file."""
-    acceptance = given["acceptance"]
     pairs = {pair.draft: pair for pair in sorted(
         profiles.pairs.values(), key=lambda pair: not pair.assumed)
         if pair.target == target.profile}
-    names = asked or list(pairs)
+    names = [] if target.alone else asked or list(pairs)
     if not names:
-        notes.append("no draft was given (-md) and no pair is known for this model: only "
-                     "iterative is predicted")
+        notes.append(("one sequence is computed at a time" if target.alone else "no draft was "
+                      "given (-md) and no pair is known") + ": only iterative is predicted")
         return [(None, 0.0)]
     found: list[tuple[View | None, float]] = []
     for name in names:
-        share = acceptance
+        share = given["acceptance"]
         if share is None and name in pairs:
             share = pairs[name].acceptance
             if pairs[name].assumed:

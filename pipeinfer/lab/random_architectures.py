@@ -26,8 +26,9 @@ class Sizes:
     """Of a model: layers, width, query heads, KV heads, elements of a head, FFN columns; of its
     mixtures: experts, and columns of one; of its delta nets: elements of a head, heads of keys and
     of values; of latent attention: elements of its cache, of a head that are rotated, of a value,
-    ranks of its queries, and heads that choose positions; of grouped outputs: groups and ranks; of
-    experts by token: so many of each, and tokens."""
+    ranks of its queries, and heads that choose positions, which the first layers have, and one of
+    so many behind them; of grouped outputs: groups and ranks; of experts by token: so many of each,
+    and tokens."""
 
     n_layer: int
     width: int
@@ -46,6 +47,8 @@ class Sizes:
     value: int = 0
     lora: int = 96
     choosers: int = 2
+    choose_first: int = 2
+    choose_every: int = 3
     groups: int = 2
     group_lora: int = 32
     used: int = USED
@@ -437,7 +440,7 @@ def _deepseek32(s: Sizes, i: int) -> dict[str, Shape]:
 
 
 def _glm_dsa_types(s: Sizes) -> list[int]:
-    return [int(i < 2 or i % 3 == 0) for i in range(s.n_layer)]
+    return [int(max(0, i + 1 - s.choose_first) % s.choose_every == 0) for i in range(s.n_layer)]
 
 
 def _glm_dsa(s: Sizes, i: int) -> dict[str, Shape]:

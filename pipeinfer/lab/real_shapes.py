@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.lab.random_architectures import (
+    ALONE,
     RECIPES,
     STATEFUL,
     Key,
@@ -75,12 +76,17 @@ SHAPES = {
         40, 2048, 16, 2, 256, 512, 256, 512, delta=128, delta_keys=16, delta_values=32), 248_320,
         keys=_PARTLY_ROTATED | _mixture(256, 8, 512, expert_shared_feed_forward_length=512)),
     "glm-5.2": RealShape("glm-dsa", Sizes(
-        78, 6144, 64, 1, 192, 12288, 256, 2048, 3, latent=512, value=256, lora=2048, choosers=32),
+        78, 6144, 64, 1, 192, 12288, 256, 2048, 3, latent=512, value=256, lora=2048, choosers=32,
+        choose_first=3, choose_every=4),
         154_880, keys=_mixture(256, 8, 2048) | {_CHOSEN: 2048}),
     "deepseek-v4-flash": RealShape("deepseek4", Sizes(
         43, 4096, 64, 1, 128, 2048, 256, 2048, lora=1024, choosers=64, groups=8, group_lora=1024,
         used=6, vocab=129_280), 129_280,
         keys=_mixture(256, 6, 2048) | {_CHOSEN: 512, "attention.sliding_window": 128}),
+    "minimax-m3": RealShape("minimax-m3", Sizes(
+        60, 6144, 64, 4, 128, 12288, 128, 3072, 3, choosers=4), 200_064,
+        keys=_mixture(128, 4, 3072, leading_dense_block_count=3) | {
+            _CHOSEN: 16, "attention.indexer.block_size": 128, "rope.freq_base": 5e6}),
 }
 
 
@@ -96,7 +102,7 @@ def _llama_layer(shape: RealShape) -> Callable[[Sizes, int], dict[str, Shape]]:
 
 def _recipe(shape: RealShape) -> Recipe:
     if shape.recipe != "llama":
-        return (RECIPES | STATEFUL)[shape.recipe]
+        return (RECIPES | STATEFUL | ALONE)[shape.recipe]
     return Recipe("qwen3" if shape.head_norms else "llama", lambda s: _LLAMA | {
         "attention.key_length": s.head, "attention.value_length": s.head}, _llama_layer(shape))
 

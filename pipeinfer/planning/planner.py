@@ -109,7 +109,7 @@ class Plan(Struct, frozen=True):
         if self.split.counts == self.equal.counts and not self.left_out:
             return ""
         parts = [f"layers {counts} on ranks {', '.join(map(str, self.ranks))}"]
-        if self.timed and self.split.counts != self.equal.counts:
+        if self.timed and self.equal.slowest > self.split.slowest:  # else those do not fit
             parts.append(f"slowest stage {1e3 * self.split.slowest:.1f} ms instead of "
                          f"{1e3 * self.equal.slowest:.1f} ms with equal shares")
         parts += [f"rank {rank} left out ({why})" for rank, why in self.left_out.items()]

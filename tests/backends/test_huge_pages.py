@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from pipeinfer.backends.llamacpp import huge_pages
@@ -21,6 +22,7 @@ from pipeinfer.backends.llamacpp.huge_pages import (
 )
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError
+from pipeinfer.lab.random_model import tiny, write_random_model
 
 pytestmark = pytest.mark.skipif(setting() not in ("always", "madvise"),
                                 reason="this system gives no huge pages")
@@ -109,19 +111,23 @@ FilePmdMapped:         0 kB
     assert set(huge_already()) >= {begin for begin, _, _ in mappings(file)}
 
 
-def test_only_what_is_read_is_copied_and_the_rest_leaves_the_process(file, area):
+@pytest.mark.parametrize(("page", "wholes", "more"), [
+    (1, 0, False), (1, 1, True), (0, 1, False)])
+def test_only_what_is_read_is_copied_and_the_rest_leaves_the_process(file, area, page, wholes,
+                                                                     more):
     """Small pages around one that is read may come with it, up to 64 KiB."""
     assert area[:] == file.read_bytes()  # all of it is there before
     begin = mappings(file)[0][0]
     first = -begin // HUGE * -HUGE - begin  # of the huge pages that lie in the mapping whole
+    at = first + page * HUGE + 5
 
     def read():
-        assert area[first + HUGE + 5] == file.read_bytes()[first + HUGE + 5]
+        assert area[at] == file.read_bytes()[at]
 
-    moved = into_huge_pages(file, reserve=0, read=read)
-    assert moved == HUGE
+    moved = into_huge_pages(file, reserve=0, read=read, wholes=[(0, file.stat().st_size)] * wholes)
+    assert (moved >= 4 * HUGE) if more else (moved == HUGE)
     there = [huge_pages._is_read(begin + first + k * HUGE) for k in range(4)]
-    assert there == [False, True, False, False]
+    assert there == [more or k == page for k in range(4)]
     assert area[:] == file.read_bytes()
 
 
@@ -181,9 +187,9 @@ def test_systems_that_give_none_are_not_asked(said, means, tmp_path, file, area,
     assert (mappings(file) == before) == (moved == 0)
 
 
-def loaded(**options):
+def loaded(path=EMBEDDED, n=12, **options):
     return LlamaCppBackend.load(
-        EMBEDDED, layers=(0, 12), n_layers_total=12, first=True, last=True, n_ctx=256,
+        path, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=256,
         n_seq_max=1, n_batch=8, n_threads=1, options=LlamaOptions(**options))
 
 
@@ -201,3 +207,16 @@ def test_weights_of_a_model_are_moved_and_give_the_same_bits(monkeypatch):
         assert mappings(EMBEDDED) == []
     assert mapped[1] < 2 * HUGE < mapped[0] == mapped[2]
     assert all((found == logits[0]).all() for found in logits)
+
+
+@pytest.mark.parametrize(("qtype", "columns"), [("F16", 4096), ("Q4_0", 16384)])  # repacked
+def test_weights_of_experts_are_in_memory_once(monkeypatch, tmp_path, qtype, columns):
+    path = write_random_model(tmp_path / "m.gguf", tiny(
+        "qwen3moe", qtype=qtype, n_layer=2, expert_ff=columns))
+    monkeypatch.setattr(huge_pages, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(huge_pages, "huge_already", dict)
+    before = psutil.Process().memory_info()
+    backend = loaded(path, 2)
+    own = [one.rss - one.shared for one in (before, psutil.Process().memory_info())]
+    assert 0.8 < (own[1] - own[0]) / path.stat().st_size < 1.5
+    backend.close()

@@ -17,14 +17,14 @@ from pipeinfer.models.gguf import ModelFile
     ("llama-8b", 8.03), ("llama-70b", 70.55), ("qwen3-14b", 14.77), ("qwen3-30b-a3b", 30.53),
     ("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83), ("glm-4.5-air", 110.5),
     ("qwen3.5-0.8b", 0.75), ("qwen3.5-35b-a3b", 34.7), ("glm-5.2", 744),
-    ("deepseek-v4-flash", 284)])
+    ("deepseek-v4-flash", 284), ("minimax-m3", 428)])
 def test_a_shape_has_as_many_parameters_as_its_model(name, billions):
     """GLM-4.5-Air has 106 B and a layer for multi-token prediction."""
     assert parameters(name) / 1e9 == pytest.approx(billions, abs=0.02 * billions)
 
 
 def test_every_shape_is_tried():
-    assert len(SHAPES) == 11
+    assert len(SHAPES) == 12
 
 
 def test_a_file_of_few_layers_and_another_vocabulary(tmp_path):

@@ -121,6 +121,7 @@ def test_equal_ranks_are_never_left_out():
 def test_a_needed_rank_stays_however_slow():
     members = [Member("a", 1.0, memory=6.0), Member("b", 40.0, memory=6.0)]
     assert make(members).split.counts == (6, 6)
+    assert "equal" not in make([Member(str(k), 1e-3, memory=4.0 * k) for k in (1, 2)]).line()
 
 
 def test_ranks_of_one_host_share_its_memory():
@@ -383,21 +384,21 @@ def test_planned_beats_equal_on_unequal_nodes(plan):
 def test_cluster_profile_and_own_split(plan):
     text = plan("goliath-120b", "--dry-run", "--cluster", "a", "--draft", "xwin-7b",
                 "--layers", "20,20,20,20,20,20,17", "--link", "wan-25ms")
-    assert "20 (0-19)" in text
-    assert "17 (120-136)" in text
-    assert "wide area, 25 ms" in text
+    assert all(one in text for one in ("20 (0-19)", "17 (120-136)", "wide area, 25 ms"))
 
 
 def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
-    from pipeinfer.lab.random_model import RandomSpec, write_random_model
+    from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 
     path = write_random_model(tmp_path / "tiny.gguf", RandomSpec(n_layer=9, qtype="Q8_0"))
-    text = plan(str(path), "--dry-run", "--cluster", "gpu", "-md", str(path), "--acceptance", "0.5")
+    lonely, draft = write_random_model(tmp_path / "m3.gguf", tiny("minimax-m3")), ("-md", str(path))
+    text = plan(str(path), "--dry-run", "--cluster", "gpu", *draft, "--acceptance", "0.5")
     assert "tiny.gguf: 9 layers" in text
     assert "acceptance 50%" in text
-    text = plan(str(path), "--dry-run", "--cluster", "gpu")
-    assert "only iterative" in text
-    assert "pipeinfer  " not in text
+    for more, why in (((path,), "pair is known"), ((lonely, *draft), "at a time")):
+        text = plan(*map(str, more), "--dry-run", "--cluster", "gpu")
+        assert f"{why}: only iterative" in text
+        assert "pipeinfer  " not in text
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, NoCells
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
@@ -159,23 +160,24 @@ class LlamaCppBackend:
                      first=first, last=last, n_seq_max=n_seq_max, n_batch=n_batch)
         backend = cls(loaded, context, probe, info, options)
         backend.exact_limit = min(backend.exact_limit, loaded.most_rows(chooses_experts=chooses))
-        backend._use_huge_pages(file, earlier, progress, by_experts=loaded.has_experts)
+        backend._use_huge_pages(file, earlier, progress)
         return backend
 
     def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping],
-                        progress: LoadProgress, *, by_experts: bool) -> None:
+                        progress: LoadProgress) -> None:
         options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
-            read = None if by_experts else self._read_once
             try:
-                into_huge_pages(path, earlier, read=read,
-                                progress=lambda: progress("loading", 1.0))
+                into_huge_pages(path, earlier, read=self._read_once, wholes=[
+                    (one.offset, one.offset + one.nbytes) for name, one in ModelFile(
+                        path).tensors.items() if "exps" in name and one.part == 0],
+                    progress=lambda: progress("loading", 1.0))
             except BaseException:
                 self.close()
                 raise
 
     def _read_once(self) -> None:
-        """Decode one row, which reads all weights but those of the embedding."""
+        """Decode one row, which reads all weights but the embedding and most experts."""
         hidden = None if self.info.first else np.zeros((1, self.info.n_embd), np.float32)
         self.decode(make_rows([(0, 0, (0,), True)]), hidden)
         self.seq_rm(ALL_SEQS, 0, END)

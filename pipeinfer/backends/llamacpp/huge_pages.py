@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ def setting(file: Path = GIVEN) -> str:
 
 def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = (),
                     reserve: int | None = None, read: Callable[[], object] | None = None,
+                    wholes: Collection[tuple[int, int]] = (),
                     progress: Callable[[], object] = lambda: None) -> int:
     """Copy the parts of a file that this process has mapped; return the number of bytes copied.
 
@@ -90,6 +91,8 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
         is
     read: reads all that will be read of the mappings; then only that is copied, and the rest, such
         as weights that were repacked into other memory, leaves this process
+    wholes: parts of the file, `[begin, end)`, of which `read` reads some if they will be read, such
+        as a layer's experts. Then all of such a part is copied
     progress: called before each part of 64 MiB
     Raises BackendError if a part can neither be moved nor mapped again, which leaves a hole.
     """
@@ -102,15 +105,15 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
     if setting() not in _ASKED:
         return 0
     huge = huge_already()
-    if reserve is None:
-        reserve = physical_memory() // 10
+    reserve = physical_memory() // 10 if reserve is None else reserve
     moved = 0
     with open(path, "rb") as file:
         for begin, end, offset in wanted:
             if 2 * huge.get(begin, 0) > end - begin:
                 continue  # a copy would cost time and memory, and gain little
-            for at, size in _parts(-(-begin // HUGE) * HUGE, end // HUGE * HUGE,
-                                   whole=read is None):
+            pages = range(-(-begin // HUGE) * HUGE, end // HUGE * HUGE, HUGE)
+            for at, size in _parts(pages if read is None else _read_of(pages, [
+                    (begin + one - offset, begin + other - offset) for one, other in wholes])):
                 progress()
                 if free_memory() < size + reserve \
                         or not _replaced(file.fileno(), at, size, offset + at - begin):
@@ -119,19 +122,26 @@ def into_huge_pages(path: str | os.PathLike[str], beside: Collection[Mapping] = 
     return moved
 
 
-def _parts(begin: int, end: int, *, whole: bool) -> Iterator[tuple[int, int]]:
-    """Yield address and size of parts of at most _CHUNK bytes.
-
-    whole: whether all of it is wanted; otherwise only huge pages of which something was read.
+def _read_of(pages: range, wholes: Collection[tuple[int, int]]) -> Sequence[int]:
+    """Return which huge pages were read; and all of those areas of which any inside was, since
+    pages around one that is read may come with it.
     """
-    at = begin
-    while at < end:
-        size = 0
-        while at + size < end and size < _CHUNK and (whole or _is_read(at + size)):
-            size += HUGE
-        if size:
+    found = {page for page in pages if _is_read(page)}
+    for begin, end in wholes:
+        own = range(max(pages.start, begin // HUGE * HUGE), min(pages.stop, end), HUGE)
+        if len(own) < 4 or not found.isdisjoint(own[1:-1]):
+            found.update(own)
+    return sorted(found)
+
+
+def _parts(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield address and size of parts of at most _CHUNK bytes, of huge pages in order."""
+    at = size = 0
+    for page in (*pages, 0):
+        if size and (page != at + size or size >= _CHUNK):
             yield at, size
-        at += size or HUGE
+            at = size = 0
+        at, size = at or page, size + HUGE
 
 
 def _is_read(page: int) -> bool:

@@ -259,7 +259,7 @@ def as_text(report: Report) -> str:
         if rank == report.drafter and report.draft is not None:
             continue
         lines.append(f"left out: rank {rank} on {report.machines[rank].host}, {why}")
-    if plan.split.counts != plan.equal.counts:
+    if plan.equal.slowest > plan.split.slowest:  # else equal shares do not fit
         lines.append("with equal shares the slowest stage would take "
                      f"{1e3 * plan.equal.slowest:.1f} ms instead of {1e3 * plan.split.slowest:.1f} "
                      "ms")

@@ -25,8 +25,8 @@ ARCHITECTURES = (
     # every fourth layer does not rotate
     Architecture(("afmoe",), Cut((keys.DENSE,), period=4, step=4), scaled=True,
                  entry="inp_embd_scaled"),
-    # with as many layers as that llama.cpp rotates all
-    Architecture(("smallthinker",), Cut(period=-4, step=4, far=True,
+    # with as many layers as that llama.cpp rotates all: no stage, nor what one gets from a lost one
+    Architecture(("smallthinker",), Cut(period=-4, step=8, far=True,
                                         mistaken=lambda _, count: count == 4)),
     Architecture(("laguna",), Cut((keys.DENSE,), period=-4, arrays=(keys.HEADS,)), partly=True),
     Architecture(("mellum",), Cut((keys.DENSE,), period=4, plain=True, head=True)),
