@@ -44,7 +44,8 @@ PARTS = [Extension(
     [f"pipeinfer/llama/kernels/{name}.c" for name in (
         "short_runs", "products_avx2", "products_avx_vnni", "products_avx512_vnni", "floats_avx2",
         "floats_avx512", "repacked_runs", "short_attention", "huge_pages")],
-    depends=["pipeinfer/llama/kernels/short_runs.h", "pipeinfer/llama/kernels/products.h"],
+    depends=[f"pipeinfer/llama/kernels/{name}.h" for name in (
+        "short_runs", "avx2", "products_x86")],
     # products and sums are rounded where the code says so
     extra_compile_args=["-O3", "-ffp-contract=off", NO_DEBUG_INFO],
     libraries=["m"],

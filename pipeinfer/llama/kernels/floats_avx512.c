@@ -1,9 +1,9 @@
 /* Products of floats in the order of a llama.cpp that was compiled for AVX-512, which adds up by
    sixteens. See short_runs.h. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
-#ifdef KERNELS
+#ifdef X86
 
 #define AVX512 __attribute__((target("avx2,fma,f16c,avx512f")))
 #if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
