@@ -105,7 +105,7 @@ PASSES(AVX512_BF16, all_pairs, dots_pairs)
 
 const struct kernel *avx512_pairs(int type)
 {
-    static const struct kernel kernel = {all_pairs, BF16, 1, 64, 2, 2, MOST_GROUP, 0, 0, false, true};
+    static const struct kernel kernel = {all_pairs, BF16, 1, 64, 2, 2, MOST_GROUP, 0, 0, false, true, false};
     return type == BF16 && __builtin_cpu_supports("avx512bf16") ? &kernel : NULL;
 }
 

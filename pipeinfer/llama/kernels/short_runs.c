@@ -12,6 +12,7 @@
    Needs neither Python's nor llama.cpp's headers. */
 
 #include "avx2.h"
+#include "neon.h"
 
 enum { MOST_NUMBERS = 32 * MOST_BLOCKS }; /* of a row, which is copied */
 
@@ -35,7 +36,11 @@ static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 
 /* Kernels of a type, the fastest first */
 static source *const SOURCES[] = {
+#ifdef X86
     avx512_vnni_products, avx_vnni_products, avx2_products, avx2_floats, avx512_floats, avx512_pairs
+#else
+    dotprod_products, dotprod_own_products, neon_products, neon_floats
+#endif
 };
 enum { COUNT = sizeof SOURCES / sizeof *SOURCES };
 

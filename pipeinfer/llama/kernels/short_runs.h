@@ -12,6 +12,9 @@
 #if defined(__x86_64__)
 #define X86 1
 #define KERNELS 1
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define ARM 1
+#define KERNELS 1
 #endif
 #endif
 
@@ -64,11 +67,12 @@ typedef void passes(int count, int64_t blocks, const uint8_t *x, size_t x_apart,
 /* elements: of a block; step: blocks that a row is a multiple of; bytes: of a block; group: rows of a
    pass at most, as registers allow; scales: numbers in 16 bits that a partner's block begins with;
    offset: of stored weights, 0: none that needs sums of the rows; shifted: whether rows' numbers are
-   stored with 128 added; as_is: whether rows are taken from where they are */
+   stored with 128 added; as_is: whether rows are taken from where they are; zipped: whether rows'
+   numbers are stored in the order of `zip` in neon.h */
 struct kernel {
     passes *pass;
     int partner, elements, step, bytes, partner_bytes, group, scales, offset;
-    bool shifted, as_is;
+    bool shifted, as_is, zipped;
 };
 
 /* `weights` rows of weights by `count` rows, which the compiler knows in each of the loops */
@@ -94,8 +98,12 @@ TARGET static void NAME(int count, int64_t blocks, const uint8_t *x, size_t x_ap
    that multiplies bfloat16 by twos. */
 #define HIDDEN __attribute__((visibility("hidden")))
 typedef const struct kernel *source(int type);
+#ifdef X86
 HIDDEN source avx2_products, avx_vnni_products, avx512_vnni_products, avx2_floats, avx512_floats,
     avx512_pairs;
+#else
+HIDDEN source neon_products, dotprod_products, dotprod_own_products, neon_floats;
+#endif
 
 /* Numbers for trials of kernels: the same in every process. */
 static inline uint32_t roll(uint32_t *dice)
