@@ -225,7 +225,7 @@ def _short_runs(everyone: list[dict[str, Any]]) -> list[Finding]:
     return [Finding(
         "ok", "short runs", f"{f'{types} by own kernels' if types else 'left to llama.cpp'} "
         f"(ranks {', '.join(ranks)})",
-        "" if types else "on processors with AVX2: install a C compiler, then pipeinfer again")
+        "" if types else "with AVX2 or 64-bit ARM: install a C compiler, then pipeinfer again")
         for types, ranks in kinds.items()]
 
 

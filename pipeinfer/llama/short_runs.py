@@ -1,8 +1,8 @@
 """Kernels that replace some of llama.cpp's, with the same bits: for few rows, and for long texts.
 
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
-have one or the other. `short_runs.c` has both, for processors with AVX2, by unpacking weights once
-for several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. Those of
+have one or the other. `short_runs.c` has both, for AVX2 and aarch64, by unpacking weights once for
+several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. Those of
 blocks of 32 multiply prompts, too, with the bits of single rows: faster than llama.cpp's of AVX2,
 and with VNNI faster than its of AVX-512.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
@@ -10,8 +10,8 @@ memory. The dynamic linker binds llama.cpp to these functions in place of its ow
 has to be loaded first, with global symbols. Calls that it does not handle are passed on to
 llama.cpp's functions. Single rows have the same bits with and without it.
 
-PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp. With `one-by-one` it is as on processors
-without AVX2: the rows of a run are passed to llama.cpp one by one. Independent of models.
+PIPEINFER_SHORT_RUNS=off leaves all products to llama.cpp. With `one-by-one` it is as on other
+processors: the rows of a run are passed to llama.cpp one by one. Independent of models.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 /* Products of few rows with floats, for AVX2: in the order of llama.cpp's ggml_vec_dot, eight sums in
    four registers. floats_avx512.c has that of a llama.cpp compiled for AVX-512. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
-#ifdef KERNELS
+#ifdef X86
 
 /* GGML_F32x8_REDUCE of llama.cpp, of four */
 INLINE float sum_of_four(const __m256 *x)
@@ -74,7 +74,7 @@ const struct kernel *avx2_floats(int type)
         [F16] = {all_f16, F16, 1, 32, 2, 2, MOST_FLOATS, 0, 0, false, false},
         [BF16] = {all_bf16, BF16, 1, 32, 2, 2, MOST_FLOATS, 0, 0, false, false},
     };
-    return KERNEL[type].pass ? &KERNEL[type] : NULL;
+    return KERNEL[type].pass && has_avx2() ? &KERNEL[type] : NULL;
 }
 
 #endif

@@ -1,9 +1,9 @@
 /* Products of floats in the order of a llama.cpp that was compiled for AVX-512, which adds up by
    sixteens. See short_runs.h. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
-#ifdef KERNELS
+#ifdef X86
 
 #define AVX512 __attribute__((target("avx2,fma,f16c,avx512f")))
 #if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
@@ -105,7 +105,7 @@ PASSES(AVX512_BF16, all_pairs, dots_pairs)
 
 const struct kernel *avx512_pairs(int type)
 {
-    static const struct kernel kernel = {all_pairs, BF16, 1, 64, 2, 2, MOST_GROUP, 0, 0, false, true};
+    static const struct kernel kernel = {all_pairs, BF16, 1, 64, 2, 2, MOST_GROUP, 0, 0, false, true, false};
     return type == BF16 && __builtin_cpu_supports("avx512bf16") ? &kernel : NULL;
 }
 

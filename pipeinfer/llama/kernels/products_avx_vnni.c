@@ -1,8 +1,8 @@
-/* Weights in blocks, for processors with AVX-VNNI. See products.h. */
+/* Weights in blocks, for processors with AVX-VNNI. See products_x86.h. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
-#ifdef KERNELS
+#ifdef X86
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 
 #include <cpuid.h>
@@ -18,7 +18,7 @@ static bool has_avx_vnni(void)
 #define PAIRS(sums, a, b) _mm256_dpwssd_avx_epi32(sums, a, b)
 #define TABLE avx_vnni_products
 #define NEEDS has_avx_vnni()
-#include "products.h"
+#include "products_x86.h"
 
 #else /* an older compiler */
 

@@ -7,7 +7,7 @@
    whole product is replaced by one that stores the number of rows and then calls the original. These
    functions replace llama.cpp's own through the dynamic linker, as in short_runs.c. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
 typedef void product(int length, float *to, size_t apart, const void *x, const void *y, int rows,
                      int weights);
@@ -26,7 +26,7 @@ static _Thread_local int rest;
 /* The products that the first call computed for the following ones */
 static _Thread_local struct { const void *x; const uint8_t *y; int rows; } made;
 
-#ifdef KERNELS
+#ifdef X86
 
 enum { COLUMNS = 8,       /* rows of weights that lie side by side */
        IN_FOURS = 4,
@@ -156,7 +156,7 @@ static bool fits(int length) { return length / 32 <= MOST_BLOCKS; }
 void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x, const void *y,
                              int rows, int weights)
 {
-#ifdef KERNELS
+#ifdef X86
     if (used && rows == 1 && fits(length)) {
         const int64_t bytes = length / 32 * Q8_0_BYTES;
         if (made.rows && made.x == x && made.y == y) {
@@ -178,7 +178,7 @@ void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
 void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x, const void *y,
                              int rows, int weights)
 {
-#ifdef KERNELS
+#ifdef X86
     if (used && rows <= MOST_ROWS && fits(length)) {
         fours(rows, length, to, apart, x, y, weights);
         return;
@@ -202,7 +202,7 @@ bool _ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE15comp
     return done;
 }
 
-#ifdef KERNELS
+#ifdef X86
 
 enum { TRIED = 256 };
 
@@ -270,7 +270,7 @@ bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *
     is_contiguous = contiguous;
     name_of = name;
     used = false;
-#ifdef KERNELS
+#ifdef X86
     used = wanted && has_avx2() && agree(traits_of(Q8_0));
 #else
     (void)traits_of, (void)wanted;

@@ -8,7 +8,7 @@
    compared on random numbers. This one replaces llama.cpp's own through the dynamic linker, as in
    short_runs.c. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
 #include <math.h>
 
@@ -39,7 +39,7 @@ static bool used;
 static bool fused; /* whether the library rounds once where a sum is scaled and a weight of 1 added */
 static bool expf_known; /* whether expf is the one that is repeated below */
 
-#ifdef KERNELS
+#ifdef X86
 
 enum { CELLS = 32,       /* that are taken together */
        PAIRS = 16,       /* of a head and a row, likewise */
@@ -509,7 +509,7 @@ static void attention(const struct team *team, struct tensor *to)
 
 void ggml_compute_forward_flash_attn_ext(const struct team *team, struct tensor *to)
 {
-#ifdef KERNELS
+#ifdef X86
     if (used && fits(to)) {
         attention(team, to);
         return;
@@ -518,7 +518,7 @@ void ggml_compute_forward_flash_attn_ext(const struct team *team, struct tensor 
     theirs(team, to);
 }
 
-#ifdef KERNELS
+#ifdef X86
 
 /* ggml's, for a trial: see below */
 static struct {
@@ -636,7 +636,7 @@ bool pipeinfer_short_attention(void *const *functions, bool wanted)
 {
     used = false;
     theirs = (forward *)functions[0];
-#ifdef KERNELS
+#ifdef X86
     if (wanted && has_avx2()) {
         const struct traits *(*traits_of)(int) = (const struct traits *(*)(int))functions[1];
         memcpy(&ggml, functions + 2, sizeof ggml);

@@ -11,7 +11,8 @@
 
    Needs neither Python's nor llama.cpp's headers. */
 
-#include "short_runs.h"
+#include "avx2.h"
+#include "neon.h"
 
 enum { MOST_NUMBERS = 32 * MOST_BLOCKS }; /* of a row, which is copied */
 
@@ -34,11 +35,18 @@ static bool prompts;                            /* whether more rows are taken: 
 static int (*next_chunk)(void *pool, int add);  /* ggml_threadpool_chunk_add */
 
 /* Kernels of a type, the fastest first */
-static const struct kernel *(*const SOURCES[])(int type) = {
-    avx512_vnni_products, avx_vnni_products, avx2_products, avx2_floats, avx512_floats, avx512_pairs};
+static source *const SOURCES[] = {
+#ifdef X86
+    avx512_vnni_products, avx_vnni_products, avx2_products, avx2_floats, avx512_floats, avx512_pairs
+#else
+    dotprod_products, dotprod_own_products, neon_products, neon_floats
+#endif
+};
 enum { COUNT = sizeof SOURCES / sizeof *SOURCES };
 
-static bool known[TYPES];                 /* whether there is any: few rows are not llamafile's then */
+/* Types that have any, here or on another processor: few rows are not llamafile's then. */
+static const uint32_t KNOWN = 1u << F32 | 1u << F16 | 1u << BF16 | 1u << Q4_0 | 1u << Q4_1 | 1u << Q5_0
+                              | 1u << Q8_0 | 1u << Q4_K | 1u << Q5_K | 1u << Q6_K;
 static const struct kernel *used[TYPES];  /* NULL: left to llama.cpp */
 
 static bool fits(const struct kernel *kernel, int64_t blocks)
@@ -61,13 +69,12 @@ static int groups_of(const struct kernel *kernel, int count)
     return (count + kernel->group - 1) / kernel->group;
 }
 
-AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows, size_t apart,
+BASE static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows, size_t apart,
                                int count, int64_t blocks)
 {
     const int begin = kernel->partner == Q8_K ? 4 : 2 * kernel->scales, groups = groups_of(kernel, count);
     const int parts = kernel->elements / 32;
-    const __m256i shift = _mm256_set1_epi8(kernel->shifted ? (char)0x80 : 0);
-    const __m256i offset = _mm256_set1_epi8((char)kernel->offset);
+    const struct kernel as = *kernel;  /* which no store can change */
     /* asked for once: each time is a call */
     float *const all_scales = scales, *const all_others = others;
     int16_t *const all_pairs = pairs_of;
@@ -83,39 +90,30 @@ AVX2 static void unpack_blocks(const struct kernel *kernel, const uint8_t *rows,
                 const int64_t at = first * blocks + block * in_group + row;
                 float *scale = all_scales + (first + row) * blocks + block;
                 if (kernel->partner == Q8_K) {
-                    const __m256i sums = load(from + 260);
                     memcpy(scale, from, sizeof *scale);
-                    _mm_store_si128((__m128i *)(void *)(all_pairs + 8 * at), _mm_hadd_epi16(
-                        _mm256_extracti128_si256(sums, 0), _mm256_extracti128_si256(sums, 1)));
+                    put_pairs(from + 260, all_pairs + 8 * at);
                 } else {
                     *scale = one(from);
                     if (kernel->scales > 1)
                         other[block * MOST_GROUP + row] = one(from + 2);
                 }
                 for (part = 0; part < parts; part++) {
-                    const __m256i few = load(from + begin + 32 * part);
                     const int64_t place = 32 * ((first * blocks + block * in_group) * parts
                                                 + part * in_group + row);
-                    _mm256_store_si256((__m256i *)(void *)(numbers + place),
-                                       _mm256_xor_si256(few, shift));
-                    if (kernel->offset)
-                        _mm256_store_si256((__m256i *)(void *)(offsets + place),
-                                           _mm256_maddubs_epi16(offset, few));
+                    put_numbers(&as, from + begin + 32 * part, numbers + place, offsets + place);
                 }
             }
     }
 }
 
-AVX2 static void unpack_floats(int type, const uint8_t *rows, size_t apart, int count, int64_t length)
+BASE static void unpack_floats(int type, const uint8_t *rows, size_t apart, int count, int64_t length)
 {
     int row;
     int64_t i;
     for (row = 0; row < count; row++)
-        for (i = 0; i < length; i += 8) {
-            const uint8_t *from = rows + row * apart + i * (type == F32 ? 4 : 2);
-            _mm256_store_ps(unpacked.floats + row * length + i, type == F32 ? eight_f32(from) :
-                            type == F16 ? eight_f16(from) : eight_bf16(from));
-        }
+        for (i = 0; i < length; i += 8)
+            put_eight(type, rows + row * apart + i * (type == F32 ? 4 : 2),
+                      unpacked.floats + row * length + i);
 }
 
 static void unpack(const struct kernel *kernel, int type, const uint8_t *rows, size_t apart, int count,
@@ -207,7 +205,7 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
                      int b_type, int c_type)
 {
 #ifdef KERNELS
-    const bool taken = c_type == F32 && a_type >= 0 && a_type < TYPES && known[a_type];
+    const bool taken = c_type == F32 && a_type >= 0 && a_type < TYPES && KNOWN >> a_type & 1;
     const struct kernel *kernel = taken ? used[a_type] : NULL;
     const bool ours = kernel && b_type == kernel->partner && fits(kernel, k);
     const bool few = taken && n <= most_rows;  /* llamafile's kernels may add up in another order */
@@ -337,15 +335,12 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
 #ifdef KERNELS
     memset(used, 0, sizeof used);
     if (most > 0) {
-        const bool avx2 = has_avx2();
         int type;
         uint32_t found = 0;
         dice = 1;
-        for (type = 0; type < TYPES; type++) {
-            known[type] = avx2_products(type) || avx2_floats(type);
-            if (avx2 && wanted >> type & 1 && (used[type] = fitting(type, traits_of)) != NULL)
+        for (type = 0; type < TYPES; type++)
+            if (wanted >> type & 1 && (used[type] = fitting(type, traits_of)) != NULL)
                 found |= 1u << type;
-        }
         next_chunk = chunk;
         most_rows = most < MOST_ROWS ? most : MOST_ROWS;
         prompts = long_ones;

@@ -9,9 +9,9 @@
 
    Each sums in the order of llama.cpp's ggml_vec_dot of that type for AVX2. */
 
-#include "short_runs.h"
+#include "avx2.h"
 
-#ifdef KERNELS
+#ifdef X86
 
 #undef INLINE
 #define INLINE TARGET static inline __attribute__((always_inline))
