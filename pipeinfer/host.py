@@ -315,13 +315,10 @@ def facts(cores: int, local_rank: int, local_size: int) -> Facts:
     """Return the facts that this rank sends to the head."""
     from pipeinfer.core.control import Facts  # its decoders take time; most commands need none
 
-    memory = psutil.virtual_memory()
-    available = min(memory.available, _memory_left())
     return Facts(
-        host_name(), os.getpid(), cores, min(_allowed(), _quota()), local_rank,
-        local_size, memory.total, available, cpu_features(), platform.machine(),
-        platform.python_version(),
-    )
+        host_name(), os.getpid(), cores, min(_allowed(), _quota()), local_rank, local_size,
+        min(psutil.virtual_memory().available, _memory_left()), cpu_features(),
+        platform.machine(), platform.python_version())
 
 
 def cpu_features() -> tuple[str, ...]:

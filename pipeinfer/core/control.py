@@ -54,7 +54,7 @@ class Facts(_Message, frozen=True):
     """A process's description of its host.
 
     cores: of this rank; cores_host: of all ranks on the host
-    memory_total, memory_available: in bytes
+    memory_available: in bytes
     features: of the processor
     """
 
@@ -64,7 +64,6 @@ class Facts(_Message, frozen=True):
     cores_host: int
     local_rank: int
     local_size: int
-    memory_total: int
     memory_available: int
     features: tuple[str, ...]
     machine: str

@@ -43,7 +43,6 @@ class ConnectedEngine:
         self.reason = ""
         self.tokenizer: Tokenizer | None = None
         self._on_frame: Callable[[EngineFrame], None] = self._remember
-        self._loading: asyncio.Task[None] | None = None
         self._early: dict[str, EngineFrame] = {}
         self.gone = False
 

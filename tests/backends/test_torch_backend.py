@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -42,15 +43,8 @@ CUTS = [(0, 4), (0, 2, 4), (0, 1, 3, 4), (0, 1, 2, 3, 4)]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """family -> (model, folder), made when asked for."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            model = reference(family)
-            made[family] = model, save(model, tmp_path_factory.mktemp("hf") / family)
-        return made[family]
-
-    return get
+    return cache(lambda family: (model := reference(family), save(
+        model, tmp_path_factory.mktemp("hf") / family)))
 
 
 def through(stages, rows):

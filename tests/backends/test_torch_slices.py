@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
@@ -51,15 +52,8 @@ BF16 = {"options": TorchOptions("cpu", "bfloat16")}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """family -> (model, folder), made when asked for."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            model = reference(family)
-            made[family] = model, save(model, tmp_path_factory.mktemp("hf") / family)
-        return made[family]
-
-    return get
+    return cache(lambda family: (model := reference(family), save(
+        model, tmp_path_factory.mktemp("hf") / family)))
 
 
 class Stage:

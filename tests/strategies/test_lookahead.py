@@ -22,7 +22,7 @@ from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import SPEC, Lookahead, Pool, Window, window_rows
 from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
-from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
+from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, check_requests
 from tests.support import simulated
 from tests.support.sample import examples, fewer
 from tests.support.simulated import Pipeline, next_token, plain
@@ -256,23 +256,7 @@ def test_every_interleaving_gives_the_plain_tokens(data, limits, rows, n_stages,
         st.sampled_from([1, 2, 4, 16])))
     pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=n_vocab, accuracy=accuracy, seed=seed,
                         rows=rows, drafts=drafts)
-    asked = data.draw(requests(n_vocab))
-    for request in asked:
-        pipeline.submit(request)
-        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
-            pipeline.step(pick)
-        if data.draw(st.integers(0, 9)) == 0:
-            pipeline.abort(request.request_id)
-    pipeline.drain()
-    for request in asked:
-        eos = frozenset() if request.ignore_eos else request.eos_ids
-        wanted = plain(request.prompt, request.max_tokens, n_vocab, eos)
-        got = pipeline.output[request.request_id]
-        if pipeline.finished[request.request_id] == "abort":
-            assert got == wanted[: len(got)]
-        else:
-            assert got == wanted
-    check_at_rest(pipeline)
+    check_requests(pipeline, data, n_vocab)
     assert not rows._lanes
 
 

@@ -151,7 +151,8 @@ class LlamaCppBackend:
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            sizes = (n_ctx, n_seq_max + loaded.graves(options) + more, n_batch, n_threads)
+            more += not (options.streams or loaded.own.whole)  # dead cells': see `cell_order`
+            sizes = (n_ctx, n_seq_max + more, n_batch, n_threads)
             context = make_context(name, model, probe, sizes, options)
         except BaseException:
             binding.llama_model_free(model)

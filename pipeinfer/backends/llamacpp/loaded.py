@@ -34,7 +34,7 @@ class LoadedModel:
         self.architecture = metadata(handle, "general.architecture")
         self.own = own = declared(self.architecture)
         self.is_slice = bool(metadata(handle, "pipeinfer.piece"))
-        self.has_experts = self._number("expert_count") > 0
+        self.has_experts = int(metadata(handle, f"{self.architecture}.expert_count") or 0) > 0
         self.has_windows = not head and bool(binding.llama_model_n_swa(handle) > 0)
         self.keeps_state = not head and (own.whole or bool(
             binding.llama_model_is_recurrent(handle) or binding.llama_model_is_hybrid(handle)))
@@ -44,13 +44,6 @@ class LoadedModel:
         self.again = bool(own.again) and not head and self.row_parts > 1
         self.further_ids = 0 if own.whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
-
-    def _number(self, key: str) -> int:
-        return int(metadata(self.handle, f"{self.architecture}.{key}") or 0)
-
-    def graves(self, options: LlamaOptions) -> int:
-        """Return how many ids hold dead cells: see `cell_order`."""
-        return 0 if options.streams or self.own.whole else 1
 
     def chooses_experts(self, path: str | os.PathLike[str], options: LlamaOptions) -> bool:
         """Return whether pipeinfer's own code computes the routers of this mixture."""
@@ -81,7 +74,8 @@ class LoadedModel:
 
         source: the routers of a slice with some of the experts, or the file that they are read from
         """
-        own, pools = self.own, last and self._number("pooling_type") > 0
+        own = self.own
+        pools = last and int(metadata(self.handle, f"{self.architecture}.pooling_type") or 0) > 0
         if self._head and not self.is_slice:
             return None
         if last and not (self.is_slice or own.entry or options.layer_callbacks or chooses_experts
