@@ -32,7 +32,7 @@ def _log(level: int, text: bytes, _data: int | None) -> None:
 def _aborts(message: bytes) -> None:
     """Write why llama.cpp is about to end this process, in place of its own lines and backtrace."""
     where, reason = message.decode("utf-8", "replace"), last_log()
-    text = f"{reason} ({where})" if _has_logged() else where
+    text = f"{reason} ({where})" if getattr(_log_lines, "kept", ()) else where
     os.write(2, f"pipeinfer: error: llama.cpp ends this process: {' '.join(text.split())}; if a "
                 "GPU is full, lower -c or -ngl\n".encode())
 
@@ -68,10 +68,6 @@ def ensure_llama(numa: str = "", *, own_prompts: bool = True) -> None:
 def clear_log() -> None:
     """Delete the stored log messages of this thread."""
     _log_lines.kept = deque(maxlen=6)
-
-
-def _has_logged() -> bool:
-    return bool(getattr(_log_lines, "kept", ()))
 
 
 def last_log() -> str:

@@ -245,7 +245,7 @@ class Head:
         timeout: seconds to wait for the reports. Those that come later are missing from the
             result.
         """
-        self._end()
+        self._first(Shutdown())
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(reports) < self._grid.n_nodes and time.monotonic() < deadline:
@@ -395,9 +395,6 @@ class Head:
     def _first(self, message: Message) -> None:
         for node in self._grid.successors(0):
             self._port.send(node, Tag.TRANSACTION, message)
-
-    def _end(self) -> None:
-        self._first(Shutdown())
 
     def _forget_caches(self) -> None:
         self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))

@@ -13,7 +13,6 @@ import pytest
 
 from pipeinfer.errors import ProtocolError, RequestError, UsageError
 from pipeinfer.models import locate
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import grammar as grammars
 from pipeinfer.models.text import vocabulary as vocabularies
 from pipeinfer.models.text.constraint import Constraint, Constraints
@@ -38,13 +37,6 @@ ident ::= [a-z] [a-z0-9_]* ws
 num ::= [0-9]+ ws
 ws ::= [ \t\n]*
 '''
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    opened = open_tokenizer(MODEL)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.text_stream import StopText, TextStream
-
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    made = open_tokenizer(MODEL)
-    yield made
-    made.close()
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

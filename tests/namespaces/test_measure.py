@@ -25,9 +25,9 @@ def test_each_host_runs_a_worker_and_what_fails_is_said(tmp_path, worker):
     record = measuring.read(path)
     assert len(record.hosts) == 3
     if worker:
-        assert record.beside is not None
-        assert record.beside.workers == 3
+        assert record.baseline is not None
+        assert record.baseline.workers == 3
     else:
-        assert record.beside is None
+        assert record.baseline is None
         assert "has no ggml-rpc-server" in done.stderr
     assert cluster.address(2) not in path.read_text()

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.server.answer_parser import AnswerParser, parse_call
 from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.choice import Generation
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.families import FAMILIES, HERMES
 from pipeinfer.server.tools import Call, ToolUse, Words, joined
-
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    made = open_tokenizer(MODEL)
-    yield made
-    made.close()
 
 
 def spelled(tokenizer, text, cuts):

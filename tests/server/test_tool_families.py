@@ -7,7 +7,6 @@ import json
 import pytest
 from pydantic_core import from_json
 
-from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.text_stream import TextStream
@@ -277,13 +276,6 @@ def test_arguments_in_tags_have_the_types_of_the_schema(types, text, value):
 
 
 # --- forced calls -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    made = open_tokenizer(EMBEDDED / "target.gguf")
-    yield made
-    made.close()
 
 
 def test_a_forced_call_has_the_form_of_the_family(family, tokenizer):

@@ -135,8 +135,9 @@ class Architecture(Struct, frozen=True):
     what the output matrix reads; for others llama.cpp ends the process. entry: where hidden rows
     are put into graphs that do not take them as embedding rows: glm4's end the process, gemma2's
     scale them as they scale tokens. output: the name of the last layer's output, with "%d" for its
-    number. again: the node behind which nodes read the entry as the embeddings of tokens, which
-    cross a cut beside the hidden rows then. sections: whether positions have four sections.
+    number; older_output: in the library that --native compiles. again: the node behind which nodes
+    read the entry as the embeddings of tokens, which cross a cut beside the hidden rows then.
+    sections: whether positions have four sections.
     row_parts: how many rows of the model's width cross a cut for each token, by a function that
     returns metadata.
 
@@ -179,6 +180,7 @@ class Architecture(Struct, frozen=True):
     final_rows: bool = False
     entry: str = ""
     output: str = "l_out-%d"
+    older_output: str = ""
     again: str = ""
     sections: bool = False
     row_parts: Callable[[Callable[[str], Any]], int] = lambda _: 1

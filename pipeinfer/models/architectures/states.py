@@ -42,6 +42,7 @@ ARCHITECTURES = (
         ("deepseek4",), Cut((keys.WINDOW, keys.NEXTN), ends=(keys.RATIOS, _CSA), head=True, arrays=(
             keys.RATIOS, "swiglu_clamp_exp", "swiglu_clamp_shexp")),
         whole=True, cell_bytes=_deepseek4_cells, entry="hc_init", output="h_nextn",
+        older_output="l_last-%d",
         row_parts=_streams),
     _stateful(("mamba", "mamba2"), Cut((_SCAN,)), headless=True,
               unsliced="its layers keep a state, which is not cut"),

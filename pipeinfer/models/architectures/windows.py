@@ -31,7 +31,8 @@ ARCHITECTURES = (
     Architecture(("laguna",), Cut((keys.DENSE,), period=-4, arrays=(keys.HEADS,)), partly=True),
     Architecture(("mellum",), Cut((keys.DENSE,), period=4, plain=True, head=True)),
     Architecture(("mimo2",), Cut((keys.DENSE, keys.NEXTN), period=4, head=True, arrays=(
-        keys.HEADS, keys.KV_HEADS)), partly=True, unequal=True, output="h_nextn"),
+        keys.HEADS, keys.KV_HEADS)), partly=True, unequal=True, output="h_nextn",
+                 older_output="l_out-%d"),
     Architecture(("step35",), Cut((keys.DENSE, keys.NEXTN), period=4, head=True, arrays=(
         keys.HEADS, keys.KV_HEADS, "swiglu_clamp_exp", "swiglu_clamp_shexp")), partly=True,
         output="h_nextn"),

@@ -49,13 +49,11 @@ class JoinedRoster(Roster):
         """Return where a job with so many ranks would run now; 0 for one rank per machine."""
         gone = tuple(Finding("fail", f"host {one.address}", one.gone)
                      for one in self._server.members.values() if one.gone)
-        return JobPlace(asked, (self._own(), *map(_entry, self._here())), gone)
+        there = (_entry(one.address) for one in self._server.present)
+        return JobPlace(asked, (self._own(), *there), gone)
 
     def _own(self) -> HostEntry:
         return HostEntry(host_name(), 1, 0)
-
-    def _here(self) -> list[str]:
-        return [one.address for one in self._server.present]
 
     def _entries(self) -> Sequence[HostEntry]:
         return [self._own(), *(_entry(one.address) for one in self._server.members.values())]
