@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import ProtocolError, RequestError, UsageError
-from pipeinfer.models import locate
 from pipeinfer.models.text import grammar as grammars
 from pipeinfer.models.text import vocabulary as vocabularies
 from pipeinfer.models.text.constraint import Constraint, Constraints
@@ -20,7 +19,6 @@ from pipeinfer.models.text.grammar import MAX_BYTES, compile_grammar
 from pipeinfer.models.text.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.slow
-MODEL = locate.EMBEDDED / "target.gguf"
 SCHEMA = {
     "type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
     "properties": {
