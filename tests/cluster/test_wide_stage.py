@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.backends.shared_team import available
+from pipeinfer.backends.team import PeerSilent
 from pipeinfer.cluster.wide_stage import sum_seconds, team_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, SumRegion
 from pipeinfer.core.messages import Cancel, Part, Tag, Verdict
-from pipeinfer.errors import ProtocolError, TransportTimeout
+from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.transport.inproc import local_ports
 
@@ -60,6 +63,23 @@ def test_members_meet_whoever_is_last(way, late):
         thread.join(20)
     assert sorted(seconds) == [0, 1, 2]
     assert all(0 < found < 20 for found in seconds.values())
+
+
+@pytest.mark.parametrize("way", ["auto", "messages"])
+def test_a_member_of_two_slices_waits_for_another_no_longer_than_it_may(way):
+    """Its threads all stop: when a second member died, a job never took over the first."""
+    if way == "auto" and not available():
+        pytest.skip("sums.c was not compiled here")
+    port = local_ports(3)[1]
+    port.rank_of = int
+    two = structs.replace(setup(0), widths=(2,), holders=((0, 1), (2,)))
+    team = team_of(ClusterConfig(sum_path=way, timeout=0.5), two, N_EMBD, port, Pulse())
+
+    with ThreadPoolExecutor(1) as pool:
+        measured = pool.submit(sum_seconds, team, N_EMBD)
+        ended = wait([measured], 20).done
+        team._error = BackendError("or a thread that hangs never ends")
+    assert [type(one.exception()) for one in ended] == [PeerSilent]
 
 
 def test_a_leader_that_says_nothing_is_named():
