@@ -14,7 +14,7 @@ from pipeinfer.backends.llamacpp.layer_probe import ExpertSum, LayerProbe
 from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
-from pipeinfer.llama.loader import NATIVE, find_library
+from pipeinfer.llama.loader import find_library
 from pipeinfer.models.architectures import declared
 
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
@@ -83,7 +83,7 @@ class LoadedModel:
                          or pools):
             return None
         count = layers[1] - layers[0]
-        older = own.older_output and find_library().package == NATIVE.name
+        older = own.older_output and find_library().compiled
         output = own.older_output if older else own.output
         inner = "%d" not in output and count < binding.llama_model_n_layer(self.handle)
         probe = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else output)
