@@ -262,8 +262,7 @@ class SharedTeam:
     def check(self) -> None:
         """Raise the reason for which the last decode ended early, unless the leader stopped it."""
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error  # kept until the next run begins: further slices stop by it
         for index, sums in self._sums.items():
             if sums.verdict == _UNLIKE:
                 raise ProtocolError(

@@ -112,8 +112,8 @@ def sum_seconds(team: Team, n_embd: int) -> float:
         for _ in range(_TRIES):
             start = time.perf_counter()
             further = [pool.submit(add, turn) for turn in range(1, len(zeros))]
-            if not all([add(0), *(one.result() for one in further)]):
-                team.check()  # forgets the error, by which further ones stop to wait
+            if not add(0) or not all(one.result() for one in further):
+                team.check()
             times.append(time.perf_counter() - start)
     if isinstance(team, SharedTeam):  # not only with the first run: members may die before it
         team.forget_name()
