@@ -60,7 +60,7 @@ class StartDraft(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     job travels without what that rank has: the lane's sampling parameters came as a LaneOpen, and
     successive jobs of a lane only append tokens.
 
-    job_id: by which results and `StopDraft` refer to the job
+    job_id: by which results and `DraftStop` refer to the job
     lane: the lane's number for proposers (`Lane.path_id`)
     accepted: the lane's accepted tokens at the time of the job
     base: how many of them belong to the path

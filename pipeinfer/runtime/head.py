@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from pipeinfer.core.control import Pace, Progress, Ready, Received, Report, Standing
+from pipeinfer.core.control import DraftStop, Pace, Progress, Ready, Received, Report, Standing
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import (
@@ -49,20 +49,14 @@ from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTi
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import (
     AbortRequest,
-    CancelRuns,
-    CloseLane,
     Emit,
     Enqueue,
     Event,
     Finish,
     Instruction,
-    IssueRun,
-    OpenLane,
     Refuse,
     Restart,
     RunDone,
-    SendOps,
-    StopDraft,
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
@@ -363,19 +357,14 @@ class Head:
 
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
-            case IssueRun(run_id, parent_id, lanes, rows, ops, speculative):
-                run = self.scheduler.runs[run_id]
+            case Decode(run_id):
                 for observer in self._observers:
-                    observer.issued(run, time.time())
-                self._first(Decode(run_id, parent_id, rows, lanes, ops, speculative=speculative))
-            case SendOps(ops):
-                self._first(CacheOps(ops))
-            case OpenLane(lane, params):
-                self._first(LaneOpen(lane, params))
-            case CloseLane(lane):
-                self._first(LaneClose(lane))
-            case CancelRuns(run_ids):
-                self._cancel(run_ids)
+                    observer.issued(self.scheduler.runs[run_id], time.time())
+                self._first(instruction)
+            case CacheOps() | LaneOpen() | LaneClose():
+                self._first(instruction)
+            case Cancel():
+                self._cancel(instruction)
             case StartDraft():
                 if self._draft is None:
                     raise ProtocolError("a draft is needed, but none is loaded: give one with -md, "
@@ -384,7 +373,7 @@ class Head:
             case FeedDraft():
                 if self._draft is not None:
                     self._draft.feed(instruction)
-            case StopDraft(job_id):
+            case DraftStop(job_id):
                 if self._draft is not None:
                     self._draft.stop(job_id)
             case Emit() | Finish() | Refuse():
@@ -399,12 +388,12 @@ class Head:
     def _forget_caches(self) -> None:
         self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
 
-    def _cancel(self, run_ids: tuple[int, ...]) -> None:
+    def _cancel(self, cancel: Cancel) -> None:
         for observer in self._observers:
-            observer.cancelled(run_ids, time.time())
+            observer.cancelled(cancel.run_ids, time.time())
         leaders = self._grid.leaders[::-1]
         for node in leaders if self._cancel_path is CancelPath.DIRECT else leaders[:1]:
-            self._port.send(node, Tag.CANCEL, Cancel(run_ids))
+            self._port.send(node, Tag.CANCEL, cancel)
 
 
 def take_result(port: Port) -> Envelope | None:

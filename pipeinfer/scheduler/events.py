@@ -1,6 +1,7 @@
 """The events that the scheduler handles and the instructions that it returns: plain data.
 
 The part that executes the instructions (the head, or a simulation) returns their results as events.
+Most instructions are the messages that stages and drafts receive.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 from msgspec import Struct
 
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
-from pipeinfer.core.types import Choice, Request, Rows, SamplingParams, SeqOp
+from pipeinfer.core.messages import CacheOps, Cancel, Decode, LaneClose, LaneOpen
+from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import RequestError
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.base import Decomposer
@@ -116,56 +119,6 @@ class LaneStats(Struct):
     gave_up: int = 0
 
 
-class IssueRun(Struct, frozen=True):
-    """Send a run into the pipeline.
-
-    run_id: its number
-    parent_id: the run whose cells it continues; NO_RUN: none
-    lanes: the lane of each row
-    rows: to evaluate
-    ops: sequence operations before them
-    speculative: whether all rows are speculative
-    """
-
-    run_id: int
-    parent_id: int
-    lanes: tuple[int, ...]
-    rows: Rows
-    ops: tuple[SeqOp, ...]
-    speculative: bool
-
-
-class SendOps(Struct, frozen=True):
-    """Send sequence operations that no run carries."""
-
-    ops: tuple[SeqOp, ...]
-
-
-class OpenLane(Struct, frozen=True):
-    """Announce a lane to the stages."""
-
-    lane: int
-    params: SamplingParams
-
-
-class CloseLane(Struct, frozen=True):
-    """Let the stages delete a lane."""
-
-    lane: int
-
-
-class CancelRuns(Struct, frozen=True):
-    """Cancel these runs, whose results are not needed."""
-
-    run_ids: tuple[int, ...]
-
-
-class StopDraft(Struct, frozen=True):
-    """Stop this drafting job; its proposals are no longer wanted and need not be returned."""
-
-    job_id: int
-
-
 class Emit(Struct, frozen=True):
     """An output token of a request, in reading order.
 
@@ -200,6 +153,6 @@ class Refuse(Struct, frozen=True):
 
 
 Instruction: TypeAlias = (
-    IssueRun | SendOps | OpenLane | CloseLane | CancelRuns | StartDraft | StopDraft | FeedDraft
+    Decode | CacheOps | LaneOpen | LaneClose | Cancel | StartDraft | DraftStop | FeedDraft
     | Emit | Finish | Refuse
 )

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field, structs
 
+from pipeinfer.core.messages import LaneOpen
 from pipeinfer.core.noise import thread_key
 from pipeinfer.core.types import Choice
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import Emit, OpenLane
+from pipeinfer.scheduler.events import Emit
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
@@ -306,7 +307,7 @@ class Threads:
         lane = self._state.admission.fork(parent, own, fork.thread, fork.keep)
         lane.step = step
         response.lanes[fork.thread] = self._state.lanes[lane.lane] = lane
-        self._state.emit(OpenLane(lane.lane, own.params))
+        self._state.emit(LaneOpen(lane.lane, own.params))
         self._filling(lane)
         return True
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy.typing as npt
 
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft
-from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.messages import NO_RUN, CacheOps, LaneClose, LaneOpen
 from pipeinfer.core.types import NO_TOKEN, REPLAYED_ROWS, Choice, Request, make_rows
 from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
 from pipeinfer.scheduler.admission import Admission
 from pipeinfer.scheduler.events import (
     AbortRequest,
-    CloseLane,
     Drafted,
     Emit,
     Enqueue,
@@ -35,12 +35,9 @@ from pipeinfer.scheduler.events import (
     Finish,
     Instruction,
     LaneStats,
-    OpenLane,
     Refuse,
     Restart,
     RunDone,
-    SendOps,
-    StopDraft,
 )
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest, Run
 from pipeinfer.scheduler.published import repeat_tip
@@ -226,7 +223,7 @@ class Scheduler:
             if lane.has_threads:
                 self.threads.start(lane)
             request = lane.request
-            self.state.emit(OpenLane(lane.lane, request.params))
+            self.state.emit(LaneOpen(lane.lane, request.params))
             if lane.n_output >= request.max_tokens:
                 self._finish(lane, "length")
                 continue
@@ -320,7 +317,7 @@ class Scheduler:
                 self._give_up(lane)
         for ticket in tickets.values():
             ticket.stats.recovered += 1
-        stops = [o for o in self.state.take() if isinstance(o, StopDraft)]  # the stages are gone
+        stops = [o for o in self.state.take() if isinstance(o, DraftStop)]  # the stages are gone
         ended = list(tickets.values()) if reason else []
         if reason:
             tickets.clear()
@@ -435,7 +432,7 @@ class Scheduler:
         lane.done = True
         self.speculation.drop_job(lane)
         if lane.warm_up is not None:
-            self.state.emit(StopDraft(lane.warm_up.job_id))
+            self.state.emit(DraftStop(lane.warm_up.job_id))
         if useless:
             lane.tree.kill()
             self.state.cancel(run for run in self.runs.values() if lane in run.owners)
@@ -445,8 +442,8 @@ class Scheduler:
         if lane.unsent:
             self.state.withdraw(lane)
         self.admission.leave(lane)
-        self.state.emit(SendOps(self.pool.take_ops()))
-        self.state.emit(CloseLane(lane.lane))
+        self.state.emit(CacheOps(self.pool.take_ops()))
+        self.state.emit(LaneClose(lane.lane))
 
     # --- what to issue next -------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from collections import OrderedDict
 from msgspec import structs
 
 from pipeinfer.core.calibration import Calibration
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import ENOUGH, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.policy import Ablation, Policy
-from pipeinfer.scheduler.events import StopDraft
 from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
@@ -86,7 +86,7 @@ class Speculation:
         lane.empty.clear()
         for job_id in [k for k, (one, _) in self._open_answers.items() if one is lane]:
             del self._open_answers[job_id]
-            self.state.emit(StopDraft(job_id))
+            self.state.emit(DraftStop(job_id))
         self.drop_job(lane)
 
     def missed(self, lane: Lane, tip: Node) -> bool:
@@ -211,7 +211,7 @@ class Speculation:
     def drop_job(self, lane: Lane) -> None:
         """Stop the lane's drafting job."""
         if lane.job is not None:
-            self.state.emit(StopDraft(lane.job.job_id))
+            self.state.emit(DraftStop(lane.job.job_id))
             lane.job = lane.job_node = None
         if lane.done and self.hints is not None:
             self.hints.closed(lane)

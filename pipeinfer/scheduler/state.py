@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from pipeinfer.core.messages import Cancel, Decode
 from pipeinfer.core.policy import Ablation
 from pipeinfer.core.types import Rows, make_rows
 from pipeinfer.scheduler.admission import Admission
-from pipeinfer.scheduler.events import CancelRuns, Instruction, IssueRun
+from pipeinfer.scheduler.events import Instruction
 from pipeinfer.scheduler.lanes import Lane, Run
 from pipeinfer.scheduler.prefix_cache import Block
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -119,8 +120,7 @@ class SchedulerState:
                 lane.stats.rows += 1
                 lane.stats.attended += pos + 1
         lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)
-        self.emit(IssueRun(run_id, parent_id, lanes, rows, self.pool.take_ops(),
-                                  speculative))
+        self.emit(Decode(run_id, parent_id, rows, lanes, self.pool.take_ops(), speculative))
         return run_id
 
     def wait(self, lane: Lane, node: Node) -> None:
@@ -143,7 +143,7 @@ class SchedulerState:
                     lane.stats.cancelled_runs += 1
                 run_ids.append(run.run_id)
         if run_ids and Ablation.CANCEL not in self.limits.ablations:
-            self.emit(CancelRuns(tuple(sorted(run_ids))))
+            self.emit(Cancel(tuple(sorted(run_ids))))
 
     def retire(self, run: Run) -> None:
         """Stop counting a run as useful: it is back, or its results are not needed."""

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.base import apply
+from pipeinfer.core.messages import CacheOps, Decode
 from pipeinfer.core.noise import thread_key
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import Choice, Request, SamplingParams
-from pipeinfer.scheduler.events import Enqueue, IssueRun, RunDone, SendOps
+from pipeinfer.scheduler.events import Enqueue, RunDone
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.pasta import Pasta, Positions, Spacing
@@ -71,11 +72,11 @@ class TorchPipeline(ThreadedPipeline):
         stage, backend = self.stages[index], self.backends[index]
         item, skipped = stage.queue.popleft()
         last = index == len(self.stages) - 1
-        if isinstance(item, SendOps | IssueRun):
+        if isinstance(item, CacheOps | Decode):
             for op in item.ops:
                 apply(backend, op)
         choices = []
-        if isinstance(item, IssueRun):
+        if isinstance(item, Decode):
             skipped = skipped or item.run_id in stage.cancelled or item.parent_id in stage.skipped
             if skipped:
                 stage.skipped.add(item.run_id)
@@ -87,7 +88,7 @@ class TorchPipeline(ThreadedPipeline):
                     self.hidden[item.run_id] = result
         if not last:
             self.stages[index + 1].queue.append((item, skipped))
-        elif isinstance(item, IssueRun):
+        elif isinstance(item, Decode):
             self.results.append(RunDone(item.run_id, None if skipped else tuple(choices)))
 
     def _choose(self, item, logits):

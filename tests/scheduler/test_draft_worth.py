@@ -7,8 +7,9 @@ import math
 import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.messages import Decode
 from pipeinfer.core.types import Choice, Request, SamplingParams
-from pipeinfer.scheduler.events import AbortRequest, Drafted, Enqueue, IssueRun, RunDone
+from pipeinfer.scheduler.events import AbortRequest, Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.worth import MODELS, Account, Entry, Ledger
@@ -65,7 +66,7 @@ def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, a
     said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 300))))
     free = []
     for step in range(60):
-        (run,) = (one for one in said if isinstance(one, IssueRun))
+        (run,) = (one for one in said if isinstance(one, Decode))
         choice = Choice(5 + step % 2)  # never what is guessed
         rows = len(scheduler.runs[run.run_id].nodes)
         said = list(scheduler.handle(RunDone(run.run_id, (choice,) * rows)))
@@ -81,7 +82,7 @@ def asked_at(scheduler, number, tokens):
     """The tokens of a text behind which the models are asked, if they are never right."""
     said, found = list(scheduler.handle(Enqueue(Request(number, (3, 1, 4), tokens + 9)))), []
     for step in range(tokens):
-        (run,) = (one for one in said if isinstance(one, IssueRun))
+        (run,) = (one for one in said if isinstance(one, Decode))
         rows = len(scheduler.runs[run.run_id].nodes)
         said = list(scheduler.handle(RunDone(run.run_id, (Choice(5 + step % 2),) * rows)))
         job = next(one for one in said if isinstance(one, StartDraft) and one.max_tokens)

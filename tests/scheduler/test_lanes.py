@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import StartDraft
+from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Request, SeqCopy
-from pipeinfer.scheduler.events import AbortRequest, Emit, Enqueue, Finish, IssueRun, StopDraft
+from pipeinfer.scheduler.events import AbortRequest, Emit, Enqueue, Finish
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from tests.support.sample import examples, fewer
@@ -68,7 +70,7 @@ def check_chains(pipeline):
                 cells[op.dst] = op.p1
             else:
                 cells[op.seq_id] = min(cells.get(op.seq_id, 0), op.p0)
-        if isinstance(item, IssueRun):
+        if isinstance(item, Decode):
             assert len(set(item.lanes)) == 1
             for pos, ids in zip(item.rows.positions.tolist(), item.rows.seq_ids, strict=True):
                 assert len(ids) == 1
@@ -171,7 +173,7 @@ def run_all(limits, asked, **options):
 
 
 def rows_by_kind(pipeline):
-    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    runs = [i for i in pipeline.log if isinstance(i, Decode)]
     return runs, [run for run in runs if len(set(run.lanes)) > 1]
 
 
@@ -268,7 +270,7 @@ def test_a_long_prompt_does_not_stall_a_running_stream():
     pipeline.submit(Request(1, tuple(i % N_VOCAB for i in range(240)), 4))
     pipeline.drain()
     kinds = ["chunk" if len(i.rows) == 8 else "token" for i in pipeline.log[start:]
-             if isinstance(i, IssueRun)]
+             if isinstance(i, Decode)]
     kinds = kinds[: len(kinds) - kinds[::-1].index("chunk")]
     assert kinds.count("chunk") == 30
     longest = max(len(part) for part in "".join(k[0] for k in kinds).split("t"))
@@ -280,7 +282,7 @@ def test_prompts_that_start_alike_are_computed_once():
                     partitions=0)
     asked = [Request(i, (*BASES[0][:40], i), 5) for i in range(4)]
     pipeline = run_all(limits, asked, n_stages=3, seed=5)
-    prompt_rows = sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun)
+    prompt_rows = sum(len(i.rows) for i in pipeline.log if isinstance(i, Decode)
                       and i.rows.positions[0] < 41)
     assert prompt_rows == 40 + 4  # each one's last, partial chunk is its own
     assert sorted(stats_of(pipeline, i).reused for i in range(4)) == [0, 40, 40, 40]
@@ -393,7 +395,7 @@ def test_the_draft_hears_of_a_request_that_leaves_during_its_prompt():
     (job,) = (i for i in pipeline.log if isinstance(i, StartDraft))
     assert job.max_tokens == 0
     pipeline.abort(0)
-    assert StopDraft(job.job_id) in pipeline.log
+    assert DraftStop(job.job_id) in pipeline.log
 
 
 def test_lanes_are_served_in_order():

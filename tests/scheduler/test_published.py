@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.messages import Cancel, Decode
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler import events
 from pipeinfer.scheduler.buffered_tree import BufferedTree
-from pipeinfer.scheduler.events import CancelRuns, Drafted, Emit, Finish, IssueRun, RunDone
+from pipeinfer.scheduler.events import Drafted, Emit, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.sample import examples, fewer
@@ -66,14 +67,14 @@ def begin(limits=START):
     scheduler.handle(events.Enqueue(Request(0, (5, 6), 30)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
     return scheduler, *(next(i for i in out if isinstance(i, kind))
-                        for kind in (IssueRun, StartDraft))
+                        for kind in (Decode, StartDraft))
 
 
 def guess(scheduler, job, tokens):
     """The draft's chain of tokens: the run that it becomes, and the next job."""
     out = scheduler.handle(Drafted(job.job_id, tuple(
         Proposal(k - 1, token, 0.9) for k, token in enumerate(tokens))))
-    return (next((i for i in out if isinstance(i, kind)), None) for kind in (IssueRun, StartDraft))
+    return (next((i for i in out if isinstance(i, kind)), None) for kind in (Decode, StartDraft))
 
 
 def test_buffers_by_hand():
@@ -87,14 +88,14 @@ def test_buffers_by_hand():
     assert second.rows.seq_ids == ((2,),)
     assert second.ops == (SeqCopy(1, 2, 0, 5),)
     out = scheduler.handle(RunDone(tip.run_id, (Choice(8),)))
-    (again,) = [i for i in out if isinstance(i, IssueRun)]
+    (again,) = [i for i in out if isinstance(i, Decode)]
     assert (again.rows.tokens.tolist(), again.rows.positions.tolist()) == ([8], [3])
     assert not again.speculative
     assert SeqCopy(1, 0, 3, 4) in again.ops  # accepted: into the front buffer
     assert again.rows.seq_ids == ((3,),)
     out = scheduler.handle(RunDone(first.run_id, (Choice(9), Choice(4))))
-    assert [i for i in out if isinstance(i, CancelRuns)] == [CancelRuns((second.run_id,))]
-    (right,) = [i for i in out if isinstance(i, IssueRun)]
+    assert [i for i in out if isinstance(i, Cancel)] == [Cancel((second.run_id,))]
+    (right,) = [i for i in out if isinstance(i, Decode)]
     assert right.rows.tokens.tolist() == [4]
     assert right.rows.seq_ids == ((0,),)
     assert SeqCopy(1, 0, 4, 5) in right.ops
@@ -112,19 +113,19 @@ def test_buffers_of_a_tree_by_hand():
     scheduler, tip, job = begin(structs.replace(START, branches=2))
     assert (job.branches, job.p_split) == (2, 0.1)
     out = scheduler.handle(Drafted(job.job_id, TREE))
-    first, job = (next(i for i in out if isinstance(i, kind)) for kind in (IssueRun, StartDraft))
+    first, job = (next(i for i in out if isinstance(i, kind)) for kind in (Decode, StartDraft))
     assert first.rows.tokens.tolist() == [8, 10, 9]
     assert first.rows.positions.tolist() == [3, 4, 3]
     assert first.rows.seq_ids == ((1,), (1,), (2,))
     assert first.ops == (SeqCopy(0, 1, 0, 3), SeqCopy(0, 2, 0, 3))
     assert job.suffix == (8, 10)  # the next tree is built on this one
     out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 11, 0.6), Proposal(-1, 12, 0.4))))
-    second = next(i for i in out if isinstance(i, IssueRun))
+    second = next(i for i in out if isinstance(i, Decode))
     assert second.rows.seq_ids == ((3,), (4,))
     assert second.ops == (SeqCopy(1, 3, 0, 5), SeqCopy(1, 4, 0, 5))
     out = scheduler.handle(RunDone(tip.run_id, (Choice(9),)))
-    assert CancelRuns((second.run_id,)) in out
-    (again,) = [i for i in out if isinstance(i, IssueRun)]
+    assert Cancel((second.run_id,)) in out
+    (again,) = [i for i in out if isinstance(i, Decode)]
     assert again.ops[:5] == (
         SeqCopy(2, 0, 3, 4),  # the swap
         SeqRemove(1, 3, END), SeqRemove(4, 3, END), SeqRemove(3, 3, END), SeqRemove(2, 4, END))
@@ -135,7 +136,7 @@ def test_buffers_of_a_tree_by_hand():
 def test_a_tree_repeats_its_path_once_without_multibuffering():
     limits = structs.replace(without(Ablation.MULTIBUFFER), branches=2)
     scheduler, _, job = begin(limits)
-    run = next(i for i in scheduler.handle(Drafted(job.job_id, TREE)) if isinstance(i, IssueRun))
+    run = next(i for i in scheduler.handle(Drafted(job.job_id, TREE)) if isinstance(i, Decode))
     assert run.rows.tokens.tolist() == [7, 8, 10, 9]
     assert run.rows.outputs.tolist() == [False, True, True, True]
     assert run.rows.seq_ids == ((1, 2), (1,), (1,), (2,))
@@ -151,16 +152,16 @@ def test_side_branches_are_accepted():
             pipeline, stats = long_run(limits, accuracy=0.3, seed=seed)
             found[limits] += stats.accepted_speculative
             forks += sum(len(set(i.rows.seq_ids)) > 1 for i in pipeline.log
-                         if isinstance(i, IssueRun) and i.speculative)
+                         if isinstance(i, Decode) and i.speculative)
     assert forks > fewer(100, 33)
     assert found[trees] > found[START]
 
 
 def test_ids_are_taken_in_turn():
     pipeline, _ = long_run(START)
-    used = [i.rows.seq_ids[0][0] for i in pipeline.log if isinstance(i, IssueRun) and i.speculative]
+    used = [i.rows.seq_ids[0][0] for i in pipeline.log if isinstance(i, Decode) and i.speculative]
     assert set(used) == set(range(1, 7))
-    for run in (i for i in pipeline.log if isinstance(i, IssueRun) and i.speculative):
+    for run in (i for i in pipeline.log if isinstance(i, Decode) and i.speculative):
         assert len({s for ids in run.rows.seq_ids for s in ids}) == 1
 
 
@@ -181,13 +182,13 @@ def test_a_missing_propagation_is_only_slower(monkeypatch):
 
 def test_every_round_computes_the_accepted_token_once_more():
     pipeline, stats = long_run(START)
-    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
-    cancelled = {run for i in pipeline.log if isinstance(i, CancelRuns) for run in i.run_ids}
+    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    cancelled = {run for i in pipeline.log if isinstance(i, Cancel) for run in i.run_ids}
     plain_runs = {i.run_id for i in runs if not i.speculative}
     misses = stats.accepted - stats.accepted_speculative
     assert len(plain_runs) > misses + 10
     end = max(k for k, i in enumerate(pipeline.log) if isinstance(i, Emit))  # then its lane ends
-    before = {run for i in pipeline.log[:end] if isinstance(i, CancelRuns) for run in i.run_ids}
+    before = {run for i in pipeline.log[:end] if isinstance(i, Cancel) for run in i.run_ids}
     assert cancelled
     assert not before & plain_runs  # never cut while the request runs
 
@@ -195,11 +196,11 @@ def test_every_round_computes_the_accepted_token_once_more():
 @pytest.mark.parametrize("ablation", COMPONENTS[Policy.PUBLISHED])
 def test_what_an_ablation_switches_off(ablation):
     pipeline, stats = long_run(without(ablation))
-    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    runs = [i for i in pipeline.log if isinstance(i, Decode)]
     speculative = [i for i in runs if i.speculative]
     match ablation:
         case Ablation.CANCEL:
-            assert not [i for i in pipeline.log if isinstance(i, CancelRuns)]
+            assert not [i for i in pipeline.log if isinstance(i, Cancel)]
             assert stats.skipped_runs == 0
         case Ablation.MULTIBUFFER:
             repeated = [i for i in speculative if not i.rows.outputs.all()]
@@ -218,13 +219,13 @@ def test_nothing_is_guessed_before_the_prompt_is_back(ablation):
     limits = structs.replace(without(ablation) if ablation else START, chunk=2)
     assert guessed_before_the_first_token(limits) == []
     pipeline, _ = long_run(limits)
-    assert any(i.speculative for i in pipeline.log if isinstance(i, IssueRun))
+    assert any(i.speculative for i in pipeline.log if isinstance(i, Decode))
 
 
 def test_the_own_policy_guesses_behind_the_prompt():
     kinds = guessed_before_the_first_token(
         structs.replace(START, policy=Policy.PIPEINFER, path_min=0.0, chunk=2))
-    assert {StartDraft, IssueRun} == set(kinds)
+    assert {StartDraft, Decode} == set(kinds)
 
 
 def guessed_before_the_first_token(limits):
@@ -233,7 +234,7 @@ def guessed_before_the_first_token(limits):
     pipeline, _ = long_run(limits)
     first = next(k for k, i in enumerate(pipeline.log) if isinstance(i, Emit))
     return [type(i) for i in pipeline.log[:first] if (isinstance(i, StartDraft) and i.max_tokens)
-            or (isinstance(i, IssueRun) and i.speculative)]
+            or (isinstance(i, Decode) and i.speculative)]
 
 
 def cutoffs(limits, answers):
@@ -262,6 +263,6 @@ def test_decay_asks_less_after_every_empty_draft():
 def test_the_tree_is_a_chain():
     scheduler, _, job = begin()
     out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8, 0.9), Proposal(-1, 9, 0.8))))
-    assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[8]]
+    assert [i.rows.tokens.tolist() for i in out if isinstance(i, Decode)] == [[8]]
     (lane,) = scheduler.lanes.values()
     assert isinstance(lane.tree, BufferedTree)

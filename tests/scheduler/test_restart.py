@@ -9,10 +9,11 @@ import random
 import pytest
 from msgspec import structs
 
+from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import Enqueue, Finish, IssueRun, Refuse, Restart, RunDone
+from pipeinfer.scheduler.events import Enqueue, Finish, Refuse, Restart, RunDone
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.scheduler.test_lanes import check_at_rest
@@ -223,10 +224,10 @@ def test_emitted_tokens_are_replayed_and_not_emitted_again():
     before = list(pipeline.output[0])
     at = len(pipeline.log)
     pipeline.lose(1)
-    first = [i for i in pipeline.log[at:] if isinstance(i, IssueRun)]
+    first = [i for i in pipeline.log[at:] if isinstance(i, Decode)]
     assert first[0].rows.tokens.tolist() == list(BASE[:8])
     pipeline.drain()
-    replayed = [t for i in pipeline.log[at:] if isinstance(i, IssueRun) and i.lanes[0] in
+    replayed = [t for i in pipeline.log[at:] if isinstance(i, Decode) and i.lanes[0] in
                 {first[0].lanes[0]} for t in i.rows.tokens.tolist()]
     assert replayed[: 10 + len(before)] == [*BASE[:10], *before]
     assert pipeline.output[0] == plain(BASE[:10], 20, N_VOCAB)
@@ -237,10 +238,10 @@ def test_emitted_tokens_are_replayed_and_not_emitted_again():
 def test_lanes_and_runs_get_numbers_that_nobody_had_before():
     pipeline = halfway()
     at = len(pipeline.log)
-    old = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    old = [i for i in pipeline.log if isinstance(i, Decode)]
     pipeline.lose(2)
     pipeline.drain()
-    new = [i for i in pipeline.log[at:] if isinstance(i, IssueRun)]
+    new = [i for i in pipeline.log[at:] if isinstance(i, Decode)]
     assert min(i.run_id for i in new) > max(i.run_id for i in old)
     assert min(min(i.lanes) for i in new) > max(max(i.lanes) for i in old)
 
@@ -259,8 +260,8 @@ def test_nothing_is_sent_for_what_the_old_stages_held():
     at = len(pipeline.log)
     pipeline.lose(2)
     kinds = [type(i).__name__ for i in pipeline.log[at:]]
-    assert kinds[0] == "OpenLane"
-    assert not {"CloseLane", "CancelRuns", "SendOps"} & set(kinds)
+    assert kinds[0] == "LaneOpen"
+    assert not {"LaneClose", "Cancel", "CacheOps"} & set(kinds)
 
 
 def test_other_sizes_may_come_with_the_new_stages():

@@ -10,22 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.messages import Cancel, Decode
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqRemove
 from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError
-from pipeinfer.scheduler.events import (
-    AbortRequest,
-    CancelRuns,
-    Drafted,
-    Emit,
-    Enqueue,
-    Finish,
-    IssueRun,
-    Refuse,
-    RunDone,
-    StopDraft,
-)
+from pipeinfer.scheduler.events import AbortRequest, Drafted, Emit, Enqueue, Finish, Refuse, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
@@ -158,7 +149,7 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
     def cancel_anything(self, runs):
         for run in list(self.runs.values())[:1]:
             self.retire(run)
-            self.emit(CancelRuns((run.run_id,)))
+            self.emit(Cancel((run.run_id,)))
 
     monkeypatch.setattr(SchedulerState, "cancel", cancel_anything)
     noticed = 0
@@ -186,7 +177,7 @@ def test_no_run_is_issued_twice_for_a_path():
     """A token is issued once per path, so no run can become superfluous."""
     pipeline, request = long_run(Limits(n_ctx=400, exact_width=4, credit=6), seed=5, n_stages=4)
     accepted = [i.choice.token for i in pipeline.log if isinstance(i, Emit)]
-    issued = sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun))
+    issued = sum(len(i.rows) for i in pipeline.log if isinstance(i, Decode))
     stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
     wasted = stats.issued_speculative - stats.accepted_speculative
     assert issued == len(request.prompt) + len(accepted) - 1 + wasted
@@ -197,8 +188,8 @@ def test_what_an_ablation_switches_off(ablation):
     limits = Limits(n_ctx=400, ablations=frozenset({ablation}), exact_width=8, credit=6,
                     branches=3, draft_max=2)
     pipeline, request = long_run(limits, seed=1)
-    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
-    cancels = [i for i in pipeline.log if isinstance(i, CancelRuns)]
+    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    cancels = [i for i in pipeline.log if isinstance(i, Cancel)]
     widest = max(len({s for group in r.rows.seq_ids for s in group}) for r in runs)
     speculative = [r for r in runs if r.speculative]
     assert pipeline.output[0] == plain(request.prompt, 150, 7)
@@ -220,11 +211,11 @@ def test_limits_on_rows_and_runs():
     limits = Limits(n_ctx=400, exact_width=3, credit=2, draft_max=8, chunk=4)
     scheduler = Scheduler(limits, validate=True)
     out = scheduler.handle(Enqueue(Request(0, tuple(range(10)), 20)))
-    chunks = [i for i in out if isinstance(i, IssueRun)]
+    chunks = [i for i in out if isinstance(i, Decode)]
     assert [len(c.rows) for c in chunks] == [4, 4]
     assert [c.parent_id for c in chunks] == [-1, 0]
     out = scheduler.handle(RunDone(0, ()))
-    last = next(i for i in out if isinstance(i, IssueRun))
+    last = next(i for i in out if isinstance(i, Decode))
     assert last.rows.positions.tolist() == [8, 9]
     assert last.rows.outputs.tolist() == [False, True]
     job = next(i for i in out if isinstance(i, StartDraft))  # ahead of the room for its guesses
@@ -238,18 +229,18 @@ def test_a_verified_token_is_issued_at_once_and_a_wrong_guess_cancelled():
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4), validate=True)
     scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
-    issue = next(i for i in out if isinstance(i, IssueRun))
+    issue = next(i for i in out if isinstance(i, Decode))
     assert (issue.rows.tokens.tolist(), issue.rows.positions.tolist()) == ([7], [2])
     job = next(i for i in out if isinstance(i, StartDraft))
     out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8), Proposal(0, 9))))
-    guess = next(i for i in out if isinstance(i, IssueRun))
+    guess = next(i for i in out if isinstance(i, Decode))
     assert guess.speculative
     assert guess.parent_id == issue.run_id
     assert guess.rows.positions.tolist() == [3, 4]
     out = scheduler.handle(RunDone(issue.run_id, (Choice(1),)))
-    assert [i for i in out if isinstance(i, CancelRuns)] == [CancelRuns((guess.run_id,))]
-    assert any(isinstance(i, StopDraft) for i in out)
-    right = next(i for i in out if isinstance(i, IssueRun))
+    assert [i for i in out if isinstance(i, Cancel)] == [Cancel((guess.run_id,))]
+    assert any(isinstance(i, DraftStop) for i in out)
+    right = next(i for i in out if isinstance(i, Decode))
     assert right.rows.tokens.tolist() == [1]
     assert right.ops == (SeqRemove(0, 3, END),)
     assert scheduler.handle(RunDone(guess.run_id, None)) is not None
@@ -312,7 +303,7 @@ def test_recovery_lets_fewer_guesses_out_the_more_are_on_their_way():
         while (jobs := [i for i in out if isinstance(i, StartDraft)]) and asked < 12:
             asked += 1
             out = scheduler.handle(Drafted(jobs[0].job_id, (Proposal(-1, 8, 0.7),)))
-            issued[recovery] += sum(isinstance(i, IssueRun) and i.speculative for i in out)
+            issued[recovery] += sum(isinstance(i, Decode) and i.speculative for i in out)
     assert 1 <= issued[0.2] <= 3 < issued[0.0]
 
 
@@ -333,10 +324,10 @@ def test_a_joined_tip_travels_with_its_first_guesses():
     scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True), validate=True)
     scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
-    assert not [i for i in out if isinstance(i, IssueRun)]
+    assert not [i for i in out if isinstance(i, Decode)]
     job = next(i for i in out if isinstance(i, StartDraft))
     out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8), Proposal(-1, 9))))
-    run = next(i for i in out if isinstance(i, IssueRun))
+    run = next(i for i in out if isinstance(i, Decode))
     assert run.rows.tokens.tolist() == [7, 8, 9]
     assert run.rows.seq_ids[0] == (0, 1)
     assert any(isinstance(i, StartDraft) for i in out)
@@ -348,7 +339,7 @@ def test_a_tip_does_not_wait_for_guesses_that_will_not_be_issued():
     )
     scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
-    assert [i.rows.tokens.tolist() for i in out if isinstance(i, IssueRun)] == [[7]]
+    assert [i.rows.tokens.tolist() for i in out if isinstance(i, Decode)] == [[7]]
 
 
 def test_alternatives_that_are_not_named_count_as_wrong():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Drafted, Enqueue, IssueRun, RunDone, StopDraft
+from pipeinfer.scheduler.events import Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.simulated import Pipeline, plain
@@ -27,7 +29,7 @@ class Bench:
     def __init__(self, limits=LIMITS):
         self.scheduler, self.said = Scheduler(limits, validate=True), []
         self.feed(Enqueue(Request(1, (3, 1, 4), 30)))
-        run = next(one for one in self.said if isinstance(one, IssueRun))
+        run = next(one for one in self.said if isinstance(one, Decode))
         self.feed(RunDone(run.run_id, (Choice(5),)))
         self.job = next(one for one in reversed(self.said) if isinstance(one, StartDraft)
                         and one.max_tokens)
@@ -35,7 +37,7 @@ class Bench:
     def feed(self, event):
         new = self.scheduler.handle(event)
         self.said += new
-        return [token for one in new if isinstance(one, IssueRun)
+        return [token for one in new if isinstance(one, Decode)
                 for token in one.rows.tokens.tolist()]
 
     def answer(self, *tokens, confidence=0.8, **kind):
@@ -61,7 +63,7 @@ def test_waiting_proposals_are_replaced_where_drafts_disagree():
         first = bench.answer(7, 8, 2, 6, confidence=0.9, more=further)
         if further:
             bench.answer(7, 9, 9, confidence=0.9, further=True)
-        run = next(one for one in bench.said if isinstance(one, IssueRun)
+        run = next(one for one in bench.said if isinstance(one, Decode)
                    and one.rows.tokens.tolist() == [5])
         assert 7 in first
         return bench.feed(RunDone(run.run_id, (Choice(7),)))
@@ -83,10 +85,10 @@ def test_a_late_or_unknown_answer_changes_nothing():
     bench = Bench()
     bench.answer(7, more=True)
     job = bench.job.job_id
-    run = next(one for one in bench.said if isinstance(one, IssueRun)
+    run = next(one for one in bench.said if isinstance(one, Decode)
                and one.rows.tokens.tolist() == [5])
     bench.feed(RunDone(run.run_id, (Choice(2),)))  # neither guess was right
-    assert StopDraft(job) in bench.said
+    assert DraftStop(job) in bench.said
     assert bench.feed(Drafted(job, chain(9), further=True)) == []
     assert bench.feed(Drafted(job + 100, chain(9), further=True)) == []
 

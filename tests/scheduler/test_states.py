@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.messages import NO_RUN, Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Request, SeqCopy, SeqRemove
-from pipeinfer.scheduler.events import Finish, IssueRun
+from pipeinfer.scheduler.events import Finish
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation import Speculation
@@ -96,7 +96,7 @@ def test_tokens_are_guessed_and_accepted_with_an_id_each():
     pipeline, stats = long_run(accuracy=0.9)
     assert stats.accepted_speculative > 75
     assert stats.skipped_runs > 0
-    for run in (i for i in pipeline.log if isinstance(i, IssueRun) and i.speculative):
+    for run in (i for i in pipeline.log if isinstance(i, Decode) and i.speculative):
         assert len(run.rows) == 1
 
 
@@ -105,7 +105,7 @@ def test_tokens_are_guessed_and_accepted_with_an_id_each():
 def test_runs_of_several_rows_repeat_what_a_wrong_token_left(way):
     limits = structs.replace(LIMITS, exact_width=8, draft_max=3, tree_max=3, **way)
     pipeline, stats = long_run(limits, accuracy=0.8)
-    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    runs = [i for i in pipeline.log if isinstance(i, Decode)]
     assert max(len(run.rows) for run in runs) > 2
     assert all(len(set(run.rows.seq_ids)) == 1 for run in runs)
     again = [run for run in runs[1:] if not all(run.rows.outputs)]
@@ -116,7 +116,7 @@ def test_runs_of_several_rows_repeat_what_a_wrong_token_left(way):
 def test_without_misses_nothing_is_repeated():
     limits = structs.replace(LIMITS, exact_width=8, draft_max=3, alternatives=0)
     pipeline, stats = long_run(limits, accuracy=1.0)
-    runs = [i for i in pipeline.log if isinstance(i, IssueRun)]
+    runs = [i for i in pipeline.log if isinstance(i, Decode)]
     assert all(all(run.rows.outputs) for run in runs[1:])
     assert stats.rows < 170
 

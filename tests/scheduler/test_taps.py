@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.drafting import FeedDraft, StartDraft
+from pipeinfer.core.messages import Decode, LaneOpen
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import Enqueue, IssueRun, OpenLane, RunDone
+from pipeinfer.scheduler.events import Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from tests.support.sample import examples
@@ -46,7 +47,7 @@ def test_every_row_belongs_to_its_token(data, kind, width, kept, cells, accuracy
         assert any(all(row == mark(text[: index + 1]) for index, row in rows.items())
                    for text in texts)
     if not (kept or cells):  # else some come from the cache, or are computed in another lane
-        lanes = [one.lane for one in pipeline.log if isinstance(one, OpenLane)]
+        lanes = [one.lane for one in pipeline.log if isinstance(one, LaneOpen)]
         assert len(lanes) == 4
         for lane in lanes:
             assert sorted(pipeline.fed[lane]) == list(range(26))
@@ -55,7 +56,7 @@ def test_every_row_belongs_to_its_token(data, kind, width, kept, cells, accuracy
 def test_a_chunk_is_given_at_once_and_warms_the_head_up():
     scheduler = Scheduler(LIMITS)
     out = scheduler.handle(Enqueue(Request(0, tuple(range(1, 7)), 5)))
-    first, second = (one for one in out if isinstance(one, IssueRun))
+    first, second = (one for one in out if isinstance(one, Decode))
     rows = np.arange(4.0)[:, None]
     out = scheduler.handle(RunDone(first.run_id, (), rows))
     (given_,) = (one for one in out if isinstance(one, FeedDraft))

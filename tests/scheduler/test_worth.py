@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from pipeinfer.core.calibration import Calibration
 from pipeinfer.core.drafting import Proposal, StartDraft
+from pipeinfer.core.messages import Decode
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Drafted, Enqueue, IssueRun, RunDone
+from pipeinfer.scheduler.events import Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 
@@ -21,12 +22,12 @@ def issued(costs, *confidences):
     scheduler = Scheduler(Limits(n_ctx=90, take_turns=True, exact_width=6, tree_max=5, p_min=0.0,
                                  costs=costs), validate=True)
     said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 30))))
-    (prompt,) = (one for one in said if isinstance(one, IssueRun))
+    (prompt,) = (one for one in said if isinstance(one, Decode))
     said = list(scheduler.handle(RunDone(prompt.run_id, (Choice(5),))))
     job = next(one for one in said if isinstance(one, StartDraft) and one.max_tokens)
     guesses = tuple(Proposal(k - 1, 7 + k, one) for k, one in enumerate(confidences))
     said = list(scheduler.handle(Drafted(job.job_id, guesses)))
-    (run,) = (one for one in said if isinstance(one, IssueRun))
+    (run,) = (one for one in said if isinstance(one, Decode))
     return len(run.rows) - 1
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.drafting import Prefix, StartDraft
+from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import choose, likeliest
 from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.errors import ModelError
-from pipeinfer.scheduler.events import Enqueue, Finish, IssueRun, RunDone
+from pipeinfer.scheduler.events import Enqueue, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
@@ -198,11 +199,11 @@ def test_visible_sets(width):
     scheduler = Scheduler(structs.replace(SYNCHRONOUS, exact_width=width), proposer,
                           drafts=False)
     out = scheduler.handle(Enqueue(Request(0, (1, 2), 50)))
-    runs = [i for i in out if isinstance(i, IssueRun)]
+    runs = [i for i in out if isinstance(i, Decode)]
     out = scheduler.handle(RunDone(0, (Choice(3),)))
-    runs += [i for i in out if isinstance(i, IssueRun)]
+    runs += [i for i in out if isinstance(i, Decode)]
     out = scheduler.handle(RunDone(1, (Choice(4), named(10, 11), named(20, 21))))
-    last = [i for i in out if isinstance(i, IssueRun)]
+    last = [i for i in out if isinstance(i, Decode)]
     assert [len(run.rows) for run in last] == ([12] if width == 16 else [4, 8])
     kv, seen = KvModel(), []
     kv.cells = [Cell(0, {PROMPT_ID}, -1)]  # stands for the learned prompts
@@ -310,7 +311,7 @@ def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
         pipeline.rng.choice = lambda options: 0 if options == [0, 0, 1] else options[0]
         pipeline.submit(Request(0, (1, 2, 3), 81))
         pipeline.drain()
-        steps = sum(isinstance(i, IssueRun) and i.run_id not in pipeline.probe_runs
+        steps = sum(isinstance(i, Decode) and i.run_id not in pipeline.probe_runs
                     for i in pipeline.log) - 1
         assert steps == 1 + math.ceil((80 - 1) / 4)
 
@@ -355,7 +356,7 @@ def test_runs_with_masks_follow_one_another_through_the_stages():
         pipeline.step(pipeline.choices().index(kinds[0]))
         useful.append(pipeline.scheduler.state.useful)
     assert pipeline.output[0] == plain((1, 2, 3), 61, 500)
-    guessed = [i for i in pipeline.log if isinstance(i, IssueRun) and i.speculative]
+    guessed = [i for i in pipeline.log if isinstance(i, Decode) and i.speculative]
     assert len(guessed) > 30
     assert all(len(i.rows) <= 5 and (MASK in i.rows.tokens) for i in guessed[:-4])
     assert max(useful) == 4
@@ -369,7 +370,7 @@ def test_a_tree_that_is_cut_takes_one_run_per_step():
                              accuracy=0.7, rows=Bita(MASK, 3, 3, None, width=width), drafts=False)
         pipeline.submit(Request(0, (1, 2, 3), 81))
         pipeline.drain()
-        runs[width] = sum(isinstance(i, IssueRun) for i in pipeline.log) - 1
+        runs[width] = sum(isinstance(i, Decode) for i in pipeline.log) - 1
         assert bool(pipeline.probe_runs) == (width == 0)
     assert runs[16] < 0.8 * runs[0]
 

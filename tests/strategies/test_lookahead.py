@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.cli.options import parse
+from pipeinfer.core.messages import Cancel, Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import CancelRuns, Enqueue, Finish, IssueRun, RunDone
+from pipeinfer.scheduler.events import Enqueue, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
@@ -141,7 +142,7 @@ def test_visible_sets_of_a_window_with_two_candidates(width):
                           Prepared(5, 4, 2, prompt_pool=False), drafts=False)
     first = scheduler.handle(Enqueue(Request(0, (1, 2), 50)))
     out = scheduler.handle(RunDone(0, (Choice(7),)))
-    runs = [i for i in (*first, *out) if isinstance(i, IssueRun)]
+    runs = [i for i in (*first, *out) if isinstance(i, Decode)]
     assert [len(run.rows) for run in runs[1:]] == ([21] if width == 32 else [7, 14])
     found = visible(runs)
     n = 2
@@ -231,7 +232,7 @@ def test_tokens_steps_and_pool_of_a_direct_implementation(monkeypatch, window, s
     pipeline.drain()
     tokens, steps, pools = direct(list(request.prompt), 80, 13, window, size, most)
     assert pipeline.output[0] == tokens
-    verified = [i for i in pipeline.log if isinstance(i, IssueRun) and
+    verified = [i for i in pipeline.log if isinstance(i, Decode) and
                 i.run_id not in pipeline.probe_runs]
     assert len(verified) == steps
     assert len(proposer.pools) >= steps - 2  # that of the last step is called off
@@ -283,7 +284,7 @@ def steps_of(monkeypatch, model, rows, count=120):
     pipeline = Pipeline(SYNCHRONOUS, n_vocab=1000, rows=rows, drafts=False)
     pipeline.submit(Request(0, tuple(range(20, 60)), count))
     pipeline.drain()
-    return sum(isinstance(i, IssueRun) and i.run_id not in pipeline.probe_runs
+    return sum(isinstance(i, Decode) and i.run_id not in pipeline.probe_runs
                for i in pipeline.log)
 
 
@@ -305,15 +306,15 @@ def test_a_window_goes_behind_and_is_not_called_off_when_its_rows_die():
     limits = Limits(n_ctx=400, exact_width=4, partitions=20, credit=4)
     scheduler = Scheduler(limits, Lookahead(5, 3, 1), drafts=False)
     out = scheduler.handle(Enqueue(Request(0, (5, 6, 7), 2)))
-    prompt, window = (i for i in out if isinstance(i, IssueRun))
+    prompt, window = (i for i in out if isinstance(i, Decode))
     assert window.parent_id == prompt.run_id
     assert len(window.rows) > limits.exact_width
     out = scheduler.handle(RunDone(prompt.run_id, (Choice(1),)))
-    assert not [i for i in out if isinstance(i, CancelRuns)]
-    again = [i for i in out if isinstance(i, IssueRun)]
+    assert not [i for i in out if isinstance(i, Cancel)]
+    again = [i for i in out if isinstance(i, Decode)]
     assert [run.rows.tokens.tolist() for run in again] == [[1]]  # no second window meanwhile
     out = scheduler.handle(RunDone(again[0].run_id, (Choice(2),)))
-    assert [i.run_ids for i in out if isinstance(i, CancelRuns)] == [(window.run_id,)]
+    assert [i.run_ids for i in out if isinstance(i, Cancel)] == [(window.run_id,)]
     assert [i.reason for i in out if isinstance(i, Finish)] == ["length"]
     assert scheduler.handle(RunDone(window.run_id, None)) == []
     assert scheduler.idle
@@ -327,7 +328,7 @@ def test_rows_that_verify_are_never_wider_than_r_and_windows_come_one_at_a_time(
         out = [run for run in pipeline.scheduler.runs.values() if run.hint]
         assert len(out) <= 1
     widths = {i.run_id in pipeline.probe_runs: len(i.rows) for i in pipeline.log
-              if isinstance(i, IssueRun)}
+              if isinstance(i, Decode)}
     assert widths[False] <= 6 < widths[True]
     stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
     assert stats.accepted_speculative > 20
@@ -389,7 +390,7 @@ def test_where_rows_are_dear_fewer_are_issued():
                             drafts=False)
         pipeline.submit(Request(0, (1, 2, 3), fewer(160, 100)))
         pipeline.drain()
-        return sum(len(i.rows) for i in pipeline.log if isinstance(i, IssueRun))
+        return sum(len(i.rows) for i in pipeline.log if isinstance(i, Decode))
 
     dear = {"cost": float}
     assert issued(**dear) < 0.6 * issued()

@@ -13,22 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
+from pipeinfer.core.messages import CacheOps, Cancel, Decode, LaneClose, LaneOpen
 from pipeinfer.core.types import ALL_SEQS, END, Choice, Request, SeqCopy, SeqKeep, SeqRemove
-from pipeinfer.scheduler.events import (
-    AbortRequest,
-    CancelRuns,
-    CloseLane,
-    Drafted,
-    Emit,
-    Enqueue,
-    Finish,
-    IssueRun,
-    OpenLane,
-    Refuse,
-    SendOps,
-    StopDraft,
-)
+from pipeinfer.scheduler.events import AbortRequest, Drafted, Emit, Enqueue, Finish, Refuse
 from pipeinfer.scheduler.scheduler import Scheduler
 
 TAINTED = object()
@@ -172,23 +161,23 @@ class Pipeline:
         for instruction in self.scheduler.handle(event):
             self.log.append(instruction)
             match instruction:
-                case IssueRun(run_id):
+                case Decode(run_id):
                     if self.scheduler.runs[run_id].hint:
                         self.probe_runs.add(run_id)
                     else:
                         assert len(instruction.rows) <= max(
                             self.scheduler.limits.exact_width, self.scheduler.limits.chunk)
                     self.stages[0].queue.append((instruction, False))
-                case SendOps() | OpenLane() | CloseLane():
+                case CacheOps() | LaneOpen() | LaneClose():
                     self.stages[0].queue.append((instruction, False))
-                case CancelRuns(ids):
+                case Cancel(ids):
                     self.cancels.append([len(self.stages) - 1, ids])
                 case FeedDraft(lane, index, rows):
                     self.fed.setdefault(lane, {}).update(enumerate(rows[:, 0].tolist(), index))
                 case StartDraft():
                     assert self.drafts
                     self.jobs[instruction.job_id] = instruction
-                case StopDraft(job_id):
+                case DraftStop(job_id):
                     if self.rng.random() < 0.5:
                         self.jobs.pop(job_id, None)
                         self.later.pop(job_id, None)
@@ -256,11 +245,11 @@ class Pipeline:
         last = index == len(self.stages) - 1
         choices: list[Choice] = []
         self.seen.clear()
-        if isinstance(item, SendOps | IssueRun):
+        if isinstance(item, CacheOps | Decode):
             stage.kv.apply(item.ops)
             if self.scheduler.limits.states:
                 stage.states.apply(item.ops)
-        if isinstance(item, IssueRun):
+        if isinstance(item, Decode):
             skip = skipped or (self.respect_cancel and (
                 item.run_id in stage.cancelled or item.parent_id in stage.skipped))
             if skip:
@@ -271,7 +260,7 @@ class Pipeline:
         self.max_cells = max(self.max_cells, len(stage.kv.cells))
         if not last:
             self.stages[index + 1].queue.append((item, skipped))
-        elif isinstance(item, IssueRun):
+        elif isinstance(item, Decode):
             taps = np.array([[mark(path)] for path in self.seen]) \
                 if self.taps and not skipped else None
             self.results.append(RunDone(item.run_id, None if skipped else tuple(choices), taps))

@@ -130,7 +130,7 @@ class ThreadedPipeline(Pipeline):
         super().feed(event)
         for item in self.log[before:]:
             match type(item).__name__:
-                case "OpenLane":
+                case "LaneOpen":
                     self.params[item.lane] = item.params
                 case "Emit":
                     self.emitted.append(item)

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.base import apply
+from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
+from pipeinfer.core.messages import CacheOps, Cancel, Decode, LaneClose, LaneOpen
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.errors import PipeinferError
 from pipeinfer.lab.emulation.synthetic import (
@@ -32,21 +34,15 @@ from pipeinfer.lab.emulation.synthetic import (
 )
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.events import (
-    CancelRuns,
-    CloseLane,
     Drafted,
     Emit,
     Enqueue,
     Event,
     Finish,
     Instruction,
-    IssueRun,
     LaneStats,
-    OpenLane,
     Refuse,
     RunDone,
-    SendOps,
-    StopDraft,
 )
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
@@ -201,7 +197,7 @@ def simulate(scenario: Scenario, controller: Controller | None = None) -> Result
 class _Packet:
     """A message on its way: an instruction, or None for the end."""
 
-    item: IssueRun | SendOps | OpenLane | CloseLane
+    item: Decode | CacheOps | LaneOpen | LaneClose
     skipped: bool = False
     spans: list[tuple[float, float]] = field(default_factory=list)
 
@@ -370,17 +366,17 @@ class Simulation:
 
     def _execute(self, item: Instruction) -> None:
         match item:
-            case IssueRun(run_id, _, _, rows, _, _):
+            case Decode(run_id, rows=rows):
                 self.issued[run_id] = self.now
                 self._send(0, _Packet(item), HEADER_BYTES + ROW_BYTES * len(rows))
-            case SendOps() | OpenLane() | CloseLane():
+            case CacheOps() | LaneOpen() | LaneClose():
                 self._send(0, _Packet(item), HEADER_BYTES)
-            case CancelRuns(run_ids):
+            case Cancel(run_ids):
                 self._cancel(run_ids)
             case StartDraft():
                 self.jobs.append(item)
                 self._draft_next()
-            case StopDraft(job_id):
+            case DraftStop(job_id):
                 self.stopped.add(job_id)
             case FeedDraft():
                 self.draft.feed(item)
@@ -430,7 +426,7 @@ class Simulation:
         if index > 0 and not self.spec.direct_cancel:
             self._send_cancel(index - 1, run_ids, self.spec.links[index].latency)
         running = stage.running
-        if running is not None and isinstance(running.item, IssueRun) and not running.skipped \
+        if running is not None and isinstance(running.item, Decode) and not running.skipped \
                 and running.item.speculative and running.item.run_id in stage.cancelled:
             running.skipped = True
             stage.ends = self.now
@@ -470,7 +466,7 @@ class Simulation:
         packet = stage.queue.popleft()
         item = packet.item
         seconds = self.spec.overheads.hop
-        if isinstance(item, IssueRun):
+        if isinstance(item, Decode):
             dead = packet.skipped or item.run_id in stage.cancelled \
                 or item.parent_id in stage.skipped
             packet.skipped = dead
@@ -492,7 +488,7 @@ class Simulation:
         stage.busy += self.now - stage.started
         item = packet.item
         size = HEADER_BYTES
-        if isinstance(item, IssueRun):
+        if isinstance(item, Decode):
             stage.last_run = item.run_id
             stage.cancelled.discard(item.run_id)
             stage.run_seconds[item.run_id] = self.now - stage.started
@@ -507,14 +503,14 @@ class Simulation:
                 size += len(item.rows) * (ROW_BYTES + self.spec.row_bytes)
         if index + 1 < len(self.stages):
             self._send(index + 1, packet, size)
-        elif isinstance(item, IssueRun):
+        elif isinstance(item, Decode):
             tapped = self.spec.row_bytes * len(item.rows) if self.taps else 0
             self._send(index + 1, packet, HEADER_BYTES + tapped)
         self._next(index)
 
     def _result(self, packet: _Packet) -> None:
         item = packet.item
-        if not isinstance(item, IssueRun):
+        if not isinstance(item, Decode):
             return
         choices = self._evaluate(item, packet.skipped)
         if self.controller is not None and not packet.skipped and item.rows.outputs.all():
@@ -528,7 +524,7 @@ class Simulation:
             if self.taps and choices is not None else None
         self.feed(RunDone(item.run_id, choices, taps))
 
-    def _evaluate(self, item: IssueRun, skipped: bool) -> tuple[Choice, ...] | None:
+    def _evaluate(self, item: Decode, skipped: bool) -> tuple[Choice, ...] | None:
         """Runs come back in the order of issue, so one cache stands for those of all stages."""
         for op in item.ops:
             apply(self.target, op)
