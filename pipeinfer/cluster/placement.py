@@ -32,11 +32,10 @@ from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
-from pipeinfer.planning.partition import Load, Member, Split, level
+from pipeinfer.planning.partition import Load, Member, level
 from pipeinfer.planning.planner import (
     Plan,
     asked_counts,
-    estimate,
     load_of,
     make_plan,
     torch_item_bytes,
@@ -110,9 +109,6 @@ def agree(
     load = with_head(devices.without_embedding(load, hosts[candidates[0]]), figures.values())
     judge = judge_of(hosts, expected(policy, config.speculation.parallel))
 
-    def predict(split: Split) -> float:
-        return judge(split, candidates) if figures else estimate(split, policy)
-
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
                         expected(policy, users_of(config)))
     if auto and (chosen := grids.auto(place, notes)):
@@ -120,8 +116,8 @@ def agree(
     elif teams is not None:
         plan = grids.plan(GridChoice(teams))
     else:
-        plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts, predict,
-                         timed=bool(figures))
+        plan = make_plan(config.cluster, load, list(members.values()), candidates, hosts,
+                         lambda split: judge(split, candidates), timed=bool(figures))
         # where ranks take turns, each has all cores that members would have together
         if figures and not auto and config.cluster.turns == "off":
             notes += grids.would_gain(place)

@@ -18,11 +18,11 @@ from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer.planning.judge import Curve
 from pipeinfer.scheduler.controller import (
     GOOD,
     NEVER,
     Controller,
-    Curve,
     Timing,
     alternatives_for,
     cutoff,

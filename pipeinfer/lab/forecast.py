@@ -34,6 +34,7 @@ from pipeinfer.models.layers import row_width
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import planner
+from pipeinfer.planning.judge import Judge, LoadMix
 from pipeinfer.planning.partition import Load, Member, Split, size_text
 from pipeinfer.planning.planner import Plan
 from pipeinfer.scheduler.controller import Controller, cutoff
@@ -490,7 +491,7 @@ def _make_plan(scene: _Scene, given: Mapping[str, Any], whole: Sequence[int] | N
     members = [scene.member(machines[rank], count)
                for rank, count in zip(candidates, counts, strict=True)]
     policy = Policy.ITERATIVE if scene.draft is None else Policy.PIPEINFER
+    judge = Judge({}, {}, (LoadMix(policy, acceptance=scene.acceptance),), link=scene.link.latency)
     return planner.make_plan(
         config, scene.target.load, members, candidates, facts,
-        lambda split: planner.estimate(split, policy, scene.link.latency, scene.acceptance),
-        timed=True)
+        lambda split: judge(split, candidates), timed=True)

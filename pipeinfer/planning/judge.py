@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct, field
 
@@ -25,7 +26,8 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 CHUNK = 64  #: rows of a prompt that travel together
 LINK = 100e-6  #: seconds from a stage to the next one if not measured
 _SIZES = (1, 2, 3, 4, 6, 8)  #: numbers of speculative tokens in a run that are compared
-_HORIZON = 32  #: speculative tokens of a cycle that are computed one by one
+_HORIZON = 48  #: speculative tokens of a cycle that are computed one by one
+_LONGEST = 512  #: assumed maximum of accepted speculative tokens in a row
 _WIDEST = 8  #: rows of a run that a group of requests or a synchronous tree may have
 _GROWTH = 0.9  #: twice the threads take 1 / 2**_GROWTH of the time
 _MOST = 0.99  #: acceptance above it is treated as equal to it
@@ -121,12 +123,6 @@ def relative(curve: Curve, rows: int) -> float:
     return low[1] + (high[1] - low[1]) * (rows - low[0]) / (high[0] - low[0])
 
 
-def gain(acceptance: float) -> float:
-    """Return the average number of speculative tokens accepted in a row. acceptance: 0 to 1."""
-    kept = min(max(acceptance, 0.0), _MOST)
-    return kept / (1 - kept)
-
-
 def tokens_per_second(arrangement: Arrangement, mix: LoadMix) -> float:
     """Return the output tokens per second of all requests together, including their prompts'
     time."""
@@ -145,66 +141,110 @@ def score(arrangement: Arrangement, mixes: Sequence[LoadMix]) -> float:
 
 def _generating(arrangement: Arrangement, mix: LoadMix) -> float:
     streams = max(mix.streams, 1)
-    plain = max(_in_groups(arrangement, streams, size)
-                for size in range(1, min(streams, _WIDEST) + 1))
-    if mix.policy is Policy.ITERATIVE:
-        return plain
+    rates = [plain(arrangement, streams, size) for size in range(1, min(streams, _WIDEST) + 1)]
     if mix.policy is Policy.SPECULATIVE:
-        return max(plain, *(_in_turns(arrangement, mix.acceptance, streams, size)
-                            for size in range(1, _WIDEST)))
-    return max(plain, *(_guessing(arrangement, mix.acceptance, streams, size, join)
-                        for size in _SIZES for join in (False, True)))
+        rates += [alternating(arrangement, mix.acceptance, size, streams)
+                  for size in range(1, _WIDEST)]
+    elif mix.policy is not Policy.ITERATIVE:
+        rates += [overlapping(arrangement, min(mix.acceptance, _MOST), size, join=join,
+                              streams=streams) for size in _SIZES for join in (False, True)]
+    return max(rates)
 
 
-def _in_groups(arrangement: Arrangement, streams: int, size: int) -> float:
-    """Tokens per second of plain decoding with `size` requests in each run."""
-    runs = -(-streams // size)
-    return streams / max(arrangement.way(size), runs * arrangement.slot(size))
+# --- tokens per second of all requests, their prompts not counted -----------------------------
 
 
-def _in_turns(arrangement: Arrangement, acceptance: float, streams: int, size: int) -> float:
-    """Tokens per second of synchronous speculation with chains of `size` tokens, a run per
+class Pipeline(Protocol):
+    """The times of a pipeline, in seconds. draft: per proposal"""
+
+    @property
+    def draft(self) -> float: ...
+
+    def way(self, rows: int) -> float:
+        """Return the time from issue to result in an empty pipeline."""
+
+    def slot(self, rows: int) -> float:
+        """Return the time after which the next run may follow."""
+
+
+def plain(pipeline: Pipeline, streams: int, size: int) -> float:
+    """Return the speed of plain decoding with `size` requests in each run."""
+    return streams / max(pipeline.way(size), -(-streams // size) * pipeline.slot(size))
+
+
+def alternating(pipeline: Pipeline, acceptance: float, size: int, streams: int = 1) -> float:
+    """Return the speed of synchronous speculation with chains of `size` tokens and a run for each
     request."""
     tokens = sum(acceptance**level for level in range(size + 1))
-    cycle = arrangement.way(size + 1) + size * arrangement.draft
-    return streams * tokens / max(cycle, streams * arrangement.slot(size + 1))
+    cycle = pipeline.way(size + 1) + size * pipeline.draft
+    return streams * tokens / max(cycle, streams * pipeline.slot(size + 1))
 
 
-def _guessing(arrangement: Arrangement, acceptance: float, streams: int, size: int, join: bool
-              ) -> float:
-    """Tokens per second of continuous speculation with runs of `size` speculative tokens, the
-    first of which may join the tip.
+def overlapping(pipeline: Pipeline, acceptance: float, size: int, *, join: bool = False,
+                streams: int = 1, credit: int = 1 << 30, alternatives: int = 0,
+                second: float = 0.0) -> float:
+    """Return the speed of continuous speculation with runs of `size` speculative tokens.
+
+    acceptance: of first proposals. join: whether the first run joins the tip
+    credit: most runs in flight. alternatives: most alternatives for each position
+    second: how often the next alternative is right where a first proposal is wrong
 
     A cycle begins with an accepted token's run and ends when the first wrong token is found. Runs
     follow each other at slots, or as fast as the draft proposes; those of other requests take
     slots between, and all together cannot have more rows than the pipeline can process.
     """
-    acceptance = min(acceptance, _MOST)
-    slot, per_run = streams * arrangement.slot(size), size * arrangement.draft
-    rows, guesses = (1 + size, size) if join else (1, 0)
-    drafted = per_run
-    issue = drafted if join else 0.0
-    done = issue + arrangement.way(rows)
-    step, way = streams * arrangement.slot(rows), arrangement.way(size)
-    busy = step  # what the cycle's useful runs and those of other requests take
+    depth, hits = _composition(round(acceptance, 2), size, alternatives, round(second, 2))
+    slot, way, drafted = streams * pipeline.slot(size), pipeline.way(size), size * pipeline.draft
+    rows, guesses = (1 + size, depth) if join else (1, 0)
+    step = busy = streams * pipeline.slot(rows)  # busy: useful runs, and those of other requests
+    issues = [drafted if join else 0.0]
+    results = [issues[0] + pipeline.way(rows)]
     reach, tokens, seconds = 1.0, 0.0, 0.0
     for right in range(_HORIZON):
-        while guesses < right:
-            if join or guesses:
-                drafted += per_run
-            issue = max(drafted, issue + step)
-            step = slot
-            busy += slot
-            done = max(issue + way, done + slot / streams)
-            guesses += size
-        share = reach * (1 - acceptance)
-        tokens += share * (1 + right)
-        seconds += share * max(done, busy)
+        while guesses < right:  # the token after `right - 1` accepted ones is in a further run
+            run = len(issues)
+            if join or run > 1:
+                drafted += depth * pipeline.draft
+            issue = max(drafted, issues[-1] + step, results[run - credit] if run >= credit else 0.0)
+            step, busy = slot, busy + slot
+            issues.append(issue)
+            results.append(max(issue + way, results[-1] + slot / streams))
+            guesses += depth
+        share = reach * (1.0 - acceptance)
+        tokens += share * (1 + right + hits[right % depth])
+        seconds += share * max(results[-1], busy)
         reach *= acceptance
-    further = gain(acceptance)
+    # Beyond the horizon a streak continues at the pipeline's steady rate.
+    pace = max(slot, depth * pipeline.draft, way / credit) / depth
+    further = acceptance / max(1.0 - acceptance, 1.0 / _LONGEST)
     tokens += reach * (1 + _HORIZON + further)
-    seconds += reach * (max(done, busy) + further * max(slot, per_run) / size)
-    return min(streams * tokens / seconds, streams * size / slot)
+    seconds += reach * (max(results[-1], busy) + further * pace)
+    speed = streams * tokens / seconds
+    return min(speed, streams * size / slot) if streams > 1 else speed
+
+
+@lru_cache(maxsize=4096)
+def _composition(acceptance: float, size: int, alternatives: int, second: float
+                 ) -> tuple[int, tuple[float, ...]]:
+    """The composition of a run of `size` rows that is filled with the most probable tokens.
+
+    Returns the levels of first proposals among them, and for each level how likely an alternative
+    in the same run is the token where the first proposal is wrong.
+    """
+    offers: list[tuple[float, int, float]] = []  # probability, level, of an alternative
+    for level in range(size):
+        reach, left = acceptance**level, 1.0 - acceptance
+        offers.append((reach * acceptance, level, 0.0))
+        for _ in range(alternatives):
+            offers.append((reach * left * second, level, left * second))
+            left *= 1.0 - second
+    offers.sort(key=lambda offer: -offer[0])
+    kept = offers[:size]
+    depth = max(1, len({offer[1] for offer in kept if offer[2] == 0.0}))
+    wrong = max(1.0 - acceptance, 1e-9)
+    return depth, tuple(
+        sum(offer[2] for offer in kept if offer[1] == level) / wrong for level in range(depth)
+    )
 
 
 # --- ranks ------------------------------------------------------------------------------------

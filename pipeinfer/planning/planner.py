@@ -1,10 +1,8 @@
 """Plans which rank holds which layers, from model files, memory and measured speeds.
 
 A plan splits the layers so that the slowest stage is as fast as possible (`partition`). Then it
-checks whether leaving out the slowest ranks, one after another, makes the whole faster. With stage
-times whose sum with the links is L and whose largest is t, a pass that is always followed by
-speculative tokens yields 1 + g tokens in L + g * t, where g = a / (1 - a) is the average number of
-tokens accepted in a row. Reads headers and host facts; loads nothing, sends nothing.
+checks whether leaving out the slowest ranks, one after another, makes the whole faster, as judged
+(`judge`). Reads headers and host facts; loads nothing, sends nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +18,10 @@ from msgspec import Struct, structs
 
 from pipeinfer.backends.factory import backends_of
 from pipeinfer.config import ClusterConfig, JobConfig
-from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.models.cuts import barred
 from pipeinfer.models.layers import cache_bytes, has_latent_cache, per_layer, row_width
 from pipeinfer.nodes import RankInfo
-from pipeinfer.planning.judge import LINK, gain
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import (
     Load,
@@ -222,14 +218,6 @@ def asked_counts(config: ClusterConfig, model: Any, candidates: Sequence[int],
                             "drafts: give it 0, or leave its count out")
         result[slot] = count
     return result
-
-
-def estimate(split: Split, policy: Policy, link: float = LINK,
-             acceptance: float = ACCEPTANCE) -> float:
-    """Return the tokens per second of a split, by the formula in the module docstring."""
-    whole = split.total + link * (len(split.ranges()) + 1)
-    guesses = 0.0 if policy is Policy.ITERATIVE else gain(acceptance)
-    return (1 + guesses) / (whole + guesses * split.slowest)
 
 
 def equal_counts(n_layers: int, members: Sequence[Member]) -> list[int]:

@@ -1,34 +1,28 @@
 """The controller: tunes the policy while it runs, from the measured times of runs and drafts.
 
-The objective is accepted tokens per second, predicted by a small renewal model. At time 0 an
-accepted token is issued. Speculative tokens follow as fast as the draft proposes them and the
-slowest stage takes them. The first wrong one ends the cycle when its predecessor's result is back,
-one pipeline latency after its issue. The speed is the expected number of tokens of a cycle over its
-expected length. Settings that the user gave are left alone. Independent of clocks and clusters:
+The objective is accepted tokens per second, predicted by the model by which layers are planned
+(`planning.judge`). Settings that the user gave are left alone. Independent of clocks and clusters:
 durations come in, a tuning goes out.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Collection, Sequence
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from msgspec import Struct, field, structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
+from pipeinfer.planning.judge import Curve
 from pipeinfer.scheduler.settings import Limits, Tuning, row_price
 from pipeinfer.scheduler.worth import Trial
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: sizes of micro-batches that are compared
 _MEMORY = 0.9  #: weight of the past in a running mean
 _SWITCH = 1.03  #: how much better another setting must look
-_HORIZON = 48  #: speculative tokens of a cycle that are simulated one by one
-_LONGEST = 512  #: assumed maximum of accepted speculative tokens in a row
 _SAMPLES = 8  #: runs before transit times are used: the first ones queue behind the prompt
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
@@ -38,9 +32,6 @@ _LISTEN = 1.0  #: a cutoff that no proposal passes, while calibration of the dra
 NEVER = 1.1  #: a cutoff at which no drafting jobs are started
 #: ablations with which the model's comparison of settings still holds
 TUNABLE = frozenset({Ablation.CANCEL, Ablation.ALTERNATIVES})
-
-
-Curve: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class Timing(Struct, frozen=True):
@@ -63,7 +54,7 @@ class Timing(Struct, frozen=True):
         """Return the time that a run of `rows` rows occupies the slowest stage, in seconds."""
         return self.slowest * judge.relative(self.curve, rows)
 
-    def latency(self, rows: int) -> float:
+    def way(self, rows: int) -> float:
         """Return the time from issue to result in an empty pipeline, in seconds."""
         return self.computed * judge.relative(self.curve, rows) + self.transit
 
@@ -83,9 +74,7 @@ def turns(timing: Timing, acceptance: float, most: int) -> int:
 
 def _paces(timing: Timing, acceptance: float, most: int) -> list[float]:
     """Tokens per second with `take_turns`, for chains of 0, 1, ... `most` speculative tokens."""
-    levels = (acceptance**level for level in range(most + 1))
-    return [expected / (timing.latency(1 + size) + size * timing.draft)
-            for size, expected in enumerate(itertools.accumulate(levels))]
+    return [judge.alternating(timing, acceptance, size) for size in range(most + 1)]
 
 
 def longest(timing: Timing, most: int) -> int:
@@ -139,7 +128,7 @@ def weighed_by(timing: Timing, most: int) -> dict[str, Any]:
     `free_max` and `free_min`, for proposals that no model was evaluated for, contain no drafting
     time.
     """
-    prices, share = costs(timing.curve, most), timing.draft / timing.latency(1)
+    prices, share = costs(timing.curve, most), timing.draft / timing.way(1)
     size, price = longest(timing, most), max(round(share, 3), 0.001)  # 0 would mean: do not judge
     return {"tree_max": size, "draft_max": size, "costs": prices,
             "p_min": least_hope(prices, share), "draft_price": price,
@@ -154,8 +143,8 @@ def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
     Half of what a token costs, in tokens that the same time would yield. Half, because the tokens
     after it may be right, too.
     """
-    seconds = timing.latency(1 + size) + size * timing.draft
-    cost = (seconds - timing.latency(1)) / size
+    seconds = timing.way(1 + size) + size * timing.draft
+    cost = (seconds - timing.way(1)) / size
     tokens = sum(acceptance**level for level in range(size + 1))
     return min(0.4, 0.5 * cost * tokens / seconds)
 
@@ -178,73 +167,11 @@ class Setting(Struct, frozen=True):
 
 def speed(timing: Timing, acceptance: float, setting: Setting, credit: int = 1 << 30,
           alternatives: int = 2, second: float = 0.4) -> float:
-    """Return the expected tokens per second of a setting; see the module docstring.
-
-    timing: of the pipeline
-    acceptance: of first proposals
-    setting: the setting
-    credit: most runs in flight
-    alternatives: most alternatives per position
-    second: how often the next alternative is right where a first proposal is wrong
-    """
+    """Return the expected tokens per second of a setting; arguments as of `judge.overlapping`."""
     if setting.size == 0:
-        return 1.0 / timing.latency(1)
-    depth, hits = _batch(round(acceptance, 2), setting.size, alternatives, round(second, 2))
-    drafted = setting.size * timing.draft
-    rows, guesses = (1 + setting.size, depth) if setting.join else (1, 0)
-    slot, latency = timing.slot(rows), timing.latency(rows)
-    later = timing.slot(setting.size), timing.latency(setting.size)
-    issue = drafted if setting.join else 0.0
-    done = issue + latency
-    issues, results = [issue], [done]
-    reach, tokens, seconds = 1.0, 0.0, 0.0
-    for right in range(_HORIZON):
-        while guesses < right:  # the token after `right - 1` accepted ones is in a further run
-            run = len(issues)
-            if setting.join or run > 1:
-                drafted += depth * timing.draft
-            issue = max(drafted, issues[-1] + slot)
-            if run >= credit:
-                issue = max(issue, results[run - credit])
-            slot, latency = later
-            done = max(issue + latency, results[-1] + slot)
-            issues.append(issue)
-            results.append(done)
-            guesses += depth
-        share = reach * (1.0 - acceptance)
-        tokens += share * (1 + right + hits[right % depth])
-        seconds += share * results[-1]
-        reach *= acceptance
-    # Beyond the horizon a streak continues at the pipeline's steady rate.
-    pace = max(slot, depth * timing.draft, latency / credit) / depth
-    further = acceptance / max(1.0 - acceptance, 1.0 / _LONGEST)
-    tokens += reach * (1 + _HORIZON + further)
-    seconds += reach * (results[-1] + further * pace)
-    return tokens / seconds
-
-
-@lru_cache(maxsize=4096)
-def _batch(acceptance: float, size: int, alternatives: int, second: float
-           ) -> tuple[int, tuple[float, ...]]:
-    """The composition of a run of `size` rows that is filled with the most probable tokens.
-
-    Returns the levels of first proposals among them, and for each level how likely an alternative
-    in the same run is the token where the first proposal is wrong.
-    """
-    offers: list[tuple[float, int, float]] = []  # probability, level, of an alternative
-    for level in range(size):
-        reach, left = acceptance**level, 1.0 - acceptance
-        offers.append((reach * acceptance, level, 0.0))
-        for _ in range(alternatives):
-            offers.append((reach * left * second, level, left * second))
-            left *= 1.0 - second
-    offers.sort(key=lambda offer: -offer[0])
-    kept = offers[:size]
-    depth = max(1, len({offer[1] for offer in kept if offer[2] == 0.0}))
-    wrong = max(1.0 - acceptance, 1e-9)
-    return depth, tuple(
-        sum(offer[2] for offer in kept if offer[1] == level) / wrong for level in range(depth)
-    )
+        return judge.plain(timing, 1, 1)
+    return judge.overlapping(timing, acceptance, setting.size, join=setting.join, credit=credit,
+                             alternatives=alternatives, second=second)
 
 
 def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
@@ -253,18 +180,9 @@ def groups(timing: Timing, width: int, lanes: int) -> tuple[int, ...]:
     timing: of the pipeline
     width: most rows of a run
     lanes: most lanes; the index into the result is the number of lanes minus 1
-
-    All lanes get a token per cycle. A cycle takes the latency of a run, or the time that the
-    slowest stage needs for all of them, whichever is longer.
     """
-    sizes = range(1, min(width, lanes) + 1)
-    costs = {size: (timing.latency(size), timing.slot(size)) for size in sizes}
-
-    def cycle(count: int, size: int) -> float:
-        latency, slot = costs[size]
-        return max(latency, -(-count // size) * slot)
-
-    return tuple(min(range(1, min(count, width) + 1), key=lambda size: cycle(count, size))
+    return tuple(max(range(1, min(count, width) + 1),
+                     key=lambda size: judge.plain(timing, count, size))
                  for count in range(1, lanes + 1))
 
 
@@ -272,7 +190,7 @@ def in_flight(timing: Timing, size: int) -> int:
     """Return the number of runs that fill the pipeline without queueing at its slowest stage, plus
     one.
     """
-    return max(2, math.ceil(timing.latency(size) / max(timing.slot(size), 1e-9)) + 1)
+    return max(2, math.ceil(timing.way(size) / max(timing.slot(size), 1e-9)) + 1)
 
 
 class _Mean(Struct):

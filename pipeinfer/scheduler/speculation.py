@@ -27,7 +27,7 @@ from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import PLANNED, Node
-from pipeinfer.scheduler.worth import MODELS, Entry, Ledger
+from pipeinfer.scheduler.worth import MODELS, Account
 from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
@@ -51,7 +51,7 @@ class Speculation:
         self.hints = None if rows is None else HintRows(rows)
         self._drafts = drafts
         self.calibration = Calibration()
-        self.worth = Ledger(MODELS).of(Entry("models"))
+        self.worth = Account(MODELS)
         self._next_job = 0
         self._open_answers: OrderedDict[int, tuple[Lane, Node]] = OrderedDict()
 

@@ -8,7 +8,6 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.core.policy import Policy
-from pipeinfer.planning import judge as judge_module
 from pipeinfer.planning.judge import (
     Arrangement,
     Judge,
@@ -17,6 +16,7 @@ from pipeinfer.planning.judge import (
     StageTime,
     expected,
     granted,
+    overlapping,
     relative,
     score,
     tokens_per_second,
@@ -92,7 +92,7 @@ def test_by_hand():
     assert arrangement.slot() == pytest.approx(4e-3)
     assert tokens_per_second(arrangement, ONE) == pytest.approx(1 / arrangement.way())
     guessing = LoadMix(Policy.PIPEINFER, acceptance=0.75)
-    assert judge_module._guessing(arrangement, 0.75, 1, 1, False) == pytest.approx(
+    assert overlapping(arrangement, 0.75, 1) == pytest.approx(
         4 / (arrangement.way() + 3 * 4e-3), rel=1e-3)
     assert tokens_per_second(arrangement, guessing) > 4 / (arrangement.way() + 3 * 4e-3)
     slow_draft = Arrangement(arrangement.stages, 0.5e-3, draft=0.1)

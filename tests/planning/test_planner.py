@@ -17,7 +17,6 @@ from msgspec import structs
 from pipeinfer.cli import main, terminal
 from pipeinfer.cluster.placement import members_of
 from pipeinfer.config import ClusterConfig
-from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.lab import forecast
 from pipeinfer.lab.random_model import tiny, write_random_model
@@ -41,7 +40,7 @@ def hosts(*names, **settings):
 
 
 def iterative(split):
-    return planner.estimate(split, Policy.ITERATIVE, 0.0)
+    return 1 / split.total
 
 
 def make(members, n=12, config=None, where=None, head=0.0, predict=iterative):
@@ -228,15 +227,6 @@ def test_the_draft_takes_memory_of_its_host():
     where = hosts("zero", "zero", "one")
     members = members_of([1, 2], [None, None], where, {}, head_bytes=int(3 * GIB))
     assert [member.memory for member in members] == [5 * GIB, 8 * GIB]
-
-
-def test_the_estimate_follows_its_formula():
-    split = planner.measure(load(4), [Member("a", 1.0), Member("b", 3.0)], (3, 1))
-    assert planner.estimate(split, Policy.ITERATIVE, 0.5) == pytest.approx(1 / (3 + 3 + 1.5))
-    fast = planner.estimate(split, Policy.PIPEINFER, 0.5, 0.75)
-    assert fast == pytest.approx((1 + 3) / (7.5 + 3 * 3))
-    assert planner.estimate(split, Policy.PIPEINFER, 0.5, 0.0) == planner.estimate(
-        split, Policy.ITERATIVE, 0.5)
 
 
 # --- the command ------------------------------------------------------------------------------

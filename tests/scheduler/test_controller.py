@@ -34,15 +34,15 @@ def told(limits=LIMITS, timing=EIGHT, pinned=frozenset(), runs=8, **values):
     """A controller that has seen an empty pipeline of that timing."""
     controller = Controller(limits, pinned, timing.curve, **values)
     for _ in range(runs):
-        controller.run_returned(1, timing.slowest, timing.computed, timing.latency(1))
+        controller.run_returned(1, timing.slowest, timing.computed, timing.way(1))
         controller.drafted(1, timing.draft)
     return controller
 
 
 def test_speed_by_hand():
     """Acceptance 0: every cycle is one latency and one token. 1: the slowest stage or the draft."""
-    assert speed(EIGHT, 0.0, Setting(1), second=0.0) == pytest.approx(1 / EIGHT.latency(1))
-    assert speed(EIGHT, 0.5, Setting(0)) == pytest.approx(1 / EIGHT.latency(1))
+    assert speed(EIGHT, 0.0, Setting(1), second=0.0) == pytest.approx(1 / EIGHT.way(1))
+    assert speed(EIGHT, 0.5, Setting(0)) == pytest.approx(1 / EIGHT.way(1))
     assert speed(EIGHT, 1.0, Setting(1)) == pytest.approx(1 / 0.1, rel=0.15)
     slow_draft = structs.replace(EIGHT, draft=0.3)
     assert speed(slow_draft, 1.0, Setting(1)) == pytest.approx(1 / 0.3, rel=0.15)
@@ -207,7 +207,7 @@ def test_advice_in_turns_follows_the_times_and_what_the_user_set():
     priced = told(structs.replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)
     assert priced.costs == costs(FOURS.curve, 7)
     assert (priced.tree_max, priced.draft_max) == (7, 7)  # as many as sure guesses are worth
-    assert priced.p_min == least_hope(priced.costs, FOURS.draft / FOURS.latency(1))
+    assert priced.p_min == least_hope(priced.costs, FOURS.draft / FOURS.way(1))
     pinned = frozenset({"tree_max", "draft_max", "p_min"})
     assert told(limits, FOURS, pinned=pinned).advise(0.7, 0.4) is None
 

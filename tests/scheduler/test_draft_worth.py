@@ -12,7 +12,7 @@ from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.scheduler.events import AbortRequest, Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.worth import MODELS, Account, Entry, Ledger
+from pipeinfer.scheduler.worth import MODELS, Account
 from pipeinfer.strategies.proposers.cascade import Cascade
 
 
@@ -46,17 +46,6 @@ def test_models_are_asked_again_where_the_text_becomes_theirs():
     questions(worth, 1000, right=4)  # the longest rest is shorter
     assert questions(worth, 100, right=4) == 100
     assert questions(worth, 60, right=0) < 60  # and are found out again
-
-
-def test_sources_and_depths_have_accounts_of_their_own():
-    ledger = Ledger(MODELS, rest=3)
-    first, second = (ledger.of(Entry("heads", depth=depth)) for depth in (1, 2))
-    assert [first.ask() for _ in range(4)] == [False, False, False, True]
-    second.rest = 0
-    questions(second, 20, right=0)
-    assert (first.rest, second.rest > 0) == (0, True)
-    assert ledger.of(Entry("heads", depth=1)) is first
-    assert ledger.of(Entry("models")).rest == 3
 
 
 @pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False), (math.inf, False)])

@@ -35,8 +35,9 @@ from pipeinfer.lab.emulation.virtual import (
     no_attention,
     simulate,
 )
+from pipeinfer.planning.judge import Curve
 from pipeinfer.planning.partition import Load, Member, Split, measure, partition
-from pipeinfer.scheduler.controller import NEVER, Controller, Curve, alternatives_for, cutoff
+from pipeinfer.scheduler.controller import NEVER, Controller, alternatives_for, cutoff
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 
 CHUNK = 64
