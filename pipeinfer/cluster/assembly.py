@@ -18,7 +18,6 @@ from functools import partial
 import msgspec
 from msgspec import Struct, field, structs
 
-from pipeinfer.cluster.greeting import greet
 from pipeinfer.cluster.shard_transfer import Sender, SourceOf
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
@@ -30,6 +29,7 @@ from pipeinfer.core.control import (
     Rehearse,
     Setup,
     ShardWanted,
+    Standing,
 )
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import ShardHave, Tag
@@ -53,6 +53,7 @@ from pipeinfer.planning.regrid import GridRoom, regrid
 from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
+from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch
 from pipeinfer.transport.base import Layout, Port
 
 
@@ -104,6 +105,8 @@ class Terms(Struct, frozen=True):
     row_cost: float
     curve: tuple[tuple[int, float], ...]
 
+
+_PATIENCE = 10.0  #: most seconds for the message: nothing is computed
 
 ProgressHook = Callable[[dict[int, StageState]], None]
 SetupOf = Callable[[Holding], Setup]
@@ -493,3 +496,29 @@ class Assembly:
                 state.phase, state.ready = "ready", news
         if self._progress is not None:
             self._progress(self.states)
+
+
+def greet(port: Port, grid: Grid, timeout: float) -> None:
+    """Send a message through all stages and wait until every node has received it, so that a cut
+    link is found before a client's stream depends on it.
+
+    timeout: seconds.
+    Raises LinkCut, TransportTimeout, and what `take_result` raises.
+    """
+    watch, began = LinkWatch(port, grid, min(_PATIENCE, UNDER_WAY * timeout)), time.monotonic()
+    watch.greet()
+    while not watch.all_reached:
+        envelope = take_result(port)
+        if envelope is not None:
+            if isinstance(envelope.message, Standing):
+                watch.hear(envelope.message)
+            continue
+        seconds = time.monotonic() - began
+        if (link := watch.turn()) is not None:
+            source, target = map(port.rank_of, link)
+            raise LinkCut(source, target, seconds)
+        if seconds > timeout:
+            missing = port.rank_of(watch.first_missing or 0)
+            raise TransportTimeout(rank=0, peer=missing, tag="Standing",
+                                   run_id=None, seconds=timeout)
+        port.wait(0.2)

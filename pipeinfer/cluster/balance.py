@@ -15,10 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from pipeinfer.cluster.job import RunningJob
 from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
@@ -27,6 +27,9 @@ from pipeinfer.planning.pace import Share, StagePace
 from pipeinfer.planning.partition import SAME_SPEED
 from pipeinfer.planning.replan import Holding, MoveVerdict
 from pipeinfer.planning.wide import is_cut, stages_of
+
+if TYPE_CHECKING:
+    from pipeinfer.cluster.session import Session
 
 ASKED = 1.03  #: least gain, since times are not exact
 _LOOKS = 3  #: successive checks that must find a slow stage before an automatic move
@@ -60,7 +63,7 @@ class PlannedMove(Struct, frozen=True):
 class Balance:
     """Rebalances one session; see the module docstring."""
 
-    session: RunningJob
+    session: Session
     _trial: PlannedMove | None = None  # to be verified
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0

@@ -23,7 +23,6 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import Measured, TestLinks
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import (
-    PipeinferError,
     PlanError,
     RankLost,
     UnsupportedArchitecture,
@@ -31,7 +30,6 @@ from pipeinfer.errors import (
 )
 from pipeinfer.host import Place
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
-from pipeinfer.models.slice_parts import Slice, check_fits, sizes_of
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.grids import GridPlan, shape
 from pipeinfer.planning.judge import LoadMix
@@ -43,7 +41,7 @@ from pipeinfer.planning.teams import SumCost
 from pipeinfer.planning.wide import Teams, combined, stages_of, teams_of, widths_of
 
 Hosts = Sequence[RankInfo]
-_FORMAT = 1
+_FORMAT = 2  #: raise it when layers are cut otherwise
 _GAIN_WORTH_SAYING = 1.1  #: times the plain pipeline's speed
 
 
@@ -253,10 +251,7 @@ class _Note(Struct, frozen=True):
 def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], users: int = 1
                 ) -> GridChoice | None:
     """Return the stored choice for this model and this number of users on the hosts of these ranks,
-    None if there is none.
-
-    Raises PlanError if it does not fit any more.
-    """
+    None if there is none."""
     value = recall(_path(model, hosts, ranks, users))
     try:
         note = msgspec.convert(value, _Note)
@@ -265,7 +260,6 @@ def recall_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], use
     day = time.strftime("%Y-%m-%d", time.localtime(note.when))
     if not note.stages:
         return GridChoice(None, day=day)
-    _check(model, hosts, ranks, note.stages)
     teams = Teams(tuple(tuple(ranks[place] for place in one.places) for one in note.stages),
                   tuple((1.0,) * len(one.cut) for one in note.stages))
     return GridChoice(teams, tuple(one.layers for one in note.stages),
@@ -285,53 +279,7 @@ def keep_grid(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], plan:
 def _path(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], users: int = 1
           ) -> Path:
     """Return the file for this model, the hosts of these ranks and the number of users."""
-    identity = (_FORMAT, model.fingerprint, [hosts[rank].host for rank in ranks],
-                *([users] if users > 1 else ()))
+    identity = (_FORMAT, model.fingerprint, users,
+                [(hosts[rank].host, group_of(hosts[rank])) for rank in ranks])
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
     return cache_directory() / f"grid-{digest}.json"
-
-
-def _check(model: Any, hosts: Sequence[RankInfo], ranks: Sequence[int], stages: Sequence[_Stage]
-           ) -> None:
-    """Raise PlanError unless these stages are possible with these ranks."""
-    places = [place for one in stages for place in one.places]
-    if len(set(places)) != len(places) or not all(0 <= place < len(ranks) for place in places):
-        raise PlanError("it names ranks that are not there")
-    if sum(one.layers for one in stages) != model.n_layers:
-        raise PlanError("it has other layers than the model")
-    for one in stages:
-        groups = {group_of(hosts[ranks[place]]) for place in one.places}
-        if len(groups) > 1:
-            raise PlanError("a stage would have members of different groups of the nodes file")
-        if len(one.cut) < len(one.places) and (one.cut or len(one.places) != 1):
-            raise PlanError("a member would have no slice")
-        try:
-            _check_cut(model, [Slice.parse(name) for name in one.cut])
-        except PipeinferError as error:
-            raise PlanError(str(error)) from None
-
-
-def _check_cut(model: Any, cut: Sequence[Slice]) -> None:
-    """Raise PlanError unless the slices are all of the model, in order."""
-    if not cut:
-        return
-    sizes = sizes_of(model)
-    mixture, expert, column = sizes.mixture, 0, 0
-    at: tuple[int, ...] = (0,) * 5
-    for piece in cut:
-        check_fits(model, piece)
-        dense = piece.ff if mixture is None or sizes.both else (0, 0)
-        own = (dense, sizes.queries(piece), piece.vocab,
-               sizes.shared(piece) or (at[3], at[3]), piece.delta or (0, 0))
-        columns, among = piece.expert_columns, sizes.among(piece)
-        if tuple(begin for begin, _ in own) != at or (
-                mixture is not None and (columns[0], among[0]) != (column, expert)):
-            raise PlanError("its slices are not all of the model")
-        at, column = tuple(end for _, end in own), columns[1]
-        if mixture is not None and column == mixture.columns:  # the next has other experts
-            column, expert = 0, among[1]
-    dense_size = sizes.ff if mixture is None or sizes.both else 0
-    if at != (dense_size, sizes.heads, sizes.vocab, 0 if mixture is None else mixture.shared,
-              0 if sizes.delta is None else sizes.delta.keys) or (
-            mixture is not None and (column, expert) != (0, mixture.count)):
-        raise PlanError("its slices are not all of the model")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
-from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
+from pipeinfer.cluster.assembly import Assembly, ProgressHook
 from pipeinfer.cluster.draft_ranks import sliced
 from pipeinfer.cluster.placement import Survey
 from pipeinfer.cluster.proposers import load_proposers
@@ -35,8 +35,6 @@ from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.replan import Holding
 from pipeinfer.runtime.draft_worker import Drafts
-from pipeinfer.runtime.head import Head
-from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
 from pipeinfer.transport.base import Port
 
@@ -153,23 +151,3 @@ class LoadedCluster(Struct, frozen=True):
                               self.port, self.hosts, self.vocabulary,
                               lambda: tuple(one.rank for one in assembly.held) if assembly else ())
 
-
-class RunningJob(Protocol):
-    """The parts of a session that measure layers and move them; see `Session` for each."""
-
-    config: JobConfig
-    loaded: LoadedCluster
-    assembly: Assembly
-    hosts: list[RankInfo]
-    head: Head
-    limits: Limits
-    draft: Drafts | None
-    notes: list[str]
-    first: Terms
-
-    @property
-    def plan(self) -> Plan:
-        """The assignment of layers at the start."""
-
-    def resume(self) -> None:
-        """Replay open requests over the present stages."""

@@ -34,9 +34,8 @@ from pipeinfer.cluster.notes import (
     taking_turns,
     why,
 )
-from pipeinfer.cluster.policy_choice import for_chains
 from pipeinfer.cluster.proposers import remotes_of, sources_of
-from pipeinfer.cluster.resolve import choose
+from pipeinfer.cluster.resolve import choose, for_chains
 from pipeinfer.cluster.shutdown import fatal
 from pipeinfer.cluster.sizing import (
     NO_MODEL,

@@ -209,8 +209,8 @@ class Head:
             self._attach()
 
     def take_runs(self) -> list[dict[str, Any]]:
-        """Return what runs did since the last call (`run_log.RunWatch`); empty unless observed."""
-        return [] if self._live is None else self._live.watch.take()
+        """Return what runs did since the last call; empty unless observed."""
+        return [] if self._live is None else self._live.take()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of the scheduler (`Scheduler.snapshot`), with seconds of work so far."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from typing_extensions import override
 
@@ -15,10 +16,11 @@ from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import RunCancelled, RunFinished
 from pipeinfer.planning.load_seen import LoadWatch
 from pipeinfer.planning.pace import StagePace
-from pipeinfer.runtime.run_log import RunWatch, fate
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.lanes import Run
 from pipeinfer.scheduler.scheduler import Scheduler
+
+_MOST_ITEMS = 20_000  #: reports that wait to be taken; older ones are lost
 
 
 class RunObserver:
@@ -86,24 +88,58 @@ class RunTrace(RunObserver):
 
 
 class LiveRuns(RunObserver):
-    """Feeds a `RunWatch` while a client observes the runs."""
+    """The log of runs for a client such as `pipeinfer timeline`: issued, returned, decided. It is
+    recorded only while it is observed."""
 
     def __init__(self) -> None:
-        self.watch = RunWatch()
+        self._items: list[dict[str, Any]] = []
+        self._open: dict[int, Run] = {}
 
     @override
     def issued(self, run: Run, when: float) -> None:
-        self.watch.issued(run, when)
+        self._open[run.run_id] = run
+        guesses = run.guesses
+        kind = "prompt" if run.chunk else "guess" if run.hint else "token" if not guesses else \
+            "guess" if guesses == len(run.nodes) else "mixed"
+        self._items.append({
+            "id": run.run_id, "requests": [lane.request.request_id for lane in run.lanes],
+            "rows": run.n_rows, "kind": kind, "issued": when})
 
     @override
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
         del run
-        self.watch.back(message.run_id, when, message.spans,
-                        skipped=isinstance(message, RunCancelled))
+        if message.run_id in self._open:
+            self._items.append({
+                "id": message.run_id, "done": when, "skipped": isinstance(message, RunCancelled),
+                "spans": [[start, seconds, "computed" if seconds > 0 else "skipped", waited]
+                          for start, seconds, waited in message.spans]})
 
     @override
     def restarted(self) -> None:
-        self.watch = RunWatch()
+        self._items.clear()
+        self._open.clear()
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the reports since the last call, in order. A run's fate is reported once it is
+        decided."""
+        for run_id, run in list(self._open.items()):
+            if not run.in_flight and (
+                    run.chunk or all(n.accepted or not n.alive for n in run.nodes)):
+                del self._open[run_id]
+                self._items.append({"id": run_id, "fate": fate(run)})
+        items, self._items = self._items[-_MOST_ITEMS:], []
+        return items
+
+
+def fate(run: Run) -> str:
+    """Return what became of a run's tokens, as one or two words."""
+    if run.chunk:
+        return "prompt"
+    guesses = [node for node in run.nodes if node.speculative]
+    if not guesses:
+        return "non-speculative"
+    right = sum(node.accepted for node in guesses)
+    return "accepted" if right == len(guesses) else "partly accepted" if right else "rejected"
 
 
 class StageTimes(RunObserver):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeinfer.cluster.assembly import Assembly
-from pipeinfer.cluster.greeting import greet
+from pipeinfer.cluster.assembly import Assembly, greet
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.cluster.comparable import check_ablation
+from pipeinfer.cluster.resolve import check_ablation
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UsageError

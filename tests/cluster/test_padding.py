@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.cluster.notes import doubts, doubts_about
-from pipeinfer.cluster.policy_choice import for_chains, on_gpus
+from pipeinfer.cluster.resolve import for_chains, on_gpus
 from pipeinfer.cluster.session import Session
 from pipeinfer.cluster.sizing import ids_for, kept_for
 from pipeinfer.config import JobConfig

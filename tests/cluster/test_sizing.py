@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.cluster import features
 from pipeinfer.cluster.draft_ranks import PlacedProposer
 from pipeinfer.cluster.notes import doubts
-from pipeinfer.cluster.policy_choice import choose_policy, with_usual
+from pipeinfer.cluster.resolve import choose_policy, with_usual
 from pipeinfer.cluster.sizing import (
     cancel_path,
     cells_for,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from pipeinfer.cluster.turns import takes_turns
+from pipeinfer.cluster.resolve import takes_turns
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.strategies.registry import job_config
 
