@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 from msgspec import Struct, field, structs
@@ -49,7 +48,6 @@ from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.links import left_out
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
-from pipeinfer.planning.regrid import GridRoom, regrid
 from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
@@ -234,22 +232,11 @@ class Assembly:
             return
         self._note(began, set(), why, before)
 
-    def better(self, seconds: Sequence[float], sums: Sequence[float],
-               shares: Mapping[tuple[str, ...], Sequence[float]], judge: Judge) -> MoveVerdict:
-        """Look for a better split of whole layers, or for better places for slices.
-
-        seconds: the present time that each member computes for a run.
-        sums: of each stage, the seconds of its sums in a run.
-        shares: by cut, the cost of each of its slices.
-        """
-        rooms = self._rooms(self.held)
-        if not is_cut(self.held):
-            return rebalance(self._load, rooms, self.held, seconds, self.spares, judge,
-                             self.returning)
-        return regrid(self._load, self.held, seconds, GridRoom(
-            shares, {rank: room.memory for rank, room in rooms.items()}, self._bytes_of,
-            {one.rank: (group_of(one), one.asked_backend) for one in self._hosts}, self.spares,
-            self._load.barred), partial(judge.rate, sums=sums))
+    def better(self, seconds: Sequence[float], judge: Judge) -> MoveVerdict:
+        """Look for a better split of whole layers. seconds: present times of the stages for a
+        run."""
+        return rebalance(self._load, self._rooms(self.held), self.held, seconds, self.spares, judge,
+                         self.returning)
 
     @property
     def returning(self) -> tuple[int, ...]:

@@ -1,13 +1,12 @@
-"""Moves layers or slices to other ranks while a job runs, and undoes moves that do not pay.
+"""Moves layers to other ranks while a job runs, and undoes moves that do not pay.
 
     judge     estimate the speed of each assignment from the measured times of the stages
               (without their wait for shared cores) and from the observed load
     move      ranks that become idle lend their cores to the ranks of their host that stay
     verify    after enough runs over the new stages, compare the speed; move back if it is lower
 
-A rank without layers may get some again. Slices of wide stages move between ranks and are never
-cut again. A move that was undone is not tried again for a while. This module uses
-no HTTP and no engine.
+A rank without layers may get some again. Slices of wide stages stay where they are. A move that was
+undone is not tried again for a while. This module uses no HTTP and no engine.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from msgspec import Struct, structs
 from pipeinfer.cluster.placement import judge_of
 from pipeinfer.planning.judge import Judge, expected, granted
 from pipeinfer.planning.load_seen import Seen
-from pipeinfer.planning.measured_grid import slice_shares
 from pipeinfer.planning.pace import Share, StagePace
-from pipeinfer.planning.partition import SAME_SPEED
 from pipeinfer.planning.replan import Holding, MoveVerdict
-from pipeinfer.planning.wide import is_cut, stages_of
+from pipeinfer.planning.wide import is_cut
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.session import Session
@@ -113,13 +110,13 @@ class Balance:
             how = "by what stages take"
         if found >= _LOST:
             self._failed.pop(held, None)
-            text = (f"the {self._noun} in their new places run at {found:.2f} times the old speed "
+            text = (f"the layers in their new places run at {found:.2f} times the old speed "
                     f"({how}; promised {trial.gain:.2f})")
             session.notes.append(text)
             return text
         wait = 2 * self._failed.get(held, (0.0, _AGAIN / 2))[1]
         self._failed[held] = (time.monotonic() + wait, wait)
-        self._move(trial.before, f"{self._noun} back where they were: {found:.2f} times the speed "
+        self._move(trial.before, f"layers back where they were: {found:.2f} times the speed "
                    f"instead of the {trial.gain:.2f} that was promised ({how})",
                    trial.threads_before)
         return str(session.assembly.changes[-1])
@@ -160,37 +157,27 @@ class Balance:
     # --- steps --------------------------------------------------------------------------------
 
     def _movable(self) -> bool:
-        """Whether layers or slices can be moved at all, and enough is measured."""
+        """Whether layers can be moved at all, and enough is measured."""
         session, assembly = self.session, self.session.assembly
         alone = len(assembly.held) == 1 and not assembly.returning
-        return session.head.times.pace.known and not alone
-
-    @property
-    def _noun(self) -> str:
-        return "slices" if is_cut(self.session.assembly.held) else "layers"
+        return session.head.times.pace.known and not alone and not is_cut(assembly.held)
 
     def _rate(self, judge: Judge) -> float:
         """Tokens per second of the present stages, estimated from their present times."""
-        teams = stages_of(self.session.assembly.held)
-        pace = self.session.head.times.pace
-        left = iter(pace.computing)
-        return judge.rate([max(next(left) for _ in team) for team in teams],
-                          [[one.rank for one in team] for team in teams], pace.sums, now=True)
+        return judge.rate(self.session.head.times.pace.seconds,
+                          [[one.rank] for one in self.session.assembly.held], now=True)
 
     def _better(self, need: float) -> PlannedMove | None:
         """Return an assignment with at least `need` times the speed, or None."""
         assembly, pace = self.session.assembly, self.session.head.times.pace
         judge, seen = self.judge()
-        shares = {cut: slice_shares(self.session.loaded.job.model, cut)
-                  for cut in {one.cut for one in assembly.held if one.cut}}
-        verdict = assembly.better(pace.computing, pace.sums, shares, judge)
+        verdict = assembly.better(pace.seconds, judge)
         held = verdict.held
         if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):
             return None
         ranks = [holding.rank for holding in held]
         threads = granted(judge.seats, judge.cores, ranks) if judge.grows else {}
-        why = _why(judge, verdict, pace, cut=is_cut(held)) + _idle(
-            assembly.held, held, threads, judge)
+        why = _why(judge, verdict, pace) + _idle(assembly.held, held, threads, judge)
         return PlannedMove(held, verdict.gain, why, threads, assembly.held, assembly.threads,
                     self._rate(judge), seen, judge)
 
@@ -198,7 +185,7 @@ class Balance:
         """Whether an automatic move should be considered: for a while, one stage has been slower
         relative to its best than the others, or a rank has been idle. If all stages slow down
         alike, moving layers does not help."""
-        slowdown = pace.member_slowdown()
+        slowdown = pace.drift
         slower = max(slowdown)
         if len(slowdown) > 1:
             slower /= min(slowdown)
@@ -214,20 +201,11 @@ class Balance:
         self.session.resume()
 
 
-def _why(judge: Judge, verdict: MoveVerdict, pace: StagePace, *, cut: bool) -> str:
-    streams = max(mix.streams for mix in judge.mixes)
-    if cut:
-        what = "slices moved between ranks"
-        slowest = max(verdict.speeds, key=lambda rank: verdict.speeds[rank])
-        times = verdict.speeds[slowest] / min(verdict.speeds.values())
-        why = f"rank {slowest} takes {times:.1f} times as long for the same work as the fastest" \
-            if times > SAME_SPEED else "ranks are about equally fast now"
-    else:
-        what, times = "layers redistributed", max(pace.slowdown)
-        stage = pace.slowdown.index(times) + 1
-        why = f"stage {stage} takes {times:.1f} times as long as at its best"
-    return (f"{what} for {verdict.gain:.2f} times the speed with "
-            f"{streams} request{'s' * (streams != 1)} at once ({why})")
+def _why(judge: Judge, verdict: MoveVerdict, pace: StagePace) -> str:
+    streams, times = max(mix.streams for mix in judge.mixes), max(pace.slowdown)
+    return (f"layers redistributed for {verdict.gain:.2f} times the speed with "
+            f"{streams} request{'s' * (streams != 1)} at once (stage "
+            f"{pace.slowdown.index(times) + 1} takes {times:.1f} times as long as at its best)")
 
 
 def _idle(before: Sequence[Holding], after: Sequence[Holding], threads: Mapping[int, int],

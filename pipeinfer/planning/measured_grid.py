@@ -13,13 +13,13 @@ from msgspec import structs
 
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
-from pipeinfer.models.slice_parts import Sizes, Slice, is_whole, most_by_columns, sizes_of
+from pipeinfer.models.slice_parts import Sizes, is_whole, most_by_columns, sizes_of
 from pipeinfer.planning.grid_cluster import Cluster
 from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member
-from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire, busiest
+from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire
 
 _ROWS = (2, 4, 8)  #: points of the curve that is made of a measured row cost
 
@@ -80,23 +80,6 @@ def _read_bytes(model: ModelFile | ModelDir, sizes: Sizes) -> tuple[float, float
             keys += size
     count = model.n_layers if every else 1
     return heads / count, keys / count, whole / count, columns / count
-
-
-def slice_shares(model: ModelFile | ModelDir, cut: Sequence[str]) -> list[float]:
-    """Return the share of a layer's work of each slice; more than 1 together if heads are
-    repeated."""
-    sizes, whole = sizes_of(model), cut_from(model)
-    found = []
-    for piece in map(Slice.parse, cut):
-        low, high = sizes.queries(piece)
-        keys = (piece.heads[1] - piece.heads[0]) / sizes.kv_heads
-        columns, mixture = piece.expert_columns, sizes.mixture
-        feed = (columns[1] - columns[0]) / (sizes.ff if mixture is None else mixture.columns)
-        if mixture is not None and piece.among is not None:
-            feed *= busiest(round(mixture.count / (piece.among[1] - piece.among[0])), mixture.drawn)
-        found.append((whole.attention - whole.kv) * (high - low) / sizes.heads + whole.kv * keys
-                     + (1 - whole.attention - whole.whole) * feed + whole.whole)
-    return found
 
 
 def network_of(ranks: Sequence[int], links: Sequence[Mapping[str, float]]) -> Network:

@@ -53,7 +53,6 @@ class StagePace:
         self._shares = shares or [Share(str(stage)) for stage in range(self._n)]
         self._cores, self._planned = cores or {}, planned
         self._best = [float("inf")] * self._n
-        self._best_of_members: dict[int, float] = {}
         self._lately: list[float] = [0.0] * self._n
         self._counted = self._seen = 0
         self._rows, self._costs = zip(*((1, 1.0), *curve), strict=True)
@@ -113,41 +112,20 @@ class StagePace:
         return found if some else []
 
     @property
-    def computing(self) -> list[float]:
-        """The seconds of computing of each node in a run of one row."""
-        return [computing for computing, _ in self.members] or self.seconds
-
-    @property
-    def sums(self) -> list[float]:
-        """The seconds that a run of one row spends in the sums of each stage: the wait of its
-        least waiting member."""
-        waits = [waiting for _, waiting in self.members] or [0.0] * self._grid.n_nodes
-        return [min(waits[node - 1] for node in self._grid.members(stage))
-                for stage in range(1, self._n + 1)]
-
-    @property
     def slowdown(self) -> list[float]:
         """The time of each stage relative to its best, or where that is more, to the plan: how
         much more than the plan it takes than the stage that keeps to it best. 1 until known."""
-        drift = self._drift()
+        drift = self.drift
         if len(self._planned) != self._n or not self.settled or min(self.seconds) <= 0:
             return drift
         times = [now / planned for now, planned in zip(self.seconds, self._planned, strict=True)]
         return [max(one, time / min(times)) for one, time in zip(drift, times, strict=True)]
 
-    def _drift(self) -> list[float]:
+    @property
+    def drift(self) -> list[float]:
+        """The time of each stage relative to its best; 1 until known."""
         return [now / best if 0 < best < float("inf") else 1.0
                 for now, best in zip(self.seconds, self._best, strict=True)]
-
-    def member_slowdown(self) -> list[float]:
-        """Return the computing time of each node relative to its best at earlier calls; that of
-        the stages until members have reported."""
-        if not self.members or min(self.seconds) <= 0:
-            return self._drift()
-        now = self.computing
-        for node, took in enumerate(now):
-            self._best_of_members[node] = min(took, self._best_of_members.get(node, took))
-        return [took / self._best_of_members[node] for node, took in enumerate(now)]
 
     def _figures(self) -> list[float]:
         every = [spans for _, spans in self._runs] + list(self._others)

@@ -136,14 +136,10 @@ def _arranged(load: Load, members: Mapping[int, Member], order: Sequence[Holding
 
 
 class MoveVerdict(Struct, frozen=True):
-    """The best stages, and their judged speed relative to the present one.
-
-    speeds: seconds per cost of each rank on its own cores, measured or assumed.
-    """
+    """The best stages, and their judged speed relative to the present one."""
 
     held: tuple[Holding, ...]
     gain: float
-    speeds: Mapping[int, float]
 
 
 def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding],
@@ -187,7 +183,7 @@ def rebalance(load: Load, members: Mapping[int, Member], held: Sequence[Holding]
                     best = tuple(Holding(chosen[i], start, stop)
                                  for i, start, stop in split.ranges())
                     gain = faster
-    return MoveVerdict(best, gain, known)
+    return MoveVerdict(best, gain)
 
 
 def fold(before: Collection[int], after: Collection[int], speeds: Mapping[int, float]) -> float:

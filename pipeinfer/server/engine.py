@@ -134,8 +134,8 @@ class Engine:
     def _stays(self, verb: str) -> str:
         """Return the message for a rebalance that moves nothing."""
         if is_cut(self._session.assembly.held):
-            return (f"the slices {verb} where they are: no other places for them are faster, and "
-                    "they are never cut again while a job runs")
+            return (f"the slices {verb} where they are while a job runs: start it again with "
+                    "--grid auto --set remeasure=true")
         return f"the layers {verb} as they are: no other plan is faster"
 
     def _submit(self, frame: Submit) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 
 import pytest
 
 from tests.mpi.test_jobs import PROGRAMS
 from tests.rig import launch
-from tests.rig.served import serve
 from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -41,33 +39,3 @@ def test_no_move_of_slices_or_layers_changes_a_token(tmp_path, np, config, moves
     assert found["moved"] == found["plain"]
     assert len(found["plain"]) == 60
     assert (found["left"], found["changes"]) == (0, ["a test"] * len(moves))
-
-
-@pytest.mark.full("moves between ranks beside it, when and where to in "
-                  "tests/cluster/test_balance.py")
-def test_a_slow_members_slice_is_moved_while_requests_run():
-    """Rank 1 has three quarters of the columns and becomes slow: asked, the server moves slices."""
-    body = {"prompt": "def f(", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-    options = ("-c", "1024", "-t", "1", "--speculation", "off", "--grid", "1x2", "--slices", "3:1")
-    with serve(3, *options, "-np", "2", "--hook", "fault=slow@1:ms=5") as server:
-        server.wait_until_ready()
-        before = server.get("/props")[1]["pipeinfer"]["stages"]
-        texts, found = [], {"changed": False}
-        for turn in range(7):
-            asking = [threading.Thread(target=lambda: texts.append(
-                server.post("/v1/completions", body)[1]["choices"][0]["text"])) for _ in range(2)]
-            for one in asking:
-                one.start()
-            if turn:  # the first ones show what the members take
-                found = server.post("/rebalance", {})[1]
-            for one in asking:
-                one.join(60)
-            if found["changed"]:
-                break
-        assert found["changed"], found
-        assert "slices moved between ranks" in found["message"]
-        held = [[(one["rank"], one["weight_bytes"]) for one in stages]
-                for stages in (before, found["stages"])]
-        assert held[0] != held[1]
-        assert len(set(texts)) == 1
-        assert server.health()[1]["recoveries"] == 0

@@ -62,7 +62,7 @@ def test_requests_shorter_than_a_span_are_added_up_and_prompts_do_not_count(gues
         for kind in counts:
             counts[kind] += found[kind]
     assert counts[guessing > plain] > 0.85 * 4000
-    (account,) = trial._accounts.accounts.values()
+    (account,) = trial._accounts.values()
     assert account.plain == pytest.approx(plain)
 
 
