@@ -80,19 +80,6 @@ class SchedulerSetup(Struct, frozen=True):
     controller: Controller | None
 
 
-class Sharing(Struct, frozen=True):
-    """The cores that draft and stages share.
-
-    contended: whether a stage computes on a host of the draft, which may slow it down.
-    draft_share: the draft's bytes of weights relative to those of rank 0's only stage (or part of
-        it), or of all stages where all ranks take turns: about the time of a proposal relative to
-        a token. 0 elsewhere.
-    """
-
-    contended: bool
-    draft_share: float
-
-
 @dataclass(slots=True)
 class Session:
     """A running cluster; see the module docstring.
@@ -115,7 +102,7 @@ class Session:
     notes: list[str]
     load_seconds: float
     first: Terms
-    sharing: Sharing
+    draft_share: float
     fatal: str
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     on_loss: Callable[[Loss], None] = lambda _: None
@@ -298,7 +285,7 @@ class Session:
 
     def _settings(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return scheduler_setup(self.loaded, self.assembly, self.first, config, policy,
-                     self.sharing)
+                     self.draft_share)
 
 
 def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
@@ -319,7 +306,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     remotes = remotes_of(worker)
     used = [] if worker is None else [one for one in job.proposers if one.resource or one.ranks]
     name = min(used, key=lambda one: (bool(one.taps), bool(one.ranks))).name if used else ""
-    sharing = _sharing(job, assembly, hosts, worker)
+    share = _draft_share(job, assembly, hosts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts),
              *unmet(config, hosts), *job.survey.notes, *further,
              *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
@@ -329,7 +316,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
              *doubts(config.speculation, job), *map(str, assembly.changes),
              *doubts_about(config.model, job, assembly)]
     first = assembly.terms
-    setup = scheduler_setup(loaded, assembly, first, config, job.policy, sharing)
+    setup = scheduler_setup(loaded, assembly, first, config, job.policy, share)
     scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None)
     head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
                 trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
@@ -337,7 +324,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
         name, notes, time.monotonic() - started, first,
-        sharing, fatal(place))
+        share, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()
     session.watch_draft()
@@ -369,7 +356,7 @@ def scheduler_setup(
     first: Terms,
     config: JobConfig,
     policy: Policy,
-    sharing: Sharing,
+    draft_share: float,
 ) -> SchedulerSetup:
     """Compute the scheduler's settings for the present stages. first: see `Session`."""
     job = loaded.job
@@ -379,7 +366,7 @@ def scheduler_setup(
     rows = None if policy is Policy.ITERATIVE else row_proposer(
         config.speculation, loaded.tokenizer.n_vocab, loaded.prompt_id, first.curve, exact)
     alone = rows is None and not config.speculation.decomposer
-    draft_share = sharing.draft_share if alone else 0.0
+    draft_share = draft_share if alone else 0.0
     limits, pinned = limits_for(
         config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=loaded.chunk,
         exact=exact or job.width,
@@ -391,24 +378,26 @@ def scheduler_setup(
         limits = structs.replace(limits, chains=True, partitions=0,
                                  kept=kept_for(config.speculation, chains=True))
     controller = controller_for(
-        config.speculation, limits, pinned, first.curve, loaded.spare,
-        contended=sharing.contended, draft_share=draft_share)
+        config.speculation, limits, pinned, first.curve, loaded.spare, draft_share)
     return SchedulerSetup(limits if controller is None else controller.limits, rows, controller)
 
 
-def _sharing(job: Job, assembly: Assembly, hosts: list[RankInfo],
-             worker: Drafts | None) -> Sharing:
+def _draft_share(job: Job, assembly: Assembly, hosts: list[RankInfo],
+                 worker: Drafts | None) -> float:
+    """Return the draft's bytes of weights relative to those of rank 0's only stage (or part of
+    it), or of all stages where all ranks take turns: about the time of a proposal relative to a
+    token. 0 where they do not compute on the same cores in turn."""
     config = job.config.model
     stages, remotes = assembly.ready.values(), remotes_of(worker)
     where = {hosts[rank].host for one in remotes if not one.free for rank in one.ranks}
     if worker is not None and worker.local:
         where.add(hosts[0].host)
-    contended = any(one.host in where for one in stages)
     inside = [one for one in remotes if isinstance(one, SlicedDraft)]
     alone = job.turns or inside or (not remotes and assembly.grid.n_stages == 1 and any(
         holding.rank == 0 for holding in assembly.held))
-    if not (contended and alone) or config.gpu_layers or config.device not in ("", "auto", "cpu"):
-        return Sharing(contended, 0.0)
+    if not (alone and any(one.host in where for one in stages)) or config.gpu_layers \
+            or config.device not in ("", "auto", "cpu"):
+        return 0.0
     weights = sum(one.weight_bytes for one in stages if job.turns or inside or one.rank == 0)
     own = sum(one.reads for one in job.evaluated)  # of slices as of the whole: all have a part
-    return Sharing(contended, max(own / max(weights, 1), NO_MODEL))
+    return max(own / max(weights, 1), NO_MODEL)

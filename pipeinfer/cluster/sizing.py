@@ -32,7 +32,6 @@ from pipeinfer.scheduler.controller import (
     weighed_by,
 )
 from pipeinfer.scheduler.settings import PUBLISHED, Limits, lanes_per_response
-from pipeinfer.scheduler.worth import OVERLAP, TURNS, Trial
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
@@ -44,9 +43,6 @@ _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
 _USUAL = 0.7  #: acceptance that is expected of a draft
-_CHEAP = 0.05  #: of a token's time: a draft up to this cost is tried even if it rarely pays
-_HOPED, _DOUBTED = 96, 192  #: tokens with and without speculation before the contrary is tried,
-#: where it is expected to pay or not
 _FURTHER_IDS = 3  #: ids that a backend adds for its own use, at most
 
 
@@ -304,38 +300,28 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, fre
 
 
 def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[str], curve: Curve,
-                   cells: int, *, contended: bool = False, draft_share: float = 0.0
-                   ) -> Controller | None:
+                   cells: int, draft_share: float = 0.0) -> Controller | None:
     """Return the controller that tunes the limits, None with `adapt=false` or nothing to tune.
 
     pinned: names of limits that stay. cells: beyond the context; half of them are for live
-        speculative tokens. contended: whether the draft takes cores from stages.
+        speculative tokens.
     draft_share: see `limits_for`.
     """
-    trial = contended and limits.speculates and config.speculation == "auto" \
-        and "path_min" not in pinned
-    judge = Trial(OVERLAP) if trial else None
-    if judge is not None and limits.take_turns:
-        judge = trial_of_turns(curve, draft_share, limits, free=registry.free(config))
-        if not judge.speculate:
-            limits = structs.replace(limits, path_min=NEVER)
-    controller = Controller(limits, pinned, curve, cells // 2, judge, draft_share)
+    if limits.take_turns and limits.speculates and config.speculation == "auto" \
+            and "path_min" not in pinned \
+            and never_pays(curve, draft_share, limits, free=registry.free(config)):
+        limits = structs.replace(limits, path_min=NEVER)
+    controller = Controller(limits, pinned, curve, cells // 2, draft_share)
     return controller if config.adapt and controller.active else None
 
 
-def trial_of_turns(curve: Curve, draft_share: float, limits: Limits, *, free: bool) -> Trial:
-    """Return the trial that measures whether speculation pays where draft and target take turns.
+def never_pays(curve: Curve, draft_share: float, limits: Limits, *, free: bool) -> bool:
+    """Return whether not even a good draft would pay where draft and target take turns.
 
     free: whether a proposer without a model goes on where models do not pay.
     """
-    most = limits.exact_width - 1
-    free = free and bool(limits.costs)
-    timing = _at_load(curve, 0.0 if free else draft_share)
-    if turns(timing, _USUAL, most):
-        # unlikely tokens are not issued where each has to pay, so a poor draft costs little
-        return Trial(TURNS, begin=_HOPED if limits.costs else 0)
-    doubtful = not free and draft_share > _CHEAP
-    return Trial(TURNS, rest=_DOUBTED if doubtful else 0, hopeless=not turns(timing, GOOD, most))
+    share = 0.0 if free and limits.costs else draft_share
+    return not turns(_at_load(curve, share), GOOD, limits.exact_width - 1)
 
 
 def _at_load(curve: Curve, draft_share: float) -> Timing:

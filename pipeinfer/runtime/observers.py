@@ -205,16 +205,13 @@ class Tuner(RunObserver):
             return
         since, rows = issued
         scheduler, calibration = self._scheduler, self._scheduler.calibration
-        lanes = scheduler.concurrency[0]
+        lanes = scheduler.decoding
         self._controller.run_returned(
             rows, message.slowest, message.computed, when - since,
             gaps(since, when, message.spans) if lanes > 1 else () if lanes else None)
-        for limits in (
-            self._controller.advise(calibration.acceptance, calibration.second),
-            self._controller.progress(scheduler.totals.accepted, when, *scheduler.concurrency),
-        ):
-            if limits is not None:
-                scheduler.tune(limits)
+        limits = self._controller.advise(calibration.acceptance, calibration.second)
+        if limits is not None:
+            scheduler.tune(limits)
 
     @override
     def restarted(self) -> None:

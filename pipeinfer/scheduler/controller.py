@@ -18,7 +18,6 @@ from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.planning import judge
 from pipeinfer.planning.judge import Curve
 from pipeinfer.scheduler.settings import Limits, Tuning, row_price
-from pipeinfer.scheduler.worth import Trial
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)  #: sizes of micro-batches that are compared
 _MEMORY = 0.9  #: weight of the past in a running mean
@@ -212,8 +211,6 @@ class Controller(Struct):
     curve: (rows, relative time) as stages measured it when they loaded; used for numbers of rows
         that were not measured since
     max_rows: maximum rows in flight that the stages' caches can hold
-    trial: compares decoding with and without speculation, where the draft shares processors with
-        stages
     draft_share: time of a token of the draft's models, in runs of one row; used until one was
         measured
     """
@@ -222,7 +219,6 @@ class Controller(Struct):
     pinned: Collection[str] = ()
     curve: Curve = ((2, 1.5),)
     max_rows: int = 1 << 30
-    trial: Trial | None = None
     draft_share: float = 0.0
     _slowest: _Mean = field(default_factory=_Mean)
     _computed: _Mean = field(default_factory=_Mean)
@@ -304,16 +300,6 @@ class Controller(Struct):
             least[-1] = min(least[-1], statistics.median(least))
         return min(alone, max(math.fsum(least), 0.0))
 
-    def progress(self, total: int, now: float, lanes: int, key: object) -> Tuning | None:
-        """Pass the number of tokens so far to the trial, see `Trial.tokens`.
-
-        Returns limits for the next runs if speculation starts or stops because of it, else None.
-        """
-        if self.trial is None or not self.trial.tokens(total, now, lanes, key):
-            return None
-        return self._change({"path_min": cutoff(self.limits.credit)
-                             if self.trial.speculate else NEVER})
-
     def advise(self, acceptance: float, second: float) -> Tuning | None:
         """Return limits for the next runs; None: no change.
 
@@ -322,10 +308,9 @@ class Controller(Struct):
         """
         if not self.active or self._results % _EVERY or (timing := self.timing) is None:
             return None
-        quiet = self.trial is not None and not self.trial.speculate
         if self.limits.take_turns:
-            return self._change({}, timing) if quiet else self._take_turns(timing, acceptance)
-        if quiet or self.limits.policy is Policy.ITERATIVE or not self._draft.count:
+            return self._take_turns(timing, acceptance)
+        if self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
         setting = self._choose(timing, acceptance, second)
         size = max(setting.size, 1)
@@ -347,7 +332,7 @@ class Controller(Struct):
                 del wanted["draft_price"]
         else:
             size, likely = turns(timing, acceptance, most), acceptance
-            size = max(size, 1)  # the trial decides whether speculation pays at all
+            size = max(size, 1)  # what the user set is tried in any case
             wanted = {"tree_max": size, "draft_max": size,
                       "p_min": round(least_confidence(timing, acceptance, size), 2)}
         before = limits.tree_max

@@ -169,14 +169,9 @@ class Scheduler:
         return self.state.take()
 
     @property
-    def concurrency(self) -> tuple[int, object]:
-        """The number of lanes past their prompts, and a value that changes when one comes or goes.
-
-        The number is 0 while prompts are being computed.
-        """
-        if self.state.chunks or self._filling or not self.lanes:
-            return 0, None
-        return len(self.lanes), tuple(self.lanes)
+    def decoding(self) -> int:
+        """The number of lanes past their prompts; 0 while prompts are being computed."""
+        return 0 if self.state.chunks or self._filling else len(self.lanes)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the present state for display: counts, and one entry per lane."""

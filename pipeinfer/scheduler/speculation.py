@@ -27,7 +27,7 @@ from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import PLANNED, Node
-from pipeinfer.scheduler.worth import MODELS, Account
+from pipeinfer.scheduler.worth import LOSS, Account
 from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
@@ -51,7 +51,7 @@ class Speculation:
         self.hints = None if rows is None else HintRows(rows)
         self._drafts = drafts
         self.calibration = Calibration()
-        self.worth = Account(MODELS)
+        self.worth = Account()
         self._next_job = 0
         self._open_answers: OrderedDict[int, tuple[Lane, Node]] = OrderedDict()
 
@@ -480,7 +480,7 @@ class Speculation:
             return False
         missed = len(lane.accepted) - max(lane.asked_at, lane.given)
         reading = price * row_price(self.limits.costs)  # tokens of plain decoding, for each token
-        if reading > _READING and missed * reading > MODELS.loss:
+        if reading > _READING and missed * reading > LOSS:
             return False
         lane.asked_at = len(lane.accepted)
         return True

@@ -116,8 +116,7 @@ def shared(curve, exact=8, share=0.02, **options):
     found, pinned = limits_for(
         config, Policy.PIPEINFER, sizes_for(0.2), n_ctx=1000, chunk=64, exact=exact, n_stages=1,
         curve=curve, spare=200, draft_share=share)
-    return found, controller_for(config, found, pinned, curve, 200, contended=True,
-                                 draft_share=share)
+    return found, controller_for(config, found, pinned, curve, 200, share)
 
 
 def test_on_the_same_cores_draft_and_target_take_turns():
@@ -126,31 +125,25 @@ def test_on_the_same_cores_draft_and_target_take_turns():
     assert limits.synchronous
     assert limits.costs[2] < limits.costs[1]  # rows are taken in fours
     assert limits.p_min == least_hope(limits.costs, 0.02)
-    assert controller.trial.speculate
     assert controller.limits == limits
 
 
-def test_where_no_width_is_expected_to_pay_a_cheap_draft_is_heard_all_the_same():
-    _, controller = shared(DEAR)
-    assert controller.trial.speculate
-    _, controller = shared(DEAR, share=0.2)
-    assert not controller.trial.speculate
-    assert controller.limits.path_min > 1.0
+def test_where_not_even_a_good_draft_would_pay_none_is_asked():
+    assert shared(DEAR)[1].limits.path_min < 1.0
+    assert shared(FOURS, share=0.9)[1].limits.path_min > 1.0
     assert not shared(FOURS, exact=1)[0].speculates
 
 
 def test_models_that_cannot_pay_are_left_out_and_what_the_text_repeats_goes_on():
-    limits, controller = shared(FOURS, share=0.9)
-    assert controller.trial.hopeless
     limits, controller = shared(FOURS, share=0.9, proposer=("prompt-lookup", "draft"))
-    assert controller.trial.speculate
+    assert controller.limits.path_min < 1.0
     assert limits.draft_price == math.inf
     assert (limits.free_max, limits.free_min) == (7, least_hope(limits.costs, 0.0))
     assert limits.free_min < limits.p_min
     limits, _ = shared(FOURS, share=0.02, proposer=("prompt-lookup", "draft"))
     assert limits.draft_price == 0.02
     dear = tuple((rows, float(rows)) for rows, _ in FOURS)
-    assert shared(dear, proposer=("prompt-lookup",))[1].trial.hopeless
+    assert shared(dear, proposer=("prompt-lookup",))[1].limits.path_min > 1.0
 
 
 @pytest.mark.parametrize("options", [{"credit": 4}, {"tip": "joined"}, {"path_min": 0.1},

@@ -12,7 +12,7 @@ from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.scheduler.events import AbortRequest, Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.worth import MODELS, Account
+from pipeinfer.scheduler.worth import Account
 from pipeinfer.strategies.proposers.cascade import Cascade
 
 
@@ -31,17 +31,17 @@ def questions(worth, count, right, price=0.1, row=0.1):
 
 
 def test_models_that_pay_are_always_asked():
-    assert questions(Account(MODELS), 1000, right=1) == 1000
+    assert questions(Account(), 1000, right=1) == 1000
 
 
 def test_useless_models_are_asked_less_and_less():
-    worth = Account(MODELS)
+    worth = Account()
     assert 4 <= questions(worth, 100, right=0) <= 30
     assert 1 <= questions(worth, 1000, right=0) <= 60
 
 
 def test_models_are_asked_again_where_the_text_becomes_theirs():
-    worth = Account(MODELS)
+    worth = Account()
     questions(worth, 2000, right=0)
     questions(worth, 1000, right=4)  # the longest rest is shorter
     assert questions(worth, 100, right=4) == 100

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
-from pipeinfer.cluster.sizing import JOIN_UP_TO, sizes_for, trial_of_turns
+from pipeinfer.cluster.sizing import JOIN_UP_TO, never_pays, sizes_for
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
@@ -213,13 +213,12 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     """What tunes this run, None when nothing does."""
     if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
         return None
-    limits, trial, share = built.scenario.limits, None, 0.0
+    limits, share = built.scenario.limits, 0.0
     if limits.take_turns:  # as `controller_for` does for a job
         share = built.scenario.draft(1) / max(stage.seconds(1) for stage in built.scenario.stages)
-        trial = trial_of_turns(built.curve, share, limits, free=False)
-        if not trial.speculate:
+        if never_pays(built.curve, share, limits, free=False):
             limits = structs.replace(limits, path_min=NEVER)
-    controller = Controller(limits, built.pinned, built.curve, trial=trial, draft_share=share)
+    controller = Controller(limits, built.pinned, built.curve, draft_share=share)
     return controller if controller.active else None
 
 

@@ -358,11 +358,6 @@ class Simulation:
         for run in self.scheduler.runs.values():
             if run.cancelled:
                 self.died.setdefault(run.run_id, self.now)
-        if self.controller is not None and isinstance(event, RunDone):
-            limits = self.controller.progress(self.scheduler.totals.accepted, self.now,
-                                              *self.scheduler.concurrency)
-            if limits is not None:
-                self.scheduler.tune(limits)
 
     def _execute(self, item: Instruction) -> None:
         match item:
@@ -515,7 +510,7 @@ class Simulation:
         choices = self._evaluate(item, packet.skipped)
         if self.controller is not None and not packet.skipped and item.rows.outputs.all():
             when, took = self.issued[item.run_id], [seconds for _, seconds in packet.spans]
-            lanes = self.scheduler.concurrency[0]
+            lanes = self.scheduler.decoding
             self.controller.run_returned(
                 len(item.rows), max(took), math.fsum(took),
                 self.now - when,
