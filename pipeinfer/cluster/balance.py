@@ -14,26 +14,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from pipeinfer.cluster.placement import judge_of
-from pipeinfer.planning.judge import Judge, expected, granted
+from pipeinfer.cluster.session import Session
+from pipeinfer.planning.judge import Judge, granted
 from pipeinfer.planning.load_seen import Seen
-from pipeinfer.planning.pace import Share, StagePace
+from pipeinfer.planning.pace import StagePace
 from pipeinfer.planning.replan import Holding, MoveVerdict
 from pipeinfer.planning.wide import is_cut
-
-if TYPE_CHECKING:
-    from pipeinfer.cluster.session import Session
 
 ASKED = 1.03  #: least gain, since times are not exact
 _LOOKS = 3  #: successive checks that must find a slow stage before an automatic move
 _AGAIN = 600.0  #: seconds before a move that was undone is tried again; doubled each time
 _RETURN = 300.0  #: seconds after a move before idle ranks are considered automatically
 _LOST = 0.97  #: speed relative to the old one below which a move is undone
-_FEW = 64  #: tokens from which on the observed load counts
 
 
 class PlannedMove(Struct, frozen=True):
@@ -62,13 +57,19 @@ class Balance:
 
     session: Session
     _trial: PlannedMove | None = None  # to be verified
+    _pace: StagePace | None = None  # that of the stages after it; another one: others took over
     _failed: dict[tuple[Holding, ...], tuple[float, float]] = field(default_factory=dict)
     _looks: int = 0
     _moved: float = field(default_factory=time.monotonic)
 
     def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
         """Move layers according to the present times of the stages, and replay the open
-        requests."""
+        requests.
+
+        need: least estimated speed relative to the present one.
+        drift: least present time of a stage relative to its best. 1.0: do not check.
+        Returns what was done, None if nothing.
+        """
         pace = self.session.head.times.pace
         if not self._movable():
             return None
@@ -80,7 +81,7 @@ class Balance:
         if found is None:
             return None
         self._move(found.held, found.why, found.threads)
-        self._trial = found
+        self._trial, self._pace = found, self.session.head.times.pace
         return str(self.session.assembly.changes[-1])
 
     def preview(self) -> PlannedMove | None:
@@ -94,7 +95,7 @@ class Balance:
         """
         trial, session = self._trial, self.session
         pace = session.head.times.pace
-        if trial is None or not pace.settled:
+        if trial is None or pace is not self._pace or not pace.settled:
             return None
         self._trial = None
         held = session.assembly.held
@@ -121,39 +122,6 @@ class Balance:
                    trial.threads_before)
         return str(session.assembly.changes[-1])
 
-    def watch(self) -> None:
-        """Reset all measurements, because other stages have taken over."""
-        session, assembly = self.session, self.session.assembly
-        threads = {node: one.threads for node, one in assembly.ready.items()}
-        leaders = {node: assembly.held[node - 1].rank for node in assembly.grid.leaders}
-        assembly.judge = judge = self.judge()[0]
-        shares = [Share(judge.seats[rank].host if rank in judge.seats else f"rank {rank}",
-                        threads.get(node, 1)) for node, rank in leaders.items()]
-        session.head.times.pace = StagePace(
-            assembly.grid, session.first.curve, shares, judge.cores,
-            session.plan.seconds_of(assembly.held))
-        session.head.times.load.restart(session.head.scheduler.totals.accepted)
-        self._trial = None
-
-    def judge(self) -> tuple[Judge, Seen]:
-        """Return the judge that compares assignments, and the observed load.
-
-        Before enough tokens are counted, the judge assumes the load that is expected of the
-        policy.
-        """
-        session = self.session
-        scheduler, policy = session.head.scheduler, session.limits.policy
-        seen = session.head.times.load.lately(scheduler.totals.accepted)
-        acceptance = scheduler.calibration.acceptance
-        mixes = (seen.mix(policy, acceptance),) if seen.tokens >= _FEW else expected(
-            policy, session.config.speculation.parallel, acceptance)
-        worked = session.head.times.load.worked
-        drafting = 0.0 if session.draft is None or not session.draft.local or not worked else min(
-            1.0, session.draft.busy_seconds / worked)
-        judge = judge_of(session.hosts, mixes, session.first.curve, drafting,
-                         grows=session.assembly.grows, turns=session.limits.same_cores)
-        return structs.replace(judge, using=session.assembly.threads), seen
-
     # --- steps --------------------------------------------------------------------------------
 
     def _movable(self) -> bool:
@@ -170,7 +138,7 @@ class Balance:
     def _better(self, need: float) -> PlannedMove | None:
         """Return an assignment with at least `need` times the speed, or None."""
         assembly, pace = self.session.assembly, self.session.head.times.pace
-        judge, seen = self.judge()
+        judge, seen = self.session.judge()
         verdict = assembly.better(pace.seconds, judge)
         held = verdict.held
         if held == assembly.held or verdict.gain < max(need, ASKED) or self._too_soon(held):

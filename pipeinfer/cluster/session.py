@@ -2,7 +2,6 @@
 
     begin       load stages and draft concurrently; then make a scheduler and a head
     use         change policy, proposers and limits over the same stages
-    rebalance   move layers between ranks
     a loss      the assembly assigns the layers to other ranks, and requests are replayed
 
 What the stages were loaded for (`LoadedCluster`) stays as it is; the scheduler's settings
@@ -22,7 +21,6 @@ from typing import Any
 from msgspec import Struct, structs
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
-from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import (
@@ -34,6 +32,7 @@ from pipeinfer.cluster.notes import (
     taking_turns,
     why,
 )
+from pipeinfer.cluster.placement import judge_of
 from pipeinfer.cluster.proposers import remotes_of, sources_of
 from pipeinfer.cluster.resolve import choose, for_chains
 from pipeinfer.cluster.shutdown import fatal
@@ -56,6 +55,9 @@ from pipeinfer.models.layers import keeps_state, no_embeddings
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.nodes import RankInfo
+from pipeinfer.planning.judge import Judge, expected
+from pipeinfer.planning.load_seen import Seen
+from pipeinfer.planning.pace import Share, StagePace
 from pipeinfer.planning.planner import Plan
 from pipeinfer.planning.wide import cut_layers, is_cut
 from pipeinfer.runtime.draft_team import DraftTeam
@@ -69,6 +71,7 @@ from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.transport.base import Port
 
+_FEW = 64  #: tokens from which on the observed load counts
 _POISON = 3  #: stages that fail one after the other without a token between them
 
 
@@ -107,11 +110,7 @@ class Session:
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     on_loss: Callable[[Loss], None] = lambda _: None
     on_change: Callable[[str], None] = lambda _: None
-    balance: Balance = field(init=False)
     _failures: list[int] = field(default_factory=list)  # tokens accepted by then, while the same
-
-    def __post_init__(self) -> None:
-        self.balance = Balance(self)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -223,21 +222,6 @@ class Session:
         self.limits, self.config, self.draft = setup.limits, config, self.head.draft
         self.watch_draft()
 
-    def rebalance(self, need: float = 1.0, drift: float = 1.0) -> str | None:
-        """Move layers according to the present times of the stages, and replay the open
-        requests.
-
-        need: least estimated speed relative to the present one.
-        drift: least present time of a stage relative to its best. 1.0: do not check.
-        Returns what was done, None if nothing.
-        """
-        return self.balance.rebalance(need, drift)
-
-    def verify(self) -> str | None:
-        """Return the effect of the last `rebalance` once it is measured, None before; undo it if
-        negative."""
-        return self.balance.verify()
-
     def go_on(self, loss: Loss) -> None:
         """Continue without a lost rank. Raises the error if the job cannot continue."""
         self.on_loss(loss)
@@ -281,7 +265,31 @@ class Session:
 
     def watch_pace(self) -> None:
         """Begin to compare the times of the stages with their best times."""
-        self.balance.watch()
+        assembly, times = self.assembly, self.head.times
+        threads = {node: one.threads for node, one in assembly.ready.items()}
+        leaders = {node: assembly.held[node - 1].rank for node in assembly.grid.leaders}
+        assembly.judge = judge = self.judge()[0]
+        shares = [Share(judge.seats[rank].host if rank in judge.seats else f"rank {rank}",
+                        threads.get(node, 1)) for node, rank in leaders.items()]
+        times.pace = StagePace(assembly.grid, self.first.curve, shares, judge.cores,
+                               self.plan.seconds_of(assembly.held))
+        times.load.restart(self.head.scheduler.totals.accepted)
+
+    def judge(self) -> tuple[Judge, Seen]:
+        """Return the judge that compares assignments, and the observed load.
+
+        Before enough tokens are counted, the judge assumes the load that is expected of the
+        policy.
+        """
+        scheduler, load, policy = self.head.scheduler, self.head.times.load, self.limits.policy
+        seen, acceptance = load.lately(scheduler.totals.accepted), scheduler.calibration.acceptance
+        mixes = (seen.mix(policy, acceptance),) if seen.tokens >= _FEW else expected(
+            policy, self.config.speculation.parallel, acceptance)
+        drafting = 0.0 if self.draft is None or not self.draft.local or not load.worked else min(
+            1.0, self.draft.busy_seconds / load.worked)
+        judge = judge_of(self.hosts, mixes, self.first.curve, drafting,
+                         grows=self.assembly.grows, turns=self.limits.same_cores)
+        return structs.replace(judge, using=self.assembly.threads), seen
 
     def _settings(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
         return scheduler_setup(self.loaded, self.assembly, self.first, config, policy,

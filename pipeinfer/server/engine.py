@@ -13,6 +13,7 @@ import click
 from msgspec import structs
 
 from pipeinfer import __version__
+from pipeinfer.cluster.balance import Balance
 from pipeinfer.cluster.generate import decomposition_of
 from pipeinfer.cluster.session import Session
 from pipeinfer.core.grid import Grid
@@ -58,7 +59,7 @@ class Engine:
     """
 
     def __init__(self, session: Session, link: Link, drain_seconds: float) -> None:
-        self._session, self._link = session, link
+        self._session, self._link, self._balance = session, link, Balance(session)
         self._head = session.head
         self._eos = frozenset(session.tokenizer.eog_ids)
         self._drain_seconds = drain_seconds
@@ -114,13 +115,13 @@ class Engine:
             case Rebalance(number, preview=True):
                 self._link.send(self._preview(number))
             case Rebalance(number):
-                done = self._session.rebalance()
+                done = self._balance.rebalance()
                 self._link.send(Rebalanced(number, bool(done), done or self._stays("stay")))
             case _:
                 assert_never(frame)
 
     def _preview(self, number: int) -> Rebalanced:
-        found = self._session.balance.preview()
+        found = self._balance.preview()
         if found is None:
             return Rebalanced(number, False, self._stays("would stay"))
         grid = Grid(widths_of(found.held))
@@ -191,7 +192,7 @@ class Engine:
     def _verify(self) -> None:
         """Print the effect of the last move of layers; if it was undone, that is reported as a
         change."""
-        said = self._session.verify()
+        said = self._balance.verify()
         if said is not None and said != str(self._session.assembly.changes[-1]):
             click.echo(f"pipeinfer: {said}", err=True)
 
@@ -201,7 +202,7 @@ class Engine:
         auto = self._session.config.cluster.rebalance == "auto"
         if auto and now - self._paced >= _PACE_SECONDS and self._head.times.pace.settled:
             self._paced = now
-            self._session.rebalance(need=WORTH, drift=DRIFT)
+            self._balance.rebalance(need=WORTH, drift=DRIFT)
 
     # --- reports ------------------------------------------------------------------------------
 

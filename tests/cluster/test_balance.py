@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from pipeinfer.cluster.balance import Balance
+from pipeinfer.cluster.session import Session
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
@@ -34,7 +35,8 @@ class Bed:
             assembly=self.assembly, hosts=[RankInfo(rank, f"h{rank}") for rank in range(3)],
             draft=None, limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), notes=[],
             first=SimpleNamespace(curve=()), plan=SimpleNamespace(seconds_of=lambda held: ()),
-            resume=lambda: self.balance.watch(),
+            resume=lambda: Session.watch_pace(self.session),
+            judge=lambda: Session.judge(self.session),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=8)),
             head=SimpleNamespace(times=times, scheduler=SimpleNamespace(
                 totals=SimpleNamespace(accepted=0),
@@ -42,7 +44,7 @@ class Bed:
         self.balance = Balance(self.session)
 
     def better(self, seconds, judge):
-        return rebalance(LOAD, {rank: Member(f"rank {rank}", 1.0) for rank in (1, 2)},
+        return rebalance(LOAD, {rank: Member(f"rank {rank}", 1.0, memory=9.0) for rank in (1, 2)},
                          self.assembly.held, seconds, (), judge)
 
     def move(self, held, why, threads):

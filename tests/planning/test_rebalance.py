@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.cluster.balance import Balance
+from pipeinfer.cluster.session import Session
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
@@ -284,12 +285,13 @@ class Bed:
         self.assembly = SimpleNamespace(
             held=self.before, threads={}, returning=(), grows=False, changes=["moved"], ready={},
             grid=Grid.plain(len(self.before)),
-            better=lambda *given: MoveVerdict(self.better, gain, {}), move=self.move)
+            better=lambda *given: MoveVerdict(self.better, gain), move=self.move)
         self.session = SimpleNamespace(
             assembly=self.assembly, hosts=[RankInfo(rank, "h") for rank in range(3)], draft=None,
             limits=Limits(n_ctx=64, policy=Policy.ITERATIVE), first=SimpleNamespace(curve=CURVE),
             plan=SimpleNamespace(whole=False, seconds_of=lambda held: ()),
-            notes=[], resume=lambda: self.balance.watch(),
+            notes=[], resume=lambda: Session.watch_pace(self.session),
+            judge=lambda: Session.judge(self.session),
             config=SimpleNamespace(speculation=SimpleNamespace(parallel=1)),
             head=SimpleNamespace(
                 times=SimpleNamespace(pace=self.pace, load=load),
