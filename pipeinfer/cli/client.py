@@ -178,7 +178,7 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 def rebalance_command(url: str, api_key: str, timeout: float, as_json: bool) -> None:
     """Redistribute a running server's layers by how long each stage takes now.
 
-    Of a grid, slices move to other ranks, cut as they are.
+    Slices of a grid stay where they are.
 
     Requests that run go on: they are replayed over the new stages, with the same tokens.
     """
