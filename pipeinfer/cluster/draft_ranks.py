@@ -1,5 +1,4 @@
-"""Draft ranks: which ranks they are, which proposer each of them runs, and which layers of a draft
-model it loads.
+"""Draft ranks: which ranks they are, and which proposer each of them runs.
 
 Uses options, strategies and models' headers. How proposals travel is in `runtime.draft_rank` and
 `runtime.remote_draft`.
@@ -14,10 +13,10 @@ from msgspec import Struct, structs
 
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup, Ready
-from pipeinfer.errors import ModelError, PipeinferError, UsageError
+from pipeinfer.errors import ModelError, PipeinferError, PlanError, UsageError
 from pipeinfer.models.locate import find
 from pipeinfer.models.text.vocabulary import Vocabulary
-from pipeinfer.nodes import RankInfo
+from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.replan import Holding
 from pipeinfer.strategies import registry, resources
 from pipeinfer.strategies.resources import Asked, BlockHead, CacheSizes, Draft, Resource, class_of
@@ -54,18 +53,42 @@ def with_draft_ranks(config: JobConfig, hosts: list[RankInfo]) -> list[RankInfo]
             if one.rank in chosen else one for one in hosts]
 
 
+def draft_ranks_used(found: Sequence[PlacedProposer], hosts: Sequence[RankInfo]) -> int:
+    """Return how many ranks of --draft-ranks have a draft. hosts: before they got that role."""
+    return sum(bool(one.rank) and not hosts[one.rank].settings.drafts for one in found)
+
+
+def check_memory(found: Sequence[PlacedProposer], config: JobConfig, hosts: Sequence[RankInfo]
+                 ) -> None:
+    """Raise PlanError where a draft does not fit the memory of its rank's host."""
+    for one in found:
+        rank = hosts[one.rank]
+        if one.rank and one.resource is not None and not rank.drafts_on_gpu(config) \
+                and rank.memory < one.resource.held:
+            raise PlanError(
+                f"{one.name} takes {one.resource.held / 1e9:.1f} GB, and rank {one.rank} on "
+                f"{rank.host} may fill {rank.memory / 1e9:.1f} GB: a draft is on one rank, so use "
+                "a smaller one, or let a rank with more memory draft (role = \"draft\" in the "
+                "nodes file)")
+
+
 class PlacedProposer(Struct, frozen=True):
     """A proposer of a job that a thread calls, and where.
 
     resource: what it evaluates; None: nothing
-    ranks: its own, in the order of the resource's layers; none: rank 0
-    cut: the slices of the target's layers, where `ranks` are the members of its only stage
+    rank: its own, or 0
+    cut: the slices of the target's layers, where the members of its only stage have it
     """
 
     spec: ProposerSpec
     resource: Resource | None
-    ranks: tuple[int, ...] = ()
+    rank: int = 0
     cut: tuple[str, ...] = ()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether other ranks than rank 0 load it."""
+        return bool(self.rank or self.cut)
 
     @property
     def name(self) -> str:
@@ -86,8 +109,9 @@ class PlacedProposer(Struct, frozen=True):
 def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[PlacedProposer, ...]:
     """Return the proposers of a job that threads call, by --proposer and the nodes file.
 
-    Where ranks draft for the job, the draft model is theirs, else the head. Raises UsageError, with
-    the reason, for a proposer that cannot run, ModelError for a bad file.
+    Ranks that draft for the job get a draft each: draft models first, then the head. Raises
+    UsageError, with the reason, for a proposer that cannot run or has no rank, ModelError for a bad
+    file.
     """
     config, own = asked.config, []
     if config.speculation.speculation == "off":
@@ -95,7 +119,10 @@ def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[PlacedProposer, ...
     shared: tuple[int, ...] = ()
     for (name, path), ranks in _places(hosts).items():
         if name:
-            own.append(_own(asked, name, path, ranks))
+            if len(ranks) > 1:
+                raise UsageError(f"ranks {', '.join(map(str, ranks))} would draft alike (nodes "
+                                 "file): a draft is on one rank, so let one of them draft")
+            own.append(_own(asked, name, path, ranks[0]))
         else:
             shared = ranks
     elsewhere = {one.spec.name for one in own if one.resource is None or one.taps}
@@ -103,15 +130,16 @@ def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[PlacedProposer, ...
         PlacedProposer(spec, _found(spec, asked, f"--proposer {spec.name}"))
         for spec in registry.named(config.speculation)
         if spec.worker is not None and spec.name not in elsewhere]
-    evaluated = [one for one in found if one.resource is not None]
-    if shared and evaluated:
-        few = [one for one in evaluated if not one.taps] or evaluated
-        if len(few) > 1:
-            names = " and ".join(one.spec.name for one in few)
-            raise UsageError(f"--proposer {names}: draft ranks run one of them: leave one out")
-        found = [structs.replace(one, ranks=shared) if one is few[0] else one for one in found]
+    evaluated = sorted((one for one in found if one.resource is not None),
+                       key=lambda one: bool(one.taps))
+    models = [one.spec.name for one in evaluated if not one.taps]
+    if shared and len(shared) < len(models):
+        raise UsageError(f"--proposer {' and '.join(models)}: a rank drafts for one of them: give "
+                         f"--draft-ranks {len(models)}, or leave one out")
+    rank_of = dict(zip((one.spec.name for one in evaluated), shared, strict=False))
+    found = [structs.replace(one, rank=rank_of.get(one.spec.name, 0)) for one in found]
     if len(heads := [one for one in (*found, *own) if one.taps]) > 1:
-        raise UsageError(f"rank {heads[-1].ranks[0]} (nodes file) computes {heads[-1].name}, and "
+        raise UsageError(f"rank {heads[-1].rank} (nodes file) computes {heads[-1].name}, and "
                          f"the job uses {heads[0].name}: a job uses one prediction head")
     return (*found, *own)
 
@@ -127,7 +155,7 @@ def sliced(found: Sequence[PlacedProposer], config: JobConfig, held: Sequence[Ho
     Raises UsageError or PlanError where the user wants it and it cannot be.
     """
     way = config.cluster.slice_head
-    head = next((one for one in found if one.taps and not one.ranks), None)
+    head = next((one for one in found if one.taps and not one.elsewhere), None)
     if way == "off" or head is None or not isinstance(head.resource, resources.PredictionHead):
         return tuple(found)
     try:
@@ -142,8 +170,7 @@ def sliced(found: Sequence[PlacedProposer], config: JobConfig, held: Sequence[Ho
     if way == "auto" and (config.cluster.distribute
                           or not _gains(head.resource, held, ready, survey, run)):
         return tuple(found)
-    return tuple(structs.replace(one, ranks=tuple(member.rank for member in held), cut=held[0].cut)
-                 if one is head else one for one in found)
+    return tuple(structs.replace(one, cut=held[0].cut) if one is head else one for one in found)
 
 
 def _gains(head: resources.PredictionHead, held: Sequence[Holding], ready: Mapping[int, Ready],
@@ -183,13 +210,13 @@ def _places(hosts: Sequence[RankInfo]) -> dict[tuple[str, str], tuple[int, ...]]
     return found
 
 
-def _own(asked: Asked, name: str, path: str, ranks: tuple[int, ...]) -> PlacedProposer:
-    """Return the proposer that the nodes file gives to ranks of their own.
+def _own(asked: Asked, name: str, path: str, rank: int) -> PlacedProposer:
+    """Return the proposer that the nodes file gives to a rank of its own.
 
     path: its draft model; empty: the job's, if it needs one
     """
     known, config = registry.proposers(), asked.config
-    which = f"the proposer {name} of rank {', '.join(map(str, ranks))} (nodes file)"
+    which = f"the proposer {name} of rank {rank} (nodes file)"
     if (spec := known.get(name)) is None:
         raise UsageError(f"{which} does not exist: choose from {', '.join(known)}")
     if spec.worker is None:
@@ -202,30 +229,21 @@ def _own(asked: Asked, name: str, path: str, ranks: tuple[int, ...]) -> PlacedPr
         resource = _found(spec, structs.replace(asked, draft=draft), which)
     except ModelError as error:
         raise ModelError(f"{which}: {error}") from error
-    if not isinstance(resource, Draft) and len(ranks) > 1:
-        raise UsageError(f"{which} takes one rank: give that setting to one of them")
-    return PlacedProposer(spec, resource, ranks)
+    return PlacedProposer(spec, resource, rank)
 
 
-def setups_of(one: PlacedProposer, config: JobConfig, hosts: Sequence[RankInfo], cells: int,
-              n_vocab: int, vocabulary: Vocabulary | None) -> list[DraftSetup]:
-    """Return what each rank of a proposer loads, in the order of the layers.
+def setup_of(one: PlacedProposer, config: JobConfig, settings: NodeSettings, cells: int,
+             n_vocab: int, vocabulary: Vocabulary | None) -> DraftSetup:
+    """Return what a rank of a proposer loads.
 
-    cells: of each stage's cache. n_vocab: of the target.
-    vocabulary: for grammars; only a rank that proposes gets it.
-    Raises UsageError for more ranks than may hold it.
+    settings: of that rank. cells: of each stage's cache. n_vocab: of the target.
+    vocabulary: for grammars.
     """
-    resource, ranks = one.resource, one.ranks
-    ends = [0, 0] if resource is None else list(range(len(ranks) + 1)) if one.cut else \
-        resource.ends(len(ranks))
+    resource = one.resource
     sizes = CacheSizes() if resource is None else resource.sizes(one.spec, config, cells)
-    files: dict[str, Any] = {"model": "", "fingerprint": "", "n_layers": 0}
-    files |= {} if resource is None else resource.files
-    words = None if vocabulary is None else vocabulary.to_json()
-    return [DraftSetup(
-        ranks, one.spec.name, start=start, stop=stop, **files, n_ctx=sizes.n_ctx,
-        n_seq_max=sizes.n_seq_max, n_batch=sizes.n_batch, paths=sizes.paths, n_vocab=n_vocab,
-        settings=structs.asdict(hosts[rank].settings),
-        vocabulary=words if one.cut or stop == ends[-1] else None, cut=one.cut,
-        options=registry.values_of(one.spec, config.speculation))
-        for rank, start, stop in zip(ranks, ends[:-1], ends[1:], strict=True)]
+    files: dict[str, Any] = {"model": "", "fingerprint": ""} if resource is None else resource.files
+    return DraftSetup(
+        one.spec.name, **files, **structs.asdict(sizes), n_vocab=n_vocab,
+        settings=structs.asdict(settings), cut=one.cut,
+        options=registry.values_of(one.spec, config.speculation),
+        vocabulary=None if vocabulary is None else vocabulary.to_json())

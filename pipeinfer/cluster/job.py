@@ -45,6 +45,7 @@ class Job(JobPlan, frozen=True):
     facts: from which it was resolved
     target: the model's file
     n_ctx: tokens of a request. width: most rows of a verifying run. n_batch: of any run
+    notes: for the user
     """
 
     facts: JobFacts
@@ -53,6 +54,7 @@ class Job(JobPlan, frozen=True):
     width: int
     n_batch: int
     survey: Survey
+    notes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:

@@ -29,7 +29,7 @@ from pipeinfer.backends.factory import EXACT_LIMIT
 from pipeinfer.cluster import placement
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.cleanup import clear_sessions
-from pipeinfer.cluster.draft_ranks import with_draft_ranks
+from pipeinfer.cluster.draft_ranks import check_memory, draft_ranks_used, with_draft_ranks
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
@@ -89,11 +89,11 @@ class JoinedRank(Struct, frozen=True):
         Raises every error without which the job cannot start.
         """
         started, place = time.monotonic(), self.place
-        ranks = with_draft_ranks(self.config, compare(self.config, place))
+        ranks = compare(self.config, place)
         config = settle(self.config, place, ranks[0].settings)
         beats = listen_for(config.cluster, ranks, self.pulse)
         job = prepare(config, place, ranks, None if beats is None else beats.meeting)
-        config = job.config
+        config, ranks = job.config, list(job.facts.hosts)
         port, thread = _head_port(config, place, job.plan, beats, ranks)
         if survivable(place):
             write_status(f"up {os.getpid()}")
@@ -308,9 +308,16 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
             "-md", None if draft_path is None else open_model(draft_path))):
         if isinstance(one, ModelFile):
             check_whole(one, option)
-    facts = JobFacts(model, draft_path, hosts, host.numa_nodes())
-    what = resolve(config, facts)
-    config = what.config
+    facts = JobFacts(model, draft_path, with_draft_ranks(config, hosts), host.numa_nodes())
+    what, notes = resolve(config, facts), list[str]()
+    if (used := draft_ranks_used(what.proposers, hosts)) < (count := config.cluster.draft_ranks):
+        notes.append(f"--draft-ranks {count}: a draft is on one rank, and {used or 'no'} draft"
+                     f"{'s need' if used != 1 else ' needs'} one, so the others compute layers")
+        config = config.replace(draft_ranks=used)
+        facts = structs.replace(facts, hosts=with_draft_ranks(config, hosts))
+        what = resolve(config, facts)
+    config, hosts = what.config, list(facts.hosts)
+    check_memory(what.proposers, config, hosts)
     ensure_llama(config.model.numa)
     n_ctx = context_size(config.model, model)
     exact = exact_rows(config) if "torch" in what.backends else EXACT_LIMIT
@@ -324,4 +331,4 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(**{**structs.asdict(what), "config": config}, facts=facts, target=target_path,
-               n_ctx=n_ctx, width=width, n_batch=n_batch, survey=found)
+               n_ctx=n_ctx, width=width, n_batch=n_batch, survey=found, notes=tuple(notes))

@@ -97,14 +97,11 @@ def drafting(remotes: Sequence[RemoteDraft], hosts: Sequence[RankInfo], job: Job
     notes = [f"rank {', '.join(idle)} is there to draft and has nothing to do: {reason}"
              ] if idle else []
     for remote in remotes:
-        parts = [remote.ready[rank] for rank in remote.ranks]
         words = "; ".join(
             f"rank {one.rank} on {one.host}" + (
-                "" if len(parts) == 1 else f" {'slices' if remote.is_head else 'layers'} "
-                f"{one.layers[0]} to {one.layers[1] - 1}")
-            + ("" if remote.free else f", {one.weight_bytes / 1e6:.0f} MB, {one.threads} "
-               f"thread{'s' * (one.threads > 1)}")
-            for one in parts)
+                "" if remote.free else f", {one.weight_bytes / 1e6:.0f} MB, {one.threads} "
+                f"thread{'s' * (one.threads > 1)}")
+            for one in map(remote.ready.__getitem__, remote.ranks))
         notes.append(f"{remote.name} drafts on {words}")
     return notes
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from msgspec import structs
-
 from pipeinfer.backends.base import Backend
-from pipeinfer.cluster.draft_ranks import PlacedProposer, setups_of
+from pipeinfer.cluster.draft_ranks import PlacedProposer, setup_of
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
@@ -22,7 +20,7 @@ from pipeinfer.runtime.remote_draft import DraftPosts, RemoteDraft, SlicedDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.cascade import Cascade
-from pipeinfer.strategies.resources import class_of
+from pipeinfer.strategies.resources import CacheSizes, class_of
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 from pipeinfer.transport.base import Port
 
@@ -39,24 +37,21 @@ def load_proposers(
     """
     posts = DraftPosts(port)
 
-    def setups(one: PlacedProposer) -> list[DraftSetup]:
-        ranks = members() if one.cut else one.ranks
-        return setups_of(structs.replace(one, ranks=ranks), config, hosts, cells, n_vocab,
-                         vocabulary)
+    def setups(one: PlacedProposer) -> dict[int, DraftSetup]:
+        return {rank: setup_of(one, config, hosts[rank].settings, cells, n_vocab, vocabulary)
+                for rank in (members() if one.cut else (one.rank,))}
 
     remotes: list[Drafts] = [
         SlicedDraft(posts, partial(setups, one), one.name) if one.cut else
         RemoteDraft(posts, setups(one), one.name, free=one.resource is None)
-        for one in sorted((one for one in found if one.ranks), key=lambda one: one.quality)]
+        for one in sorted((one for one in found if one.elsewhere), key=lambda one: one.quality)]
     local: list[Proposer] = []
     for one in found:
-        if not one.ranks and one.resource is None:
-            local.append(_made(one.spec, ProposerSetup(
-                registry.values_of(one.spec, config.speculation), n_vocab, vocabulary=vocabulary)))
-        elif not one.ranks and one.resource is not None:
-            sizes = one.resource.sizes(one.spec, config, cells)
-            backend, _ = one.resource.load(config, place, (0, one.resource.ends(1)[-1]),
-                                           sizes.of_backend)
+        if not one.elsewhere:
+            sizes, backend = CacheSizes(), None
+            if one.resource is not None:
+                sizes = one.resource.sizes(one.spec, config, cells)
+                backend, _ = one.resource.load(config, place, sizes.of_backend)
             local.append(_made(one.spec, ProposerSetup(
                 registry.values_of(one.spec, config.speculation), n_vocab, backend, sizes.paths,
                 vocabulary)))
@@ -90,14 +85,14 @@ class DraftLoader:
     def __init__(self, config: JobConfig, place: Place, hooks: Hooks | None = None) -> None:
         self._config, self._place, self._hooks = config, place, hooks or Hooks()
 
-    def layers(self, setup: DraftSetup) -> tuple[Backend, int]:
-        """Load this rank's layers of the draft; called only if there is one. Raises ModelError,
-        MismatchError, BackendError and UsageError."""
+    def backend(self, setup: DraftSetup) -> tuple[Backend, int]:
+        """Load the draft; return it and its number of threads. Raises ModelError, MismatchError,
+        BackendError and UsageError."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         kind = class_of(_spec(setup))
         assert kind is not None
         backend, threads = kind.named(setup).load(
-            config, self._place, (setup.start, setup.stop),
+            config, self._place,
             {"n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
         return self._hooks.draft(backend), threads
 

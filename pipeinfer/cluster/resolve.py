@@ -69,7 +69,8 @@ class Drafting(Struct, frozen=True):
     def evaluated(self) -> list[Resource]:
         """What rank 0 loads for its proposers."""
         return [] if self.policy is Policy.ITERATIVE else [
-            one.resource for one in self.proposers if one.resource is not None and not one.ranks]
+            one.resource for one in self.proposers
+            if one.resource is not None and not one.elsewhere]
 
 
 class JobPlan(Drafting, frozen=True):

@@ -312,11 +312,11 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     assembly.start()
     worker, further = settled(loaded, loaded.proposers(job, assembly) if waits else worker)
     remotes = remotes_of(worker)
-    used = [] if worker is None else [one for one in job.proposers if one.resource or one.ranks]
-    name = min(used, key=lambda one: (bool(one.taps), bool(one.ranks))).name if used else ""
+    used = [] if worker is None else [one for one in job.proposers if one.resource or one.rank]
+    name = min(used, key=lambda one: (bool(one.taps), bool(one.rank))).name if used else ""
     share = _draft_share(job, assembly, hosts, worker)
     notes = [why(config.speculation, job), *notes_on(hosts),
-             *unmet(config, hosts), *job.survey.notes, *further,
+             *unmet(config, hosts), *job.notes, *job.survey.notes, *further,
              *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
                             taking_turns(hosts, job)]),
              *drawing(assembly.held, assembly.ready),

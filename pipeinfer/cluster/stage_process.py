@@ -174,7 +174,7 @@ class StageProcess:
         exception."""
         drafting = self._drafting = self._drafting or DraftRank(
             self._port, self._place.rank, DraftLoader(self._config, self._place, self._hooks),
-            self._config.cluster.timeout, self._pulse)
+            self._pulse)
         while True:
             self._port.take(Tag.TRANSACTION)
             self._pulse.beat("waits")

@@ -168,9 +168,8 @@ class ClusterConfig:
                       help="Number of ranks, counted from the last, that hold no layers until "
                            "they replace a rank that dies; see docs/chaos.md.")
     draft_ranks: int = opt(0, "--draft-ranks", low=0, high=1000, changes_tokens=False,
-                           help="Number of ranks, counted from the last one that is no spare, "
-                                "that share the draft and hold no layers of the target; see "
-                                "docs/clusters.md.")
+                           help="Give this number of drafts a rank each, counted from the last "
+                                "one that is no spare; see docs/clusters.md.")
     rebalance: str = opt("auto", "--rebalance", kind="str",
                          choices=("auto", "off"), changes_tokens=False,
                          help="serve: redistribute the layers between requests when a stage has "

@@ -390,12 +390,10 @@ class ShardOffer(_Message, frozen=True, tag=True):
 
 
 class DraftSetup(_Message, frozen=True, tag=True):
-    """An order to load a proposer, or these layers of its draft.
+    """An order to load a proposer, and the draft that it evaluates.
 
-    ranks: that hold the draft together, in the order of its layers; the last one receives the jobs
     proposer, options: its name and the values of its own options
-    model, fingerprint, n_layers: of the draft; empty and 0: the proposer evaluates none
-    start, stop: the layers of this rank
+    model, fingerprint: of the draft; empty: the proposer evaluates none
     n_ctx, n_seq_max, n_batch: of its cache
     paths: how many paths stay in the cache; sequence ids beyond are for branches
     n_vocab: of the target
@@ -403,15 +401,12 @@ class DraftSetup(_Message, frozen=True, tag=True):
     vocabulary: for grammars
     target, target_fingerprint: the model whose prediction head is in the file `model`; empty: it is
         a draft model
+    cut, index: the slices of the head that members of a stage have, and which one to load
     """
 
-    ranks: tuple[int, ...]
     proposer: str
     model: str
     fingerprint: str
-    n_layers: int
-    start: int
-    stop: int
     n_ctx: int
     n_seq_max: int
     n_batch: int
@@ -423,10 +418,11 @@ class DraftSetup(_Message, frozen=True, tag=True):
     target: str = ""
     target_fingerprint: str = ""
     cut: tuple[str, ...] = ()
+    index: int = 0
 
 
 class DraftReady(_Message, frozen=True, tag=True):
-    """A rank has loaded its layers of the draft; with an error: it has none and takes no jobs.
+    """A rank has loaded the draft; with an error: it has none and takes no jobs.
 
     rss: resident bytes of the process
     exit_code: that goes with the error
@@ -434,7 +430,6 @@ class DraftReady(_Message, frozen=True, tag=True):
 
     rank: int
     host: str
-    layers: tuple[int, int]
     weight_bytes: int
     threads: int
     rss: int

@@ -1,17 +1,17 @@
 """Several sources of proposals that work concurrently, such as a draft on rank 0 and drafts on
 other ranks.
 
-They are ordered by how good their proposals are expected to be. The first answer to a job is issued
-at once; answers of better members correct it. A member that has ranks of its own and evaluates a
-model takes the newest job whenever it becomes idle; the others answer the jobs in between. If a
-better member is fast enough to keep the stages busy by itself, proposals of the others would only
-displace better ones. They are then held back until its answer, unless one is nearly certain.
-Answers that have come by then are merged as those of a cascade.
+They are ordered by how good their proposals are expected to be. A job has one answer: the
+proposals that have come, merged as those of a cascade, as soon as they are nearly certain or no
+better member is worth waiting for. A member that has a rank of its own and evaluates a model takes
+the newest job whenever it becomes idle; the others answer the jobs in between. It is waited for if
+it is fast enough to keep the stages busy by itself: proposals of the others would only displace
+better ones.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field, structs
@@ -23,7 +23,6 @@ from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.cascade import merged
 from pipeinfer.strategies.proposers.track_record import TrackRecord, certain
 
-_REMEMBERED = 256  #: jobs
 _KEEPS_UP = 2.0  #: slowest draft that is waited for, in times of the slowest stage
 _FEW_ROWS = 8  #: jobs with more rows do not count in the measured time of a proposal
 _UNTRIED = 0.5  #: part of its claims that a model is taken to be worth before it has shown more
@@ -33,58 +32,47 @@ _EVERY = 8  #: jobs after which the time of the stages is read again
 class _Member(Struct):
     """A source of proposals. One that is not `remote` gets every job at once.
 
-    remote: it has ranks of its own, and evaluates a model
-    next: the jobs that `remote` takes when it is idle: the newest, and before it those that no
-        other member answers
-    due: jobs that it will answer
+    remote: it has a rank of its own, and evaluates a model
+    waiting: jobs that `remote` takes when it is idle, the newest last
     seconds: measured, of one proposal
     """
 
     draft: Drafts
     remote: RemoteDraft | None = None
-    next: deque[StartDraft] = field(default_factory=deque)
-    due: set[int] = field(default_factory=set)
+    waiting: deque[StartDraft] = field(default_factory=deque)
     seconds: float = 0.0
 
-    def go_on(self) -> None:
-        """Start the next job if the last one is done."""
-        if self.next and self.remote is not None and self.remote.idle:
-            self.draft.start(self.next.popleft())
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it can start its next job."""
+        return bool(self.waiting) and self.remote is not None and self.remote.idle
 
     def take(self) -> Drafted | None:
         """Return a result, or None; learn from it how fast the member is."""
         found = self.draft.take()
-        if found is not None:
-            self.due.discard(found.job_id)
-            if 0 < found.rows <= _FEW_ROWS:  # rows: proposals, and accepted tokens to evaluate
-                seconds = found.seconds / found.rows
-                before = self.seconds or seconds
-                self.seconds = before + (seconds - before) / _EVERY
+        if found is not None and 0 < found.rows <= _FEW_ROWS:  # accepted tokens are among the rows
+            seconds = found.seconds / found.rows
+            before = self.seconds or seconds
+            self.seconds = before + (seconds - before) / _EVERY
+        if self.may_go_on:
+            self.draft.start(self.waiting.popleft())
         return found
-
-    def stop(self, job_id: int) -> None:
-        """Withdraw a job."""
-        self.due.discard(job_id)
-        kept = deque(job for job in self.next if job.job_id != job_id)
-        if len(kept) < len(self.next):
-            self.next = kept
-        else:
-            self.draft.stop(job_id)
 
 
 class _DraftJob(Struct):
     """A job and the answers to it so far.
 
-    held: not returned yet
+    due: the members that will answer it
+    held: what they have proposed
     chance: that its first proposal is right
     by: the best member that has answered; -1: none
     """
 
     job: StartDraft
-    held: Drafted | None = None
+    due: set[int]
+    held: Drafted
     chance: float = 0.0
     by: int = -1
-    answered: bool = False
 
 
 class DraftTeam:
@@ -103,10 +91,9 @@ class DraftTeam:
         self._members = [
             _Member(one, one if isinstance(one, RemoteDraft) and not one.free else None)
             for one in drafts]
-        self._asked: OrderedDict[int, _DraftJob] = OrderedDict()
+        self._open: dict[int, _DraftJob] = {}  # without an answer
         self._record = TrackRecord([
             1.0 if one.free or one is drafts[-1] else _UNTRIED for one in drafts])
-        self._released: deque[Drafted] = deque()  # held until members were given another job
 
     @property
     def local(self) -> bool:
@@ -125,9 +112,8 @@ class DraftTeam:
 
     def lose(self, why: str) -> None:
         """Give up the members that owe an answer."""
-        for one in self._members:
-            if one.due:
-                one.draft.lose(why)
+        for k in {k for asked in self._open.values() for k in asked.due}:
+            self._members[k].draft.lose(why)
 
     def start(self, job: StartDraft) -> None:
         """Give the job to all members."""
@@ -135,27 +121,29 @@ class DraftTeam:
             self._slot = self.slot()
         self._count += 1
         self._record.settle(job)
-        self._asked[job.job_id] = _DraftJob(job)
-        if len(self._asked) > _REMEMBERED:
-            self._asked.popitem(last=False)
-        for one in self._members:
-            one.due.add(job.job_id)
+        self._open[job.job_id] = _DraftJob(job, set(range(len(self._members))),
+                                           Drafted(job.job_id, ()))
+        for k, one in enumerate(self._members):
             if one.remote is None:
                 one.draft.start(job)
                 continue
-            if one.next and self._without(one, one.next[-1].job_id):
-                before = one.next.pop().job_id
-                one.due.discard(before)
-                self._release(before)
-            one.next.append(job)
-            one.go_on()
+            if one.waiting:  # the newer job takes its place, if others answer it
+                before = self._open[one.waiting[-1].job_id]
+                if before.due != {k} or before.by >= 0:
+                    one.waiting.pop()
+                    before.due.discard(k)
+            one.waiting.append(job)
+            if one.may_go_on:
+                one.draft.start(one.waiting.popleft())
 
     def stop(self, job_id: int) -> None:
         """Withdraw a job from all members."""
+        self._open.pop(job_id, None)
         for one in self._members:
-            one.stop(job_id)
-        self._asked.pop(job_id, None)
-        self._released = deque(one for one in self._released if one.job_id != job_id)
+            kept = deque(job for job in one.waiting if job.job_id != job_id)
+            if len(kept) == len(one.waiting):
+                one.draft.stop(job_id)
+            one.waiting = kept
 
     def feed(self, rows: FeedDraft) -> None:
         """Give the rows to all members; those that read none ignore them."""
@@ -163,84 +151,45 @@ class DraftTeam:
             one.draft.feed(rows)
 
     def take(self) -> Drafted | None:
-        """Return the next result, or None.
-
-        `more` is set in a result that another may follow, `further` in those that follow a first.
-        """
-        if self._released:
-            return self._released.popleft()
+        """Return the next answer, or None."""
         for k, one in enumerate(self._members):
             while (found := one.take()) is not None:
-                one.go_on()
-                if (answer := self._answer(k, found)) is not None:
-                    return answer
-            one.go_on()
+                self._add(k, found)
+        for asked in self._open.values():
+            if self._is_ready(asked):
+                self.stop(asked.job.job_id)
+                return asked.held
         return None
 
     @property
     def has_news(self) -> bool:
         """Whether `take` has something to do."""
-        return bool(self._released) or any(
-            one.draft.has_news or (bool(one.next) and one.remote is not None
-                                   and one.remote.idle) for one in self._members)
+        return any(one.draft.has_news or one.may_go_on for one in self._members) or any(
+            map(self._is_ready, self._open.values()))
 
     def close(self, timeout: float) -> None:
         """Close all members, each within `timeout` seconds."""
         for one in self._members:
             one.draft.close(timeout)
 
-    def _answer(self, k: int, found: Drafted) -> Drafted | None:
-        """Return what the result of member `k` makes the answer; None: nothing, or not yet."""
-        asked = self._asked.get(found.job_id)
-        if asked is None:
-            return None  # withdrawn
+    def _add(self, k: int, found: Drafted) -> None:
+        """Merge the result of member `k` into the answer of its job."""
+        if (asked := self._open.get(found.job_id)) is None:
+            return  # withdrawn
+        asked.due.discard(k)
         self._record.add(k, asked.job, found.proposals)
-        if asked.answered:
-            if k < asked.by or not found.proposals:
-                return None
-            asked.by = k
-            return structs.replace(found, further=True, more=bool(self._due(found.job_id, k)))
-        held, best = asked.held or Drafted(found.job_id, ()), k > asked.by
         ours = self._record.judged(k, asked.job, found.proposals)
-        theirs = held.proposals, asked.chance
+        theirs, best = (asked.held.proposals, asked.chance), k > asked.by
         pair = (theirs, ours) if best else (ours, theirs)
         proposals, asked.chance = merged(*pair, asked.job)
-        asked.held = structs.replace(found if best else held, proposals=proposals)
+        asked.held = structs.replace(found if best else asked.held, proposals=proposals)
         asked.by = max(asked.by, k)
-        return self._settle(asked)
 
-    def _settle(self, asked: _DraftJob) -> Drafted | None:
-        """Return the answer that is held, unless it is worth while to wait for another."""
-        found, job_id = asked.held, asked.job.job_id
-        if found is None:
-            return None
-        better = self._due(job_id, asked.by)
-        if not found.proposals:
-            if self._due(job_id):
-                return None
-        elif not certain((found.proposals, asked.chance), asked.job) and any(
-                self._keeps_up(k) for k in better):
-            return None
-        asked.held, asked.answered = None, True
-        for one in self._members[:asked.by]:
-            one.stop(job_id)
-        return structs.replace(found, more=bool(better))
-
-    def _release(self, job_id: int) -> None:
-        """Return what is held of a job, if the members that were waited for will not answer it."""
-        asked = self._asked.get(job_id)
-        if asked is not None and (found := self._settle(asked)) is not None:
-            self._released.append(found)
-
-    def _without(self, one: _Member, job_id: int) -> bool:
-        """Whether a job has an answer, or gets one, without this member."""
-        asked = self._asked.get(job_id)
-        return asked is None or asked.answered or asked.held is not None or any(
-            job_id in other.due for other in self._members if other is not one)
-
-    def _due(self, job_id: int, above: int = -1) -> list[int]:
-        """Return the members better than `above` that will answer a job."""
-        return [k for k, one in enumerate(self._members) if k > above and job_id in one.due]
+    def _is_ready(self, asked: _DraftJob) -> bool:
+        """Whether no further answer is worth waiting for."""
+        found = asked.held.proposals
+        return not asked.due or (bool(found) and (certain((found, asked.chance), asked.job) or not
+                                 any(k > asked.by and self._keeps_up(k) for k in asked.due)))
 
     def _keeps_up(self, k: int) -> bool:
         """Whether member `k` is fast enough that others' proposals would displace better ones."""

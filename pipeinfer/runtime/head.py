@@ -297,7 +297,7 @@ class Head:
             guesses = sum(not proposal.alternative for proposal in drafted.proposals)
             timed = drafted.rows == guesses or self._draft.free  # no accepted tokens among the rows
             passes = guesses if timed else min(drafted.rows, guesses + 1)
-            if self._tuner is not None and guesses and passes and not drafted.further and (
+            if self._tuner is not None and guesses and passes and (
                     timed or self._tuner.by_turns):
                 self._tuner.drafted(passes, drafted.seconds)
             self._feed(drafted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
@@ -31,26 +31,26 @@ class DraftPosts:
         self.port = port
         self._of: dict[int, deque[Message]] = {}
 
-    def take(self, ranks: Sequence[int]) -> Message | None:
-        """Return the oldest message of one of these ranks, or None."""
+    def take(self, rank: int) -> Message | None:
+        """Return the oldest message of a rank, or None."""
         while (post := self.port.take_post()) is not None:
             self._of.setdefault(post[0], deque()).append(post[1])
-        return next((found.popleft() for rank in ranks if (found := self._of.get(rank))), None)
+        return found.popleft() if (found := self._of.get(rank)) else None
 
 
 class RemoteDraft:
     """Implements `Drafts` over a port. Only the head's thread may use it.
 
     posts: of the port; shared by all drafts of a job.
-    setups: what each of its ranks loads, in the order of the draft's layers. They are sent when
-        the object is made.
+    setups: what its rank loads; sent when the object is made. A head in slices has several ranks,
+        the leader first.
     name: of the draft or the proposer, for messages.
     free: whether it evaluates no model.
     """
 
     local = False
 
-    def __init__(self, posts: DraftPosts, setups: Sequence[DraftSetup], name: str = "", *,
+    def __init__(self, posts: DraftPosts, setups: Mapping[int, DraftSetup], name: str = "", *,
                  free: bool = False) -> None:
         self.free, self.name = free, name
         self.busy_seconds = 0.0
@@ -58,25 +58,26 @@ class RemoteDraft:
         self.told: Callable[[str], None] = lambda _: None
         self.ready: dict[int, DraftReady] = {}
         self._posts, self._port = posts, posts.port
-        self._ranks, self.is_head = setups[-1].ranks, bool(setups[-1].target)
+        self._ranks = tuple(setups)
+        self._is_head = any(one.target for one in setups.values())
         self._waiting: set[int] = set()
         self._results: deque[Drafted] = deque()
         self._lanes: OrderedDict[int, tuple[SamplingParams, int]] = OrderedDict()
         self._load(setups)
 
-    def _load(self, setups: Sequence[DraftSetup]) -> None:
-        for rank, setup in zip(self._ranks, setups, strict=True):
-            self._port.post(rank, setup)
+    def _load(self, setups: Mapping[int, DraftSetup]) -> None:
+        for setup in setups.values():
+            self._send(setup)
 
     def _send(self, message: Message) -> None:
-        self._port.post(self._ranks[-1], message)
+        self._port.post(self._ranks[0], message)
 
     def _next(self) -> Message | None:
-        return self._posts.take(self._ranks)
+        return self._posts.take(self._ranks[0])
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the draft, in the order of its layers."""
+        """The rank that holds the draft; of a head in slices, all its ranks."""
         return self._ranks
 
     @property
@@ -86,7 +87,7 @@ class RemoteDraft:
         return not self._waiting
 
     def await_ready(self, timeout: float) -> None:
-        """Wait until every draft rank has loaded its layers.
+        """Wait until the draft has loaded.
 
         timeout: seconds.
         Raises RankLost, TransportTimeout, and ClusterError with the exit code of the rank that
@@ -112,7 +113,7 @@ class RemoteDraft:
 
     def start(self, job: StartDraft) -> None:
         """Send a job to the draft. A job that allows only free proposals gets an empty result at
-        once, as does every job after a loss, and before all ranks are ready."""
+        once, as does every job after a loss, and before the draft is ready."""
         if self.lost or (job.free_only and not self.free) or len(self.ready) < len(self._ranks):
             self._results.append(Drafted(job.job_id, ()))
             return
@@ -128,7 +129,7 @@ class RemoteDraft:
 
     def feed(self, rows: FeedDraft) -> None:
         """Queue rows of the target for the jobs after it; draft models read no rows."""
-        if self.is_head and not self.lost:
+        if self._is_head and not self.lost:
             self._send(rows)
 
     def take(self) -> Drafted | None:
@@ -143,7 +144,7 @@ class RemoteDraft:
         return bool(self._results)
 
     def close(self, timeout: float) -> None:
-        """Withdraw all jobs. The ranks keep the draft loaded for the next scheduler."""
+        """Withdraw all jobs. The rank keeps the draft loaded for the next scheduler."""
         del timeout
         for job_id in self._waiting:
             self.stop(job_id)
@@ -204,7 +205,7 @@ class SlicedDraft(RemoteDraft):
     setups: returns what each present member loads, the leader first
     """
 
-    def __init__(self, posts: DraftPosts, setups: Callable[[], Sequence[DraftSetup]], name: str
+    def __init__(self, posts: DraftPosts, setups: Callable[[], Mapping[int, DraftSetup]], name: str
                  ) -> None:
         self._setups = setups
         super().__init__(posts, setups(), name)
@@ -216,11 +217,11 @@ class SlicedDraft(RemoteDraft):
             self._lanes.clear()
             self.ready.clear()
             setups = self._setups()
-            self._ranks = setups[0].ranks
+            self._ranks = tuple(setups)
             self._load(setups)
 
-    def _load(self, setups: Sequence[DraftSetup]) -> None:
-        for node, setup in enumerate(setups, 1):
+    def _load(self, setups: Mapping[int, DraftSetup]) -> None:
+        for node, setup in enumerate(setups.values(), 1):
             self._port.send(node, Tag.TRANSACTION, setup)
 
     def _send(self, message: Message) -> None:

@@ -30,10 +30,19 @@ from pipeinfer.core.control import DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import FeedDraft, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN, Decode, Message, Part, Tag, Verdict
 from pipeinfer.core.sampling import log_total
-from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows
+from pipeinfer.core.types import (
+    ALL_SEQS,
+    END,
+    FloatArray,
+    Rows,
+    SeqCopy,
+    SeqKeep,
+    SeqOp,
+    SeqRemove,
+)
 from pipeinfer.errors import ClusterError, NoCells, ProtocolError
 from pipeinfer.host import host_name
-from pipeinfer.runtime.draft_rank import Loader, PartedBackend, done, failure
+from pipeinfer.runtime.draft_rank import Loader, done, failure
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.remote_draft import LANES
 from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
@@ -57,15 +66,14 @@ class HeadSlices:
 
     def load(self, setup: DraftSetup, own: Sequence[int]) -> list[Backend]:
         """Return slices with empty caches, and release all others. Raises PipeinferError."""
-        same = structs.replace(setup, ranks=(), start=0, stop=0)
-        kept = own if same == self._setup else ()
+        kept = own if setup == self._setup else ()
         for index in [one for one in self._loaded if one not in kept]:
             self._loaded.pop(index).close()
-        self._setup = same
+        self._setup = setup
         for index in own:
             if index not in self._loaded:
-                self._loaded[index], self.threads = self.loader.layers(
-                    structs.replace(setup, start=index, stop=index + 1))
+                self._loaded[index], self.threads = self.loader.backend(
+                    structs.replace(setup, index=index))
             self._loaded[index].seq_rm(ALL_SEQS, 0, END)
         return [self._loaded[index] for index in own]
 
@@ -125,8 +133,8 @@ class HeadMember:
             self._proposer = self._slices.loader.proposer(setup, self._whole)
         self._pulse.settle()
         self._port.send(0, Tag.DRAFT, DraftReady(
-            self._slices.rank, host_name(), (own[0], own[-1] + 1), self._head.info.weight_bytes,
-            self._slices.threads, host.memory_parts()["rss"]))
+            self._slices.rank, host_name(), self._head.info.weight_bytes, self._slices.threads,
+            host.memory_parts()["rss"]))
 
     def _lead(self, job: StartDraft) -> None:
         """Propose, and send the result to rank 0."""
@@ -192,20 +200,24 @@ class HeadMember:
         return envelope.message
 
 
-class SlicedHead(PartedBackend):
+class SlicedHead:
     """A head in slices as one backend, used by the leader.
 
     own: its slices; others: the other members' nodes
     answers: waits for their logits of a run
     few: the attribute that says whether the best logits suffice
+
+    Sequence operations are sent together with the next rows.
     """
 
     def __init__(self, own: WideHead, port: Port, others: tuple[int, ...],
                  answers: Callable[[int], Sequence[Part]]) -> None:
-        super().__init__(own, others, port, lambda _: None)
-        self._head, self._answers, self.few = own, answers, False
+        self._head, self._port, self._others, self._answers = own, port, others, answers
         self._first: RowHead = own.first
+        self._ops: list[SeqOp] = []
+        self._run, self.few = 0, False
         self.info, self.shift = own.info, self._first.shift
+        self.capabilities = structs.replace(own.capabilities, embedding_rows=False)
 
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray:
@@ -229,6 +241,26 @@ class SlicedHead(PartedBackend):
     def encode(self, rows: FloatArray) -> FloatArray:
         """Return the hidden rows, float32[n, n_embd], for rows of the target, float32[n, t]."""
         return self._first.encode(rows)
+
+    def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """Remove `seq_id` (ALL_SEQS: every id) from cells in `[p0, p1)`."""
+        self._apply(SeqRemove(seq_id, p0, p1))
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """Add `dst` to the cells of `src` in `[p0, p1)`."""
+        self._apply(SeqCopy(src, dst, p0, p1))
+
+    def seq_keep(self, seq_id: int) -> None:
+        """Remove every other id from every cell, and free the cells without `seq_id`."""
+        self._apply(SeqKeep(seq_id))
+
+    def close(self) -> None:
+        """Release the slices of this member; the others release theirs themselves."""
+        self._head.close()
+
+    def _apply(self, op: SeqOp) -> None:
+        self._ops.append(op)
+        apply(self._head, op)
 
 
 def packed(tokens: npt.NDArray[Any], logits: FloatArray, *, few: bool) -> FloatArray:

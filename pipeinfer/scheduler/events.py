@@ -50,16 +50,12 @@ class Drafted(Struct, frozen=True):
 
     rows: that were evaluated for them
     seconds: that this took
-    more: whether a better draft may answer the same job later
-    further: whether this is such a later answer
     """
 
     job_id: int
     proposals: tuple[Proposal, ...]
     rows: int = 0
     seconds: float = 0.0
-    more: bool = False
-    further: bool = False
 
 
 class AbortRequest(Struct, frozen=True):

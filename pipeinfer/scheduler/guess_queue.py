@@ -58,24 +58,6 @@ class GuessQueue(Struct):
         return next((entry[2] for entry in self._planned
                      if entry[2].parent is parent and entry[2].token == token), None)
 
-    def doubt(self, parent: Node, score: float) -> None:
-        """Lower the scores of what is planned right after `parent` to at most `score`.
-
-        Scores of nodes planned below those fall by the same amount.
-        """
-        lower: dict[int, float] = {}
-        for _, _, node in sorted(self._planned, key=lambda entry: entry[2].pos):
-            if node.parent is parent:
-                lower[id(node)] = min(0.0, score - node.score)
-            elif id(node.parent) in lower:
-                lower[id(node)] = lower[id(node.parent)]
-            change = lower.get(id(node), 0.0)
-            node.score, node.priority = node.score + change, node.priority + change
-        for heap in (self._planned, self._leaves):
-            key = "priority" if heap is self._planned else "score"
-            heap[:] = [(-getattr(node, key), count, node) for _, count, node in heap]
-            heapq.heapify(heap)
-
     def take(self, count: int, ids: int, floor: float, *, chain: bool = False,
              base: Node | None = None) -> list[Node]:
         """Remove and return up to `count` planned nodes for one run, parents first.

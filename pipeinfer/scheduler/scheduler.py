@@ -139,11 +139,8 @@ class Scheduler:
                 self._submit(request, output, decompose)
             case RunDone(run_id, choices, taps):
                 self._run_done(run_id, choices, taps)
-            case Drafted(job_id, proposals, rows, more=more, further=further):
-                if further:
-                    self.speculation.corrected(job_id, proposals, more=more)
-                else:
-                    self.speculation.drafted(job_id, proposals, rows=rows, more=more)
+            case Drafted(job_id, proposals, rows):
+                self.speculation.drafted(job_id, proposals, rows)
             case AbortRequest(request_id, reason):
                 self._abort(request_id, reason)
             case Restart(limits, reason):

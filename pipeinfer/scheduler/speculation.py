@@ -10,7 +10,6 @@ threads and models.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 from msgspec import structs
 
@@ -23,7 +22,6 @@ from pipeinfer.scheduler.guess_queue import probability
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.scheduler.lanes import Lane
 from pipeinfer.scheduler.published import buffer_free, reads_prompt
-from pipeinfer.scheduler.second_opinion import beyond, merged
 from pipeinfer.scheduler.settings import Limits, row_price
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import PLANNED, Node
@@ -31,7 +29,6 @@ from pipeinfer.scheduler.worth import LOSS, Account
 from pipeinfer.strategies.proposers.base import InlineProposer
 
 _MOST_JOBS = 2  #: drafting jobs at a time; the draft executes them one after the other
-_OPEN_ANSWERS = 32  #: answered jobs for which a better draft may still return proposals
 _READING = 0.06  #: share of the time that a resting draft may take to read what it has missed
 _MOST_ASKED = 8  #: leaves per event and lane at which an inline proposer is queried
 
@@ -53,7 +50,6 @@ class Speculation:
         self.calibration = Calibration()
         self.worth = Account()
         self._next_job = 0
-        self._open_answers: OrderedDict[int, tuple[Lane, Node]] = OrderedDict()
 
     @property
     def limits(self) -> Limits:
@@ -84,9 +80,6 @@ class Speculation:
         """Drop the lane's waiting speculative tokens and stop its drafting jobs."""
         lane.reserve.clear()
         lane.empty.clear()
-        for job_id in [k for k, (one, _) in self._open_answers.items() if one is lane]:
-            del self._open_answers[job_id]
-            self.state.emit(DraftStop(job_id))
         self.drop_job(lane)
 
     def missed(self, lane: Lane, tip: Node) -> bool:
@@ -106,13 +99,8 @@ class Speculation:
         lane.reserve.add_leaf(tip)
         return False
 
-    def drafted(self, job_id: int, proposals: tuple[Proposal, ...], *, rows: int = 0,
-                more: bool = False) -> None:
-        """Add the proposals of a drafting job to the lane.
-
-        rows: as in `Drafted`
-        more: whether a better draft may still answer the job
-        """
+    def drafted(self, job_id: int, proposals: tuple[Proposal, ...], rows: int = 0) -> None:
+        """Add the proposals of a drafting job to the lane. rows: as in `Drafted`"""
         lane = next((lane for lane in self.state.lanes.values()
                      if lane.job and lane.job.job_id == job_id), None)
         if lane is None or lane.job is None or lane.job_node is None:
@@ -122,11 +110,6 @@ class Speculation:
         if rows and self.limits.draft_price:  # the rows of the path were evaluated in one pass
             self.worth.went(-min(rows, len(proposals) + 1) * self.limits.draft_price)
         planned = self._plan(lane, node, proposals)
-        if more and not self.limits.synchronous and (not self.limits.buffered
-                                                     or self.limits.max_branches > 1):
-            self._open_answers[job_id] = lane, node
-            if len(self._open_answers) > _OPEN_ANSWERS:
-                self._open_answers.popitem(last=False)
         if node is lane.waiting_tip:
             limits = self.limits
             self._issue_tree(lane, node, planned, max(limits.tree_max, limits.free_max)
@@ -136,30 +119,6 @@ class Speculation:
         lane.reserve.add(planned)
         if not proposals:
             self._empty(lane, node)
-
-    def corrected(self, job_id: int, proposals: tuple[Proposal, ...], *, more: bool = False
-                  ) -> None:
-        """Add a better draft's proposals to a job that was answered already.
-
-        more: whether another draft may still answer it.
-        Where they leave the path of the first answer, their tokens are added. The probability of
-        what is planned there falls to what they leave. Trees of `published` are merged.
-        """
-        lane, node = self._open_answers.get(job_id, (None, None))
-        if not more:
-            self._open_answers.pop(job_id, None)
-        if lane is None or node is None or lane.done:
-            return
-        if self.limits.buffered:
-            self._merge(lane, node, proposals)
-            return
-        node, rest = beyond(lane.reserve, node, proposals)
-        if not rest:
-            return
-        left = 1.0 - self.calibration.estimate(rest[0].confidence, first=True)
-        lane.reserve.doubt(node, node.score + math.log(max(left, 1e-3)))
-        lane.stats.drafted += len(rest)
-        lane.reserve.add(self._plan(lane, node, rest))
 
     def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
         """Nodes for proposals, with calibrated confidences."""
@@ -418,14 +377,19 @@ class Speculation:
         if self._drafts and proposals and ENOUGH > self.calibration.estimate(
                 proposals[0].confidence, first=True):
             return False  # the draft may propose a better token
-        return self._merge(lane, tip, proposals)
-
-    def _merge(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> bool:
-        """Add those of a tree of proposals below `tip` that are new; return whether there are
-        any."""
         planned: list[Node] = []
-        for proposal, parent in merged(lane.reserve, tip, proposals, planned):
-            planned += self._plan(lane, parent, (proposal,))
+        where: list[Node | None] = []  # the node of each proposal; None below a decided one
+        for one in proposals:
+            parent = tip if one.parent < 0 else where[one.parent]
+            known = None
+            if parent is not None and parent.open:
+                known = parent.child(one.token) or lane.reserve.child(parent, one.token) or next(
+                    (node for node in planned if node.parent is parent and node.token == one.token),
+                    None)
+                if known is None:
+                    (known,) = self._plan(lane, parent, (structs.replace(one, parent=-1),))
+                    planned.append(known)
+            where.append(known)
         lane.stats.drafted += len(planned)
         lane.reserve.add(planned)
         return bool(planned)

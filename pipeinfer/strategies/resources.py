@@ -23,7 +23,7 @@ from pipeinfer.backends.rewinding import RewindingBackend, ids_for
 from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.errors import ModelError, PlanError, UsageError
+from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.loading import plug_ins
 from pipeinfer.models.block_draft import BlockShape
@@ -35,7 +35,6 @@ from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE
 from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import find, open_model, open_tokenizer, same_model
-from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.shard_cache import Source, cache_directory, store
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
@@ -127,13 +126,9 @@ class Resource(Protocol):
     def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> CacheSizes:
         """Return the sizes of its cache. cells: of each stage's cache. Raises UsageError."""
 
-    def ends(self, ranks: int) -> list[int]:
-        """Return the layers at which the parts of so many ranks begin, and the end. Raises
-        UsageError for more ranks than may hold it."""
-
-    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
-             sizes: Mapping[str, int]) -> tuple[Backend, int]:
-        """Load layers `[start, stop)`; return the backend and its number of threads.
+    def load(self, config: JobConfig, place: Place, sizes: Mapping[str, int]
+             ) -> tuple[Backend, int]:
+        """Load it; return the backend and its number of threads.
 
         Raises ModelError and BackendError.
         """
@@ -166,9 +161,7 @@ class Draft(Struct, frozen=True):
     @property
     def files(self) -> dict[str, Any]:
         """The fields of a `DraftSetup` that name its files."""
-        model = open_model(self.path)
-        return {"model": str(self.path), "fingerprint": model.fingerprint,
-                "n_layers": model.n_layers}
+        return {"model": str(self.path), "fingerprint": open_model(self.path).fingerprint}
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
@@ -215,39 +208,24 @@ class Draft(Struct, frozen=True):
                              f"({', '.join(spec.options)}) or --parallel")
         return CacheSizes(cells + 64 * paths, count, _BATCH, paths)
 
-    def ends(self, ranks: int) -> list[int]:
-        """Return the layers at which the parts of so many ranks begin, and the end."""
-        model = open_model(self.path)
-        if ranks > model.n_layers:
-            raise UsageError(f"the draft {self.name} has {model.n_layers} layers, too few for "
-                             f"{ranks} ranks: let fewer draft")
-        if ranks > 1 and keeps_state(model):
-            raise UsageError(f"layers of the draft {self.name} keep a state, which one rank holds "
-                             "whole: let one rank draft")
-        if ranks > 1 and self.path.is_dir():
-            raise UsageError(f"the draft {self.name} is a folder, which one rank holds whole: let "
-                             "one rank draft, or use a GGUF file")
-        return [model.n_layers * k // ranks for k in range(ranks + 1)]
-
-    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
-             sizes: Mapping[str, int]) -> tuple[Backend, int]:
-        """Load layers `[start, stop)`; return the backend and its number of threads."""
+    def load(self, config: JobConfig, place: Place, sizes: Mapping[str, int]
+             ) -> tuple[Backend, int]:
+        """Load it; return the backend and its number of threads."""
         threads = threads_of(config.model.threads_draft, place)
+        model = open_model(self.path)
+        layers = 0, model.n_layers
         if self.path.is_dir():
             return load_torch(dataclasses.replace(config.model, exact="off"), self.path, layers,
                               sizes, threads), threads
         from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 
-        model = open_model(self.path)
-        whole, states = layers == (0, model.n_layers), keeps_state(model)
         own: dict[str, Any] = {**sizes}
-        if states:
+        if states := keeps_state(model):
             own["n_seq_max"] = ids_for(sizes["n_seq_max"])
         backend = LlamaCppBackend.load(
-            self.path if whole else extract_shard(model, *layers), layers=layers,
-            n_layers_total=model.n_layers, first=layers[0] == 0, last=layers[1] == model.n_layers,
+            self.path, layers=layers, n_layers_total=model.n_layers, first=True, last=True,
             n_threads=threads, options=llama_options(config.model, draft=True), **own)
-        if not config.model.threads_draft and whole:
+        if not config.model.threads_draft:
             with measuring.alone():
                 threads = settle_threads(backend, threads)
         return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
@@ -259,11 +237,13 @@ class PredictionHead(Struct, frozen=True):
     file: what has it
     target: whose head it is
     cut: the slices of the target's layers, where the members of a stage have the head in as many
+    index: which of them this is
     """
 
     file: ModelFile
     target: ModelFile
     cut: tuple[Slice, ...] = ()
+    index: int = 0
     reads_rows: ClassVar[bool] = True
 
     @property
@@ -274,7 +254,7 @@ class PredictionHead(Struct, frozen=True):
     @property
     def files(self) -> dict[str, Any]:
         """The fields of a `DraftSetup` that name its files."""
-        return {"model": str(self.file.path), "fingerprint": self.file.fingerprint, "n_layers": 1,
+        return {"model": str(self.file.path), "fingerprint": self.file.fingerprint,
                 "target": str(self.target.path), "target_fingerprint": self.target.fingerprint}
 
     def check(self, tokenizer: Tokenizer) -> None:
@@ -287,21 +267,14 @@ class PredictionHead(Struct, frozen=True):
         paths = _PATHS + config.speculation.parallel - 1
         return CacheSizes(cells + 64 * paths, paths + config.speculation.branches, _BATCH, paths)
 
-    def ends(self, ranks: int) -> list[int]:
-        """Return the layers at which the parts of so many ranks begin, and the end."""
-        if ranks > 1:
-            raise UsageError(f"{self.name} is held by one rank: use --draft-ranks 1")
-        return [0, 1]
-
-    def source(self, index: int) -> Source:
-        """Return the head's file, or that of its slice `index`. Raises PlanError."""
-        raise PlanError(f"{self.name} has no slice {index}")
+    @property
+    def source(self) -> Source: ...  # type: ignore[empty-body]
 
     def check_cut(self, cut: Sequence[str]) -> None:
         """Raise PlanError where the head cannot be cut into slices of the target's cut."""
         pieces = tuple(map(Slice.parse, cut))
         for index in range(len(pieces)):
-            structs.replace(self, cut=pieces).source(index)
+            _ = structs.replace(self, cut=pieces, index=index).source
 
     @property
     def held(self) -> int: ...  # type: ignore[empty-body]
@@ -370,21 +343,22 @@ class MtpHead(PredictionHead, frozen=True):
         """Return what a setup names, on the rank that loads it."""
         target = _same_file(setup.target, setup.target_fingerprint)
         return cls(_same_file(setup.model, setup.fingerprint), target,
-                   tuple(map(Slice.parse, setup.cut)),
+                   tuple(map(Slice.parse, setup.cut)), setup.index,
                    small=_small(target, setup.options["head_vocabulary"]))
 
-    def source(self, index: int) -> HeadSource:
-        """Return the head's file, or that of its slice `index`. Raises PlanError."""
+    @property
+    def source(self) -> HeadSource:
+        """The head's file, or that of its slice."""
         return HeadSource(self.file, self.small, self.target if self.cut else None,
-                          self.cut[index] if self.cut else None)
+                          self.cut[self.index] if self.cut else None)
 
-    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
-             sizes: Mapping[str, int]) -> tuple[LlamaHead, int]:
-        """Load layers `[start, stop)`; return the backend and its number of threads."""
+    def load(self, config: JobConfig, place: Place, sizes: Mapping[str, int]
+             ) -> tuple[LlamaHead, int]:
+        """Load it; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
         options = llama_options(config.model, draft=True, head="mtp")
-        source = self.source(layers[0])
+        source = self.source
         if source.small is not None:
             options = structs.replace(options, repack="off")  # its rows are replaced one by one
         threads = threads_of(config.model.threads_draft, place)
@@ -404,12 +378,12 @@ class EagleHead(PredictionHead, frozen=True):
     @property
     def held(self) -> int:
         """The bytes of its file."""
-        return self.source(0).total
+        return self.source.total
 
     @property
     def reads(self) -> int:
         """The bytes of weights that a token's step reads."""
-        return self._read(range(self.file.n_layers_all), self.source(0).output_bytes)
+        return self._read(range(self.file.n_layers_all), self.source.output_bytes)
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
@@ -442,27 +416,28 @@ class EagleHead(PredictionHead, frozen=True):
         """Return what a setup names, on the rank that loads it."""
         return cls(_same_file(setup.model, setup.fingerprint),
                    _same_file(setup.target, setup.target_fingerprint),
-                   tuple(map(Slice.parse, setup.cut)))
+                   tuple(map(Slice.parse, setup.cut)), setup.index)
 
-    def source(self, index: int) -> CompletedHead:
-        """Return its file with all that it needs, or that of its slice `index`. Raises ModelError
-        where it does not fit the target, and PlanError."""
-        return CompletedHead(self.file, self.target, self.architecture, self.cut, index)
+    @property
+    def source(self) -> CompletedHead:
+        """Its file with all that it needs, or that of its slice. Raises ModelError where it does
+        not fit the target, and PlanError."""
+        return CompletedHead(self.file, self.target, self.architecture, self.cut, self.index)
 
-    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
-             sizes: Mapping[str, int]) -> tuple[Backend, int]:
-        """Load layers `[start, stop)`; return the backend and its number of threads."""
+    def load(self, config: JobConfig, place: Place, sizes: Mapping[str, int]
+             ) -> tuple[Backend, int]:
+        """Load it; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaHead
 
         threads = threads_of(config.model.threads_draft, place)
-        path = store(self.source(layers[0]), cache_directory())
+        path = store(self.source, cache_directory())
         return LlamaHead.open(path, 1, sizes, threads, llama_options(
             config.model, draft=True, head="eagle3")), threads
 
     def _fitting(self) -> tuple[int, ...]:
         """Return the taps. Raises ModelError where the head does not fit the target."""
         taps = self.taps
-        self.source(0)  # raises if it does not fit
+        _ = self.source  # raises if it does not fit
         return taps
 
     @classmethod
@@ -504,14 +479,13 @@ class BlockHead(EagleHead, frozen=True):
             raise UsageError(why)
         return draft
 
-    def load(self, config: JobConfig, place: Place, layers: tuple[int, int],
-             sizes: Mapping[str, int]) -> tuple[Backend, int]:
+    def load(self, config: JobConfig, place: Place, sizes: Mapping[str, int]
+             ) -> tuple[Backend, int]:
         """Load the draft; return the backend and its number of threads."""
         from pipeinfer.backends.llamacpp.head import LlamaBlocks
 
-        del layers
         threads = threads_of(config.model.threads_draft, place)
-        path = store(self.source(0), cache_directory())
+        path = store(self.source, cache_directory())
         return LlamaBlocks.open(
             path, BlockShape.of(self.file, self.target), self.file.n_layers, sizes, threads,
             llama_options(config.model, draft=True, head="dflash")), threads

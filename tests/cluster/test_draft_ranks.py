@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.cluster.draft_ranks import (
     PlacedProposer,
+    check_memory,
+    draft_ranks_used,
     placed,
-    setups_of,
+    setup_of,
     sliced,
     with_draft_ranks,
 )
@@ -62,10 +65,28 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     assert not found.local
 
 
-def test_draft_ranks_run_one_proposer_of_the_draft():
-    with pytest.raises(UsageError, match="draft and draft-lookahead: draft ranks run one of them"):
-        placed(asked(registry.job_config(proposer=("draft", "draft-lookahead"))),
-               ranks(2, rank1=DRAFTS))
+def test_each_proposer_of_a_draft_has_a_rank_of_its_own():
+    both = registry.job_config(proposer=("draft", "draft-lookahead"))
+    with pytest.raises(UsageError, match=r"draft and draft-lookahead: .* give --draft-ranks 2"):
+        placed(asked(both), ranks(2, rank1=DRAFTS))
+    found = placed(asked(both), ranks(4, rank2=DRAFTS, rank3=DRAFTS))
+    assert [(one.spec.name, one.rank) for one in found] == [("draft", 2), ("draft-lookahead", 3)]
+
+
+@pytest.mark.parametrize(("count", "used"), [(1, 1), (3, 1)])
+def test_ranks_that_no_draft_needs_are_counted(count, used):
+    config = registry.job_config(proposer=("draft",), draft_ranks=count)
+    found = placed(asked(config), with_draft_ranks(config, ranks(6)))
+    assert draft_ranks_used(found, ranks(6)) == used
+
+
+def test_a_draft_that_does_not_fit_its_rank_is_refused():
+    config, hosts = registry.job_config(proposer=("draft",)), ranks(3, rank2=DRAFTS)
+    found = placed(asked(config), hosts)
+    fits = Draft(DRAFT).held
+    check_memory(found, config, [structs.replace(one, memory=fits) for one in hosts])
+    with pytest.raises(PlanError, match=r"takes .* GB, and rank 2 on host may fill .* smaller one"):
+        check_memory(found, config, [structs.replace(one, memory=fits - 1) for one in hosts])
 
 
 @pytest.mark.parametrize(("config", "own", "drafting", "spares"), [
@@ -90,13 +111,6 @@ def test_too_few_ranks_for_draft_ranks_beside_proposers_of_their_own():
     with pytest.raises(UsageError, match="only 1 ranks can hold layers"):
         leave_spares(registry.job_config(spares=1).cluster, [None, 0], [1, 2],
                      ranks(3, rank2=OWN))
-
-
-def test_a_draft_of_few_layers_is_refused_whatever_made_the_ranks_draft():
-    """By the nodes file, too, so no option is named."""
-    own = PlacedProposer(registry.proposers()["draft"], Draft(DRAFT), (1, 2, 3))
-    with pytest.raises(UsageError, match="2 layers, too few for 3 ranks: let fewer draft"):
-        setups_of(own, registry.job_config(), ranks(4), 512, 4096, None)
 
 
 def test_a_draft_rank_gets_no_layers():
@@ -168,10 +182,9 @@ def test_a_head_is_sliced_where_its_steps_get_faster(ranks_of, change, way, is_s
     model = open_model(write_random_model(tmp_path / "m.gguf", tiny("glm4moe", n_vocab=4096)))
     found = placed(Asked(config, model, None, ("llamacpp",)), ranks(4))
     (head,) = sliced(found, config, *job_of(model, ranks_of, **change))
-    assert (head.ranks, bool(head.cut)) == (ranks_of if is_sliced else (), is_sliced)
+    assert (head.rank, head.elsewhere, bool(head.cut)) == (0, is_sliced, is_sliced)
     if is_sliced:
-        setups = setups_of(head, config, ranks(4), 64, 4096, None)
-        assert [(one.start, one.cut) for one in setups] == [(0, head.cut), (1, head.cut)]
+        assert setup_of(head, config, NodeSettings(), 64, 4096, None).cut == head.cut
         assert head.resource.reads_on(2) < head.resource.reads_on(1) == head.resource.reads
 
 
@@ -181,16 +194,16 @@ def test_a_head_that_cannot_be_sliced_is_refused_if_it_has_to_be(tmp_path):
     found = placed(Asked(config, model, None, ("llamacpp",)), ranks(3))
     with pytest.raises(UsageError, match="slice_head=on needs a job of one stage with several"):
         sliced(found, config, *job_of(model, (1, 2), n_stages=2))
-    own = PlacedProposer(registry.proposers()["prompt-lookup"], None, (4,))
+    own = PlacedProposer(registry.proposers()["prompt-lookup"], None, 4)
     assert sliced([own], config, *job_of(model, (1, 2), n_stages=2)) == (own,)
 
 
 @pytest.mark.parametrize("way", ["auto", "on"])
 def test_a_head_that_members_cannot_load_stays_on_rank_0_unless_it_must_not(way):
     ports = local_ports(3)
-    setup = DraftSetup((1, 2), "mtp", "toy", "", 1, 0, 1, 64, 4, 64, 1, 8, {}, {}, target="toy")
-    remote = SlicedDraft(DraftPosts(ports[0]), lambda: [setup, setup], "the head")
-    ports[2].send(0, Tag.DRAFT, DraftReady(2, "h", (0, 0), 0, 0, 0, "m.gguf does not exist", 4))
+    setup = DraftSetup("mtp", "toy", "", 64, 4, 64, 1, 8, {}, {}, target="toy")
+    remote = SlicedDraft(DraftPosts(ports[0]), lambda: {1: setup, 2: setup}, "the head")
+    ports[2].send(0, Tag.DRAFT, DraftReady(2, "h", 0, 0, 0, "m.gguf does not exist", 4))
     kept = SimpleNamespace()
     cluster = SimpleNamespace(timeout=5.0, slice_head=way)
     loaded = SimpleNamespace(job=SimpleNamespace(config=SimpleNamespace(cluster=cluster)),

@@ -74,7 +74,6 @@ LAYOUTS = {
     "head stage over tcp": Layout(3, {"head_stage": True, "cancel_path": "direct"}),
     "head stage": Layout(2, {"head_stage": True, "cancel_path": "backward"}),
     "draft rank": Layout(4, {"draft_ranks": 1}),
-    "two draft ranks": Layout(4, {"draft_ranks": 2}),
     "1x2 and a draft rank": Layout(4, {"draft_ranks": 1}, (2,)),
     "few ids": Layout(3, {"head_stage": True, "partitions": 1}),
     "halves": Layout(3, {"hidden_type": "f16"}),

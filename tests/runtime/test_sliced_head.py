@@ -70,9 +70,9 @@ class Files:
         return LlamaHead.open(source, self.target.n_layers, SIZES, 1, structs.replace(
             OPTIONS, repack="off"))
 
-    def layers(self, setup):
-        self.opened.append(setup.start)
-        return self.open(self.cut, setup.start), 1
+    def backend(self, setup):
+        self.opened.append(setup.index)
+        return self.open(self.cut, setup.index), 1
 
     def proposer(self, setup, backend):
         return TargetHead(backend, setup.n_vocab, paths=setup.paths)
@@ -89,9 +89,8 @@ class Members:
             port, nodes, PortTeam(shape, port, nodes, lambda _: None),
             HeadSlices(port.node, files), timeout, Pulse())
             for shape, port in zip(shapes, self.ports[1:], strict=True)]
-        setups = [DraftSetup(
-            tuple(nodes), "mtp", "m", "f", 1, 0, 1, 256, 4, 64, 2, files.target.n_vocab, {}, {},
-            target="m") for _ in nodes]
+        setups = {node: DraftSetup("mtp", "m", "f", 256, 4, 64, 2, files.target.n_vocab, {}, {},
+                                   target="m") for node in nodes}
         self.draft = SlicedDraft(DraftPosts(self.ports[0]), lambda: setups, "the head")
         self.errors, self.running = [], True
         self.threads = [threading.Thread(target=self.work, args=one, daemon=True)
@@ -183,7 +182,7 @@ def test_another_epoch_and_a_stopped_job_leave_the_head_able_to_draft(tmp_path):
 
 def test_an_error_at_one_member_ends_the_draft_and_names_its_rank(tmp_path):
     files = Files("glm4moe", tmp_path)
-    files.layers = lambda setup: (_ for _ in ()).throw(PlanError("no such slice"))
+    files.backend = lambda setup: (_ for _ in ()).throw(PlanError("no such slice"))
     with Members(files, ((0,), (1,))) as members:
         while not members.draft.lost:
             assert not members.draft.has_news
@@ -220,11 +219,11 @@ def test_what_the_members_send_survives_the_codec():
     from pipeinfer.core.codec import decode, encode
     from pipeinfer.core.messages import Part, Verdict
     from pipeinfer.core.types import make_rows
-    setup = DraftSetup((1, 2), "mtp", "m", "f", 1, 1, 2, 64, 4, 64, 1, 8, {}, {}, target="m",
-                       cut=("h0-1.f0-64.v0-160", "h1-2.f64-128.v160-320"))
+    setup = DraftSetup("mtp", "m", "f", 64, 4, 64, 1, 8, {}, {}, target="m",
+                       cut=("h0-1.f0-64.v0-160", "h1-2.f64-128.v160-320"), index=1)
     logits = packed(np.arange(5), np.eye(2, 5, dtype=np.float32), few=True)
     part = Part(1, 0, 7, 2, Verdict.GO, logits)
     step = Decode(7, -1, make_rows([(3, 4, (0,), True)]), (0,), (), speculative=True,
                   hidden=np.ones((1, 8), np.float32))
-    for message in (setup, part, step, DraftReady(1, "h", (0, 2), 1, 2, 3)):
+    for message in (setup, part, step, DraftReady(1, "h", 1, 2, 3)):
         assert decode(encode(message)) == message

@@ -85,8 +85,7 @@ def test_lanes_with_parts_of_the_cache_for_themselves_issue_chains(
         data, limits, published, n_stages, accuracy, seed):
     limits = structs.replace(limits, chains=True, partitions=0, **(
         {"policy": Policy.PUBLISHED} if published else {}))
-    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed,
-                        second=0.7)
+    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed)
     asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([1, 6, 30])))
              for i in range(data.draw(st.integers(1, 5)))]
     for request in asked:
@@ -108,12 +107,11 @@ def test_chains_are_speculated(policy):
 
 
 @given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 4]),
-       accuracy=st.sampled_from([0.0, 0.7, 1.0]), second=st.sampled_from([0.0, 0.7]),
+       accuracy=st.sampled_from([0.0, 0.7, 1.0]),
        seed=st.integers(0, 2**32))
 @examples(400)
-def test_each_request_gets_the_tokens_of_its_prompt(data, limits, n_stages, accuracy, second, seed):
-    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed,
-                        second=second)
+def test_each_request_gets_the_tokens_of_its_prompt(data, limits, n_stages, accuracy, seed):
+    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=N_VOCAB, accuracy=accuracy, seed=seed)
     asked = [Request(i, data.draw(prompts()), data.draw(st.sampled_from([0, 1, 6, 30])),
                      eos_ids=data.draw(st.sampled_from([frozenset(), frozenset({0})])))
              for i in range(data.draw(st.integers(1, 7)))]

@@ -133,18 +133,16 @@ class Stage:
 
 
 class Pipeline:
-    """Scheduler, stages, cancels and a draft, advanced one random step at a time. second: how many
-    of the draft's jobs a second one answers later, too."""
+    """Scheduler, stages, cancels and a draft, advanced one random step at a time."""
 
     def __init__(self, limits, *, n_stages=3, n_vocab=11, accuracy=0.7, seed=0,
-                 respect_cancel=True, strict=True, rows=None, drafts=True, second=0.0, taps=False):
+                 respect_cancel=True, strict=True, rows=None, drafts=True, taps=False):
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(limits, rows, drafts=drafts, validate=True)
-        self.drafts, self.second, self.corrections = drafts, second, 0
+        self.drafts = drafts
         self.taps = taps  # whether runs bring a row for each token: a hash of its path
         self.seen: list[tuple[int, ...]] = []  # paths of the rows of the last run
         self.fed: dict[int, dict[int, int]] = {}  # what a head got, by lane and index
-        self.later: dict[int, StartDraft] = {}
         self.probe_runs: set[int] = set()
         self.stages = [Stage() for _ in range(n_stages)]
         self.results: deque = deque()
@@ -180,7 +178,6 @@ class Pipeline:
                 case DraftStop(job_id):
                     if self.rng.random() < 0.5:
                         self.jobs.pop(job_id, None)
-                        self.later.pop(job_id, None)
                 case Emit(request_id, choice, _):
                     assert request_id not in self.finished
                     self.output[request_id].append(choice.token)
@@ -199,7 +196,6 @@ class Pipeline:
         out = [("stage", k) for k, s in enumerate(self.stages) if s.queue]
         out += [("cancel", k) for k in range(len(self.cancels))]
         out += [("job", j) for j in self.jobs]
-        out += [("later", j) for j in self.later]
         if self.results:
             out.append(("result", 0))
         return out
@@ -217,9 +213,6 @@ class Pipeline:
                 self._move_cancel(index)
             case "job":
                 self._draft(self.jobs.pop(index))
-            case "later":
-                self.corrections += 1
-                self._draft(self.later.pop(index), further=True)
             case "result":
                 self.feed(self.results.popleft())
         return True
@@ -310,7 +303,7 @@ class Pipeline:
             else:
                 assert cell.made[1] <= self.scheduler.limits.exact_width, (cell, n)
 
-    def _draft(self, job: StartDraft, *, further=False):
+    def _draft(self, job: StartDraft):
         path = [*job.accepted[:job.base], *job.suffix]
         proposals: list[Proposal] = []
         spares: list[Proposal] = []
@@ -340,7 +333,4 @@ class Pipeline:
         if self.rng.random() < 0.1:
             proposals, spares = [], []
         spares = [p for p in spares if p.parent < len(proposals)]
-        more = bool(self.second) and not further and self.rng.random() < self.second
-        if more:
-            self.later[job.job_id] = job
-        self.feed(Drafted(job.job_id, (*proposals, *spares), more=more, further=further))
+        self.feed(Drafted(job.job_id, (*proposals, *spares)))
