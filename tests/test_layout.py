@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 #: the most lines of code (no blanks, docstrings, full-line comments) of each part, options, and
 #: words of documentation
 BUDGET = ROOT / "tests" / "budget.toml"
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 450, 50
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 50
 
 
 def imports(path):

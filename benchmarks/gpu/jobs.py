@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.gpu.devices import Device
 from benchmarks.gpu.steps import StepError, child
 from benchmarks.methods.prompts import PROMPTS
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.settings import PUBLISHED
 from tests.rig.launch import environment, mpirun_path

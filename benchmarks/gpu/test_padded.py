@@ -14,7 +14,7 @@ from benchmarks.gpu.devices import Device
 from benchmarks.gpu.jobs import ALL, DRAFT
 from benchmarks.gpu.steps import child, json_lines
 from benchmarks.gpu.test_gpu import NEEDS_LAVAPIPE, build_of, prepared
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from tests.support.sample import full
 
 ROWS = 4  #: of each decode

@@ -28,7 +28,7 @@ from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import PROMPTS
 from benchmarks.records import raw_files
 from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.planning.wide import shares_of

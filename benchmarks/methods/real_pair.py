@@ -23,7 +23,7 @@ from benchmarks.methods.lossless import explain
 from benchmarks.methods.matrix import answers_of
 from benchmarks.methods.prompts import CHATS
 from pipeinfer.core.grid import parse_widths
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer

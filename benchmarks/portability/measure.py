@@ -16,8 +16,7 @@ import numpy as np
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.sampling import choose
+from pipeinfer.core.sampling import choose, noise_key
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, SamplingParams, make_rows
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.methods.prompts import PROMPTS
 from benchmarks.serving.client import Answer, complete, get
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer

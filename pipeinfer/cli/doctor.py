@@ -28,7 +28,7 @@ from pipeinfer import host
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
 from pipeinfer.cli.findings import Finding
-from pipeinfer.cluster import devices, grid_choice, launch, placement
+from pipeinfer.cluster import grid_choice, launch, placement
 from pipeinfer.cluster.draft_ranks import with_draft_ranks
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster.handshake import hello
@@ -301,10 +301,10 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         load = planner.load_of(
             model, locate.context_size(config.model, model), config.speculation.chunk,
             n_ids=states_for(config.speculation, len(candidates)))
-        ranks = devices.on_their_gpus(config, model, ranks, {
+        ranks = placement.on_their_gpus(config, model, ranks, {
             one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
         missing = _missing_gpus(config, [ranks[rank] for rank in candidates])
-        load = devices.without_embedding(load, ranks[candidates[0]])
+        load = placement.without_embedding(load, ranks[candidates[0]])
         counts: list[int | None] = [None] * len(candidates)
         members = placement.members_of(candidates, counts, ranks, {})
         choice = _grid_of(config, model, candidates, ranks)
@@ -320,7 +320,7 @@ def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Findi
         members = placement.members_of(candidates, counts, ranks, {})
         plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
                                  lambda split: -split.slowest, timed=False)
-        devices.check_devices(config, load, plan, ranks)
+        placement.check_devices(config, load, plan, ranks)
     except PlanError as error:
         return [Finding("fail", "plan", str(error))]
     except UsageError as error:

@@ -45,10 +45,9 @@ from pipeinfer.errors import (
 )
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import Judge
-from pipeinfer.planning.links import left_out
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.planner import Plan
-from pipeinfer.planning.replan import Holding, MoveVerdict, rebalance, replan
+from pipeinfer.planning.replan import Holding, MoveVerdict, left_out, rebalance, replan
 from pipeinfer.planning.wide import is_cut, retake, share_of, stages_of, widths_of
 from pipeinfer.runtime.head import take_result
 from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch

@@ -19,8 +19,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.cluster.session import Session
 from pipeinfer.planning.judge import Judge, granted
-from pipeinfer.planning.load_seen import Seen
-from pipeinfer.planning.pace import StagePace
+from pipeinfer.planning.pace import Seen, StagePace
 from pipeinfer.planning.replan import Holding, MoveVerdict
 from pipeinfer.planning.wide import is_cut
 

@@ -1,29 +1,42 @@
-"""Draft ranks: which ranks they are, and which proposer each of them runs.
+"""Proposers and their places: which rank runs which one, and how rank 0 and draft ranks load them.
 
 Uses options, strategies and models' headers. How proposals travel is in `runtime.draft_rank` and
-`runtime.remote_draft`.
+`runtime.drafts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from msgspec import Struct, structs
 
+from pipeinfer.backends.base import Backend
+from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup, Ready
 from pipeinfer.errors import ModelError, PipeinferError, PlanError, UsageError
+from pipeinfer.host import Place
 from pipeinfer.models.locate import find
 from pipeinfer.models.text.vocabulary import Vocabulary
-from pipeinfer.nodes import NodeSettings, RankInfo
+from pipeinfer.nodes import NodeSettings, RankInfo, settle
+from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.replan import Holding
+from pipeinfer.runtime.drafts import (
+    DraftPosts,
+    Drafts,
+    DraftTeam,
+    DraftWorker,
+    RemoteDraft,
+    SlicedDraft,
+)
 from pipeinfer.strategies import registry, resources
+from pipeinfer.strategies.proposers.base import Proposer
+from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.resources import Asked, BlockHead, CacheSizes, Draft, Resource, class_of
-from pipeinfer.strategies.spec import ProposerSpec
-
-if TYPE_CHECKING:
-    from pipeinfer.cluster.placement import Survey
+from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
+from pipeinfer.transport.base import Port
 
 STEP = 0.5e-3  #: seconds of a step of a head in slices besides it and sums (two busy cores)
 #: least time, as a share of a run of one row, that slices save of a head's step: where rank 0 would
@@ -145,12 +158,14 @@ def placed(asked: Asked, hosts: Sequence[RankInfo]) -> tuple[PlacedProposer, ...
 
 
 def sliced(found: Sequence[PlacedProposer], config: JobConfig, held: Sequence[Holding],
-           ready: Mapping[int, Ready], survey: Survey, run: float) -> tuple[PlacedProposer, ...]:
+           ready: Mapping[int, Ready], measured: Mapping[int, tuple[Figures, float]], run: float
+           ) -> tuple[PlacedProposer, ...]:
     """Return the proposers, a head that would be on rank 0 now in slices at a stage's members.
 
     Unless the user decides, that needs measured times by which it is faster, and memory.
     held: the members of all stages
     ready: what they reported, by rank
+    measured: the figures of ranks that have some, and their free memory in bytes
     run: measured seconds of a run of one row, without sums; 0: unknown
     Raises UsageError or PlanError where the user wants it and it cannot be.
     """
@@ -168,20 +183,20 @@ def sliced(found: Sequence[PlacedProposer], config: JobConfig, held: Sequence[Ho
             raise
         return tuple(found)
     if way == "auto" and (config.cluster.distribute
-                          or not _gains(head.resource, held, ready, survey, run)):
+                          or not _gains(head.resource, held, ready, measured, run)):
         return tuple(found)
     return tuple(structs.replace(one, cut=held[0].cut) if one is head else one for one in found)
 
 
 def _gains(head: resources.PredictionHead, held: Sequence[Holding], ready: Mapping[int, Ready],
-           survey: Survey, run: float) -> bool:
+           measured: Mapping[int, tuple[Figures, float]], run: float) -> bool:
     """Whether a step of the head gets enough faster for members that compute no run meanwhile."""
-    figures, members, slices = survey.figures, [ready[one.rank] for one in held], len(held[0].cut)
+    members, slices = [ready[one.rank] for one in held], len(held[0].cut)
     if run <= 0 or any(
-            one.gpu or one.rank not in figures or one.weight_bytes + one.cache_bytes + head.held
-            > survey.members[one.rank].memory for one in members):
+            one.gpu or one.rank not in measured or one.weight_bytes + one.cache_bytes + head.held
+            > measured[one.rank][1] for one in members):
         return False
-    per_byte = max(figures[one.rank].per_byte for one in members)
+    per_byte = max(measured[one.rank][0].per_byte for one in members)
     exchange, (start, stop) = max(one.sum_seconds for one in members), members[0].layers
     most = max(len(one.slices) for one in held)
     saved = per_byte * (head.reads - most * head.reads_on(slices)) - 2 * exchange - STEP
@@ -247,3 +262,89 @@ def setup_of(one: PlacedProposer, config: JobConfig, settings: NodeSettings, cel
         settings=structs.asdict(settings), cut=one.cut,
         options=registry.values_of(one.spec, config.speculation),
         vocabulary=None if vocabulary is None else vocabulary.to_json())
+
+
+def load_proposers(
+    found: Sequence[PlacedProposer], config: JobConfig, place: Place, cells: int, n_vocab: int,
+    port: Port, hosts: list[RankInfo], vocabulary: Vocabulary | None = None,
+    members: Callable[[], tuple[int, ...]] = tuple,
+) -> Drafts | None:
+    """Load proposers; None for none. Those of draft ranks are not ready when this returns.
+
+    cells: of each stage's KV cache. n_vocab: of the target. vocabulary: for grammars.
+    members: returns the present ranks of the stage that has slices of a head.
+    """
+    posts = DraftPosts(port)
+
+    def setups(one: PlacedProposer) -> dict[int, DraftSetup]:
+        return {rank: setup_of(one, config, hosts[rank].settings, cells, n_vocab, vocabulary)
+                for rank in (members() if one.cut else (one.rank,))}
+
+    remotes: list[Drafts] = [
+        SlicedDraft(posts, partial(setups, one), one.name) if one.cut else
+        RemoteDraft(posts, setups(one), one.name, free=one.resource is None)
+        for one in sorted((one for one in found if one.elsewhere), key=lambda one: one.quality)]
+    local: list[Proposer] = []
+    for one in found:
+        if not one.elsewhere:
+            sizes, backend = CacheSizes(), None
+            if one.resource is not None:
+                sizes = one.resource.sizes(one.spec, config, cells)
+                backend, _ = one.resource.load(config, place, sizes.of_backend)
+            local.append(_made(one.spec, ProposerSetup(
+                registry.values_of(one.spec, config.speculation), n_vocab, backend, sizes.paths,
+                vocabulary)))
+    free = sum(one.free for one in remotes)
+    worker = [] if not local else [DraftWorker(
+        local[0] if len(local) == 1 else Cascade(local), port.wake)]
+    drafts = [*remotes[:free], *worker, *remotes[free:]]
+    return DraftTeam(drafts) if len(drafts) > 1 else drafts[0] if drafts else None
+
+
+def _made(spec: ProposerSpec, setup: ProposerSetup) -> Proposer:
+    assert spec.worker is not None
+    return spec.worker(setup)
+
+
+def sources_of(drafts: Drafts | None) -> tuple[Drafts, ...]:
+    """Return the sources of proposals, the best one last."""
+    if isinstance(drafts, DraftTeam):
+        return drafts.members
+    return () if drafts is None else (drafts,)
+
+
+def remotes_of(drafts: Drafts | None) -> tuple[RemoteDraft, ...]:
+    """Return the proposers that have ranks of their own."""
+    return tuple(one for one in sources_of(drafts) if isinstance(one, RemoteDraft))
+
+
+class DraftLoader:
+    """Loads on a draft rank what a DraftSetup names."""
+
+    def __init__(self, config: JobConfig, place: Place, hooks: Hooks | None = None) -> None:
+        self._config, self._place, self._hooks = config, place, hooks or Hooks()
+
+    def backend(self, setup: DraftSetup) -> tuple[Backend, int]:
+        """Load the draft; return it and its number of threads. Raises ModelError, MismatchError,
+        BackendError and UsageError."""
+        config = settle(self._config, self._place, NodeSettings(**setup.settings))
+        kind = class_of(_spec(setup))
+        assert kind is not None
+        backend, threads = kind.named(setup).load(
+            config, self._place,
+            {"n_ctx": setup.n_ctx, "n_seq_max": setup.n_seq_max, "n_batch": setup.n_batch})
+        return self._hooks.draft(backend), threads
+
+    def proposer(self, setup: DraftSetup, backend: Backend | None) -> Proposer:
+        """Return the proposer. Raises UsageError for a plug-in that this host lacks."""
+        vocabulary = Vocabulary.from_json(setup.vocabulary) if setup.vocabulary else None
+        return _made(_spec(setup), ProposerSetup(
+            setup.options, setup.n_vocab, backend, setup.paths, vocabulary))
+
+
+def _spec(setup: DraftSetup) -> ProposerSpec:
+    spec = registry.proposers().get(setup.proposer)
+    if spec is None or spec.worker is None:
+        raise UsageError(f"the proposer {setup.proposer} is not installed there: install its "
+                         "package on that host as well")
+    return spec

@@ -19,7 +19,7 @@ from msgspec import Struct, field, structs
 
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import GrammarConfig, SamplingConfig
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import model_paths, open_tokenizer

@@ -33,7 +33,7 @@ from pipeinfer.cluster.draft_ranks import check_memory, draft_ranks_used, with_d
 from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
-from pipeinfer.cluster.job import Job
+from pipeinfer.cluster.placement import Job
 from pipeinfer.cluster.resolve import JobFacts, resolve
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status

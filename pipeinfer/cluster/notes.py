@@ -13,12 +13,12 @@ from pipeinfer.models.slice_parts import Slice
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import stages_of
-from pipeinfer.runtime.remote_draft import RemoteDraft
+from pipeinfer.runtime.drafts import RemoteDraft
 from pipeinfer.strategies import registry
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.assembly import Assembly
-    from pipeinfer.cluster.job import Job
+    from pipeinfer.cluster.placement import Job
 
 
 def why(config: SpeculationConfig, job: Job) -> str:

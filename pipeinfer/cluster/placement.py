@@ -4,13 +4,15 @@
                 sends every rank the assignment of nodes to ranks
     rank k      answers, then receives the assignment; a rank without a node is a spare
 
-Every wait has a deadline. A failed measurement is a note, never the end of a job. This module has
+Which layers are on a GPU, and whether they fit it, is decided here as well. Every wait has a
+deadline. A failed measurement is a note, never the end of a job. This module has
 no requests, and of policies only what the planner needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,19 +22,20 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from pipeinfer.cluster import devices
+from pipeinfer.backends.factory import backend_for
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked, users_of
+from pipeinfer.cluster.resolve import JobFacts, JobPlan
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import ProtocolError, RankLost, UsageError
+from pipeinfer.errors import PlanError, ProtocolError, RankLost, UsageError
 from pipeinfer.host import Place, visible_gpus
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
-from pipeinfer.planning.partition import Load, Member, level
+from pipeinfer.planning.partition import Load, Member, level, size_text
 from pipeinfer.planning.planner import (
     Plan,
     asked_counts,
@@ -41,6 +44,7 @@ from pipeinfer.planning.planner import (
     torch_item_bytes,
     with_head,
 )
+from pipeinfer.planning.wide import share_of
 from pipeinfer.waiting import unless_within
 
 _QUIET = 3.0  #: seconds after which a wait is explained
@@ -70,6 +74,34 @@ class Survey(Struct, frozen=True):
                 if one.rank in self.members else one for one in hosts]
 
 
+class Job(JobPlan, frozen=True):
+    """What is decided before any stage loads.
+
+    facts: from which it was resolved
+    target: the model's file
+    n_ctx: tokens of a request. width: most rows of a verifying run. n_batch: of any run
+    notes: for the user
+    """
+
+    facts: JobFacts
+    target: Path
+    n_ctx: int
+    width: int
+    n_batch: int
+    survey: Survey
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """The assignment of layers at the start."""
+        return self.survey.plan
+
+    @property
+    def model(self) -> Any:
+        """The target's header."""
+        return self.facts.model
+
+
 def agree(
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
     n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None,
@@ -84,15 +116,15 @@ def agree(
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts),
                    states_for(config.speculation, place.size))
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
-    offloading = devices.offloading(config, model, hosts)
+    with_gpus = offloading(config, model, hosts)
     if 0 not in candidates and not (head_bytes and hosts[0].drafts_on_gpu(config)):
-        offloading = [rank for rank in offloading if rank]  # rank 0 alone would open no GPU
+        with_gpus = [rank for rank in with_gpus if rank]  # rank 0 alone would open no GPU
     auto = config.cluster.grid == "auto"
     teams = None if auto else teams_asked(config, candidates, hosts)
     counts = _counts(config, model, candidates, hosts, free=teams is not None)
     free = [rank for rank, count in zip(candidates, counts, strict=True) if count is None]
     figures: dict[int, Figures] = {}
-    everyone, hosts = hosts, devices.on_their_gpus(config, model, hosts, {})
+    everyone, hosts = hosts, on_their_gpus(config, model, hosts, {})
 
     def seated() -> list[Member]:
         return members_of(candidates, counts, hosts, figures, head_bytes,
@@ -103,10 +135,10 @@ def agree(
         make_plan(config.cluster, load, seated(), candidates, hosts,
                   lambda split: -split.slowest, timed=False)
     figures, notes, answers = _ask(
-        config, place, model, path, everyone, free if planned else (), offloading)
-    hosts = devices.on_their_gpus(config, model, everyone, answers)
+        config, place, model, path, everyone, free if planned else (), with_gpus)
+    hosts = on_their_gpus(config, model, everyone, answers)
     members = dict(zip(candidates, seated(), strict=True))
-    load = with_head(devices.without_embedding(load, hosts[candidates[0]]), figures.values())
+    load = with_head(without_embedding(load, hosts[candidates[0]]), figures.values())
     judge = judge_of(hosts, expected(policy, config.speculation.parallel))
 
     grids = GridPlanner(config, model, load, members, figures, hosts, policy,
@@ -121,8 +153,8 @@ def agree(
         # where ranks take turns, each has all cores that members would have together
         if figures and not auto and config.cluster.turns == "off":
             notes += grids.would_gain(place)
-    devices.check_devices(config, load, plan, hosts, head_bytes)
-    notes += devices.notes_on(plan, hosts, {rank: answers[rank] for rank in offloading})
+    check_devices(config, load, plan, hosts, head_bytes)
+    notes += notes_on(plan, hosts, {rank: answers[rank] for rank in with_gpus})
     if place.comm is not None:
         _send_places(place, hosts, plan, meeting)
     return Survey(plan, load, members, figures, notes)
@@ -301,3 +333,103 @@ def await_place(config: JobConfig, place: Place) -> Placed:
                 mpi_startup.say(place.comm, 0, Measured({"links": links}))
             case other:
                 raise ProtocolError(f"rank 0 sent {type(other).__name__} before the job began")
+
+
+def offloading(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -> list[int]:
+    """Return the living ranks whose layers of the model would be on a GPU, all or some."""
+    return [one.rank for one in hosts if not one.dead and one.gpu_layers(config)
+            and backend_for(one.asked_backend, model.path) == "llamacpp"]
+
+
+def on_their_gpus(config: JobConfig, model: Any, hosts: Sequence[RankInfo],
+                  answers: Mapping[int, Measured]) -> list[RankInfo]:
+    """Return the ranks with the memory of their GPUs in the place of their hosts', without a bound
+    where it is not known; with that of their hosts where there is no GPU.
+
+    answers: by rank, of those that were asked.
+    """
+    ranks = offloading(config, model, hosts)
+    return [_on_gpu(config, model, one, answers.get(one.rank)) if one.rank in ranks else one
+            for one in hosts]
+
+
+def _on_gpu(config: JobConfig, model: Any, one: RankInfo, answer: Measured | None) -> RankInfo:
+    settings, room, free = one.settings, f"{one.host}, its GPUs", 0.0
+    if answer is not None and not (answer.gpu_name or answer.error):
+        return one
+    if answer is not None and answer.gpu_name:
+        which = f"GPU {answer.gpu}" if answer.gpu else "its GPUs"
+        room, free = f"{one.host}, {which} ({answer.gpu_name})", answer.gpu_free
+    bound = settings.memory if settings.gpu_memory is None else settings.gpu_memory
+    device = min(free or math.inf, math.inf if bound is None else bound)
+    memory = device
+    if one.gpu_layers(config) < model.n_layers:  # the others stay in the host's
+        memory += one.memory
+        if settings.gpu_memory is None and bound is not None:
+            memory = min(memory, bound)
+    return structs.replace(one, memory=memory, room=room, device=device)
+
+
+def without_embedding(load: Load, first: RankInfo) -> Load:
+    """Return the load without the embedding where that is not in the memory that the first stage
+    fills: llama.cpp leaves it to the processor.
+
+    first: the rank of that stage.
+    """
+    whole = first.room and first.memory <= first.device
+    return structs.replace(load, first_bytes=0.0) if whole else load
+
+
+def check_devices(config: JobConfig, load: Load, plan: Plan, hosts: Sequence[RankInfo],
+                  head_bytes: float = 0.0) -> None:
+    """Raise PlanError where layers need more of a GPU's memory than is free there.
+
+    hosts: from `on_their_gpus`. head_bytes: of rank 0's draft.
+    """
+    needs: dict[str, float] = {}
+    if hosts[0].room and hosts[0].drafts_on_gpu(config):
+        needs[hosts[0].room] = head_bytes
+    users = ranks_by_gpu(plan, hosts)
+    for one in plan.held:
+        rank = hosts[one.rank]
+        if not rank.room:
+            continue
+        # llama.cpp counts the output as a layer, and leaves the embedding to the processor
+        first = max(one.start, one.stop + 1 - rank.gpu_layers(config))
+        share, embedding = share_of(one), load.first_bytes * (first == 0)
+        need = load.slices_bytes(first, one.stop, share, max(1, len(one.slices)))
+        needs[rank.room] = needs.get(rank.room, 0.0) + need - share * embedding
+    for room, ranks in users.items():
+        free = min(hosts[rank].device for rank in ranks)
+        if needs[room] > free * (1 + 1e-9):
+            raise PlanError(
+                f"{_named(ranks)} on {room}: layers there need {size_text(needs[room])} (weights, "
+                f"cache, scratch), but {size_text(free)} are free: use a lower -ngl, a smaller "
+                "context (-c) or quantisation, fewer ranks on it, or end what else runs there")
+
+
+def ranks_by_gpu(plan: Plan, hosts: Sequence[RankInfo]) -> dict[str, list[int]]:
+    """Return the ranks with layers on each GPU, by its name."""
+    found: dict[str, list[int]] = {}
+    for one in plan.held:
+        if room := hosts[one.rank].room:
+            found.setdefault(room, []).append(one.rank)
+    return found
+
+
+def notes_on(plan: Plan, hosts: Sequence[RankInfo], answers: Mapping[int, Measured]) -> list[str]:
+    """Return notes for the user: on ranks that were to use a GPU and have none, and on each GPU
+    that several ranks use, whose speed together no rank measures."""
+    held = {one.rank for one in plan.held}
+    without = sorted(rank for rank, answer in answers.items()
+                     if rank in held and not (hosts[rank].room or answer.error))
+    found = [f"llama.cpp finds no GPU for {_named(without)}: all layers there are on the processor "
+             "(pipeinfer doctor)"] if without else []
+    return found + [
+        f"{_named(ranks)} share the GPU of {room}: how fast they are together is unknown, each "
+        "measured itself alone" for room, ranks in ranks_by_gpu(plan, hosts).items()
+        if len(ranks) > 1]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

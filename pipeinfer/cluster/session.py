@@ -16,13 +16,14 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec import Struct, structs
 
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
+from pipeinfer.cluster.draft_ranks import load_proposers, remotes_of, sliced, sources_of
 from pipeinfer.cluster.handshake import notes_on, unmet
-from pipeinfer.cluster.job import Job, LoadedCluster
 from pipeinfer.cluster.notes import (
     doubts,
     doubts_about,
@@ -32,44 +33,141 @@ from pipeinfer.cluster.notes import (
     taking_turns,
     why,
 )
-from pipeinfer.cluster.placement import judge_of
-from pipeinfer.cluster.proposers import remotes_of, sources_of
-from pipeinfer.cluster.resolve import choose, for_chains
-from pipeinfer.cluster.shutdown import fatal
+from pipeinfer.cluster.placement import Job, judge_of
+from pipeinfer.cluster.resolve import Drafting, choose, for_chains
+from pipeinfer.cluster.shard_transfer import source_of
+from pipeinfer.cluster.shutdown import fatal, survivable
 from pipeinfer.cluster.sizing import (
     NO_MODEL,
     cancel_path,
+    cells_for,
+    chunk_of,
     controller_for,
+    hint_cells,
+    ids_for,
     kept_for,
     limits_for,
     row_proposer,
     sizes_for,
+    spare_cells,
+    stream_cells,
 )
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import DraftReady
+from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ClusterError, Loss, RankLost, StageFailed, UsageError
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
+from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.layers import keeps_state, no_embeddings
 from pipeinfer.models.local_stores import label
+from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.judge import Judge, expected
-from pipeinfer.planning.load_seen import Seen
-from pipeinfer.planning.pace import Share, StagePace
+from pipeinfer.planning.pace import Seen, Share, StagePace
 from pipeinfer.planning.planner import Plan
+from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import cut_layers, is_cut
-from pipeinfer.runtime.draft_team import DraftTeam
-from pipeinfer.runtime.draft_worker import Drafts
+from pipeinfer.runtime.drafts import Drafts, DraftTeam, SlicedDraft
 from pipeinfer.runtime.head import Head
-from pipeinfer.runtime.remote_draft import SlicedDraft
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.proposers.base import InlineProposer
 from pipeinfer.transport.base import Port
+
+
+class LoadedCluster(Struct, frozen=True):
+    """The sizes and files for which the stages were loaded.
+
+    cells: of each stage's KV cache, of which `spare` are for speculative tokens.
+    chunk: rows of a prompt in one run.
+    prompt_id: the first sequence id beyond those of requests.
+    vocabulary: for grammars; None if requests may not have one.
+    """
+
+    job: Job
+    place: Place
+    port: Port
+    hosts: list[RankInfo]
+    tokenizer: Tokenizer
+    vocabulary: Vocabulary | None
+    cells: int
+    spare: int
+    chunk: int
+    prompt_id: int
+
+    @classmethod
+    def of(
+        cls, config: JobConfig, place: Place, job: Job, port: Port, hosts: list[RankInfo], *,
+        grammars: bool
+    ) -> LoadedCluster:
+        """Compute the sizes from a config and a plan. grammars: whether requests may have one."""
+        credit = config.speculation.credit or len(job.plan.ranks) + 1
+        spare = spare_cells(job.width, credit)
+        tokenizer = open_tokenizer(job.target)
+        return cls(
+            job,
+            place,
+            port,
+            hosts,
+            tokenizer,
+            Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
+            cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
+            spare,
+            chunk_of(config),
+            ids_for(config.speculation, credit, chains=job.chains),
+        )
+
+    def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
+        """Return the assembly of this cluster; nothing has loaded yet."""
+        job, model = self.job, self.job.model
+        source = GapModel(model) if job.gaps else model
+
+        learned = bool(registry.adapter(config.speculation))
+
+        def setup_of(holding: Holding) -> Setup:
+            last = holding.stop == model.n_layers
+            return Setup(
+                PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
+                holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
+                n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
+                stream=stream_cells(job.n_ctx) if job.chains else 0,
+                cores=self.hosts[holding.rank].cores_host if job.turns else 0,
+                taps=job.taps,
+                half_taps=config.cluster.hidden_type == "f16",
+                vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
+
+        return Assembly(
+            config, self.port, job.plan, job.survey.load,
+            job.survey.members, self.hosts, setup_of,
+            partial(source_of, source), progress, survives=survivable(self.place))
+
+    def proposers(self, chosen: Drafting, assembly: Assembly | None = None) -> Drafts | None:
+        """Load proposers. A draft on ranks of its own may not be ready yet.
+
+        assembly: started, so that its members may get slices of a head; None: they do not
+        Raises MismatchError for a draft with another vocabulary.
+        """
+        if chosen.policy is Policy.ITERATIVE:
+            return None
+        for one in chosen.proposers:
+            if one.resource is not None:
+                one.resource.check(self.tokenizer)
+        found, job = chosen.proposers, self.job
+        if assembly is not None:
+            ready = {one.rank: one for one in assembly.ready.values()}
+            measured = {rank: (job.survey.figures[rank], one.memory)
+                        for rank, one in job.survey.members.items() if rank in job.survey.figures}
+            found = sliced(found, chosen.config, assembly.held, ready, measured,
+                           job.plan.split.slowest if job.plan.timed and not job.turns else 0.0)
+        return load_proposers(found, chosen.config, self.place, self.cells, self.tokenizer.n_vocab,
+                              self.port, self.hosts, self.vocabulary,
+                              lambda: tuple(one.rank for one in assembly.held) if assembly else ())
+
 
 _FEW = 64  #: tokens from which on the observed load counts
 _POISON = 3  #: stages that fail one after the other without a token between them

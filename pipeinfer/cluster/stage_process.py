@@ -34,21 +34,23 @@ from pipeinfer.backends.factory import (
 )
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.backends.wide import SliceBackend, WideBackend
+from pipeinfer.cluster.draft_ranks import DraftLoader
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.parts import (
     LOADERS,
+    PATIENCE,
     LoadedPart,
     PartLoader,
     gaps_of,
     gpu_of,
     joined,
     pieces_of,
+    sum_seconds,
+    team_of,
     worst,
 )
-from pipeinfer.cluster.proposers import DraftLoader
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
-from pipeinfer.cluster.wide_stage import PATIENCE, sum_seconds, team_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import (
     PortName,

@@ -14,8 +14,7 @@ from msgspec import structs
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.slice_parts import Sizes, is_whole, most_by_columns, sizes_of
-from pipeinfer.planning.grid_cluster import Cluster
-from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
+from pipeinfer.planning.grids import Cluster, GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member

@@ -17,12 +17,17 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from msgspec import Struct, structs
 
+from pipeinfer.core.control import Standing
+from pipeinfer.core.grid import Grid
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.judge import Judge
 from pipeinfer.planning.partition import (
     SAME_SPEED,
     Load,
+    Matrix,
     Member,
+    best_path,
+    least_sum,
     level,
     measure,
     partition,
@@ -30,7 +35,6 @@ from pipeinfer.planning.partition import (
     size_text,
     stage_times,
 )
-from pipeinfer.planning.paths import Matrix, best_path, least_sum
 
 _FURTHER = 1 / 4096  #: what a stage counts, in layers moved: of equals the fewest stages
 _SAME = 1e-6  #: speeds that differ by less, relatively, are equal
@@ -266,3 +270,32 @@ def _too_few(load: Load, members: Sequence[Member]) -> PlanError:
     return PlanError(
         f"the remaining ranks ({names}) cannot hold the model: it needs {size_text(need)}, but "
         f"they have {size_text(room)} together; {lacks}: start the job again and {remedy(members)}")
+
+
+def cut_link(grid: Grid, standings: Mapping[int, Standing], patience: float
+             ) -> tuple[int, int] | None:
+    """Return the first cut link: the node that sent and the node that waits; None if there is
+    none.
+
+    standings: the answers to the roll call, by node. A node that computes or has not answered
+        shows nothing about its links.
+    patience: seconds for which both nodes must have been idle.
+    The head's own links are not checked: it detects lost ranks itself.
+    """
+    for node in range(1, grid.n_nodes + 1):
+        source, here = grid.predecessor(node), standings.get(node)
+        before = standings.get(source)
+        if here is None or before is None or here.received >= before.received:
+            continue
+        if min(here.idle, before.idle) > patience:
+            return source, node
+    return None
+
+
+def left_out(source: int, waits: int, earlier: Collection[int]) -> int:
+    """Return the rank to continue without, of two whose link is cut.
+
+    It is the one that waits, unless the source has a cut link for the second time. Rank 0 stays.
+    earlier: sources of links that were cut before.
+    """
+    return source if waits == 0 or (source in earlier and source != 0) else waits

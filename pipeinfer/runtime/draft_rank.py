@@ -1,14 +1,10 @@
-"""A draft rank: it runs a proposer; if that evaluates a draft model or a head of the target, the
-rank holds it, or some of its layers.
+"""A draft rank: it runs a proposer, and holds the draft model or the head that this evaluates.
 
-    rank 0 -> last draft rank: DraftSetup; LaneOpen, LaneClose, FeedDraft, StartDraft, DraftStop
-    last draft rank -> rank 0: DraftReady, DraftDone
-    last draft rank -> Decode -> first ... -> last   rows, then their activations
+    rank 0 -> draft rank: DraftSetup; LaneOpen, LaneClose, FeedDraft, StartDraft, DraftStop
+    draft rank -> rank 0: DraftReady, DraftDone
 
-`remote_draft` is the head's end. A draft that several ranks hold is a pipeline of its own. Its
-last rank has the output head: it receives the jobs and sends rows to the first rank
-(`PartedBackend`); only activations of one width return. These messages belong to no epoch, so
-stages may be rearranged meanwhile. This module loads no model and contains no proposer.
+`drafts` has the head's end. These messages belong to no epoch, so stages may be rearranged
+meanwhile. This module loads no model and contains no proposer.
 """
 
 from __future__ import annotations

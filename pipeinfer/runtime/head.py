@@ -43,7 +43,7 @@ from pipeinfer.errors import (
     StageFailed,
     TransportTimeout,
 )
-from pipeinfer.runtime.draft_worker import Drafts
+from pipeinfer.runtime.drafts import Drafts
 from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch
 from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
 from pipeinfer.scheduler.controller import Controller

@@ -13,7 +13,7 @@ import time
 from pipeinfer.core.control import RollCall, Standing
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag
-from pipeinfer.planning.links import cut_link
+from pipeinfer.planning.replan import cut_link
 from pipeinfer.transport.base import Port
 
 UNDER_WAY = 0.25  #: share of --timeout after which a message between stages counts as lost

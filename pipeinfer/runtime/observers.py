@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import RunCancelled, RunFinished
-from pipeinfer.planning.load_seen import LoadWatch
-from pipeinfer.planning.pace import StagePace
+from pipeinfer.planning.pace import LoadWatch, StagePace
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.lanes import Run
 from pipeinfer.scheduler.scheduler import Scheduler

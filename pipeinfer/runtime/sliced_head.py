@@ -43,8 +43,8 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ClusterError, NoCells, ProtocolError
 from pipeinfer.host import host_name
 from pipeinfer.runtime.draft_rank import Loader, done, failure
+from pipeinfer.runtime.drafts import LANES
 from pipeinfer.runtime.pulse import Pulse
-from pipeinfer.runtime.remote_draft import LANES
 from pipeinfer.strategies.proposers.base import Proposer, ReadsRows
 from pipeinfer.strategies.proposers.target_head import RowHead
 from pipeinfer.transport.base import Dismissed, Port, Regrouped

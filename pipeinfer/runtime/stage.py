@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from pipeinfer.backends.base import Backend, apply
+from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
 from pipeinfer.core.codec import check_decode, check_ops
 from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing
@@ -44,6 +44,7 @@ from pipeinfer.core.types import (
     Choice,
     FloatArray,
     IntArray,
+    Pooling,
     Rows,
     SamplingParams,
     SeqCopy,
@@ -54,11 +55,43 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.models.text.vocabulary import Vocabulary
-from pipeinfer.runtime.pooling import PooledRows
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
 from pipeinfer.transport.lent import LentLoop, Stuck
+
+
+class PooledRows:
+    """The sums of the rows of prompts that are being embedded."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Any] = {}  # mean: float64[n_embd]
+
+    def add(self, backend: Backend, run: Decode, pooling: Pooling) -> FloatArray:
+        """Evaluate a run of one prompt.
+
+        Returns float32[k, n_embd] for the k rows with an output: at the prompt's end its embedding.
+        """
+        if pooling == "last":
+            return norms(backend, run.rows, run.hidden)
+        rows, lane = run.rows, run.lanes[0]
+        every = Rows(rows.tokens, rows.positions, rows.seq_ids, np.ones(len(rows), np.bool_),
+                     rows.views)
+        found = norms(backend, every, run.hidden)
+        first, last = rows.lists.positions[0], rows.lists.positions[-1]
+        if pooling == "mean":
+            before = self._sums[lane] if first else 0.0
+            self._sums[lane] = before + found.sum(axis=0, dtype=np.float64)
+            row = self._sums[lane] / (last + 1)
+        else:
+            row = self._sums.setdefault(lane, found[0]) if first else found[0]
+            self._sums[lane] = row
+        return np.repeat(row.astype(np.float32)[None], int(rows.outputs.sum()), axis=0)
+
+    def forget(self, lane: int) -> None:
+        """Drop what is stored of a lane that has ended."""
+        self._sums.pop(lane, None)
+
 
 _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation inside a run
 _ANY_POSITION = 1 << 31

@@ -13,14 +13,12 @@ from collections.abc import Collection
 
 from pipeinfer.core.messages import NO_RUN
 from pipeinfer.core.types import Request
-from pipeinfer.scheduler.buffered_tree import BufferedTree
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest
-from pipeinfer.scheduler.prefix_cache import Block, Prefixes
+from pipeinfer.scheduler.prefix_cache import Block, Prefixes, StatePrefixes
 from pipeinfer.scheduler.sequence_pool import NO_LANE, SequencePool
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.state_prefixes import StatePrefixes
 from pipeinfer.scheduler.state_tree import StateTree
-from pipeinfer.scheduler.token_tree import Node, Tree
+from pipeinfer.scheduler.token_tree import BufferedTree, Node, Tree
 
 
 class Admission:

@@ -6,10 +6,9 @@ They decide about single runs; the tree manages ids and copies.
 from __future__ import annotations
 
 from pipeinfer.core.messages import NO_RUN
-from pipeinfer.scheduler.buffered_tree import BufferedTree
 from pipeinfer.scheduler.lanes import Lane
 from pipeinfer.scheduler.state import SchedulerState
-from pipeinfer.scheduler.token_tree import Node
+from pipeinfer.scheduler.token_tree import BufferedTree, Node
 
 
 def repeat_tip(state: SchedulerState, lane: Lane) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct, field, structs
 
 from pipeinfer.core.messages import LaneOpen
-from pipeinfer.core.noise import thread_key
+from pipeinfer.core.sampling import thread_key
 from pipeinfer.core.types import Choice
 from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Emit

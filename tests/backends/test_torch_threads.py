@@ -14,9 +14,8 @@ import pytest
 
 from pipeinfer.backends.base import apply
 from pipeinfer.core.messages import CacheOps, Decode
-from pipeinfer.core.noise import thread_key
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import candidates
+from pipeinfer.core.sampling import candidates, thread_key
 from pipeinfer.core.types import Choice, Request, SamplingParams
 from pipeinfer.scheduler.events import Enqueue, RunDone
 from pipeinfer.scheduler.settings import Limits

@@ -11,8 +11,7 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
 from pipeinfer.nodes import RankInfo
-from pipeinfer.planning.load_seen import Seen
-from pipeinfer.planning.pace import WINDOW, StagePace
+from pipeinfer.planning.pace import WINDOW, Seen, StagePace
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.replan import Holding, rebalance
 from pipeinfer.scheduler.settings import Limits

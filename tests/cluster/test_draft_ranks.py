@@ -11,6 +11,7 @@ from pipeinfer.cluster.draft_ranks import (
     PlacedProposer,
     check_memory,
     draft_ranks_used,
+    load_proposers,
     placed,
     setup_of,
     sliced,
@@ -18,7 +19,6 @@ from pipeinfer.cluster.draft_ranks import (
 )
 from pipeinfer.cluster.handshake import unmet
 from pipeinfer.cluster.placement import leave_spares
-from pipeinfer.cluster.proposers import load_proposers
 from pipeinfer.cluster.session import Session, settled
 from pipeinfer.core.control import DraftReady, DraftSetup, PortName, Ready
 from pipeinfer.core.messages import Tag
@@ -30,10 +30,9 @@ from pipeinfer.models.locate import open_model
 from pipeinfer.models.slices import cut_of
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.measure import Figures
-from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import asked_counts
 from pipeinfer.planning.replan import Holding
-from pipeinfer.runtime.remote_draft import DraftPosts, SlicedDraft
+from pipeinfer.runtime.drafts import DraftPosts, SlicedDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.resources import Asked, Draft
 from pipeinfer.transport.inproc import local_ports
@@ -158,10 +157,8 @@ def job_of(model, ranks, *, n_stages=1, sum_seconds=0.0, memory=1 << 30, run=1e-
     ready = {rank: Ready(PortName(1, k), rank, "h", (0, 4), "llamacpp", 4, 0.3, (1.0,), 1 << 20,
                          1 << 20, 1, 0, ((0, 4),), sum_seconds=sum_seconds, gpu=gpu)
              for k, rank in enumerate(ranks)}
-    survey = SimpleNamespace(
-        figures={rank: Figures(1e10, 1 << 20, {1: 1e-3, 4: 2e-3}) for rank in ranks},
-        members={rank: Member("h", 1.0, 0.0, memory) for rank in ranks})
-    return held, ready, survey, run
+    measured = {rank: (Figures(1e10, 1 << 20, {1: 1e-3, 4: 2e-3}), memory) for rank in ranks}
+    return held, ready, measured, run
 
 
 @pytest.mark.parametrize(("ranks_of", "change", "way", "is_sliced"), [

@@ -7,14 +7,16 @@ import math
 import pytest
 from msgspec import structs
 
-from pipeinfer.cluster.devices import (
+from pipeinfer.cluster.placement import (
+    Survey,
     check_devices,
+    judge_of,
+    members_of,
     notes_on,
     offloading,
     on_their_gpus,
     without_embedding,
 )
-from pipeinfer.cluster.placement import Survey, judge_of, members_of
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import Measured
 from pipeinfer.errors import PlanError

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pipeinfer.backends.shared_team import available
 from pipeinfer.backends.team import PeerSilent
-from pipeinfer.cluster.wide_stage import sum_seconds, team_of
+from pipeinfer.cluster.parts import sum_seconds, team_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, SumRegion
 from pipeinfer.core.messages import Cancel, Part, Tag, Verdict

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core.noise import contenders, gumbel, noise_key, shortlist
-from pipeinfer.core.sampling import best_shares, candidates, choose, likeliest
+from pipeinfer.core.sampling import (
+    best_shares,
+    candidates,
+    choose,
+    contenders,
+    gumbel,
+    likeliest,
+    noise_key,
+    shortlist,
+)
 from pipeinfer.core.types import NO_TOKEN, SamplingParams
 from tests.support.sample import fewer
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pipeinfer.cluster.generate import Generated
 from pipeinfer.config import JobConfig
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.commands import comparison, sample
 from pipeinfer.lab.training.pasta.endpoint import Endpoint

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.sampling import choose
+from pipeinfer.core.sampling import choose, noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import compile_grammar

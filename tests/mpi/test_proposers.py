@@ -11,8 +11,8 @@ from msgspec import structs
 from pipeinfer.cli.generate import generate
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
-from pipeinfer.core.noise import noise_key
 from pipeinfer.core.policy import Policy
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.strategies import registry

@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from pipeinfer.cli.serve import serve_command
-from pipeinfer.core.noise import noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch

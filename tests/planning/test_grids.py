@@ -10,8 +10,7 @@ import pytest
 from pipeinfer.core.grid import parse_widths
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError
-from pipeinfer.planning.grid_cluster import Cluster, arrange
-from pipeinfer.planning.grids import best_grid, even_grid, shape
+from pipeinfer.planning.grids import Cluster, arrange, best_grid, even_grid, shape
 from pipeinfer.planning.judge import LoadMix, score
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.teams import Network, SumCost, TeamCut, Wire, shares_of, team

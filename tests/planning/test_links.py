@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.core.control import PortName, Standing
 from pipeinfer.core.grid import Grid
-from pipeinfer.planning.links import cut_link, left_out
+from pipeinfer.planning.replan import cut_link, left_out
 
 PLAIN, WIDE = (1, 1, 1, 1), (2, 2)
 

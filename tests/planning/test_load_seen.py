@@ -6,8 +6,7 @@ import pytest
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import Policy
-from pipeinfer.planning.load_seen import LoadWatch, Seen
-from pipeinfer.planning.pace import WINDOW, Interval, Share, StagePace, own_seconds
+from pipeinfer.planning.pace import WINDOW, Interval, LoadWatch, Seen, Share, StagePace, own_seconds
 
 HERE = [Share("h")] * 3
 

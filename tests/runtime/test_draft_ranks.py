@@ -14,8 +14,7 @@ from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, ModelError, TransportTimeout
 from pipeinfer.runtime.draft_rank import DraftRank
-from pipeinfer.runtime.draft_team import DraftTeam
-from pipeinfer.runtime.remote_draft import DraftPosts, RemoteDraft
+from pipeinfer.runtime.drafts import DraftPosts, DraftTeam, RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports

@@ -22,9 +22,9 @@ from pipeinfer.models.eagle_head import CompletedHead
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import HeadSource, SmallVocabulary
 from pipeinfer.models.slices import cut_of
+from pipeinfer.runtime.drafts import DraftPosts, SlicedDraft
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.runtime.pulse import Pulse
-from pipeinfer.runtime.remote_draft import DraftPosts, SlicedDraft
 from pipeinfer.runtime.sliced_head import HeadMember, HeadSlices, joined, packed
 from pipeinfer.strategies.proposers.target_head import TargetHead
 from pipeinfer.transport.inproc import local_ports

@@ -20,7 +20,7 @@ from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import Request, SamplingParams, make_rows
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.lab.faults.delaying import DelayingPort
-from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.runtime.stage import Stage

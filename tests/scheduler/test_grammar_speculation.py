@@ -16,14 +16,13 @@ from msgspec import structs
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import LaneOpen
-from pipeinfer.core.noise import noise_key
 from pipeinfer.core.policy import CancelPath, Policy
-from pipeinfer.core.sampling import choose
+from pipeinfer.core.sampling import choose, noise_key
 from pipeinfer.core.types import NO_TOKEN, Request, SamplingParams, make_rows
 from pipeinfer.errors import UsageError
 from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.vocabulary import Vocabulary
-from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.scheduler.events import Emit, Finish

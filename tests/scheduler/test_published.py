@@ -13,10 +13,10 @@ from pipeinfer.core.messages import Cancel, Decode
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler import events
-from pipeinfer.scheduler.buffered_tree import BufferedTree
 from pipeinfer.scheduler.events import Drafted, Emit, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
+from pipeinfer.scheduler.token_tree import BufferedTree
 from tests.support.sample import examples, fewer
 from tests.support.simulated import Pipeline, plain
 

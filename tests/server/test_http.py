@@ -101,7 +101,7 @@ def test_a_request_reaches_the_engine_with_its_fields(server):
     assert frame.prompt == (1, 2, 3)
     assert frame.max_tokens == 7
     assert frame.ignore_eos is True
-    from pipeinfer.core.noise import noise_key
+    from pipeinfer.core.sampling import noise_key
 
     assert frame.params == SamplingParams(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repeat_penalty=1.5, presence_penalty=1,

@@ -11,7 +11,7 @@ from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.vocabulary import Vocabulary
-from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from tests.rig.toy import ToyBackend, ToySpec

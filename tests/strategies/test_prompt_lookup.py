@@ -9,9 +9,8 @@ from msgspec import structs
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.strategies.proposers.answer_pool import AnswerPool
 from pipeinfer.strategies.proposers.cascade import Cascade
-from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
+from pipeinfer.strategies.proposers.prompt_lookup import AnswerPool, PromptLookup
 
 
 def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=frozenset(), p_min=0.0,

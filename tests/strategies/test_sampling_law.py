@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeinfer.core.noise import noise_key
-from pipeinfer.core.sampling import candidates, choose
+from pipeinfer.core.sampling import candidates, choose, noise_key
 from pipeinfer.core.types import SamplingParams, make_rows
 from tests.rig.toy import ToyBackend, ToySpec
 

@@ -6,8 +6,7 @@ import pytest
 
 from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.strategies.proposers.cascade import Cascade
-from pipeinfer.strategies.proposers.track_record import TrackRecord
+from pipeinfer.strategies.proposers.cascade import Cascade, TrackRecord
 
 
 def job(accepted, suffix=(), lane=0, number=1):

@@ -50,7 +50,7 @@ from pipeinfer.planning.teams import EXCHANGE, SumCost
 from pipeinfer.text_table import aligned
 
 if TYPE_CHECKING:
-    from pipeinfer.cluster.job import Job
+    from pipeinfer.cluster.placement import Job
     from pipeinfer.host import Place
 
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.noise import gumbel
+from pipeinfer.core.sampling import gumbel
 from pipeinfer.lab.emulation.synthetic import N_VOCAB, TAIL, SyntheticPair, mixed
 
 Floats: TypeAlias = npt.NDArray[np.float64]

@@ -31,7 +31,7 @@ from pipeinfer.lab.emulation.virtual import (
 )
 from pipeinfer.lab.faults.delaying import DelayingPort
 from pipeinfer.lab.faults.paced import PacedBackend
-from pipeinfer.runtime.draft_worker import DraftWorker
+from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.scheduler.controller import Controller

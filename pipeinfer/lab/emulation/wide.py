@@ -47,18 +47,10 @@ from pipeinfer.lab.emulation.virtual import (
 )
 from pipeinfer.models.slice_parts import why_not_sliced
 from pipeinfer.planning import teams
-from pipeinfer.planning.grid_cluster import Cluster
-from pipeinfer.planning.grids import GridPlan, best_grid, even_grid
+from pipeinfer.planning.grids import Cluster, GridPlan, best_grid, even_grid
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.partition import Member, Split
-from pipeinfer.planning.teams import (
-    EXCHANGE,
-    PEER,
-    Network,
-    PlannedTeam,
-    SumCost,
-    TeamCut,
-)
+from pipeinfer.planning.teams import EXCHANGE, PEER, Network, PlannedTeam, SumCost, TeamCut
 
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 APART, BESIDE, TURNS, SLICED = "apart", "beside", "by turns", "sliced"

@@ -18,9 +18,121 @@ from typing import TypeAlias, TypeVar
 from msgspec import Struct, field
 
 from pipeinfer.core.drafting import Proposal, StartDraft
-from pipeinfer.strategies.proposers.answer_pool import AnswerPool
-from pipeinfer.strategies.proposers.text_index import LONGEST, Match, TextIndex
 from pipeinfer.strategies.spec import ProposerSpec
+
+SEEDS = 4  #: tokens of the longest run that is looked up
+PLACES = 16  #: places that are stored for each run
+LONGEST = 64  #: tokens that are compared at most
+
+
+class Match(Struct, frozen=True):
+    """Places that continue a path, the one with the longest agreement first, then the newest.
+
+    text: of the first place
+    start: index of the token that follows there
+    length: number of tokens that agree at the first place
+    followers: the tokens that follow the places, each once
+    agreed: whether the same token follows at all of several places; None for a single place
+    """
+
+    text: Sequence[int]
+    start: int
+    length: int
+    followers: tuple[int, ...]
+    agreed: bool | None
+
+
+class TextIndex(Struct):
+    """The tokens of texts to which tokens are only ever appended.
+
+    tokens: by the text's number
+    """
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    _places: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
+
+    def append(self, token: int, text: int = 0) -> None:
+        """Append a token to a text."""
+        tokens = self.tokens.setdefault(text, [])
+        tokens.append(token)
+        end = len(tokens)
+        for size in range(1, min(SEEDS, end) + 1):
+            places = self._places.setdefault(tuple(tokens[end - size:]), [])
+            places.append((text, end))
+            del places[:-PLACES]
+
+    def find(self, path: Sequence[int], without: int | None = None) -> Match | None:
+        """Return the places where the end of `path` occurred with a token after it.
+
+        path: its last `LONGEST` tokens suffice
+        without: number of a text to leave out
+        None where there is no such place, even for the last token alone.
+        """
+        texts = self.tokens
+        for size in range(min(SEEDS, len(path)), 0, -1):
+            places = [(text, end) for text, end in self._places.get(tuple(path[-size:]), ())
+                      if text != without and end < len(texts[text])]
+            if places:
+                break
+        else:
+            return None
+        found = [(_agreement(path, texts[text], end, size), k)
+                 for k, (text, end) in enumerate(places)]
+        found.sort(reverse=True)
+        length, best = found[0]
+        followers = dict.fromkeys(
+            texts[text][end] for text, end in (places[k] for _, k in found))
+        text, end = places[best]
+        return Match(texts[text], end, length, tuple(followers),
+                     None if len(places) == 1 else len(followers) == 1)
+
+
+def _agreement(path: Sequence[int], text: Sequence[int], end: int, known: int) -> int:
+    """The number of tokens before `end` of the text that agree with the end of `path`.
+
+    known: so many agree already
+    """
+    most = min(LONGEST, len(path), end)
+    while known < most and text[end - 1 - known] == path[-1 - known]:
+        known += 1
+    return known
+
+
+MOST = 1 << 16  #: tokens of a pool, beyond which the older half of the answers is dropped
+
+
+class AnswerPool:
+    """The answers of one pool, unfinished ones included.
+
+    most: tokens of the pool
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most, self._size = most, 0
+        self._index = TextIndex()
+
+    def add(self, lane: int, token: int) -> None:
+        """Append a token to the lane's answer."""
+        if self._size >= self._most:
+            self._halve()
+        self._index.append(token, lane)
+        self._size += 1
+
+    def find(self, path: Sequence[int], lane: int) -> Match | None:
+        """Return the places where another lane's answer continues the end of `path`; see
+        `TextIndex.find`.
+        """
+        return self._index.find(path, without=lane)
+
+    def _halve(self) -> None:
+        texts, kept = list(self._index.tokens.items()), TextIndex()
+        while texts and self._size > self._most // 2:
+            self._size -= len(texts.pop(0)[1])
+        for lane, tokens in texts:
+            for token in tokens:
+                kept.append(token, lane)
+        self._index = kept
+
 
 T = TypeVar("T")
 Kind: TypeAlias = bool | None  #: whether places agree on what follows; None for a single place
