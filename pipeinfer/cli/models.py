@@ -175,7 +175,7 @@ def decomposers_of(model: ModelFile) -> tuple[str, ...]:
     from pipeinfer.models.gaps import GapModel
     from pipeinfer.models.locate import open_tokenizer
     from pipeinfer.strategies import registry
-    from pipeinfer.strategies.decomposers.factory import vocabulary_of
+    from pipeinfer.strategies.decomposers.prompts import vocabulary_of
 
     try:
         tokenizer = open_tokenizer(model.path)

@@ -34,7 +34,7 @@ from pipeinfer.runtime.drafts import (
 from pipeinfer.strategies import registry, resources
 from pipeinfer.strategies.proposers.base import Proposer
 from pipeinfer.strategies.proposers.cascade import Cascade
-from pipeinfer.strategies.resources import Asked, BlockHead, CacheSizes, Draft, Resource, class_of
+from pipeinfer.strategies.resources import Asked, CacheSizes, Resource, class_of
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 from pipeinfer.transport.base import Port
 
@@ -237,7 +237,7 @@ def _own(asked: Asked, name: str, path: str, rank: int) -> PlacedProposer:
     if spec.worker is None:
         raise UsageError(f"{which} adds rows to the target's own runs, so the stages compute "
                          f"it: give --proposer {name} instead")
-    if path and class_of(spec) not in (Draft, BlockHead):
+    if path and not ((kind := class_of(spec)) and kind.movable):
         raise UsageError(f"{which} evaluates no draft: remove draft = \"{path}\"")
     try:
         draft = find(path, offline=config.model.offline).path if path else asked.draft

@@ -27,9 +27,13 @@ from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.scheduler.events import Emit, Finish, LaneStats, Refuse
-from pipeinfer.strategies.decomposers.base import Decomposer
-from pipeinfer.strategies.decomposers.factory import Decomposition
-from pipeinfer.strategies.decomposers.prompts import Opening, opening, texts_of
+from pipeinfer.strategies.decomposers.base import Decomposer, Specification
+from pipeinfer.strategies.decomposers.prompts import (
+    Opening,
+    decomposer_factory,
+    opening,
+    texts_of,
+)
 
 _request_ids = itertools.count()
 
@@ -159,11 +163,12 @@ def open_response(session: Session, messages: Sequence[Mapping[str, str]]) -> Op
                    config.speculation.decomposer, messages)
 
 
-def decomposition_of(session: Session) -> Decomposition:
-    """Return the decomposition methods for the session's present stages. Raises UsageError."""
-    config = session.config
-    return Decomposition(
-        session.tokenizer, config.speculation, n_ctx=session.limits.n_ctx,
+def decomposition_of(session: Session, wanted: Specification, n_prompt: int
+                     ) -> Callable[[], Decomposer]:
+    """Return what makes the decomposer of a response over the session's present stages; see
+    `decomposer_factory`."""
+    return decomposer_factory(
+        session.tokenizer, session.config.speculation, wanted, n_prompt, n_ctx=session.limits.n_ctx,
         overlap=all(stage["backend"] == "torch" for stage in session.stages.values()))
 
 
@@ -240,7 +245,7 @@ def _decomposed(session: Session, prompt: Sequence[int] | Opening
         return prompt, None
     if prompt.decompose is None:
         return prompt.prompt, None
-    return prompt.prompt, decomposition_of(session).factory(prompt.decompose, len(prompt.prompt))
+    return prompt.prompt, decomposition_of(session, prompt.decompose, len(prompt.prompt))
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -149,8 +149,8 @@ class Engine:
         decompose = None
         try:
             if frame.decompose is not None:
-                decompose = decomposition_of(self._session).factory(
-                    frame.decompose, len(frame.prompt))
+                decompose = decomposition_of(
+                    self._session, frame.decompose, len(frame.prompt))
         except (ModelError, UsageError) as error:
             self._fail(frame.id, "request", f"bad parameters: {error}")
             return

@@ -6,7 +6,7 @@ options here, so that none of them contains the name of a strategy.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeAlias
@@ -20,21 +20,21 @@ Spec: TypeAlias = ProposerSpec | DecomposerSpec
 
 GROUP = "pipeinfer.strategies"  #: entry points of other packages
 BUILT_IN = (
-    "pipeinfer.strategies.proposers.draft_model",
-    "pipeinfer.strategies.proposers.target_head",
-    "pipeinfer.strategies.proposers.eagle3",
-    "pipeinfer.strategies.proposers.dflash",
-    "pipeinfer.strategies.proposers.prompt_lookup",
-    "pipeinfer.strategies.proposers.lookahead",
-    "pipeinfer.strategies.proposers.draft_lookahead",
-    "pipeinfer.strategies.proposers.bita",
-    "pipeinfer.strategies.decomposers.pasta",
-    "pipeinfer.strategies.decomposers.pdos",
-    "pipeinfer.strategies.decomposers.skeleton",
-    "pipeinfer.strategies.decomposers.apar",
-    "pipeinfer.strategies.decomposers.chain_of_draft",
-    "pipeinfer.strategies.decomposers.pdos_drafts",
-    "pipeinfer.strategies.decomposers.pdos_plain",
+    "pipeinfer.strategies.proposers.draft_model:SPEC",
+    "pipeinfer.strategies.proposers.target_head:SPEC",
+    "pipeinfer.strategies.proposers.target_head:EAGLE",
+    "pipeinfer.strategies.proposers.dflash:SPEC",
+    "pipeinfer.strategies.proposers.prompt_lookup:SPEC",
+    "pipeinfer.strategies.proposers.lookahead:SPEC",
+    "pipeinfer.strategies.proposers.draft_lookahead:SPEC",
+    "pipeinfer.strategies.proposers.bita:SPEC",
+    "pipeinfer.strategies.decomposers.pasta:SPEC",
+    "pipeinfer.strategies.decomposers.pdos:SPEC",
+    "pipeinfer.strategies.decomposers.skeleton:SPEC",
+    "pipeinfer.strategies.decomposers.apar:SPEC",
+    "pipeinfer.strategies.decomposers.pdos:CHAIN_OF_DRAFT",
+    "pipeinfer.strategies.decomposers.pdos:DRAFTS",
+    "pipeinfer.strategies.decomposers.pdos:PLAIN",
 )
 
 
@@ -45,8 +45,8 @@ def specs() -> Mapping[str, Spec]:
     Raises UsageError for a plug-in that cannot be loaded, is no strategy, or reuses a name.
     """
     found: dict[str, Spec] = {}
-    for module in BUILT_IN:
-        _add(found, importlib.import_module(module).SPEC, module)
+    for name in BUILT_IN:
+        _add(found, pkgutil.resolve_name(name), name)
     for entry in plug_ins(GROUP):
         try:
             spec = entry.load()

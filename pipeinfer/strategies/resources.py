@@ -1,18 +1,17 @@
 """What proposers evaluate: a draft model, or a prediction head of the target.
 
 A resource is found from options and models' headers on rank 0, before anything loads. The rank that
-runs the proposer loads it, from the file that a `DraftSetup` names. `ProposerSpec.resource` is the
-name of its class in `classes`; another package adds one as an entry point of the group
-`pipeinfer.resources`.
+runs the proposer loads it, from the file that a `DraftSetup` names. `ProposerSpec.resource` names
+its class, here or in any other module.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from msgspec import Struct, structs
 
@@ -25,7 +24,6 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
-from pipeinfer.loading import plug_ins
 from pipeinfer.models.block_draft import BlockShape
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.eagle_head import ARCHITECTURE, BLOCKS, CompletedHead, taps_of
@@ -44,7 +42,6 @@ from pipeinfer.strategies.spec import ProposerSpec
 if TYPE_CHECKING:
     from pipeinfer.backends.llamacpp.head import LlamaHead
 
-GROUP = "pipeinfer.resources"  #: entry points
 _PATHS = 8  #: paths in the cache of a draft or a head
 _STATE_PATHS = 2  #: the same of a draft whose layers keep a state, which each path needs several of
 _BATCH = 256  #: most rows of one run
@@ -78,68 +75,71 @@ class CacheSizes(Struct, frozen=True):
         return {"n_ctx": self.n_ctx, "n_seq_max": self.n_seq_max, "n_batch": self.n_batch}
 
 
-class Resource(Protocol):
-    """A file that a proposer evaluates: found and checked, not loaded.
+class Resource(Struct, frozen=True):
+    """A file that a proposer evaluates: found and checked, not loaded. Base class.
 
     reads_rows: whether it reads rows of the target
-    taps: layers of the target whose inputs it reads, see `backends.base.tap`
+    movable: whether a rank may have one that its own `draft` setting names (nodes file)
+    name: in messages
+    held: the bytes of its file
+    reads: the bytes of weights that a token's step reads
+    files: the fields of a `DraftSetup` that name its files
     """
 
-    reads_rows: ClassVar[bool]
+    reads_rows: ClassVar[bool] = False
+    movable: ClassVar[bool] = False
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def name(self) -> str: ...  # type: ignore[empty-body]
+    @property
+    def held(self) -> int: ...  # type: ignore[empty-body]
+    @property
+    def reads(self) -> int: ...  # type: ignore[empty-body]
+    @property
+    def files(self) -> dict[str, Any]: ...  # type: ignore[empty-body]
 
     @property
-    def name(self) -> str:
-        """What it is called in messages."""
-
-    @property
-    def held(self) -> int:
-        """The bytes of its file."""
-
-    @property
-    def reads(self) -> int:
-        """The bytes of weights that a token's step reads."""
-
-    @property
-    def files(self) -> dict[str, Any]:
-        """The fields of a `DraftSetup` that name its files."""
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads, see `backends.base.tap`."""
+        return ()
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
         """Return the strategies' own options with which a job uses it where the user names no
         proposer; None where it does not."""
+        del asked
+        return None
 
     @classmethod
-    def find(cls, spec: ProposerSpec, asked: Asked) -> Resource:
+    def find(cls, spec: ProposerSpec, asked: Asked) -> Self:
         """Find it. Raises UsageError and ModelError, with the reason, where it cannot be used."""
+        raise NotImplementedError
 
     @classmethod
-    def named(cls, setup: DraftSetup) -> Resource:
+    def named(cls, setup: DraftSetup) -> Self:
         """Return what a setup names, on the rank that loads it. Raises ModelError where the files
         are not there, MismatchError for other files."""
+        raise NotImplementedError
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise MismatchError where its tokens are not those of the target."""
 
     def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> CacheSizes:
         """Return the sizes of its cache. cells: of each stage's cache. Raises UsageError."""
+        raise NotImplementedError
 
     def load(self, config: JobConfig, place: Place, sizes: Mapping[str, int]
              ) -> tuple[Backend, int]:
-        """Load it; return the backend and its number of threads.
+        """Load it; return the backend and its number of threads. Raises ModelError and
+        BackendError."""
+        raise NotImplementedError
 
-        Raises ModelError and BackendError.
-        """
 
-
-class Draft(Struct, frozen=True):
+class Draft(Resource, frozen=True):
     """A draft model: a GGUF file, or a model folder for torch."""
 
     path: Path
-    reads_rows: ClassVar[bool] = False
-    taps: ClassVar[tuple[int, ...]] = ()
+    movable: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -231,7 +231,7 @@ class Draft(Struct, frozen=True):
         return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
 
 
-class PredictionHead(Struct, frozen=True):
+class PredictionHead(Resource, frozen=True):
     """A prediction head of the target, which is one layer.
 
     file: what has it
@@ -257,10 +257,6 @@ class PredictionHead(Struct, frozen=True):
         return {"model": str(self.file.path), "fingerprint": self.file.fingerprint,
                 "target": str(self.target.path), "target_fingerprint": self.target.fingerprint}
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        """Do nothing: the files were compared when they were found."""
-        del tokenizer
-
     def sizes(self, spec: ProposerSpec, config: JobConfig, cells: int) -> CacheSizes:
         """Return the sizes of its cache. cells: of each stage's cache."""
         del spec
@@ -275,11 +271,6 @@ class PredictionHead(Struct, frozen=True):
         pieces = tuple(map(Slice.parse, cut))
         for index in range(len(pieces)):
             _ = structs.replace(self, cut=pieces, index=index).source
-
-    @property
-    def held(self) -> int: ...  # type: ignore[empty-body]
-    @property
-    def reads(self) -> int: ...  # type: ignore[empty-body]
 
     def reads_on(self, slices: int) -> float:
         """Return the bytes of weights that a token's step reads of one of so many slices."""
@@ -459,6 +450,7 @@ class BlockHead(EagleHead, frozen=True):
     """A DFlash, DFlash2 or DSpark draft: the file of -md, or one next to the model."""
 
     architecture: ClassVar[str] = BLOCKS
+    movable: ClassVar[bool] = True
 
     @classmethod
     def usual(cls, asked: Asked) -> Mapping[str, Any] | None:
@@ -532,22 +524,11 @@ def _same_file(path: str, fingerprint: str) -> ModelFile:
     return ModelFile(same_model(path, fingerprint))
 
 
-_BUILT_IN: Mapping[str, type[Resource]] = {"draft": Draft, "mtp": MtpHead, "eagle3": EagleHead,
-                                             "dflash": BlockHead}
-
-
-@cache
-def classes() -> Mapping[str, type[Resource]]:
-    """Return the classes of resources by name."""
-    return {**_BUILT_IN, **{entry.name: entry.load() for entry in plug_ins(GROUP)}}
-
-
 def class_of(spec: ProposerSpec) -> type[Resource] | None:
-    """Return the class of what a proposer evaluates; None: nothing. Raises UsageError for an
-    unknown name."""
-    if not spec.resource:
-        return None
-    if (found := classes().get(spec.resource)) is None:
-        raise UsageError(f"the proposer {spec.name} evaluates {spec.resource!r}, which no package "
-                         f"provides (entry points {GROUP}): install that package")
-    return found
+    """Return the class of what a proposer evaluates; None: nothing. Raises UsageError where it is
+    not installed."""
+    try:
+        return pkgutil.resolve_name(spec.resource) if spec.resource else None
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"the proposer {spec.name} evaluates {spec.resource}, which no package "
+                         f"provides ({error}): install that package") from error

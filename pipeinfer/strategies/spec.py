@@ -1,13 +1,13 @@
 """The specification of a strategy: its name, its factory, its requirements and its own options.
 
-A strategy is one file with a `SPEC` in it, and one line: in `registry.BUILT_IN`, or as an entry
-point of the group `pipeinfer.strategies` in another package.
+A strategy is one file with a specification in it, and one line: in `registry.BUILT_IN`, or as an
+entry point of the group `pipeinfer.strategies` in another package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
@@ -18,6 +18,7 @@ from pipeinfer.strategies.proposers.base import InlineProposer, Proposer
 if TYPE_CHECKING:
     from pipeinfer.backends.base import Backend
     from pipeinfer.models.bita_adapter import BitaAdapter
+    from pipeinfer.models.text.tokenizer import Tokenizer
     from pipeinfer.models.text.vocabulary import Vocabulary as GrammarVocabulary
 
 
@@ -66,7 +67,8 @@ class ProposerSpec(Struct, frozen=True):
     worker: makes a proposer of the draft's thread
     inline: makes a proposer that the scheduler queries itself, and that adds hint rows to runs
     options: its own options, by name
-    resource: name of what it evaluates (`strategies.resources`); empty: nothing
+    resource: where the class of what it evaluates is, `module:Class` (see `strategies.resources`);
+        empty: nothing
     usual: its place among the proposers of a job whose user names none, the quickest first; 0: such
         a job does not use it
     adapter: the option that names its adapter's file, where it needs one
@@ -121,17 +123,21 @@ class DecomposerSetup(Struct, frozen=True):
     encode: Callable[[str, str, Mapping[str, str]], tuple[int, ...]]
 
 
-class Writer(Protocol):
+class Writer(Struct, frozen=True):
     """Writes prompts for one model.
 
+    tokenizer: the model's, with its chat template
     texts: what the model's file contains for the methods, by name
     """
 
+    tokenizer: Tokenizer
     texts: Mapping[str, str]
 
     def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
                begun: str = "") -> tuple[int, ...]:
         """Return the token ids of the text that `render` returns; arguments as there."""
+        text, seam = self.render(messages, name, otherwise, begun=begun)
+        return tuple(self.tokenizer.encode_guarded(text, seam))
 
     def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
                begun: str = "") -> tuple[str, str]:
@@ -143,6 +149,14 @@ class Writer(Protocol):
         otherwise: appended to the question where `texts` has no such name
         begun: the beginning of the answer, which the model continues
         """
+        asked = list(messages)
+        if name in self.texts:
+            asked = [m for m in asked if m["role"] != "system"]
+            asked.insert(0, {"role": "system", "content": self.texts[name]})
+        elif otherwise:
+            asked[-1] = {**asked[-1], "content": asked[-1]["content"] + otherwise}
+        text, seam = self.tokenizer.guarded_chat(asked)
+        return text + begun, seam
 
 
 class DecomposerSpec(Struct, frozen=True):

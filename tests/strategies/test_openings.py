@@ -10,16 +10,14 @@ from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.server.frames import FROM_CLIENT, HEADER, Submit, decode, encode
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers import (
-    chain_of_draft,
-    pdos,
-    pdos_drafts,
-    prompts,
-    skeleton,
-)
+from pipeinfer.strategies.decomposers import pdos, prompts, skeleton
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, Specification
-from pipeinfer.strategies.decomposers.factory import Decomposition, vocabulary_of
-from pipeinfer.strategies.decomposers.prompts import opening, texts_of
+from pipeinfer.strategies.decomposers.prompts import (
+    decomposer_factory,
+    opening,
+    texts_of,
+    vocabulary_of,
+)
 from tests.support.threaded import EOS, reference
 
 QUESTION = "What {outline} is {point} and why?"
@@ -62,9 +60,9 @@ def test_prompts_ask_for_their_method(model):
         assert opened.prompt == as_text(tokenizer, texts, method, QUESTION, more)
         assert sent(opened) == Specification(method)
     assert opening(tokenizer, texts, "cod", MESSAGES) == prompts.Opening(
-        as_text(tokenizer, texts, "cod", QUESTION, chain_of_draft.TEXT))  # an ordinary response
+        as_text(tokenizer, texts, "cod", QUESTION, pdos.CHAIN_OF_DRAFT.text))  # an ordinary response
     drafts = opening(tokenizer, texts, "cod-pdos", MESSAGES)
-    assert drafts.prompt == as_text(tokenizer, texts, "cod-pdos", QUESTION, pdos_drafts.TEXT)
+    assert drafts.prompt == as_text(tokenizer, texts, "cod-pdos", QUESTION, pdos.DRAFTS.text)
     assert sent(drafts) == Specification("cod-pdos")
     plain = opening(tokenizer, texts, "pdos-plain", MESSAGES)  # the paper's "Normal"
     assert plain == prompts.Opening(opening(tokenizer, texts, "pdos", MESSAGES).prompt)
@@ -88,8 +86,8 @@ def test_a_skeletons_points_are_what_the_template_makes_of_them(model, monkeypat
     plain = as_text(tokenizer, texts, "plain", QUESTION)
     monkeypatch.setattr(type(tokenizer), "apply_chat", None)  # nobody needs it any more
     specification = sent(opened)
-    methods = Decomposition(tokenizer, SpeculationConfig(), n_ctx=512)
-    made = methods.factory(specification, len(opened.prompt))()
+    made = decomposer_factory(tokenizer, SpeculationConfig(), specification, len(opened.prompt),
+                              n_ctx=512)()
     for token in tokenizer.encode(OUTLINE.removeprefix("1." * lead), add_bos=False):
         assert made.accepted(MAIN, token) == []
     forks = made.ended(MAIN)
@@ -100,19 +98,23 @@ def test_a_skeletons_points_are_what_the_template_makes_of_them(model, monkeypat
 
 def test_a_method_needs_its_tokens(model):
     tokenizer, texts = model
-    methods = Decomposition(tokenizer, SpeculationConfig(), n_ctx=512)
+
+    def factory(method):
+        return decomposer_factory(tokenizer, SpeculationConfig(), Specification(method), 3,
+                                  n_ctx=512)
+
     with pytest.raises(UsageError, match="it is a prompt"):
-        methods.factory(Specification("cod"), 3)
+        factory("cod")
     for method, spec in registry.decomposers().items():
         if spec.make is None:
             continue
         if "sot.point" in texts or method != "apar":
-            assert not methods.factory(Specification(method), 3)().complete
+            assert not factory(method)().complete
         else:
             with pytest.raises(ModelError, match="single tokens"):
-                methods.factory(Specification(method), 3)
+                factory(method)
     with pytest.raises(UsageError, match="magic"):
-        methods.factory(Specification("magic"), 3)
+        factory("magic")
 
 
 def test_pdos_stage_by_stage_on_a_models_own_vocabulary(model):
@@ -122,8 +124,8 @@ def test_pdos_stage_by_stage_on_a_models_own_vocabulary(model):
     vocabulary = vocabulary_of(tokenizer)
     marks = pdos.Markers.of(vocabulary)
     assert (len(marks.end) > 1) == ("sot.point" not in texts)
-    made = Decomposition(tokenizer, SpeculationConfig(), n_ctx=4096).factory(
-        sent(opened), len(opened.prompt))()
+    made = decomposer_factory(tokenizer, SpeculationConfig(), sent(opened), len(opened.prompt),
+                              n_ctx=4096)()
 
     def tokens(*parts):
         return [token for part in parts for token in vocabulary.encode(part)]

@@ -47,9 +47,8 @@ from pipeinfer.models.locate import model_paths, open_model
 from pipeinfer.models.text import chat_template
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.decomposers.base import MAIN, Fork, GiveUp, Halt, Skip, TokenVocabulary
-from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import Pasta, Spacing
-from pipeinfer.strategies.decomposers.prompts import validate
+from pipeinfer.strategies.decomposers.prompts import validate, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from pipeinfer.core.types import ANY
 from pipeinfer.errors import ModelError
@@ -320,3 +320,27 @@ SPEC = DecomposerSpec(
     "pdos", "steps that are named first and written at once, in one sequence",
     lambda setup: Pdos(setup.vocabulary, n_prompt=setup.n_prompt), text=TEXT, check=Markers.of,
     baseline="pdos-plain")
+
+#: steps that are drafts, the fifth row of the paper's Table 1. The paper does not print how it
+#: joins the two prompts. Chain-of-Draft's separator is the marker of PDOS, so only its rule for the
+#: length of a step is used.
+DRAFTS = structs.replace(
+    SPEC, name="cod-pdos", help="pdos with Chain-of-Draft's rule: 5 words for each step",
+    text=TEXT + """
+
+Only keep a minimum draft for each step, with 5 words at most.""")
+
+#: Chain-of-Draft: reasoning in a few words per step (arXiv 2502.18600; a baseline). The text is
+#: appended to the question, as published; the response is an ordinary one.
+CHAIN_OF_DRAFT = DecomposerSpec(
+    "cod", "Chain-of-Draft: a prompt that asks for short steps", None, text="""
+
+Think step by step, but only keep a minimum draft for each thinking step, with 5 words at most. \
+Return the answer at the end of the response after a separator ####.""")
+
+#: the "Normal" of the paper (section 4.1): the prompt of PDOS, decoded in sequence. Speed-ups are
+#: the paper's over this one; over the bare question they would charge PDOS for its longer prompt,
+#: and compare answers of other lengths and formats.
+PLAIN = DecomposerSpec(
+    SPEC.baseline, "the prompt of pdos, decoded in sequence: what pdos is compared with", None,
+    open=lambda writer, messages: (writer.encode(messages, "pdos", TEXT), None))

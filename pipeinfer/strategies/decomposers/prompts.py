@@ -1,25 +1,68 @@
-"""The prompts of decomposed responses.
+"""Decomposed responses at both ends: their prompts, and the factory of their decomposers.
 
 Uses tokenizers, chat templates and the texts for decomposition methods in a model's file
-(`pipeinfer.decompose.*`); independent of decomposers, cells, runs and ranks.
+(`pipeinfer.decompose.*`); independent of cells, runs and ranks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from pipeinfer.config import JobConfig, SpeculationConfig
-from pipeinfer.errors import ModelError
+from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.locate import model_paths, open_model, open_tokenizer
+from pipeinfer.models.text.marks import MarkGuard
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.strategies import registry
-from pipeinfer.strategies.decomposers.base import Specification
-from pipeinfer.strategies.decomposers.factory import vocabulary_of
+from pipeinfer.strategies.decomposers.base import Decomposer, Specification, TokenVocabulary
+from pipeinfer.strategies.spec import DecomposerSetup, Writer
+
+
+@functools.lru_cache(8)
+def vocabulary_of(tokenizer: Tokenizer) -> TokenVocabulary:
+    """Return the functions of a tokenizer that decomposers need."""
+    @functools.lru_cache(256)
+    def split(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.split(text, special=True))
+
+    return TokenVocabulary(functools.lru_cache(1 << 16)(functools.partial(
+        tokenizer.piece, special=True)), lambda text: list(split(text)))
+
+
+def decomposer_factory(tokenizer: Tokenizer, config: SpeculationConfig, wanted: Specification,
+                       n_prompt: int, *, n_ctx: int, overlap: bool = True
+                       ) -> Callable[[], Decomposer]:
+    """Return a function that makes the decomposer of a response.
+
+    wanted: the specification of the response
+    n_prompt: tokens of its prompt
+    n_ctx: tokens of the context of one response
+    overlap: whether every stage accepts positions in any order
+    Raises UsageError for an unknown method, and ModelError for one whose tokens this vocabulary
+    does not have.
+    """
+    spec = registry.decomposer(wanted.method)
+    if spec.make is None:
+        raise UsageError(f"--decomposer {spec.name} has no threads: it is a prompt")
+    vocabulary = vocabulary_of(tokenizer)
+    spec.check(vocabulary)
+
+    def encode(text: str, seam: str, values: Mapping[str, str]) -> tuple[int, ...]:
+        guard = MarkGuard(tokenizer.marks, seam)
+        holes = re.compile("|".join(map(re.escape, values)))
+        filled = holes.sub(lambda found: str(guard.value(values[found[0]])), text)
+        return tuple(tokenizer.encode_guarded(filled, seam))
+
+    return functools.partial(spec.make, DecomposerSetup(
+        vocabulary, n_prompt, n_ctx, overlap, registry.values_of(spec, config), wanted, encode))
+
+
 
 _PREFIX = "pipeinfer.decompose."
 
@@ -62,7 +105,7 @@ def opening(tokenizer: Tokenizer, texts: Mapping[str, str], method: str,
     Raises UsageError for an unknown method, and RequestError when the template refuses the
     messages.
     """
-    writer = PromptWriter(tokenizer, texts)
+    writer = Writer(tokenizer, texts)
     if not method:
         return Opening(writer.encode(messages, "plain"))
     spec = registry.decomposer(method)
@@ -70,32 +113,6 @@ def opening(tokenizer: Tokenizer, texts: Mapping[str, str], method: str,
         return Opening(*spec.open(writer, messages))
     prompt = writer.encode(messages, method, spec.text)
     return Opening(prompt, Specification(method) if spec.make is not None else None)
-
-
-class PromptWriter:
-    """A `spec.Writer` on a tokenizer and its chat template."""
-
-    def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, str]) -> None:
-        self._tokenizer, self.texts = tokenizer, texts
-
-    def encode(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
-               begun: str = "") -> tuple[int, ...]:
-        """Return the token ids of the text that `render` returns; arguments as there."""
-        text, seam = self.render(messages, name, otherwise, begun=begun)
-        return tuple(self._tokenizer.encode_guarded(text, seam))
-
-    def render(self, messages: Sequence[Mapping[str, str]], name: str, otherwise: str = "", *,
-               begun: str = "") -> tuple[str, str]:
-        """Return the prompt of a conversation and its seam, which marks contents that are plain
-        text."""
-        asked = list(messages)
-        if name in self.texts:
-            asked = [m for m in asked if m["role"] != "system"]
-            asked.insert(0, {"role": "system", "content": self.texts[name]})
-        elif otherwise:
-            asked[-1] = {**asked[-1], "content": asked[-1]["content"] + otherwise}
-        text, seam = self._tokenizer.guarded_chat(asked)
-        return text + begun, seam
 
 
 def methods_for(config: JobConfig) -> list[str]:

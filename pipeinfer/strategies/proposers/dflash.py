@@ -218,4 +218,4 @@ def _make(setup: ProposerSetup) -> BlockDraft:
 
 
 SPEC = ProposerSpec("dflash", "a DFlash, DFlash2 or DSpark draft of the target (-md)", worker=_make,
-                    resource="dflash", usual=2)
+                    resource="pipeinfer.strategies.resources:BlockHead", usual=2)

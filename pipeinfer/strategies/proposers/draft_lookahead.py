@@ -144,5 +144,5 @@ def _make(setup: ProposerSetup) -> DraftLookahead:
 
 SPEC = ProposerSpec(
     "draft-lookahead", "the draft model (-md), which decodes by lookahead", worker=_make,
-    options=lookahead.SPEC.options, resource="draft",
+    options=lookahead.SPEC.options, resource="pipeinfer.strategies.resources:Draft",
     branches=lambda options: _sizes(options).paths)

@@ -350,4 +350,5 @@ def _make(setup: ProposerSetup) -> DraftModel:
     return DraftModel(setup.backend, setup.n_vocab, paths=setup.paths, vocabulary=setup.vocabulary)
 
 
-SPEC = ProposerSpec("draft", "the draft model (-md)", worker=_make, resource="draft", usual=3)
+SPEC = ProposerSpec("draft", "the draft model (-md)", worker=_make, 
+                    resource="pipeinfer.strategies.resources:Draft", usual=3)

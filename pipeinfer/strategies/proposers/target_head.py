@@ -249,4 +249,14 @@ SPEC = ProposerSpec(
         "Tokens that the model's own head can propose, where its vocabulary has at least twice as "
         "many: the frequent ones, and those of the text; 0: all.",
         0, 1 << 20, changes_tokens=False))},
-    resource="mtp", usual=2)
+    resource="pipeinfer.strategies.resources:MtpHead", usual=2)
+
+#: a head that was trained for the target afterwards (Li et al. 2025). It reads three rows of the
+#: target, the inputs of layers that its file names.
+EAGLE = ProposerSpec(
+    "eagle3", "an EAGLE-3 head of the target (--eagle)", worker=make_head,
+    options={"eagle": OwnOption("", Option(
+        ("--eagle",), "str", "EAGLE-3 head of the model (GGUF, or user/repo[:quant] of the hub); "
+        "it drafts from rows of its layers. With --proposer, add --proposer eagle3, too.",
+        changes_tokens=False))},
+    resource="pipeinfer.strategies.resources:EagleHead", usual=2)

@@ -37,8 +37,8 @@ from pipeinfer.lab.training.pasta.annotate import parse
 from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Halt, Join, Skip
-from pipeinfer.strategies.decomposers.factory import vocabulary_of
 from pipeinfer.strategies.decomposers.pasta import Pasta
+from pipeinfer.strategies.decomposers.prompts import vocabulary_of
 from tests.support.tiny_torch import reference, save, tokens_of
 
 DRAFT = EMBEDDED / "draft.gguf"

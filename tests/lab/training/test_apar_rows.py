@@ -22,7 +22,7 @@ from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN, Fork
-from pipeinfer.strategies.decomposers.factory import vocabulary_of
+from pipeinfer.strategies.decomposers.prompts import vocabulary_of
 from tests.rig.launch import run
 
 DRAFT = EMBEDDED / "draft.gguf"
