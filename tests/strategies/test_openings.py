@@ -60,7 +60,7 @@ def test_prompts_ask_for_their_method(model):
         assert opened.prompt == as_text(tokenizer, texts, method, QUESTION, more)
         assert sent(opened) == Specification(method)
     assert opening(tokenizer, texts, "cod", MESSAGES) == prompts.Opening(
-        as_text(tokenizer, texts, "cod", QUESTION, pdos.CHAIN_OF_DRAFT.text))  # an ordinary response
+        as_text(tokenizer, texts, "cod", QUESTION, pdos.CHAIN_OF_DRAFT.text))  # an ordinary one
     drafts = opening(tokenizer, texts, "cod-pdos", MESSAGES)
     assert drafts.prompt == as_text(tokenizer, texts, "cod-pdos", QUESTION, pdos.DRAFTS.text)
     assert sent(drafts) == Specification("cod-pdos")
