@@ -340,12 +340,13 @@ class Assembly:
 
     def _prepare_spares(self) -> None:
         """Let idle ranks load and measure the stages' shards once, so that they are in the page
-        cache."""
+        cache. A shard that does not fit beside what the host holds is left out: loading it could
+        cost a living stage its memory."""
         if not self._survives or self._config.cluster.distribute:
             return
         for rank in self.spares:
-            self._port.order(rank, Rehearse(tuple(
-                self._setup(holding, rank) for holding in self.held)))
+            fitting = [one for one in self.held if self._has_room(rank, one)]
+            self._port.order(rank, Rehearse(tuple(self._setup(one, rank) for one in fitting)))
 
     def _supply_spares(self) -> None:
         """Send the requested spares the shards of all stages, before there are requests. Spares

@@ -153,8 +153,10 @@ class RankPulse:
 
     def _answer(self) -> str | None:
         """Return the address of the next answer from the head, None if there is none."""
-        try:
-            data, source = self._socket.recvfrom(64)
-        except OSError:
-            return None
-        return str(source[0]) if data.startswith(self._token) else self._answer()
+        while True:  # what else arrives at this port is dropped
+            try:
+                data, source = self._socket.recvfrom(64)
+            except OSError:
+                return None
+            if data.startswith(self._token):
+                return str(source[0])

@@ -35,7 +35,7 @@ from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.nodes import load as load_nodes
 from pipeinfer.planning.judge import Curve, Judge, LoadMix, Seat, expected
 from pipeinfer.planning.measure import Figures, Hollow, from_json, try_figures
-from pipeinfer.planning.partition import Load, Member, level, size_text
+from pipeinfer.planning.partition import Load, Member, by_slowest, level, size_text
 from pipeinfer.planning.planner import (
     Plan,
     asked_counts,
@@ -133,7 +133,7 @@ def agree(
     planned = config.cluster.split == "planned" and len(free) > 1
     if planned and teams is None and not auto:  # what fits nowhere is refused before it is read
         make_plan(config.cluster, load, seated(), candidates, hosts,
-                  lambda split: -split.slowest, timed=False)
+                  by_slowest, timed=False)
     figures, notes, answers = _ask(
         config, place, model, path, everyone, free if planned else (), with_gpus)
     hosts = on_their_gpus(config, model, everyone, answers)

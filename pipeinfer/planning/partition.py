@@ -310,12 +310,17 @@ def level(speeds: Mapping[int, float]) -> dict[int, float]:
     return result
 
 
+def by_slowest(split: Split) -> float:
+    """Return the runs per second of a full pipeline."""
+    return 1.0 / split.slowest
+
+
 def choose(
     load: Load, members: Sequence[Member], predict: Callable[[Split], float]
 ) -> tuple[Split, dict[int, str]]:
     """Return the best split, and the members that are left out, with the reason.
 
-    predict: returns the tokens per second of a split. Members of equal speed are never left out;
+    predict: returns the tokens per second of a split, above 0. Members of equal speed are never left out;
         slower ones if that is faster by LEAVE or more. Raises PlanError when all together cannot
         hold the model.
     """

@@ -148,8 +148,9 @@ class DraftRank:
             self._threads, host.memory_parts()["rss"]))
 
     def _draft(self, job: StartDraft) -> None:
-        if self._proposer is None:
-            return  # loading failed, and rank 0 has received the reason
+        if self._proposer is None:  # loading failed; who asks still waits, as for a former choice
+            self._port.post(0, done(job.job_id, (), 0, 0.0))
+            return
         tokens, params = self._tokens.get(job.lane), self._params.get(job.lane)
         if tokens is None or params is None or job.sent > len(tokens):
             raise ProtocolError(f"rank {self._rank} received a drafting job of lane {job.lane}, "

@@ -51,7 +51,7 @@ class Port:
     def __init__(self, dies=(), fails=None, cut=()):
         self.gone, self.epochs, self.orders = set(), [], []
         self.layout = (0, 1, 2, 3)
-        self.setups, self.rehearsed = {}, set()
+        self.setups, self.rehearsed, self.ahead = {}, set(), {}
         self._dies, self._fails, self._fresh, self._mail = list(dies), fails, set(), []
         self._cut = cut
 
@@ -101,6 +101,8 @@ class Port:
 
     def order(self, rank, order):
         self.orders.append((rank, type(order)))
+        if isinstance(order, Rehearse):
+            self.ahead[rank] = [(one.start, one.stop) for one in order.setups]
 
     def wait(self, timeout, *, live=True):
         pass
@@ -208,6 +210,14 @@ def test_a_spare_replaces_a_lost_stage_and_gets_its_layers():
     found.recover(RankLost(3, "is dead"))
     assert ranges(found) == [(1, 0, 2), (2, 2, 4), (4, 4, 6)]
     assert found.spares == ()
+
+
+@pytest.mark.parametrize(("memory", "ahead"), [(100.0, [(0, 2), (2, 4), (4, 6)]), (7.0, [])])
+def test_a_spare_loads_no_shard_that_its_host_has_no_room_for(memory, ahead):
+    """Six bytes of layers are on that host already."""
+    port = Port()
+    assembly(port, spares=1, memory=memory, one_host=True).start()
+    assert port.ahead == {4: ahead}
 
 
 def test_of_two_stages_with_a_cut_link_the_waiting_one_is_excluded():

@@ -202,3 +202,10 @@ def test_no_grid_is_recommended_to_layers_on_gpus(cluster):
     (advice,), _ = cluster([1.0, 1.0, 1.0], advises=True)
     assert advice.startswith("--grid ")
     assert cluster([1.0, 1.0, 1.0], advises=True, gpu_layers=9)[0] == []
+
+
+@pytest.mark.parametrize(("slow", "grid"), [(0.05, "1,1,1"), (0.05, "2,1"), (0.1, "2,1")])
+def test_an_estimate_leaves_out_no_team_that_was_given(cluster, slow, grid):
+    plan, _ = cluster([1.0, 1.0, slow], grid=grid, slices="")
+    assert {one.rank for one in plan.held} == {1, 2, 3}
+    assert not plan.left_out

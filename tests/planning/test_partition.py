@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from pipeinfer.errors import PlanError
 from pipeinfer.models.shard import stage_layers
-from pipeinfer.planning.partition import Load, Member, check_fits, measure, partition
+from pipeinfer.planning.partition import (
+    Load,
+    Member,
+    by_slowest,
+    check_fits,
+    choose,
+    measure,
+    partition,
+)
 
 costs = st.integers(1, 9).map(float)
 sizes = st.integers(0, 5).map(float)
@@ -127,3 +135,11 @@ def test_set_counts_that_cannot_be(layers, says):
 def test_set_counts_are_kept():
     members = [Member("a", 1.0, layers=1), Member("b", 1.0), Member("c", 1.0, layers=0)]
     assert partition(Load((1.0,) * 4, (1.0,) * 4), members).counts == (1, 3, 0)
+
+
+def test_a_slow_rank_is_left_out_only_if_that_is_faster():
+    """With its one layer, the pipeline is as fast as without it."""
+    members = [Member(str(k), cost) for k, cost in enumerate((1.0, 1.0, 15.0))]
+    split, left_out = choose(Load((1.0,) * 30, (1.0,) * 30), members, by_slowest)
+    assert split.slowest == 15.0
+    assert left_out == {}

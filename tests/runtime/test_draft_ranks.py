@@ -336,3 +336,15 @@ def test_every_job_of_three_gets_one_answer(seed, local):
         answer(rng.randrange(3))
         hear()
     assert answered == set(range(1, 40)) - withdrawn
+
+
+def test_a_job_at_a_rank_whose_draft_failed_later_is_answered():
+    """Another choice of proposers could not be loaded, and the former one goes on."""
+    with Rank() as ranks:
+        ranks.draft.await_ready(SECONDS)
+        other = RemoteDraft(DraftPosts(ranks.head), {
+            1: structs.replace(ranks.setup, model="elsewhere")})
+        with pytest.raises(ClusterError, match="elsewhere does not exist"):
+            other.await_ready(SECONDS)
+        ranks.draft.start(job([3, 1]))
+        assert ranks.answer() == Drafted(1, ())
