@@ -320,9 +320,9 @@ def choose(
 ) -> tuple[Split, dict[int, str]]:
     """Return the best split, and the members that are left out, with the reason.
 
-    predict: returns the tokens per second of a split, above 0. Members of equal speed are never left out;
-        slower ones if that is faster by LEAVE or more. Raises PlanError when all together cannot
-        hold the model.
+    predict: returns the tokens per second of a split, above 0. Members of equal speed are never
+        left out; slower ones if that is faster by LEAVE or more. Raises PlanError when all together
+        cannot hold the model.
     """
     out = {i: "set to hold no layers" for i, m in enumerate(members) if m.layers == 0}
     trial = list(members)
