@@ -72,9 +72,13 @@ class ContextOverflow(RequestError):
 
 
 class ClusterError(PipeinferError):
-    """The job cannot go on, unless the head recovers from it (`Loss`)."""
+    """The job cannot go on, unless the head recovers from it (`Loss`).
+
+    story: what happened to the lanes before, if that may explain it
+    """
 
     exit_code = 6
+    story: tuple[str, ...] = ()
 
 
 class ProtocolError(ClusterError):

@@ -16,7 +16,7 @@ import click
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import PipeinferError, StageFailed
+from pipeinfer.errors import ClusterError, PipeinferError, StageFailed
 from pipeinfer.models.locate import fetch, may_fetch
 
 INTERRUPTED = 130
@@ -33,7 +33,9 @@ def note(text: str) -> None:
 
 
 def fail(error: PipeinferError) -> NoReturn:
-    """Print an error and end every rank."""
+    """Print an error, with what led to it, and end every rank."""
+    if isinstance(error, ClusterError) and error.story:
+        click.echo("\n".join(["### the last events of each lane", *error.story]), err=True)
     if isinstance(error, StageFailed) and error.remote_traceback:
         click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
     click.echo(f"pipeinfer: error: {error}", err=True)

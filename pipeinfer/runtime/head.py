@@ -264,8 +264,13 @@ class Head:
         try:
             return self._handle_mail()
         except LOSSES as loss:
+            if isinstance(loss, StageFailed):
+                loss.story = self.scheduler.story.lines()
             self._lose(loss)
             return True
+        except ProtocolError as error:
+            error.story = self.scheduler.story.lines()
+            raise
 
     def _lose(self, loss: Loss) -> None:
         if self.on_loss is None:

@@ -24,7 +24,7 @@ from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.messages import NO_RUN, CacheOps, LaneClose, LaneOpen
 from pipeinfer.core.types import NO_TOKEN, REPLAYED_ROWS, Choice, Request, make_rows
-from pipeinfer.errors import ContextOverflow, ProtocolError, RequestError
+from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError, RequestError
 from pipeinfer.scheduler.admission import Admission
 from pipeinfer.scheduler.events import (
     AbortRequest,
@@ -46,6 +46,7 @@ from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits, Tuning
 from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
+from pipeinfer.scheduler.story import Story
 from pipeinfer.scheduler.token_tree import Node
 from pipeinfer.scheduler.validation import validate
 from pipeinfer.strategies.decomposers.base import MAIN, Decomposer
@@ -71,6 +72,7 @@ class Scheduler:
         self.totals = LaneStats()  # of all requests; only the counters of tokens are used
         self.most_cells: int | None = None  # peak of cells in use; None: not recorded
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
+        self.story = Story(self.state)
         self.threads = Threads(self.state, self.speculation, self._filling.append, self._close)
         self._next_order = 0
 
@@ -133,7 +135,19 @@ class Scheduler:
 
         Raises ProtocolError for an unknown event, and for a run that was not in flight, was skipped
         although it was needed, or returned with another number of choices than it has output rows.
+        Such an error, and InvariantError, carry what happened to the lanes before.
         """
+        self.story.event(event)
+        try:
+            self._advance(event)
+        except (ProtocolError, InvariantError) as error:
+            error.story = self.story.lines()
+            raise
+        instructions = self.state.take()
+        self.story.instructions(instructions)
+        return instructions
+
+    def _advance(self, event: Event) -> None:
         match event:
             case Enqueue(request, output, decompose):
                 self._submit(request, output, decompose)
@@ -163,7 +177,6 @@ class Scheduler:
         self.speculation.ask_draft()
         if self._validate:
             self.validate_state()
-        return self.state.take()
 
     @property
     def decoding(self) -> int:
