@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pipeinfer.cluster.handshake import notes_on, unmet
 from pipeinfer.config import ModelConfig, SpeculationConfig
 from pipeinfer.core.control import Ready
 from pipeinfer.core.policy import Ablation, Policy
@@ -19,6 +20,19 @@ from pipeinfer.strategies import registry
 if TYPE_CHECKING:
     from pipeinfer.cluster.assembly import Assembly
     from pipeinfer.cluster.placement import Job
+
+
+def at_start(job: Job, assembly: Assembly, hosts: list[RankInfo], remotes: Sequence[RemoteDraft],
+             further: Sequence[str]) -> list[str]:
+    """Return all notes of a job that begins. further: on what became of its proposers."""
+    config = job.config
+    return [why(config.speculation, job), *notes_on(hosts), *unmet(config, hosts), *job.notes,
+            *job.survey.notes, *further,
+            *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
+                           taking_turns(hosts, job)]),
+            *drawing(assembly.held, assembly.ready), *drafting(remotes, hosts, job),
+            *doubts(config.speculation, job), *map(str, assembly.changes),
+            *doubts_about(config.model, job, assembly)]
 
 
 def why(config: SpeculationConfig, job: Job) -> str:

@@ -21,37 +21,13 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from pipeinfer.cluster import notes, sizing
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.draft_ranks import load_proposers, remotes_of, sliced, sources_of
-from pipeinfer.cluster.handshake import notes_on, unmet
-from pipeinfer.cluster.notes import (
-    doubts,
-    doubts_about,
-    drafting,
-    drawing,
-    one_stage,
-    taking_turns,
-    why,
-)
 from pipeinfer.cluster.placement import Job, judge_of
 from pipeinfer.cluster.resolve import Drafting, choose, for_chains
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
-from pipeinfer.cluster.sizing import (
-    NO_MODEL,
-    cancel_path,
-    cells_for,
-    chunk_of,
-    controller_for,
-    hint_cells,
-    ids_for,
-    kept_for,
-    limits_for,
-    row_proposer,
-    sizes_for,
-    spare_cells,
-    stream_cells,
-)
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy
@@ -107,7 +83,7 @@ class LoadedCluster(Struct, frozen=True):
     ) -> LoadedCluster:
         """Compute the sizes from a config and a plan. grammars: whether requests may have one."""
         credit = config.speculation.credit or len(job.plan.ranks) + 1
-        spare = spare_cells(job.width, credit)
+        spare = sizing.spare_cells(job.width, credit)
         tokenizer = open_tokenizer(job.target)
         return cls(
             job,
@@ -116,10 +92,11 @@ class LoadedCluster(Struct, frozen=True):
             hosts,
             tokenizer,
             Vocabulary.of(tokenizer) if grammars and tokenizer.eog_ids else None,
-            cells_for(config.speculation, job.n_ctx) + spare + hint_cells(config.speculation),
+            sizing.cells_for(config.speculation, job.n_ctx) + spare
+            + sizing.hint_cells(config.speculation),
             spare,
-            chunk_of(config),
-            ids_for(config.speculation, credit, chains=job.chains),
+            sizing.chunk_of(config),
+            sizing.ids_for(config.speculation, credit, chains=job.chains),
         )
 
     def assembly(self, config: JobConfig, progress: ProgressHook | None) -> Assembly:
@@ -135,7 +112,7 @@ class LoadedCluster(Struct, frozen=True):
                 PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
-                stream=stream_cells(job.n_ctx) if job.chains else 0,
+                stream=sizing.stream_cells(job.n_ctx) if job.chains else 0,
                 cores=self.hosts[holding.rank].cores_host if job.turns else 0,
                 taps=job.taps,
                 half_taps=config.cluster.hidden_type == "f16",
@@ -413,23 +390,16 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     used = [] if worker is None else [one for one in job.proposers if one.resource or one.rank]
     name = min(used, key=lambda one: (bool(one.taps), bool(one.rank))).name if used else ""
     share = _draft_share(job, assembly, hosts, worker)
-    notes = [why(config.speculation, job), *notes_on(hosts),
-             *unmet(config, hosts), *job.notes, *job.survey.notes, *further,
-             *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
-                            taking_turns(hosts, job)]),
-             *drawing(assembly.held, assembly.ready),
-             *drafting(remotes, hosts, job),
-             *doubts(config.speculation, job), *map(str, assembly.changes),
-             *doubts_about(config.model, job, assembly)]
     first = assembly.terms
     setup = scheduler_setup(loaded, assembly, first, config, job.policy, share)
     scheduler = Scheduler(setup.limits, setup.rows, drafts=worker is not None)
-    head = Head(port, assembly.grid, scheduler, worker, cancel_path=cancel_path(config),
+    head = Head(port, assembly.grid, scheduler, worker, cancel_path=sizing.cancel_path(config),
                 trace=bool(config.cluster.trace), timeout=config.cluster.timeout,
                 controller=setup.controller)
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
-        name, notes, time.monotonic() - started, first,
+        name, notes.at_start(job, assembly, hosts, remotes, further),
+        time.monotonic() - started, first,
         share, fatal(place))
     head.on_loss = session.go_on
     session.watch_pace()
@@ -469,21 +439,21 @@ def scheduler_setup(
     config = for_chains(config) if job.chains else config
     states = keeps_state(job.model)
     exact = 0 if config.model.exact == "off" else assembly.terms.exact
-    rows = None if policy is Policy.ITERATIVE else row_proposer(
+    rows = None if policy is Policy.ITERATIVE else sizing.row_proposer(
         config.speculation, loaded.tokenizer.n_vocab, loaded.prompt_id, first.curve, exact)
     alone = rows is None and not config.speculation.decomposer
     draft_share = draft_share if alone else 0.0
-    limits, pinned = limits_for(
-        config.speculation, policy, sizes_for(first.row_cost), n_ctx=job.n_ctx, chunk=loaded.chunk,
-        exact=exact or job.width,
+    limits, pinned = sizing.limits_for(
+        config.speculation, policy, sizing.sizes_for(first.row_cost), n_ctx=job.n_ctx,
+        chunk=loaded.chunk, exact=exact or job.width,
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=loaded.spare, draft_share=draft_share)
     limits = structs.replace(limits, same_cores=job.turns, states=states)
     if job.chains:
         limits = structs.replace(limits, chains=True, partitions=0,
-                                 kept=kept_for(config.speculation, chains=True))
-    controller = controller_for(
+                                 kept=sizing.kept_for(config.speculation, chains=True))
+    controller = sizing.controller_for(
         config.speculation, limits, pinned, first.curve, loaded.spare, draft_share)
     return SchedulerSetup(limits if controller is None else controller.limits, rows, controller)
 
@@ -506,4 +476,4 @@ def _draft_share(job: Job, assembly: Assembly, hosts: list[RankInfo],
         return 0.0
     weights = sum(one.weight_bytes for one in stages if job.turns or inside or one.rank == 0)
     own = sum(one.reads for one in job.evaluated)  # of slices as of the whole: all have a part
-    return max(own / max(weights, 1), NO_MODEL)
+    return max(own / max(weights, 1), sizing.NO_MODEL)

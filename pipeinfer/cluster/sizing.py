@@ -7,6 +7,7 @@ nothing, and loads nothing but the few vectors of a BiTA adapter.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct, structs
@@ -43,6 +44,10 @@ _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
 _USUAL = 0.7  #: acceptance that is expected of a draft
+#: settings of `SpeculationConfig` that are limits of the same name, with the values by which a job
+#: tunes them itself
+_TUNED = {"credit": 0, "draft_max": 0, "alternatives": -1, "path_min": -1, "tree_max": 0,
+          "p_split": -1}
 _FURTHER_IDS = 3  #: ids that a backend adds for its own use, at most
 
 
@@ -219,7 +224,7 @@ def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
 
 
 def limits_for(
-    config: SpeculationConfig, policy: Policy, sizes: RunSizes, *, n_ctx: int, chunk: int,
+    config: SpeculationConfig, policy: Policy, sizes: Mapping[str, Any], *, n_ctx: int, chunk: int,
     exact: int, n_stages: int, curve: Curve, spare: int, draft_share: float = 0.0,
 ) -> tuple[Limits, frozenset[str]]:
     """Return the limits to start with, and the names of those that the user set.
@@ -232,32 +237,20 @@ def limits_for(
     draft_share: time of a drafted token relative to the target's, if the same cores compute both
         and may take turns; else 0.
     """
-    pinned: dict[str, Any] = {}
-    if config.credit:
-        pinned["credit"] = config.credit
-    if config.draft_max:
-        pinned["draft_max"] = config.draft_max
+    pinned: dict[str, Any] = {name: getattr(config, name) for name, tuned in _TUNED.items()
+                              if getattr(config, name) > tuned}
     if config.tip != "auto":
         pinned["join_tip"] = config.tip == "joined"
-    if config.alternatives >= 0:
-        pinned["alternatives"] = config.alternatives
-    if config.path_min >= 0:
-        pinned["path_min"] = config.path_min
-    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not overlaps(config)
-    if config.tree_max:
-        pinned["tree_max"] = config.tree_max
     if config.draft_p_min >= 0:
         pinned |= {"p_min": config.draft_p_min, "free_min": None}
-    if config.p_split >= 0:
-        pinned["p_split"] = config.p_split
+    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not overlaps(config)
     ablations = frozenset(Ablation(a) for a in config.ablate)
     synchronous = policy is Policy.SPECULATIVE or Ablation.ASYNC in ablations
     credit = config.credit or n_stages + 1
     values: dict[str, Any] = {
-        "credit": credit, "draft_max": sizes.draft_max,
-        "join_tip": sizes.join and n_stages <= JOIN_UP_TO,
+        **sizes, "credit": credit, "join_tip": sizes["join_tip"] and n_stages <= JOIN_UP_TO,
         "alternatives": alternatives_for(credit), "path_min": cutoff(credit),
-        "tree_max": sizes.tree_max, "p_min": 0.4 if synchronous else 0.0,
+        "p_min": 0.4 if synchronous else 0.0,
         "p_split": 0.2 if synchronous else 0.02,
     }
     if take_turns and exact > 1:
@@ -329,19 +322,8 @@ def _at_load(curve: Curve, draft_share: float) -> Timing:
     return Timing(1.0, 1.0, curve, 0.0, draft_share)
 
 
-class RunSizes(Struct, frozen=True):
-    """Defaults that depend on what a further row of a run costs."""
-
-    draft_max: int
-    tree_max: int
-    join: bool
-
-
-def sizes_for(row_cost: float) -> RunSizes:
-    """Return the default sizes: small runs if a further row costs nearly as much as a run of one
-    row. See docs/options.md."""
-    if row_cost > 0.6:
-        return RunSizes(1, 2, join=False)
-    if row_cost > 0.3:
-        return RunSizes(2, 4, join=False)
-    return RunSizes(3, 7, join=True)
+def sizes_for(row_cost: float) -> dict[str, Any]:
+    """Return the limits that depend on what a further row of a run costs: small runs if it costs
+    nearly as much as a run of one row. See docs/options.md."""
+    draft_max, tree_max = (1, 2) if row_cost > 0.6 else (2, 4) if row_cost > 0.3 else (3, 7)
+    return {"draft_max": draft_max, "tree_max": tree_max, "join_tip": row_cost <= 0.3}

@@ -306,8 +306,8 @@ def limits_of(policy: Policy, n_stages: int, row_cost: float, experiment: Experi
         n_ctx=experiment.prompt + experiment.tokens + 8, policy=policy,
         ablations=frozenset(Ablation(name) for name in experiment.ablate), chunk=CHUNK,
         exact_width=EXACT, credit=credit, partitions=max(16, 2 * credit),
-        draft_max=sizes.draft_max, tree_max=sizes.tree_max,
-        join_tip=sizes.join and n_stages <= JOIN_UP_TO,
+        draft_max=sizes["draft_max"], tree_max=sizes["tree_max"],
+        join_tip=sizes["join_tip"] and n_stages <= JOIN_UP_TO,
         alternatives=alternatives_for(credit), path_min=cutoff(credit),
         p_min=0.4 if policy is Policy.SPECULATIVE else 0.0,
     )
