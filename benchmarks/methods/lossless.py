@@ -40,7 +40,7 @@ from tests.rig.sliced_loop import SlicedLoop
 EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
 POLICIES = (
     {"policy": "iterative"}, {"policy": "speculative"}, {"policy": "pipeinfer"},
-    {"policy": "pipeinfer", "take_turns": True},
+    {"policy": "pipeinfer", "time_sharing": True},
     *({"policy": "pipeinfer", "ablations": [a]}
       for a in ("async", "continuous", "alternatives", "cancel")),
     {"policy": "published", **PUBLISHED},
@@ -121,7 +121,7 @@ def main(prompts: int, tokens: int, share: float, ranks: str, model: str, draft:
 
 def name_of(limits: Mapping[str, Any]) -> str:
     """The policy of a case, and what it leaves out."""
-    return limits["policy"] + " by turns" * bool(limits.get("take_turns")) + "".join(
+    return limits["policy"] + " by turns" * bool(limits.get("time_sharing")) + "".join(
         f" without {one}" for one in limits.get("ablations", ()))
 
 

@@ -327,7 +327,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     found = placement.agree(
         config, place, model, target_path, hosts, what.policy, cells, n_batch,
         sum(one.held for one in what.evaluated), meeting)
-    if what.turns:  # not before `agree`: it compares ranks by their speed on their own cores
+    if what.time_sharing:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(**{**structs.asdict(what), "config": config}, facts=facts, target=target_path,

@@ -29,7 +29,7 @@ def at_start(job: Job, assembly: Assembly, hosts: list[RankInfo], remotes: Seque
     return [why(config.speculation, job), *notes_on(hosts), *unmet(config, hosts), *job.notes,
             *job.survey.notes, *further,
             *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
-                           taking_turns(hosts, job)]),
+                           time_shared(hosts, job)]),
             *drawing(assembly.held, assembly.ready), *drafting(remotes, hosts, job),
             *doubts(config.speculation, job), *map(str, assembly.changes),
             *doubts_about(config.model, job, assembly)]
@@ -49,11 +49,11 @@ def why(config: SpeculationConfig, job: Job) -> str:
     return f"policy {job.policy}, token by token: there is no proposer (-md, --proposer)"
 
 
-def taking_turns(hosts: list[RankInfo], job: Job) -> str:
+def time_shared(hosts: list[RankInfo], job: Job) -> str:
     """Describe the time sharing of cores, if all ranks take turns on one host; else ""."""
     return (f"all ranks are on {hosts[0].host}: draft and stages share its {hosts[0].cores_host} "
             "cores in time (--set turns=off: each keeps its own, and runs overlap)"
-            ) if job.turns else ""
+            ) if job.time_sharing else ""
 
 
 def one_stage(ranks: Sequence[int], hosts: Sequence[RankInfo]) -> str:

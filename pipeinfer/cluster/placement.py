@@ -187,17 +187,17 @@ def _counts(config: JobConfig, model: Any, candidates: Sequence[int], hosts: Hos
 
 
 def judge_of(hosts: Hosts, mixes: tuple[LoadMix, ...], curve: Curve = (), drafts: float = 0.0,
-             *, grows: bool = False, turns: bool = False) -> Judge:
+             *, grows: bool = False, time_sharing: bool = False) -> Judge:
     """Return the judge that compares plans on these ranks. GPUs are not shared as cores are.
 
     mixes: the loads to judge by.
     curve: see `Judge`.
     drafts: share of the time in which a draft keeps rank 0's cores busy.
     grows: see `Judge`.
-    turns: see `takes_turns`.
+    time_sharing: see `shares_cores`.
     """
     seats = {one.rank: Seat(one.host, max(one.settings.threads, 0)
-                            or (one.cores_host if turns else one.cores))
+                            or (one.cores_host if time_sharing else one.cores))
              for one in hosts if not (one.settings.on_gpu or one.room)}
     cores = {one.host: float(max(one.cores_host, 1)) for one in hosts}
     first = hosts[0].host

@@ -76,14 +76,14 @@ class Drafting(Struct, frozen=True):
 class JobPlan(Drafting, frozen=True):
     """What a job is.
 
-    turns: whether ranks take turns on the cores of one host
+    time_sharing: whether ranks share the cores of one host in time
     chains: whether each request has one chain of speculative tokens, see `on_gpus`
     gaps: whether positions may leave gaps
     backends: of the stages
     stages: the most that there may be
     """
 
-    turns: bool
+    time_sharing: bool
     chains: bool
     gaps: bool
     backends: tuple[str, ...]
@@ -95,15 +95,15 @@ def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     features.check(Config(job=config))
     model, hosts, size = facts.model, facts.hosts, len(facts.hosts)
     backends = tuple(backends_of(config, model, list(hosts)))
-    turns, would = (takes_turns(one, hosts, backends, facts.numa_nodes)
+    sharing, would = (shares_cores(one, hosts, backends, facts.numa_nodes)
                     for one in (config, config.replace(ablate=())))
-    config = config if turns else config.replace(turns="off")
-    config = for_state(config, model, in_turns=turns or size == 1)
-    chosen = choose(config, facts, backends, turns=turns)
+    config = config if sharing else config.replace(turns="off")
+    config = for_state(config, model, time_sharing=sharing or size == 1)
+    chosen = choose(config, facts, backends, time_sharing=sharing)
     config, policy = chosen.config, chosen.policy
     chains = on_gpus(config, model, hosts)
     config = for_chains(config) if chains else config
-    check_ablation(config, policy, size, turns=turns or would)
+    check_ablation(config, policy, size, time_sharing=sharing or would)
     check_proposers(config.speculation, model, backends)
     method = config.speculation.decomposer
     gaps = bool(method) and registry.decomposer(method).gaps and "llamacpp" in backends
@@ -113,10 +113,10 @@ def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     stages = size if config.cluster.head_stage or size == 1 else size - 1
     if stages > 1 and "llamacpp" in backends:
         check_splittable(model)
-    return JobPlan(config, policy, chosen.proposers, turns, chains, gaps, backends, stages)
+    return JobPlan(config, policy, chosen.proposers, sharing, chains, gaps, backends, stages)
 
 
-def choose(config: JobConfig, facts: JobFacts, backends: tuple[str, ...], *, turns: bool,
+def choose(config: JobConfig, facts: JobFacts, backends: tuple[str, ...], *, time_sharing: bool,
            heads: bool = True) -> Drafting:
     """Return how a job proposes tokens: what the user named, else lookup, head and draft.
 
@@ -124,7 +124,7 @@ def choose(config: JobConfig, facts: JobFacts, backends: tuple[str, ...], *, tur
     Raises UsageError, ModelError.
     """
     asked = Asked(config, facts.model, facts.draft, backends)
-    config = with_usual(asked, 1 if turns else len(facts.hosts), heads=heads)
+    config = with_usual(asked, 1 if time_sharing else len(facts.hosts), heads=heads)
     found = placed(structs.replace(asked, config=config), facts.hosts)
     return Drafting(config, choose_policy(config, found), found)
 
@@ -132,7 +132,7 @@ def choose(config: JobConfig, facts: JobFacts, backends: tuple[str, ...], *, tur
 # --- time sharing -----------------------------------------------------------------------------
 
 
-def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collection[str],
+def shares_cores(config: JobConfig, hosts: Sequence[RankInfo], backends: Collection[str],
                 numa_nodes: int) -> bool:
     """Whether all ranks take turns with all cores of the host that they share (time sharing).
 
@@ -158,14 +158,14 @@ def takes_turns(config: JobConfig, hosts: Sequence[RankInfo], backends: Collecti
 # --- proposers and the policy -----------------------------------------------------------------
 
 
-def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobConfig:
+def for_state(config: JobConfig, model: Any, *, time_sharing: bool = False) -> JobConfig:
     """Return the config, restricted if the model's layers keep a recurrent state.
 
     No part of such a state can be removed again, so each speculative run has a copy of it. Every
     sequence costs memory for a state. Where copies are not exact, there is one sequence.
 
-    in_turns: whether draft and target compute one after the other, so that a request has one run in
-        flight.
+    time_sharing: whether draft and target compute one after the other, so that a request has one
+        run in flight.
     Other models get the same config back. Raises UsageError for options that need more.
     """
     if not keeps_state(model):
@@ -190,7 +190,7 @@ def for_state(config: JobConfig, model: Any, *, in_turns: bool = False) -> JobCo
     if "parallel" not in config.given:
         parallel = own["parallel"] = min(parallel, _REQUESTS)
     if config.speculation.partitions < 0:
-        own["partitions"] = parallel + 1 if in_turns else _STATES
+        own["partitions"] = parallel + 1 if time_sharing else _STATES
     return config.replace(**own) if own else config
 
 
@@ -219,7 +219,7 @@ def with_usual(asked: Asked, ranks: int, *, heads: bool = True) -> JobConfig:
     Prompt lookup is one of them if that costs next to nothing: over several stages without a draft,
     with a draft, and on one rank, where every speculative token has to pay for its row. A
     prediction head is one if the target has one, and a draft model that comes along.
-    ranks: 1 for ranks that take turns. heads: whether the stages give rows to a head.
+    ranks: 1 for ranks that share cores in time. heads: whether the stages give rows to a head.
     """
     config, given = asked.config, asked.config.speculation
     if registry.named(given) or given.speculation == "off":
@@ -309,10 +309,10 @@ def check_proposers(config: SpeculationConfig, model: Any, backends: Sequence[st
             learned.check(model.n_layers, model.n_embd)
 
 
-def check_ablation(config: JobConfig, policy: Policy, ranks: int, *, turns: bool) -> None:
+def check_ablation(config: JobConfig, policy: Policy, ranks: int, *, time_sharing: bool) -> None:
     """Raise UsageError, with what to add, if --ablate would change more than its components.
 
-    turns: whether the ranks would take turns without --ablate.
+    time_sharing: whether the ranks would share cores in time without --ablate.
     """
     own = config.speculation
     if not own.ablate:
@@ -323,7 +323,7 @@ def check_ablation(config: JobConfig, policy: Policy, ranks: int, *, turns: bool
                          "(pipeinfer and published have; both need -md or --proposer)")
     if policy is Policy.PUBLISHED:
         return
-    more = ["--set turns=off"] if turns else []
+    more = ["--set turns=off"] if time_sharing else []
     if own.adapt and not TUNABLE.issuperset(own.ablate):
         more.append("--set adapt=false")
     # one rank takes turns and looks up unless an option of overlapping runs is given; a tip that

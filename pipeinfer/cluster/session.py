@@ -113,7 +113,7 @@ class LoadedCluster(Struct, frozen=True):
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
                 stream=sizing.stream_cells(job.n_ctx) if job.chains else 0,
-                cores=self.hosts[holding.rank].cores_host if job.turns else 0,
+                cores=self.hosts[holding.rank].cores_host if job.time_sharing else 0,
                 taps=job.taps,
                 half_taps=config.cluster.hidden_type == "f16",
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
@@ -139,8 +139,9 @@ class LoadedCluster(Struct, frozen=True):
             ready = {one.rank: one for one in assembly.ready.values()}
             measured = {rank: (job.survey.figures[rank], one.memory)
                         for rank, one in job.survey.members.items() if rank in job.survey.figures}
+            timed = job.plan.timed and not job.time_sharing
             found = sliced(found, chosen.config, assembly.held, ready, measured,
-                           job.plan.split.slowest if job.plan.timed and not job.turns else 0.0)
+                           job.plan.split.slowest if timed else 0.0)
         return load_proposers(found, chosen.config, self.place, self.cells, self.tokenizer.n_vocab,
                               self.port, self.hosts, self.vocabulary,
                               lambda: tuple(one.rank for one in assembly.held) if assembly else ())
@@ -273,7 +274,8 @@ class Session:
         """
         self.head.drain(config.cluster.timeout)
         job = self.loaded.job
-        chosen = choose(config, job.facts, job.backends, turns=job.turns, heads=bool(job.taps))
+        chosen = choose(config, job.facts, job.backends, time_sharing=job.time_sharing,
+                        heads=bool(job.taps))
         heads, before = ({one.name for one in found.proposers if one.taps}
                          for found in (chosen, job))
         if heads - before or (heads and chosen.taps != job.taps):
@@ -363,7 +365,7 @@ class Session:
         drafting = 0.0 if self.draft is None or not self.draft.local or not load.worked else min(
             1.0, self.draft.busy_seconds / load.worked)
         judge = judge_of(self.hosts, mixes, self.first.curve, drafting,
-                         grows=self.assembly.grows, turns=self.limits.same_cores)
+                         grows=self.assembly.grows, time_sharing=self.limits.same_cores)
         return structs.replace(judge, using=self.assembly.threads), seen
 
     def _settings(self, config: JobConfig, policy: Policy) -> SchedulerSetup:
@@ -447,9 +449,9 @@ def scheduler_setup(
         config.speculation, policy, sizing.sizes_for(first.row_cost), n_ctx=job.n_ctx,
         chunk=loaded.chunk, exact=exact or job.width,
         # ids were made for so many; where ranks take turns there is no pipeline to fill
-        n_stages=1 if job.turns else min(assembly.grid.n_stages, len(job.plan.ranks)),
+        n_stages=1 if job.time_sharing else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=loaded.spare, draft_share=draft_share)
-    limits = structs.replace(limits, same_cores=job.turns, states=states)
+    limits = structs.replace(limits, same_cores=job.time_sharing, states=states)
     if job.chains:
         limits = structs.replace(limits, chains=True, partitions=0,
                                  kept=sizing.kept_for(config.speculation, chains=True))
@@ -469,11 +471,11 @@ def _draft_share(job: Job, assembly: Assembly, hosts: list[RankInfo],
     if worker is not None and worker.local:
         where.add(hosts[0].host)
     inside = [one for one in remotes if isinstance(one, SlicedDraft)]
-    alone = job.turns or inside or (not remotes and assembly.grid.n_stages == 1 and any(
+    alone = job.time_sharing or inside or (not remotes and assembly.grid.n_stages == 1 and any(
         holding.rank == 0 for holding in assembly.held))
     if not (alone and any(one.host in where for one in stages)) or config.gpu_layers \
             or config.device not in ("", "auto", "cpu"):
         return 0.0
-    weights = sum(one.weight_bytes for one in stages if job.turns or inside or one.rank == 0)
+    weights = sum(one.weight_bytes for one in stages if job.time_sharing or inside or one.rank == 0)
     own = sum(one.reads for one in job.evaluated)  # of slices as of the whole: all have a part
     return max(own / max(weights, 1), sizing.NO_MODEL)

@@ -26,10 +26,10 @@ from pipeinfer.scheduler.controller import (
     Controller,
     Timing,
     alternatives_for,
+    best_chain,
     cutoff,
     groups,
     least_confidence,
-    turns,
     weighed_by,
 )
 from pipeinfer.scheduler.settings import PUBLISHED, Limits, lanes_per_response
@@ -243,7 +243,7 @@ def limits_for(
         pinned["join_tip"] = config.tip == "joined"
     if config.draft_p_min >= 0:
         pinned |= {"p_min": config.draft_p_min, "free_min": None}
-    take_turns = draft_share > 0.0 and policy is Policy.PIPEINFER and not overlaps(config)
+    time_sharing = draft_share > 0.0 and policy is Policy.PIPEINFER and not overlaps(config)
     ablations = frozenset(Ablation(a) for a in config.ablate)
     synchronous = policy is Policy.SPECULATIVE or Ablation.ASYNC in ablations
     credit = config.credit or n_stages + 1
@@ -253,8 +253,8 @@ def limits_for(
         "p_min": 0.4 if synchronous else 0.0,
         "p_split": 0.2 if synchronous else 0.02,
     }
-    if take_turns and exact > 1:
-        values |= by_turns(curve, draft_share, exact, weighed=weighs(config),
+    if time_sharing and exact > 1:
+        values |= for_time_sharing(curve, draft_share, exact, weighed=weighs(config),
                            free=registry.free(config))
     if policy is Policy.PUBLISHED:
         values |= PUBLISHED
@@ -263,7 +263,7 @@ def limits_for(
     limits = Limits(
         n_ctx=n_ctx, policy=policy, ablations=ablations, chunk=chunk, exact_width=exact,
         partitions=partitions_for(config, credit), branches=config.branches,
-        take_turns=take_turns,
+        time_sharing=time_sharing,
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
         alone=config.speculation == "on", guess_rows=spare // 2,
         share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, lanes_of(config)),
@@ -272,8 +272,8 @@ def limits_for(
     return limits, frozenset(pinned)
 
 
-def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, free: bool = False
-             ) -> dict[str, Any]:
+def for_time_sharing(curve: Curve, draft_share: float, exact: int, *, weighed: bool,
+                     free: bool = False) -> dict[str, Any]:
     """Return the initial limits where draft and target take turns.
 
     curve, draft_share: see `limits_for`.
@@ -283,11 +283,11 @@ def by_turns(curve: Curve, draft_share: float, exact: int, *, weighed: bool, fre
     """
     timing = _at_load(curve, draft_share)
     if not weighed:
-        size = turns(timing, _USUAL, exact - 1) or 1
+        size = best_chain(timing, _USUAL, exact - 1) or 1
         return {"p_min": least_confidence(timing, _USUAL, size),
                 "draft_max": size, "tree_max": size}
     values = weighed_by(timing, exact - 1)
-    if not turns(timing, _USUAL if free else GOOD, exact - 1):
+    if not best_chain(timing, _USUAL if free else GOOD, exact - 1):
         values["draft_price"] = math.inf
     return values
 
@@ -300,7 +300,7 @@ def controller_for(config: SpeculationConfig, limits: Limits, pinned: frozenset[
         speculative tokens.
     draft_share: see `limits_for`.
     """
-    if limits.take_turns and limits.speculates and config.speculation == "auto" \
+    if limits.time_sharing and limits.speculates and config.speculation == "auto" \
             and "path_min" not in pinned \
             and never_pays(curve, draft_share, limits, free=registry.free(config)):
         limits = structs.replace(limits, path_min=NEVER)
@@ -314,7 +314,7 @@ def never_pays(curve: Curve, draft_share: float, limits: Limits, *, free: bool) 
     free: whether a proposer without a model goes on where models do not pay.
     """
     share = 0.0 if free and limits.costs else draft_share
-    return not turns(_at_load(curve, share), GOOD, limits.exact_width - 1)
+    return not best_chain(_at_load(curve, share), GOOD, limits.exact_width - 1)
 
 
 def _at_load(curve: Curve, draft_share: float) -> Timing:

@@ -182,7 +182,7 @@ class StageProcess:
             self._pulse.beat("waits")
             if isinstance(order := self._port.take_order(), Rehearse):
                 self._rehearse(order.setups)
-            if not drafting.turn():
+            if not drafting.step():
                 self._port.wait(1.0, live=drafting.live)
 
     def _rehearse(self, setups: Sequence[Setup]) -> None:

@@ -49,7 +49,7 @@ class Loader(Protocol):
 
 
 class DraftRank:
-    """The message loop of a draft rank; each `turn` handles one message.
+    """The message loop of a draft rank; each `step` handles one message.
 
     rank: its number in the job.
     loader: loads the draft and makes the proposer, at each new DraftSetup.
@@ -76,7 +76,7 @@ class DraftRank:
         """Whether a message has arrived in the last 2 seconds, so that more are likely soon."""
         return time.monotonic() - self._heard < _LIVE_SECONDS
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Handle the oldest message; return whether there was one.
 
         An error in a task closes the draft and is sent to rank 0. Raises Dismissed.

@@ -303,7 +303,7 @@ class Head:
             timed = drafted.rows == guesses or self._draft.free  # no accepted tokens among the rows
             passes = guesses if timed else min(drafted.rows, guesses + 1)
             if self._tuner is not None and guesses and passes and (
-                    timed or self._tuner.by_turns):
+                    timed or self._tuner.time_sharing):
                 self._tuner.drafted(passes, drafted.seconds)
             self._feed(drafted)
         return some

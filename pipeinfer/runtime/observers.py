@@ -187,10 +187,10 @@ class Tuner(RunObserver):
             self._issued[run.run_id] = (when, run.n_rows)
 
     @property
-    def by_turns(self) -> bool:
+    def time_sharing(self) -> bool:
         """Whether draft and target are time-shared: then the one or two accepted tokens that the
         draft has to evaluate first count as draft time."""
-        return self._controller.limits.take_turns
+        return self._controller.limits.time_sharing
 
     def drafted(self, guesses: int, seconds: float) -> None:
         """Record that a draft returned `guesses` proposals in `seconds` of computation."""

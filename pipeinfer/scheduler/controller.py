@@ -26,7 +26,7 @@ _SAMPLES = 8  #: runs before transit times are used: the first ones queue behind
 _WINDOW = 32  #: runs back from which times on the way are taken
 _EVERY = 4  #: results between two decisions
 GOOD = 0.9  #: acceptance that few drafts surpass
-_ALMOST_SURE = 0.95  #: acceptance assumed for the longest chains with `take_turns`
+_ALMOST_SURE = 0.95  #: acceptance assumed for the longest chains with `time_sharing`
 _LISTEN = 1.0  #: a cutoff that no proposal passes, while calibration of the draft goes on
 NEVER = 1.1  #: a cutoff at which no drafting jobs are started
 #: ablations with which the model's comparison of settings still holds
@@ -58,8 +58,8 @@ class Timing(Struct, frozen=True):
         return self.computed * judge.relative(self.curve, rows) + self.transit
 
 
-def turns(timing: Timing, acceptance: float, most: int) -> int:
-    """Return the length of draft chain that gives the most tokens per second with `take_turns`.
+def best_chain(timing: Timing, acceptance: float, most: int) -> int:
+    """Return the length of draft chain that gives the most tokens per second with `time_sharing`.
 
     timing: of the pipeline
     acceptance: of each speculative token, given its parent
@@ -72,17 +72,17 @@ def turns(timing: Timing, acceptance: float, most: int) -> int:
 
 
 def _paces(timing: Timing, acceptance: float, most: int) -> list[float]:
-    """Tokens per second with `take_turns`, for chains of 0, 1, ... `most` speculative tokens."""
+    """Tokens per second with `time_sharing`, for chains of 0, 1, ... `most` speculative tokens."""
     return [judge.alternating(timing, acceptance, size) for size in range(most + 1)]
 
 
 def longest(timing: Timing, most: int) -> int:
-    """Return the longest useful chain with `take_turns` if each token is almost certain; 1 to
+    """Return the longest useful chain with `time_sharing` if each token is almost certain; 1 to
     `most`.
 
     Which of the drafted tokens are issued depends on their own probabilities.
     """
-    return turns(timing, _ALMOST_SURE, most) or 1
+    return best_chain(timing, _ALMOST_SURE, most) or 1
 
 
 def costs(curve: Curve, most: int) -> tuple[float, ...]:
@@ -119,8 +119,8 @@ def chain_cutoff(prices: tuple[float, ...], drafting: float) -> float:
 
 
 def weighed_by(timing: Timing, most: int) -> dict[str, Any]:
-    """Return values of `Limits` for `take_turns` in which every speculative token is weighed by its
-    cost.
+    """Return values of `Limits` for `time_sharing` in which every speculative token is weighed by
+    its cost.
 
     timing: of the pipeline
     most: most speculative tokens of a run
@@ -137,7 +137,7 @@ def weighed_by(timing: Timing, most: int) -> dict[str, Any]:
 
 
 def least_confidence(timing: Timing, acceptance: float, size: int) -> float:
-    """Return the cutoff for drafted tokens that goes with `turns`.
+    """Return the cutoff for drafted tokens that goes with `best_chain`.
 
     Half of what a token costs, in tokens that the same time would yield. Half, because the tokens
     after it may be right, too.
@@ -308,7 +308,7 @@ class Controller(Struct):
         """
         if not self.active or self._results % _EVERY or (timing := self.timing) is None:
             return None
-        if self.limits.take_turns:
+        if self.limits.time_sharing:
             return self._take_turns(timing, acceptance)
         if self.limits.policy is Policy.ITERATIVE or not self._draft.count:
             return self._change({"credit": self._credit(timing, 1)}, timing)
@@ -331,7 +331,7 @@ class Controller(Struct):
             if not (self._draft.count and limits.draft_price):
                 del wanted["draft_price"]
         else:
-            size, likely = turns(timing, acceptance, most), acceptance
+            size, likely = best_chain(timing, acceptance, most), acceptance
             size = max(size, 1)  # what the user set is tried in any case
             wanted = {"tree_max": size, "draft_max": size,
                       "p_min": round(least_confidence(timing, acceptance, size), 2)}

@@ -39,7 +39,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     guess_rows: maximum speculative tokens in flight; 0: no bound
     share: best size of the decode groups, by number of lanes (index: lanes - 1); empty: as many
         groups as `credit` suggests
-    take_turns: draft and target compute one after the other, as with `synchronous`: for stages on
+    time_sharing: draft and target compute one after the other, as with `synchronous`: for stages on
         the draft's cores, where there is no pipeline to fill
     same_cores: stages compute with the same cores: a run occupies them for the sum of all stages'
         times, and runs of different lanes are computed one after the other
@@ -50,7 +50,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
         never
     chain_min: least probability that a whole chain is right at which the draft adds a token to it
     free_max, free_min: `tree_max` and `p_min` of proposals that no model is evaluated for, with
-        `take_turns`; 0 and None: the same as the others
+        `time_sharing`; 0 and None: the same as the others
     """
 
     credit: int = 4
@@ -68,7 +68,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     alone: bool = False
     guess_rows: int = 0
     share: tuple[int, ...] = ()
-    take_turns: bool = False
+    time_sharing: bool = False
     same_cores: bool = False
     costs: tuple[float, ...] = ()
     draft_price: float = 0.0
@@ -120,7 +120,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
         """Whether drafting happens only while nothing is in flight."""
         return self.policy is Policy.SPECULATIVE or (
             self.policy in (Policy.PIPEINFER, Policy.PUBLISHED)
-            and (self.take_turns or Ablation.ASYNC in self.ablations)
+            and (self.time_sharing or Ablation.ASYNC in self.ablations)
         )
 
     @property

@@ -13,7 +13,7 @@ from pipeinfer.errors import UsageError
 def asks_for(policy="pipeinfer", ranks=4, *, turns=False, **options):
     """What `check_ablation` wants added, "" if nothing."""
     try:
-        check_ablation(JobConfig.of(**options), Policy(policy), ranks, turns=turns)
+        check_ablation(JobConfig.of(**options), Policy(policy), ranks, time_sharing=turns)
     except UsageError as error:
         return str(error)
     return ""

@@ -36,19 +36,19 @@ def stateful(tmp_path_factory):
 
 def test_ranks_of_one_host_take_turns_and_look_up_before_the_draft(target):
     found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3, hosts=1)))
-    assert found.turns
+    assert found.time_sharing
     assert found.config.speculation.proposer == ("prompt-lookup", "draft")
     assert (found.policy, found.stages) == (Policy.PIPEINFER, 2)
     assert [one.name for one in found.proposers] == ["prompt-lookup", "draft.gguf"]
     apart = resolve(job_config(turns="off"), JobFacts(target, None, ranks(3, hosts=1)))
-    assert not apart.turns
+    assert not apart.time_sharing
     assert apart.config.cluster.turns == "off"
     assert apart.config.speculation.proposer == ("prompt-lookup",)
 
 
 def test_ranks_of_several_hosts_do_not(target):
     found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3)))
-    assert not found.turns
+    assert not found.time_sharing
     assert found.config.cluster.turns == "off"
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused_before_anything_loads(target, options, says):
 def test_a_change_within_a_job_is_decided_as_its_start(target):
     facts = JobFacts(target, DRAFT, ranks(3))
     begun = resolve(job_config(), facts)
-    again = choose(job_config(), facts, begun.backends, turns=begun.turns)
+    again = choose(job_config(), facts, begun.backends, time_sharing=begun.time_sharing)
     assert (again.policy, again.proposers) == (begun.policy, begun.proposers)
     assert again.config.speculation.proposer == begun.config.speculation.proposer
 

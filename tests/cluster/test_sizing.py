@@ -121,7 +121,7 @@ def shared(curve, exact=8, share=0.02, **options):
 
 def test_on_the_same_cores_draft_and_target_take_turns():
     limits, controller = shared(FOURS)
-    assert limits.take_turns
+    assert limits.time_sharing
     assert limits.synchronous
     assert limits.costs[2] < limits.costs[1]  # rows are taken in fours
     assert limits.p_min == least_hope(limits.costs, 0.02)
@@ -149,12 +149,12 @@ def test_models_that_cannot_pay_are_left_out_and_what_the_text_repeats_goes_on()
 @pytest.mark.parametrize("options", [{"credit": 4}, {"tip": "joined"}, {"path_min": 0.1},
                                      {"ablate": ("cancel",)}, {"draft_max": 2}])
 def test_options_of_the_asynchronous_kind_are_taken_at_their_word(options):
-    assert not shared(FOURS, **options)[0].take_turns
+    assert not shared(FOURS, **options)[0].time_sharing
 
 
 def test_a_width_that_was_asked_for_stays():
     limits, controller = shared(FOURS, tree_max=5, draft_p_min=0.3)
-    assert (limits.take_turns, limits.tree_max, limits.p_min) == (True, 5, 0.3)
+    assert (limits.time_sharing, limits.tree_max, limits.p_min) == (True, 5, 0.3)
     assert {"tree_max", "p_min"} <= set(controller.pinned)
     assert not limits.costs
     limits, controller = shared(FOURS, draft_p_min=0.3)
@@ -165,7 +165,7 @@ def test_a_width_that_was_asked_for_stays():
 @pytest.mark.parametrize("options", [{"adapt": False}, {"speculation": "on"}])
 def test_without_tuning_every_guess_of_the_usual_width_travels(options):
     limits, _ = shared(FOURS, **options)
-    assert (limits.take_turns, limits.tree_max, limits.costs) == (True, 3, ())
+    assert (limits.time_sharing, limits.tree_max, limits.costs) == (True, 3, ())
 
 
 def test_prompts_like_llama_cpp_travel_in_its_chunks():

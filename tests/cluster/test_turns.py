@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from pipeinfer.cluster.resolve import takes_turns
+from pipeinfer.cluster.resolve import shares_cores
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.strategies.registry import job_config
 
@@ -14,7 +14,7 @@ HOSTS = [RankInfo(rank, "box", cores=2, cores_host=8) for rank in range(4)]
 
 
 def taken(hosts=HOSTS, backends=("llamacpp",), numa_nodes=1, **options):
-    return takes_turns(job_config(**options), hosts, backends, numa_nodes)
+    return shares_cores(job_config(**options), hosts, backends, numa_nodes)
 
 
 def with_last(**change):

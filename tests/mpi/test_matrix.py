@@ -46,7 +46,7 @@ POLICIES = (
     {"policy": "pipeinfer", "p_min": 0.2},
     {"policy": "pipeinfer", "p_min": 0.0, "alternatives": 3, "path_min": 0.001},
     {"policy": "pipeinfer", "adapt": True},
-    {"policy": "pipeinfer", "take_turns": True, "tree_max": 3, "p_min": 0.05},
+    {"policy": "pipeinfer", "time_sharing": True, "tree_max": 3, "p_min": 0.05},
     {"policy": "pipeinfer", "join_tip": True, "draft_max": 4, "path_min": 0.0001,
      "exact_width": 4},
     {"policy": "speculative", "exact_width": 4},

@@ -53,7 +53,7 @@ class Rank:
     def work(self, n_ctx):
         one = DraftRank(self.port, 1, ToyLoader(n_ctx))
         while self.running:
-            if not one.turn():
+            if not one.step():
                 self.port.wait(0.01)
         one.close()
 
@@ -116,14 +116,14 @@ def test_a_lane_that_begins_anew_leaves_jobs_asked_before_as_they_were():
     head, port = local_ports(2)
     draft = RemoteDraft(DraftPosts(head), {1: SETUP})
     rank = DraftRank(port, 1, ToyLoader())
-    assert rank.turn()
+    assert rank.step()
     draft.await_ready(SECONDS)
     asked = [job([3, 1, 4, 1, 5], number=1), job([3, 1, 4, 1, 5, 9], number=2),
              job([3, 1], number=3, params=SamplingParams(0.8, key=7)),
              job([3, 1, 2], number=4, params=SamplingParams(0.8, key=7))]
     for one in asked:
         draft.start(one)
-    while rank.turn():
+    while rank.step():
         pass
     for one in asked:
         alone = DraftModel(ToyBackend.load(SPEC)).propose(one, lambda: False)

@@ -14,6 +14,7 @@ from pipeinfer.scheduler.controller import (
     Controller,
     Setting,
     Timing,
+    best_chain,
     chain_cutoff,
     costs,
     cutoff,
@@ -22,7 +23,6 @@ from pipeinfer.scheduler.controller import (
     least_hope,
     linear,
     speed,
-    turns,
 )
 from pipeinfer.scheduler.settings import Limits
 
@@ -171,14 +171,14 @@ DEAR = structs.replace(FOURS, curve=((2, 2.6), (4, 3.4), (8, 4.2)))
 
 
 def test_in_turns_the_width_is_where_the_curve_is_low():
-    assert turns(FOURS, 0.7, 6) == 3  # four rows, with the accepted token
-    assert turns(FOURS, 0.7, 2) in (0, 1)  # three rows cost more than four
-    assert turns(FOURS, 0.95, 15) > 3
+    assert best_chain(FOURS, 0.7, 6) == 3  # four rows, with the accepted token
+    assert best_chain(FOURS, 0.7, 2) in (0, 1)  # three rows cost more than four
+    assert best_chain(FOURS, 0.95, 15) > 3
 
 
 def test_in_turns_dear_rows_or_a_dear_draft_mean_none():
-    assert turns(DEAR, 0.7, 15) == 0
-    assert turns(structs.replace(FOURS, draft=1.0), 0.7, 15) == 0
+    assert best_chain(DEAR, 0.7, 15) == 0
+    assert best_chain(structs.replace(FOURS, draft=1.0), 0.7, 15) == 0
 
 
 def test_guesses_cost_what_their_rows_take_beyond_the_first():
@@ -201,7 +201,7 @@ def test_the_cutoff_in_turns_is_a_probability_that_falls_with_the_price(acceptan
 
 
 def test_advice_in_turns_follows_the_times_and_what_the_user_set():
-    limits = structs.replace(LIMITS, take_turns=True, exact_width=8, tree_max=1, draft_max=1)
+    limits = structs.replace(LIMITS, time_sharing=True, exact_width=8, tree_max=1, draft_max=1)
     advice = told(limits, FOURS).advise(0.7, 0.4)
     assert (advice.tree_max, advice.draft_max) == (3, 3)
     priced = told(structs.replace(limits, costs=(1.0,) * 7), FOURS).advise(0.7, 0.4)

@@ -50,7 +50,7 @@ def test_models_are_asked_again_where_the_text_becomes_theirs():
 
 @pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False), (math.inf, False)])
 def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, asked):
-    scheduler = Scheduler(Limits(n_ctx=900, take_turns=True, exact_width=4, tree_max=3, p_min=0.0,
+    scheduler = Scheduler(Limits(n_ctx=900, time_sharing=True, exact_width=4, tree_max=3, p_min=0.0,
                                  costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
     said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 300))))
     free = []
@@ -87,7 +87,7 @@ def asked_at(scheduler, number, tokens):
 def test_models_that_would_have_to_read_too_much_are_not_asked_again_in_this_text(price, again):
     """A 7 B that drafted for a 70 B by turns took a tenth of the time to read what it had missed
     while it rested, for one question after each rest."""
-    scheduler = Scheduler(Limits(n_ctx=900, take_turns=True, exact_width=4, tree_max=3, p_min=0.0,
+    scheduler = Scheduler(Limits(n_ctx=900, time_sharing=True, exact_width=4, tree_max=3, p_min=0.0,
                                  costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
     first = asked_at(scheduler, 1, 400)
     assert 0 in first

@@ -45,7 +45,7 @@ def test_every_interleaving_gives_the_plain_tokens(
     limits = structs.replace(
         LIMITS, credit=credit, partitions=partitions, cells=cells, alternatives=alternatives,
         parallel=3, kept=kept, chunk=4, exact_width=width, draft_max=size, tree_max=size,
-        join_tip=turns == "joined", take_turns=turns == "take turns",
+        join_tip=turns == "joined", time_sharing=turns == "take turns",
         policy=Policy.SPECULATIVE if turns == "speculative" else Policy.PIPEINFER)
     prompts = [tuple(range(1, 14 + 3 * k)) if k % 2 else tuple(range(1 + k, 8 + k))
                for k in range(5)]
@@ -100,7 +100,7 @@ def test_tokens_are_guessed_and_accepted_with_an_id_each():
         assert len(run.rows) == 1
 
 
-@pytest.mark.parametrize("way", [{}, {"join_tip": True}, {"take_turns": True},
+@pytest.mark.parametrize("way", [{}, {"join_tip": True}, {"time_sharing": True},
                                  {"policy": Policy.SPECULATIVE}])
 def test_runs_of_several_rows_repeat_what_a_wrong_token_left(way):
     limits = structs.replace(LIMITS, exact_width=8, draft_max=3, tree_max=3, **way)
@@ -184,7 +184,7 @@ def test_a_state_that_is_not_copied_is_noticed(monkeypatch):
 def test_what_a_miss_repeats_counts_as_a_cost(states, size):
     """Chances of 0.8 each: the fourth row still gains more than it costs, unless a miss makes the
     next run repeat what was accepted."""
-    limits = structs.replace(LIMITS, states=states, exact_width=8, take_turns=True, tree_max=4,
+    limits = structs.replace(LIMITS, states=states, exact_width=8, time_sharing=True, tree_max=4,
                              costs=(0.35, 0.7, 1.05, 1.4))
     speculation = Speculation(SchedulerState(limits))
     assert speculation._worth([0.8, 0.64, 0.512, 0.41]) == size

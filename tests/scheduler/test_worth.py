@@ -19,7 +19,7 @@ FOURS = (0.7, 1.6, 1.5, 2.4, 2.9)  #: rows that are computed in fours
 
 def issued(costs, *confidences):
     """How many guesses of a chain travel with the accepted token."""
-    scheduler = Scheduler(Limits(n_ctx=90, take_turns=True, exact_width=6, tree_max=5, p_min=0.0,
+    scheduler = Scheduler(Limits(n_ctx=90, time_sharing=True, exact_width=6, tree_max=5, p_min=0.0,
                                  costs=costs), validate=True)
     said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 30))))
     (prompt,) = (one for one in said if isinstance(one, Decode))

@@ -214,7 +214,7 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     if not experiment.adapt or experiment.policy != Policy.PIPEINFER:
         return None
     limits, share = built.scenario.limits, 0.0
-    if limits.take_turns:  # as `controller_for` does for a job
+    if limits.time_sharing:  # as `controller_for` does for a job
         share = built.scenario.draft(1) / max(stage.seconds(1) for stage in built.scenario.stages)
         if never_pays(built.curve, share, limits, free=False):
             limits = structs.replace(limits, path_min=NEVER)

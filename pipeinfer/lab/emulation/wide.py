@@ -19,7 +19,7 @@ from functools import partial
 from msgspec import structs
 
 from pipeinfer.cluster.draft_ranks import STEP
-from pipeinfer.cluster.sizing import by_turns
+from pipeinfer.cluster.sizing import for_time_sharing
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import UsageError
@@ -209,7 +209,7 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
     if experiment.head == SLICED:
         drafting = partial(_sliced, drafting, ground, len(grid.stages[0].hosts), experiment)
     if turns and not pinned:
-        limits = structs.replace(limits, take_turns=True, **by_turns(
+        limits = structs.replace(limits, time_sharing=True, **for_time_sharing(
             curve, drafting(1) / slowest, limits.exact_width, weighed=True))
     scenario = Scenario(
         virtual, (ground.wire,) * (len(virtual) + 1), drafting, limits,

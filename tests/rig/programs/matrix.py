@@ -66,7 +66,7 @@ def main() -> None:
         with joined.lead() as session:
             base = session.limits
             if config.cluster.turns == "off":  # ranks stand for hosts, and so does rank 0's stage
-                base = structs.replace(base, take_turns=False)
+                base = structs.replace(base, time_sharing=False)
             for case in task["cases"]:
                 change = dict(case["limits"])
                 adapt = change.pop("adapt", False)
