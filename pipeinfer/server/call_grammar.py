@@ -107,7 +107,7 @@ class CallGrammar:
 
     def _value(self, rule: str, schema: Any, root: Mapping[str, Any], after: str) -> str:
         family, types = self._family, types_of(schema, root)
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
         schema = schema if isinstance(schema, dict) else {}
         value = f"%json {json.dumps({**schema, **shared})}"
         if family.form == "python" or "string" not in types:

@@ -32,43 +32,43 @@ INTEGERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum
             "minItems": 1, "maxItems": 3}
 #: a schema, and what is left out of it
 CASES = [
-    (of("tags", {**INTEGERS, "uniqueItems": True}), ["uniqueItems of tags"]),
-    (of("file", {"type": "string", "format": "path", "maxLength": 5}), ["format of file"]),
+    (of("tags", {**INTEGERS, "uniqueItems": True}), ["uniqueItems"]),
+    (of("file", {"type": "string", "format": "path", "maxLength": 5}), ["format path"]),
     (of("word", {"type": "string", "format": "password", "minLength": 2, "maxLength": 4}),
-     ["format of word"]),
-    (of("raw", {"type": "string", "format": "binary", "enum": ["a", "b"]}), ["format of raw"]),
+     ["format password"]),
+    (of("raw", {"type": "string", "format": "binary", "enum": ["a", "b"]}), ["format binary"]),
     (of("map", {"type": "object", "propertyNames": {"maxLength": 3},
                 "additionalProperties": {"type": "boolean"}, "maxProperties": 2}),
-     ["propertyNames of map"]),
-    (of("n", {"type": "integer", "minimum": 1, "maximum": 7, "not": {"const": 3}}), ["not of n"]),
+     ["propertyNames"]),
+    (of("n", {"type": "integer", "minimum": 1, "maximum": 7, "not": {"const": 3}}), ["not"]),
     (of("kind", {"enum": ["a", "b"]}, **{"if": {"properties": {"kind": {"const": "a"}}},
                                          "then": {"required": ["x"]}, "else": {}}),
-     ["if", "then", "else"]),
+     ["else", "if", "then"]),
     (of("list", {**INTEGERS, "contains": {"const": 4}, "minContains": 1}),
-     ["contains of list", "minContains of list"]),
+     ["contains", "minContains"]),
     (of("a", {"type": "boolean"}, dependentRequired={"a": ["b"]}), ["dependentRequired"]),
     (of("code", {"type": "string", "pattern": "^(?=.*[0-9])[a-c0-9]{3}$", "maxLength": 3}),
-     ["pattern of code"]),
+     ["pattern"]),
     (of("code", {"type": "string", "pattern": "^(?!ab)[a-c]{2}$", "maxLength": 2}),
-     ["pattern of code"]),
+     ["pattern"]),
     (of("code", {"type": "string", "pattern": r"^([ab])\1$", "maxLength": 2}),
-     ["pattern of code"]),
+     ["pattern"]),
     (of("a", {"type": "integer", "maximum": 9, "minimum": 0}, required=["a", "b"]), []),
-    (of("a", {"type": "boolean"}, required=["b", "a"], additionalProperties=False), ["required"]),
+    (of("a", {"type": "boolean"}, required=["b", "a"], additionalProperties=False), ["the schema"]),
     (of("x", {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 5},
-                        {"type": "integer", "minimum": 3, "maximum": 9}]}), ["oneOf of x"]),
+                        {"type": "integer", "minimum": 3, "maximum": 9}]}), ["oneOf"]),
     (of("far", {"$ref": "http://example.org/x"}, properties={
         "far": {"$ref": "http://example.org/x"}, "n": {"type": "integer", "maximum": 3}},
-        required=["n"]), ["$ref of far"]),
+        required=["n"]), ["the schema"]),
     (of("t", {"type": "dict"}, properties={"t": {"type": "dict"}, "b": {"type": "boolean"}},
-        required=["b"]), ["type of t"]),
+        required=["b"]), ["the schema"]),
     ({"$defs": {"P": of("tags", {**INTEGERS, "uniqueItems": True})}, "type": "object",
       "properties": {"p": {"$ref": "#/$defs/P"}, "q": {"$ref": "#/$defs/P"}},
-      "required": ["p"]}, ["uniqueItems of $defs.P.tags"]),
+      "required": ["p"]}, ["uniqueItems"]),
     (of("deep", {"type": "array", "maxItems": 1, "items": of("s", {
-        "type": "string", "format": "file", "maxLength": 3})}), ["format of deep[].s"]),
+        "type": "string", "format": "file", "maxLength": 3})}), ["format file"]),
     (of("u", {"anyOf": [{"type": "string", "format": "x-own", "maxLength": 2}, {"type": "null"}]}),
-     ["format of u"]),
+     ["format x-own"]),
 ]
 
 
@@ -90,7 +90,7 @@ def without(schema, left_out):
     """The schema as its standard reads it, without what was left out."""
     if isinstance(schema, dict):
         return {key: without(value, left_out) for key, value in schema.items()
-                if key not in left_out or (key == "required" and "b" not in value)}
+                if key not in left_out}
     return [without(one, left_out) for one in schema] if isinstance(schema, list) else schema
 
 
@@ -99,9 +99,8 @@ def test_what_is_not_left_out_holds(vocabulary, schema, left_out):
     jsonschema = pytest.importorskip("jsonschema_rs", reason="checks what grammars allow")
     held, found = loosely(schema, vocabulary)
     assert found == left_out
-    wanted = without(schema, {name.split()[0] for name in left_out})
-    if "required" in left_out:
-        wanted["required"] = ["a"]
+    wanted = {} if found == ["the schema"] else without(
+        schema, {name.split()[0] for name in found})
     validator = jsonschema.validator_for(wanted)
     texts = [sampled(vocabulary, held, seed) for seed in range(fewer(200, 20))]
     assert sum(text is not None for text in texts) > len(texts) // 2

@@ -181,7 +181,7 @@ def test_a_function_without_parameters_is_called_without(server, more, choice):
 ODD = {"type": "object", "properties": {
     "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     "file": {"type": "string", "format": "path"}}, "required": ["tags", "more"]}
-LEFT_OUT = ["uniqueItems of tags", "format of file"]
+LEFT_OUT = ["uniqueItems", "format path"]
 
 
 def odd_tool(**more):

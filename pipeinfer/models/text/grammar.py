@@ -9,7 +9,9 @@ sampling. The parser is llguidance, loaded with the first grammar.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -19,7 +21,6 @@ from pipeinfer.errors import RequestError
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.gbnf import to_lark
 from pipeinfer.models.text.json_schema import closed
-from pipeinfer.models.text.loosening import loosened
 from pipeinfer.models.text.sandbox import serve
 from pipeinfer.models.text.vocabulary import Vocabulary, llguidance
 
@@ -58,8 +59,10 @@ def compile_grammar(kind: str, text: str | Mapping[str, Any] | bool, vocabulary:
 
 
 def loosely(schema: Mapping[str, Any], vocabulary: Vocabulary) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of a schema that a grammar can hold, and what is left out, as `loosened`
-    does.
+    """Return the part of a schema that a grammar can hold, and what is left out.
+
+    llguidance ignores keywords that it lacks. If that does not help, patterns are left out, too,
+    and finally the whole schema.
 
     Takes `sandbox.SECONDS` at most. Raises RequestError for a schema that is too big or nested too
     deeply.
@@ -100,17 +103,31 @@ def compile_here(kind: str, text: str, vocabulary: Vocabulary) -> str:
 
 
 def _loosen_here(text: str, vocabulary: Vocabulary) -> dict[str, Any]:
-    def fits(schema: dict[str, Any]) -> bool:
-        try:
-            return bool(compile_here("json_schema", json.dumps(schema), vocabulary))
-        except RequestError:
-            return False
+    schema = json.loads(text)
+    options = {"x-guidance": {"whitespace_pattern": _JSON_SPACE, "lenient": True}}
+    for held, left_out in ((schema, ()), (schema | options, ()),
+                           (_without("pattern", schema | options), ("pattern",))):
+        with contextlib.suppress(RequestError):
+            compiled = compile_here("json_schema", json.dumps(held), vocabulary)
+            ignored = map(_ignored, vocabulary.warnings(compiled))
+            return {"schema": held, "left_out": [*left_out, *itertools.chain(*ignored)]}
+    return {"schema": {}, "left_out": ["the schema"]}
 
-    try:
-        schema, left_out = loosened(json.loads(text), fits)
-    except RecursionError:
-        raise RequestError("it is nested too deeply") from None
-    return {"schema": schema, "left_out": left_out}
+
+def _ignored(warning: str) -> list[str]:
+    """The keywords that one of llguidance's warnings is about."""
+    _, keys, names = warning.partition("Unimplemented keys: ")
+    if keys:
+        return list(json.loads(names))
+    return [warning.partition(" not fully")[0].replace("Unknown format:", "format")]
+
+
+def _without(name: str, schema: Any) -> Any:
+    """A schema without one of the keywords, wherever it is."""
+    if isinstance(schema, dict):
+        return {key: _without(name, value) for key, value in schema.items()
+                if key != name or not isinstance(value, str)}
+    return [_without(name, one) for one in schema] if isinstance(schema, list) else schema
 
 
 def from_text(kind: str, text: str, vocabulary: Vocabulary) -> str:

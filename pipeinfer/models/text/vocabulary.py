@@ -114,6 +114,12 @@ class Vocabulary:
             compiled, self._tokenizer, limits=_limits())
         return "" if found.startswith("WARNING") else found
 
+    def warnings(self, compiled: str) -> list[str]:
+        """Return what llguidance ignores of a valid grammar, each once."""
+        _, found = llguidance().LLMatcher.validate_grammar_with_warnings(
+            compiled, self._tokenizer, limits=_limits())
+        return list(dict.fromkeys(found))
+
     def prepare(self) -> None:
         """Build llguidance's tokenizer in a thread, so that the first grammar need not wait up to a
         second.
