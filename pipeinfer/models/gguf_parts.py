@@ -8,6 +8,7 @@ and parts give the same bytes. Independent of layers, shards and the cache.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import os
 import struct
@@ -22,6 +23,9 @@ from pipeinfer.models.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _CHUNK = 8 << 20
+Range = tuple[int, int]  #: `[a, b)`
+Bands = tuple[Range, ...]
+Dim = tuple[int, Bands | None]  #: a dimension's size, 0 for any; and what is taken, None for all
 
 
 class FileWindow(Struct, frozen=True):
@@ -33,8 +37,8 @@ class FileWindow(Struct, frozen=True):
     """
 
     row_bytes: int
-    bands: tuple[tuple[int, int], ...]
-    spans: tuple[tuple[int, int], ...]
+    bands: Bands
+    spans: Bands
 
 
 class TensorPart(Struct, frozen=True):
@@ -64,46 +68,33 @@ def all_of(tensor: TensorInfo, name: str) -> TensorPart:
     return TensorPart(name, tensor.type, tensor.shape, tensor.nbytes, tensor)
 
 
-def rows_of(tensor: TensorInfo, name: str, *bands: tuple[int, int]) -> TensorPart:
-    """Take rows `[a, b)` of a matrix, or elements `[a, b)` of a vector; of several such ranges one
-    after the other.
+def part_of(tensor: TensorInfo, name: str, *dims: Bands | None) -> TensorPart:
+    """Take a part of a tensor of up to three dimensions.
+
+    dims: for each of the first dimensions the ranges `[a, b)` to take, one after the other; None:
+        all of it. Those of the first begin and end at blocks or with the row
     """
-    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // tensor.shape[-1]
-    return structs.replace(all_of(tensor, name), shape=(*tensor.shape[:-1], count),
-                   nbytes=count * row_bytes, window=FileWindow(row_bytes, bands, ((0, row_bytes),)))
-
-
-def rows_of_each(tensor: TensorInfo, name: str, matrices: tuple[int, int],
-                  *bands: tuple[int, int]) -> TensorPart:
-    """Take the same ranges of rows of matrices `[a, b)` of a stack, such as of each expert's."""
-    columns, rows, stacked = tensor.shape
-    count, row_bytes = sum(high - low for low, high in bands), tensor.nbytes // (rows * stacked)
-    taken = range(*matrices)
-    every = tuple((rows * i + low, rows * i + high) for i in taken for low, high in bands)
-    return structs.replace(
-        all_of(tensor, name), shape=(columns, count, len(taken)),
-        nbytes=count * len(taken) * row_bytes,
-        window=FileWindow(row_bytes, every, ((0, row_bytes),)))
-
-
-def columns_of(tensor: TensorInfo, name: str, *columns: tuple[int, int],
-               last: tuple[int, int] | None = None) -> TensorPart:
-    """Take columns `[a, b)` of a matrix, or of each of a stack, which begin and end at blocks or
-    with the row; of several such ranges one after the other.
-
-    last: `[a, b)` of the last dimension: rows of a matrix, matrices of a stack; None: all
-    """
-    first, stop = last or (0, tensor.shape[-1])
-    each = math.prod(tensor.shape[1:-1])  # rows of a matrix of a stack, 1 in a matrix
-    row_bytes, block = tensor.nbytes // math.prod(tensor.shape[1:]), block_size(tensor)
-    type_size = row_bytes * block // tensor.shape[0]
+    columns, rows, stack = (own or ((0, size),) for own, size in itertools.zip_longest(
+        dims, (*tensor.shape, 1, 1)[:3]))
+    count, bands = math.prod(tensor.shape[1:]), list[Range]()
+    each, row_bytes, block = (*tensor.shape, 1)[1], tensor.nbytes // count, block_size(tensor)
     assert not any(end % block for own in columns for end in own), (tensor.name, columns, block)
-    spans = tuple((low // block * type_size, high // block * type_size) for low, high in columns)
+    for i in itertools.chain(*itertools.starmap(range, stack)):
+        for low, high in rows:
+            joins = bands and bands[-1][1] == each * i + low
+            bands.append((bands.pop()[0] if joins else each * i + low, each * i + high))
+    spans = tuple((low * row_bytes // tensor.shape[0], high * row_bytes // tensor.shape[0])
+                  for low, high in columns)
+    shape = tuple(sum(high - low for low, high in own) for own in (columns, rows, stack))
     return structs.replace(
-        all_of(tensor, name),
-        shape=(sum(high - low for low, high in columns), *tensor.shape[1:-1], stop - first),
-        nbytes=sum(high - low for low, high in spans) * each * (stop - first),
-        window=FileWindow(row_bytes, ((each * first, each * stop),), spans))
+        all_of(tensor, name), shape=shape[:len(tensor.shape)],
+        nbytes=sum(b - a for a, b in spans) * sum(b - a for a, b in bands),
+        window=FileWindow(row_bytes, tuple(bands), spans))
+
+
+def rows_of(tensor: TensorInfo, name: str, *bands: Range) -> TensorPart:
+    """Take rows `[a, b)` of a matrix; of several such ranges one after the other."""
+    return part_of(tensor, name, None, bands)
 
 
 def without_values(part: TensorPart) -> TensorPart:

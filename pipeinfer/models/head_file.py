@@ -21,7 +21,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import all_of, entry, header_of, rows_of, total_bytes
 from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE, MTP_FILE
 from pipeinfer.models.shard import ShardSource
-from pipeinfer.models.slice_parts import Sizes, Slice, numbers_of, part_of, sizes_of
+from pipeinfer.models.slice_parts import Sizes, Slice, numbers_of, sizes_of, slice_of
 
 #: architectures whose head was shown to give llama.cpp's own proposals
 WITH_HEAD = tuple(sorted(name for name, one in TABLE.items() if one.mtp))
@@ -116,13 +116,12 @@ def layer_parts(head: ModelFile, layer: int, piece: Slice, sizes: Sizes
         if tensor.layer != layer:
             continue
         kind = tensor.name.split(".", 2)[2]
-        columns = {"attn_output": tuple(one * sizes.value for one in sizes.queries(piece)),
-                   "ffn_down": piece.ff, "ffn_down_exps": piece.expert_columns,
-                   "ffn_down_shexp": sizes.shared(piece) or (0, 0)}.get(kind.split(".")[0], (0,))
-        if piece.among or any(end % gguf_parts.block_size(tensor) for end in columns):
+        columns = (sizes.dims(kind, piece) or ((0, None),))[0][1] or ()
+        block = gguf_parts.block_size(tensor)
+        if piece.among or any(end % block for own in columns for end in own):
             raise PlanError(f"{head.path.name}: {tensor.name} cannot be cut into the slices of the "
                             "model's layers")
-        found[tensor.name] = part_of(tensor, f"blk.{layer}", piece, sizes)
+        found[tensor.name] = slice_of(tensor, f"blk.{layer}", piece, sizes)
     return found
 
 

@@ -34,9 +34,9 @@ from pipeinfer.models.gguf_parts import (
     TensorPart,
     all_of,
     blocks_of,
-    columns_of,
     entry,
     header_of,
+    part_of,
     renamed_entry,
     rows_of,
     total_bytes,
@@ -150,22 +150,23 @@ def _parts(model: ModelFile, start: int, stop: int, piece: Slice | None) -> list
     if last and _OUTPUT_BIAS in tensors:
         bias = tensors[_OUTPUT_BIAS]
         parts.append(all_of(bias, _OUTPUT_BIAS) if piece is None
-                     else rows_of(bias, _OUTPUT_BIAS, piece.vocab))
+                     else part_of(bias, _OUTPUT_BIAS, (piece.vocab,)))
     elif _OUTPUT_BIAS in tensors and declared(model.architecture).cut.head:
         parts.append(zeros(_OUTPUT_BIAS, (model.n_vocab if start == 0 else 1,)))
     skipped = unused(model, start, stop)
     parts += [all_of(tensors[name], name) for name in _EVERYWHERE
               if name in tensors and name not in skipped]
     each = number(model, keys.PER_LAYER)
-    parts += [take(tensors[name], name, (each * start, each * stop)) for name, take in (
-        (_TABLE, columns_of), (_PROJECTION, rows_of)) if name in tensors]
+    own = ((each * start, each * stop),)
+    parts += [part_of(tensors[name], name, *dims) for name, dims in (
+        (_TABLE, (own,)), (_PROJECTION, (None, own))) if name in tensors]
     sizes = slice_parts.sizes_of(model) if piece is not None else None
     for tensor in tensors.values():
         layer = tensor.layer
         if layer is not None and start <= layer < stop:
             block, rest = f"blk.{layer - start}", tensor.name.split(".", 2)[2]
             parts.append(all_of(tensor, f"{block}.{rest}") if piece is None or sizes is None
-                         else slice_parts.part_of(tensor, block, piece, sizes))
+                         else slice_parts.slice_of(tensor, block, piece, sizes))
     return parts
 
 

@@ -22,19 +22,9 @@ from msgspec import Struct
 from pipeinfer.errors import ModelError
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import (
-    TensorPart,
-    aligned,
-    all_of,
-    block_size,
-    columns_of,
-    rows_of,
-    rows_of_each,
-    without_values,
-)
+from pipeinfer.models.gguf_parts import Dim, Range, TensorPart, aligned, all_of, block_size
 
 _FLOAT32 = 0
-Range = tuple[int, int]
 Floats = npt.NDArray[np.float32]
 
 
@@ -164,49 +154,18 @@ def common_block(tensors: list[TensorInfo]) -> int:
     return math.lcm(*map(block_size, tensors))
 
 
-def is_expert(kind: str) -> bool:
-    """Return whether a layer's tensor belongs to its experts, also to the shared one."""
-    return kind.split(".")[0].endswith(("_exps", "_shexp"))
+def dims_of(mixture: Mixture, every: Dim, among: Range, own: Range, shared: Range
+            ) -> dict[str, tuple[Dim, ...]]:
+    """Return the dimensions of experts' tensors, as `Sizes.dims` does.
 
-
-def shapes_of(mixture: Mixture, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the experts' tensors by their names; width: of the model."""
-    count, columns, shared = mixture.count, mixture.columns, mixture.shared
-    found: dict[str, tuple[int, ...]] = {}
-    for name in ("gate", "up"):
-        found[f"ffn_{name}_exps.weight"] = (width, columns, count)
-        found[f"ffn_{name}_exps.bias"] = (columns, count)
-        found[f"ffn_{name}_shexp.weight"] = (width, shared)
-    return found | {
-        "ffn_gate_up_exps.weight": (width, 2 * columns, count),
-        "ffn_down_exps.weight": (columns, width, count), "ffn_down_exps.bias": (width, count),
-        "ffn_down_shexp.weight": (shared, width)}
-
-
-def part_of(tensor: TensorInfo, name: str, kind: str, among: Range, experts: Range,
-            shared: Range | None, least: int) -> TensorPart:
-    """Return the slice's part of a tensor of the experts.
-
-    name: in the new file
-    kind: the tensor's name in its layer
-    among: experts `[a, b)` that the slice has
-    experts: columns `[a, b)` of each of them
-    shared: columns `[a, b)` of the shared expert; None: of the slice it consists of zeros
-    least: columns of zeros
+    every: of the model's width. among: experts of a slice; own: its columns of each; shared: of the
+    shared expert
     """
-    if kind.split(".")[0].endswith("_shexp") and shared is None:
-        return without_values(part_of(tensor, name, kind, among, experts, (0, least), least))
-    shared = shared or (0, 0)
-    if kind == "ffn_down_exps.bias":
-        own = columns_of(tensor, name, (0, tensor.shape[0]), last=among)
-        return own if experts[0] == 0 else without_values(own)
-    if kind in ("ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.weight"):
-        return columns_of(tensor, name, experts, last=among)
-    if kind == "ffn_down_shexp.weight":
-        return columns_of(tensor, name, shared)
-    if kind in ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"):
-        return rows_of(tensor, name, shared)
-    if kind == "ffn_gate_up_exps.weight":  # the rows of the gate before the others
-        half, (low, high) = tensor.shape[1] // 2, experts
-        return rows_of_each(tensor, name, among, experts, (half + low, half + high))
-    return rows_of_each(tensor, name, among, experts)
+    count, size = (mixture.count, (among,)), mixture.columns
+    columns, both = (size, (own,)), (2 * size, (own, (size + own[0], size + own[1])))
+    one = (mixture.shared, (shared,))
+    return {
+        "ffn_gate_inp": (every, count), "ffn_gate_exps": (every, columns, count),
+        "ffn_up_exps": (every, columns, count), "ffn_gate_up_exps": (every, both, count),
+        "ffn_down_exps": (columns, every, count), "ffn_gate_shexp": (every, one),
+        "ffn_up_shexp": (every, one), "ffn_down_shexp": (one, every)}

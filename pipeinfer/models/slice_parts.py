@@ -15,6 +15,7 @@ has it. Handles one model and one slice; `slices` decides where to cut.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -22,16 +23,23 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.models import cuts, slice_experts, slice_states
+from pipeinfer.models import cuts, slice_experts
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import TensorPart, all_of, columns_of, entry, rows_of
+from pipeinfer.models.gguf_parts import (
+    Dim,
+    TensorPart,
+    all_of,
+    entry,
+    part_of,
+    without_values,
+)
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.layers import positive, windows_of
 from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
-from pipeinfer.models.slice_states import DeltaNet, Scan, states_of
+from pipeinfer.models.slice_states import ANY, DeltaNet, Scan, states_of
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
@@ -119,6 +127,7 @@ class Sizes(Struct, frozen=True):
     both: whether the model has experts and another feed forward
     layers: KV heads, and elements of a head, of each layer, where they differ
     delta: the delta net or scan of layers with a state
+    two_in_one: whether ffn_up has the rows of the gate before its own
     """
 
     heads: int
@@ -135,6 +144,7 @@ class Sizes(Struct, frozen=True):
     both: bool = False
     layers: tuple[tuple[int, int], ...] = ()
     delta: DeltaNet | Scan | None = None
+    two_in_one: bool = False
 
     @property
     def group(self) -> int:
@@ -180,6 +190,60 @@ class Sizes(Struct, frozen=True):
         """Return the experts `[a, b)` of a slice."""
         return piece.among or (0, 0 if self.mixture is None else self.mixture.count)
 
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Return the end of each range of a slice, and the step at which it can be cut."""
+        query = math.lcm(self.head_block, self.value) // self.value
+        found = {"heads": (self.kv_heads, 1), "queries": (self.heads, query),
+                 "ff": (self.ff, self.ff_block), "vocab": (self.vocab, 1)}
+        if self.mixture is not None:
+            found["among"] = (self.mixture.count, 1)
+            found["shared"] = (self.mixture.shared, self.mixture.shared_block)
+            if self.both:
+                found["experts"] = (self.mixture.columns, self.mixture.block)
+        return found | ({} if self.delta is None else {"delta": (self.delta.keys, self.delta.step)})
+
+    @property
+    def whole(self) -> Slice:
+        """The slice that has everything."""
+        return Slice(**{name: (0, end) for name, (end, _) in self.limits().items()
+                        if name not in ("queries", "among", "shared") and end})
+
+    def dims(self, kind: str, piece: Slice, width: int = 0) -> tuple[Dim, ...] | None:
+        """Return the dimensions of a layer's tensor, or the head's: sizes, and a slice's part.
+
+        kind: the tensor's name in its layer
+        width: of the model; 0: not known
+        Returns None for a tensor that every slice has whole, or whose parts are not known.
+        """
+        name, _, what = kind.partition(".")
+        (low, high), (first, last), every = self.queries(piece), self.keys(piece), (width, None)
+
+        def heads(size: int) -> Dim:
+            return self.heads * size, ((low * size, high * size),)
+
+        def keys(size: int) -> Dim:
+            return self.kv_heads * size, ((first * size, last * size),)
+
+        ff: Dim = (self.ff, (piece.ff,))
+        up = ff if not self.two_in_one else (
+            2 * self.ff, (piece.ff, (self.ff + piece.ff[0], self.ff + piece.ff[1])))
+        found: dict[str, tuple[Dim, ...]] = {
+            "attn_q": (every, heads(self.query)), "attn_k": (every, keys(self.key)),
+            "attn_v": (every, keys(self.value)), "attn_output": (heads(self.value), every),
+            "attn_sinks": (heads(1),), "attn_q_b": (ANY, heads(self.query)),
+            "attn_k_b": (ANY, ANY, heads(1)), "attn_v_b": (ANY, ANY, heads(1)),
+            "ffn_gate": (every, ff), "ffn_up": (every, up), "ffn_down": (ff, every),
+            "output": (every, (self.vocab, (piece.vocab,)))}
+        if self.mixture is not None:
+            found |= slice_experts.dims_of(
+                self.mixture, every, self.among(piece), piece.expert_columns,
+                self.shared(piece) or (0, self.mixture.shared_block))
+        if self.delta is not None and piece.delta is not None:
+            found |= self.delta.dims(every, piece.delta)
+        if name not in found or what not in ("", "weight", "bias"):
+            return None
+        return found[name][what == "bias":]
+
 
 def why_not_sliced(architecture: str) -> str:
     """Return why llama.cpp's layers of this architecture are not sliced; empty where they are."""
@@ -220,7 +284,8 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
         heads, kv_heads, key, value, positive(model, "rope.dimension_count", key), ff,
         model.n_vocab, common_block(tensors_of(model, "attn_output")), block,
         own.renamed, mixture,
-        both=mixture is not None and bool(down), layers=layers, delta=states_of(model))
+        both=mixture is not None and bool(down), layers=layers, delta=states_of(model),
+        two_in_one=own.two_in_one)
     if own.slices_as and "output.bias" in model.tensors:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has a bias in its output head, and slices of "
@@ -298,44 +363,23 @@ def architecture_of(model: ModelFile) -> str:
     return declared(model.architecture).slices_as or model.architecture
 
 
-def part_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> TensorPart:
+def slice_of(tensor: TensorInfo, block: str, piece: Slice, sizes: Sizes) -> TensorPart:
     """Return the slice's part of a layer's tensor.
 
     block: the layer's name in the new file, such as "blk.0"
     """
     kind = tensor.name.split(".", 2)[2]
     name = f"{block}.{sizes.new_names.get(kind, kind)}"
-    queries = sizes.queries(piece)
+    piece = structs.replace(piece, queries=sizes.queries(piece))
     sizes = sizes.of_layer(tensor.layer or 0)
-    piece = structs.replace(piece, queries=queries)
-    if sizes.delta is not None and piece.delta is not None and (
-            found := slice_states.part_of(tensor, name, kind, sizes.delta, piece.delta)):
-        return found
-    if piece.among is not None and kind.startswith("ffn_gate_inp."):
-        return rows_of(tensor, name, piece.among)
-    if is_whole(kind):
+    dims = sizes.dims(kind, piece)
+    if dims is None:
         return all_of(tensor, name)
-    low, high = queries
-    first, last = sizes.keys(piece)
-    if kind == "attn_output.weight":
-        return columns_of(tensor, name, (low * sizes.value, high * sizes.value))
-    if kind == "ffn_down.weight":
-        return columns_of(tensor, name, piece.ff)
-    if slice_experts.is_expert(kind):
-        return slice_experts.part_of(
-            tensor, name, kind, sizes.among(piece), piece.expert_columns, sizes.shared(piece),
-            1 if sizes.mixture is None else sizes.mixture.shared_block)
-    if kind == "ffn_up.weight" and tensor.shape[-1] == 2 * sizes.ff:
-        return rows_of(tensor, name, piece.ff, (sizes.ff + piece.ff[0], sizes.ff + piece.ff[1]))
-    rows = {
-        "attn_q": (low * sizes.query, high * sizes.query),
-        "attn_k": (first * sizes.key, last * sizes.key),
-        "attn_v": (first * sizes.value, last * sizes.value),
-        "attn_q_b": (low * sizes.key, high * sizes.key), "attn_k_b": (low, high),
-        "attn_v_b": (low, high), "attn_sinks": (low, high),
-        "ffn_gate": piece.ff, "ffn_up": piece.ff,
-    }
-    return rows_of(tensor, name, rows[kind.split(".")[0]])
+    found = part_of(tensor, name, *(own for _, own in dims))
+    # a bias that is added before the sum is in it once
+    absent = sizes.shared(piece) is None if "_shexp" in kind else (
+        kind == "ffn_down_exps.bias" and piece.expert_columns[0] > 0)
+    return without_values(found) if absent else found
 
 
 def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[str, bytes]:
@@ -392,41 +436,24 @@ def numbers_of(model: ModelFile, piece: Slice, sizes: Sizes, given: Collection[s
 def check_fits(model: ModelFile | ModelDir, piece: Slice) -> None:
     """Raise PlanError unless the model has this slice; also raises what `sizes_of` raises."""
     sizes = sizes_of(model)
-    low, high = sizes.queries(piece)
-    group = (piece.heads[0] * sizes.group, piece.heads[1] * sizes.group)
-    ends = {low * sizes.value, high * sizes.value}
-    mixture, columns, shared = sizes.mixture, piece.experts, piece.shared
-    if piece.heads[1] > sizes.kv_heads or piece.ff[1] > sizes.ff or piece.vocab[1] > sizes.vocab:
-        problem = (f"it has {sizes.kv_heads} KV heads, {sizes.ff} FFN columns and {sizes.vocab} "
-                   "rows of the output head")
-    elif not group[0] <= low < high <= group[1]:
+    limits, problem = sizes.limits(), ""
+    for name in piece.__struct_fields__:
+        own, (end, step) = getattr(piece, name), limits.get(name, (0, 1))
+        if own is None and name not in ("queries", "among", "shared") and name in limits:
+            problem = f"it has {end} {name}"
+        elif own is not None and (own[1] > end or any(one % step and one < end for one in own)):
+            problem = f"{name} {own[0]} to {own[1]} are not among its {end}, in steps of {step}"
+    heads, (low, high) = piece.heads, sizes.queries(piece)
+    if not heads[0] * sizes.group <= low < high <= heads[1] * sizes.group:
         problem = f"query heads {low} to {high} do not belong to these KV heads"
-    elif any(end % sizes.head_block for end in ends):
+    elif any(one * sizes.value % sizes.head_block for one in (low, high)):
         problem = f"its attention columns are quantised in blocks of {sizes.head_block}"
-    elif any(end % sizes.ff_block for end in piece.ff):
-        problem = f"its FFN columns are quantised in blocks of {sizes.ff_block}"
-    elif sizes.both != (columns is not None) or (
-            (mixture is not None and mixture.apart > 0) != (shared is not None)
-            and piece.among is None):
-        problem = "it has other experts"
-    elif mixture is not None and not (
-            _lies_in(columns, mixture.columns, mixture.block)
-            and _lies_in(shared, mixture.shared, mixture.shared_block)):
-        problem = f"the columns of its experts are quantised in blocks of {mixture.block}"
-    elif (sizes.delta is None) != (piece.delta is None) or (
-            sizes.delta is not None and not _lies_in(
-                piece.delta, sizes.delta.keys, sizes.delta.step)):
-        problem = "its layers with a state have other heads"
-    elif piece.among is not None and (mixture is None or not _has_among(piece.among, mixture)):
+    elif piece.among is not None and sizes.mixture is not None and not (
+            piece.among[1] - piece.among[0] >= sizes.mixture.drawn > 0):
         problem = "its experts cannot be divided so"
-    else:
-        return
-    raise PlanError(f"{model.path.name} cannot be cut into the slice {piece.name}: {problem}; "
-                    "start the same version of pipeinfer on every host")
-
-
-def _has_among(among: tuple[int, int], mixture: Mixture) -> bool:
-    return among[1] <= mixture.count and among[1] - among[0] >= mixture.drawn > 0
+    if problem:
+        raise PlanError(f"{model.path.name} cannot be cut into the slice {piece.name}: {problem}; "
+                        "start the same version of pipeinfer on every host")
 
 
 def _varied(model: ModelFile) -> tuple[tuple[int, int], ...]:
@@ -463,40 +490,16 @@ def _by_layer(model: ModelFile, sizes: Sizes, piece: Slice) -> dict[str, list[in
     return found
 
 
-def _lies_in(columns: tuple[int, int] | None, size: int, block: int) -> bool:
-    return columns is None or (columns[1] <= size and not any(end % block for end in columns))
-
-
 def _check(model: ModelFile, tensor: TensorInfo, sizes: Sizes) -> None:
     """Check that a layer's tensor, or the output head, is known and has the expected size."""
     kind = tensor.name if tensor.layer is None else tensor.name.split(".", 2)[2]
-    width = model.n_embd
-    queries, keys, values = (sizes.heads * sizes.query, sizes.kv_heads * sizes.key,
-                             sizes.kv_heads * sizes.value)
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_q.weight": (width, queries), "attn_q.bias": (queries,),
-        "attn_k.weight": (width, keys), "attn_k.bias": (keys,),
-        "attn_v.weight": (width, values), "attn_v.bias": (values,),
-        "attn_output.weight": (sizes.heads * sizes.value, width),
-        "ffn_gate.weight": (width, sizes.ff), "ffn_gate.bias": (sizes.ff,),
-        "ffn_up.weight": (width, sizes.ff * (1 + declared(model.architecture).two_in_one)),
-        "ffn_up.bias": (sizes.ff,),
-        "ffn_down.weight": (sizes.ff, width),
-        "attn_sinks.weight": (sizes.heads,),
-        "attn_q_b.weight": (tensor.shape[0], queries),
-        "output.weight": (width, sizes.vocab), "output.bias": (sizes.vocab,),
-    }
-    if sizes.delta is not None:
-        shapes |= sizes.delta.shapes(width, tensor.shape[0])
-    if kind in ("attn_k_b.weight", "attn_v_b.weight"):
-        shapes[kind] = (*tensor.shape[:-1], sizes.heads)
-    if sizes.mixture is not None:
-        shapes |= slice_experts.shapes_of(sizes.mixture, width)
-    if kind not in shapes and kind not in _WHOLE:
+    dims = sizes.dims(kind, sizes.whole, model.n_embd)
+    if dims is None and kind not in _WHOLE:
         raise UnsupportedArchitecture(
             f"{model.path.name}: has the tensor {tensor.name!r}, and it is not known how to slice "
             f"that: {_WAY_OUT}")
-    expected = shapes.get(kind, tensor.shape)
+    expected = tensor.shape if dims is None else tuple(
+        size or own for (size, _), own in itertools.zip_longest(dims, tensor.shape, fillvalue=ANY))
     if tensor.shape != expected:
         raise ModelError(f"{model.path}: tensor {tensor.name!r} has shape {list(tensor.shape)}, "
                          f"{list(expected)} expected; the file is damaged, fetch it again")

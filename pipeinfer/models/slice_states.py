@@ -21,10 +21,12 @@ from msgspec import Struct
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.architectures import declared
-from pipeinfer.models.gguf import ModelFile, TensorInfo
-from pipeinfer.models.gguf_parts import TensorPart, columns_of, rows_of
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.gguf_parts import Bands, Dim, Range
 from pipeinfer.models.layers import positive
-from pipeinfer.models.slice_experts import Range, common_block, tensors_of
+from pipeinfer.models.slice_experts import common_block, tensors_of
+
+ANY: Dim = (0, None)
 
 
 class States(Struct, frozen=True):
@@ -54,11 +56,7 @@ class States(Struct, frozen=True):
         """The most slices with some heads each."""
         return max(1, self.keys // self.step)
 
-    def columns(self, heads: Range) -> tuple[Range, ...]:
-        """Return the columns of ssm_out of a slice."""
-        return self.bands(heads, self.size)
-
-    def bands(self, heads: Range, size: int, start: int = 0) -> tuple[Range, ...]:
+    def bands(self, heads: Range, size: int, start: int = 0) -> Bands:
         """Return where the value heads of key heads `[a, b)` lie, from `start` on; size: elements
         of a head.
         """
@@ -79,33 +77,22 @@ class States(Struct, frozen=True):
 class DeltaNet(States, frozen=True):
     """A delta net."""
 
-    def rows(self, heads: Range) -> dict[str, tuple[Range, ...]]:
-        """Return the rows of a slice by tensors' names."""
-        half = self.keys * self.size
-        low, high = heads[0] * self.size, heads[1] * self.size
-        mixed = ((low, high), (half + low, half + high), *self.bands(heads, self.size, 2 * half))
-        each = dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias", "ssm_a"),
-                             self.bands(heads, 1))
-        return each | {
-            "attn_qkv.weight": mixed, "ssm_conv1d.weight": mixed,
-            "attn_gate.weight": self.bands(heads, self.size),
-            "ssm_ba.weight": self.bands(heads, 2)}  # of a key head both rates of its value heads
+    def dims(self, every: Dim, heads: Range) -> dict[str, tuple[Dim, ...]]:
+        """Return the dimensions of a layer's tensors, as `Sizes.dims` does.
 
-    def shapes(self, width: int, kernel: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors by their names.
-
-        width: of the model
-        kernel: elements of the convolution's kernel
+        every: of the model's width
+        heads: key heads `[a, b)` of a slice
         """
-        values = self.keys * self.groups
-        channels = (2 * self.keys + values) * self.size
+        values, half = self.keys * self.groups, self.keys * self.size
+        low, high = heads[0] * self.size, heads[1] * self.size
+        mixed = (2 * half + values * self.size, (
+            (low, high), (half + low, half + high), *self.bands(heads, self.size, 2 * half)))
+        own, each, both = ((values * size, self.bands(heads, size)) for size in (self.size, 1, 2))
         return {
-            "attn_qkv.weight": (width, channels), "ssm_conv1d.weight": (kernel, channels),
-            "attn_gate.weight": (width, values * self.size),
-            "ssm_alpha.weight": (width, values), "ssm_beta.weight": (width, values),
-            "ssm_ba.weight": (width, 2 * values),
-            "ssm_dt.bias": (values,), "ssm_a": (values,), "ssm_norm.weight": (self.size,),
-            "ssm_out.weight": (values * self.size, width)}
+            "attn_qkv": (every, mixed), "ssm_conv1d": (ANY, mixed), "attn_gate": (every, own),
+            "ssm_alpha": (every, each), "ssm_beta": (every, each), "ssm_ba": (every, both),
+            "ssm_dt": (ANY, each), "ssm_a": (each,), "ssm_norm": ((self.size, None),),
+            "ssm_out": (own, every)}
 
 
 class Scan(States, frozen=True):
@@ -113,32 +100,23 @@ class Scan(States, frozen=True):
 
     state: int
 
-    def rows(self, heads: Range) -> dict[str, tuple[Range, ...]]:
-        """Return the rows of a slice by tensors' names."""
+    def dims(self, every: Dim, heads: Range) -> dict[str, tuple[Dim, ...]]:
+        """Return the dimensions of a layer's tensors, as in `DeltaNet.dims`."""
         each = self.groups * self.size
-        inner, state = self.keys * each, self.keys * self.state
+        inner, state, count = self.keys * each, self.keys * self.state, self.keys * self.groups
 
-        def of(size: int, start: int) -> Range:
+        def of(size: int, start: int = 0) -> Range:
             return start + heads[0] * size, start + heads[1] * size
 
-        mixed = (of(each, 0), of(self.state, inner), of(self.state, inner + state))
-        one = (of(self.groups, 0),)
+        own, mixed = of(each), (of(each), of(self.state, inner), of(self.state, inner + state))
+        channels, one = (inner + 2 * state, mixed), (count, (of(self.groups),))
+        read = (own, *((inner + a, inner + b) for a, b in mixed),
+                of(self.groups, 2 * (inner + state)))
         return {
-            "ssm_in.weight": (of(each, 0), *((inner + a, inner + b) for a, b in mixed),
-                              of(self.groups, 2 * (inner + state))),
-            "ssm_conv1d.weight": mixed, "ssm_conv1d.bias": mixed, "ssm_norm.weight": (heads,),
-            "ssm_dt.bias": one, "ssm_a": one, "ssm_d": one}
-
-    def shapes(self, width: int, kernel: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors by their names, as in `DeltaNet.shapes`."""
-        each, heads = self.groups * self.size, self.keys * self.groups
-        inner = self.keys * each
-        channels = inner + 2 * self.keys * self.state
-        return {
-            "ssm_in.weight": (width, inner + channels + heads),
-            "ssm_conv1d.weight": (kernel, channels), "ssm_conv1d.bias": (channels,),
-            "ssm_norm.weight": (each, self.keys), "ssm_dt.bias": (heads,),
-            "ssm_a": (1, heads), "ssm_d": (1, heads), "ssm_out.weight": (inner, width)}
+            "ssm_in": (every, (2 * (inner + state) + count, read)), "ssm_conv1d": (ANY, channels),
+            "ssm_norm": ((each, None), (self.keys, (heads,))), "ssm_dt": (ANY, one),
+            "ssm_a": ((1, None), one), "ssm_d": ((1, None), one),
+            "ssm_out": ((inner, (own,)), every)}
 
 
 def states_of(model: ModelFile) -> DeltaNet | Scan | None:
@@ -155,17 +133,3 @@ def states_of(model: ModelFile) -> DeltaNet | Scan | None:
     if kind == "scan":
         return Scan(keys, values // keys, inner // values, block, together=True, state=size)
     return DeltaNet(keys, values // keys, size, block, kind == "grouped")
-
-
-def part_of(tensor: TensorInfo, name: str, kind: str, net: DeltaNet | Scan, heads: Range
-            ) -> TensorPart | None:
-    """Return the slice's part of a tensor; None for one that no slice has a part of.
-
-    name: in the new file
-    kind: the tensor's name in its layer
-    heads: key heads, or groups, `[a, b)` of the slice
-    """
-    if kind == "ssm_out.weight":
-        return columns_of(tensor, name, *net.columns(heads))
-    bands = net.rows(heads).get(kind)
-    return None if bands is None else rows_of(tensor, name, *bands)

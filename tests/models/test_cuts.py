@@ -260,13 +260,13 @@ def test_damaged_sizes_of_layers_are_an_error_or_change_nothing(tmp_path, name, 
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("h0-3.f0-768.v0-4096", "it has 2 KV heads, 768 FFN columns and 4096 rows"),
-    ("h0-1.f0-800.v0-4096", "it has 2 KV heads"),
-    ("h0-1.f0-768.v0-4097", "it has 2 KV heads"),
+    ("h0-3.f0-768.v0-4096", "heads 0 to 3 are not among its 2"),
+    ("h0-1.f0-800.v0-4096", "ff 0 to 800 are not among its 768"),
+    ("h0-1.f0-768.v0-4097", "vocab 0 to 4097 are not among"),
     ("h0-1q1-3.f0-768.v0-4096", "query heads 1 to 3 do not belong to these KV heads"),
-    ("h0-1.f0-100.v0-4096", "its FFN columns are quantised in blocks of 32"),
-    ("h0-1.f0-96.e0-32.v0-4096", "it has other experts"),
-    ("h0-1d0-1.f0-96.v0-4096", "its layers with a state have other heads"),
+    ("h0-1.f0-100.v0-4096", "ff 0 to 100 are not among its 768, in steps of 32"),
+    ("h0-1.f0-96.e0-32.v0-4096", "experts 0 to 32 are not among its 0"),
+    ("h0-1d0-1.f0-96.v0-4096", "delta 0 to 1 are not among its 0"),
 ])
 def test_slices_of_another_model_are_refused(tmp_path, name, said):
     with pytest.raises(PlanError, match=said):
