@@ -24,99 +24,39 @@ from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.errors import PipeinferError
 from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
-from pipeinfer.models.architectures import declared
+from pipeinfer.models.architectures import TABLE, declared
 from pipeinfer.models.cuts import step_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import LayerKind, layer_kinds
+from pipeinfer.models.shard import SPLITTABLE
 from pipeinfer.models.slices import widths_of
 from tests.rig.cut_check import cuts_of, differing, load
 
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 _HEADER = ("architecture: models", "cut", "slices", "torch", "decomposers with gaps", "exact width")
-#: of each architecture: what to try, and for which models people know it; those run most are first
-ROWS: dict[str, tuple[tuple[str, ...], str]] = {
-    "qwen35": (("qwen35", "qwen35-tied"), "Qwen3.5 to 3.8: dense"),
-    "qwen35moe": (("qwen35moe",), "Qwen3.5 to 3.8: mixtures"),
-    "qwen3vl": (("qwen3vl",), "Qwen3-VL (text)"),
-    "qwen3vlmoe": (("qwen3vlmoe",), "Qwen3-VL mixtures (text)"),
-    "gemma4": (("gemma4", "gemma4-dense", "gemma4-small"), "Gemma 4; E2B, E4B without slices"),
-    "glm-dsa": (("glm-dsa",), "GLM-5, 5.1, 5.2"),
-    "deepseek4": (("deepseek4",), "DeepSeek-V4 Flash"),
-    "glm5-next": (("glm5-next",), "GLM-5.3-Flash, one request at a time"),
-    "muse-glimmer": (("muse-glimmer",), "Muse Glimmer 30B"),
-    "minimax-m3": (("minimax-m3",), "MiniMax-M3, one request at a time"),
-    "deepseek32": (("deepseek32",), "DeepSeek-V3.2"),
-    "step35": (("step35",), "Step 3.5"),
-    "mimo2": (("mimo2",), "MiMo-V2"),
-    "hy_v3": (("hy_v3",), "Hunyuan 3"),
-    "mistral4": (("mistral4",), "Mistral Small 4"),
-    "llama": (("llama", "llama-experts"), "Llama 2, 3, Mistral, Mixtral, SmolLM2, Yi"),
-    "qwen3": (("qwen3",), "Qwen3"),
-    "qwen3moe": (("qwen3moe",), "Qwen3-30B-A3B, Qwen3-235B-A22B"),
-    "gpt-oss": (("gpt-oss",), "gpt-oss-20b, gpt-oss-120b"),
-    "gemma3": (("gemma3", "gemma3-no-window"), "Gemma 3"),
-    "qwen3next": (("qwen3next",), "Qwen3-Next-80B-A3B"),
-    "qwen2": (("qwen2",), "Qwen2, Qwen2.5"),
-    "deepseek2": (("deepseek2", "deepseek2-lite"), "DeepSeek-V2, V3, R1, Kimi K2"),
-    "glm4moe": (("glm4moe",), "GLM-4.5, 4.6, Air"),
-    "mistral3": (("mistral3",), "Ministral 3"),
-    "nemotron_h_moe": (("nemotron_h_moe",), "Nemotron 3 Nano"),
-    "minimax-m2": (("minimax-m2",), "MiniMax-M2"),
-    "granitehybrid": (("granitehybrid",), "Granite 4 H: dense"),
-    "lfm2": (("lfm2",), "LFM2: dense"),
-    "lfm2moe": (("lfm2moe",), "LFM2: mixtures"),
-    "phi3": (("phi3",), "Phi-3, Phi-3.5-mini, Phi-4"),
-    "smollm3": (("smollm3",), "SmolLM3"),
-    "kimi-linear": (("kimi-linear",), "Kimi Linear"),
-    "qwen2moe": (("qwen2moe",), "Qwen1.5-MoE, Qwen2-57B-A14B"),
-    "gemma2": (("gemma2",), "Gemma 2"),
-    "glm4": (("glm4",), "GLM-4"),
-    "falcon": (("falcon", "falcon-7b"), "Falcon"),
-    "granite": (("granite",), "Granite 3"),
-    "granitemoe": (("granitemoe",), "Granite 3: mixtures"),
-    "olmo2": (("olmo2", "olmo2-window"), "OLMo 2, OLMo 3"),
-    "cohere2": (("cohere2",), "Command R7B, Command A"),
-    "llama4": (("llama4",), "Llama 4 Scout, Maverick"),
-    "minicpm": (("minicpm", "minicpm-old"), "MiniCPM"),
-    "exaone4": (("exaone4",), "EXAONE 4.0 1.2B"),
-    "seed_oss": (("seed_oss",), "Seed-OSS-36B"),
-    "hunyuan-dense": (("hunyuan-dense",), "Hunyuan"),
-    "hunyuan-moe": (("hunyuan-moe",), "Hunyuan-A13B"),
-    "ernie4_5": (("ernie4_5",), "ERNIE 4.5 0.3B"),
-    "ernie4_5-moe": (("ernie4_5-moe",), "ERNIE 4.5 21B-A3B, 300B-A47B"),
-    "dots1": (("dots1",), "dots.llm1"),
-    "bailingmoe2": (("bailingmoe2",), "Ling 2.0, Ring 2.0"),
-    "olmoe": (("olmoe",), "OLMoE"),
-    "arctic": (("arctic",), "Snowflake Arctic"),
-    "hunyuan_vl": (("hunyuan_vl",), "Hunyuan VL (text)"),
-    "exaone-moe": (("exaone-moe",), "K-EXAONE"),
-    "cohere2moe": (("cohere2moe",), "Command mixtures"),
-    "grovemoe": (("grovemoe",), "GroveMoE"),
-    "spark2_5": (("spark2_5",), "Spark 2.5"),
-    "granite_swa": (("granite_swa",), "Granite with windows"),
-    "gemma": (("gemma",), "Gemma 1"),
-    "internlm2": (("internlm2",), "InternLM2, 2.5"),
-    "command-r": (("command-r",), "Command R, R+"),
-    "stablelm": (("stablelm",), "StableLM"),
-    "starcoder2": (("starcoder2",), "StarCoder2"),
-    "nemotron": (("nemotron",), "Nemotron-4, Minitron"),
-    "arcee": (("arcee",), "Arcee AFM-4.5B"),
-    "k2-horizon": (("k2-horizon",), "K2 Horizon"),
-    "nanbeige": (("nanbeige",), "Nanbeige"),
-    "apertus": (("apertus",), "Apertus"),
-    "laguna": (("laguna",), "Laguna"),
-    "mellum": (("mellum",), "Mellum 2"),
-    "phimoe": (("phimoe",), "Phi-3.5-MoE"),
-    "phi2": (("phi2",), "Phi-1, 1.5, 2"),
-    "afmoe": (("afmoe",), "Arcee Trinity"),
-    "smallthinker": (("smallthinker",), "SmallThinker"),
-    "nemotron_h": (("nemotron_h",), "Nemotron-H, Nemotron Nano 2"),
-    "jamba": (("jamba",), "Jamba"),
-    "falcon-h1": (("falcon-h1",), "Falcon-H1"),
-    "mamba": (("mamba",), "Mamba"),
-    "mamba2": (("mamba2",), "Mamba 2, Codestral Mamba"),
-}
+#: tiny models that need no recipe, and for which models people know them
+_PLAIN = {"llama": (("llama", "llama-experts"), "Llama 2, 3, Mistral, Mixtral, SmolLM2, Yi"),
+          "qwen2": (("qwen2",), "Qwen2, Qwen2.5"), "qwen3": (("qwen3",), "Qwen3")}
+#: architectures of models that are run most; the table has them first
+_FIRST = ("qwen35", "qwen35moe", "qwen3vl", "qwen3vlmoe", "gemma4", "glm-dsa", "deepseek4",
+          "glm5-next", "muse-glimmer", "minimax-m3", "deepseek32", "step35", "mimo2", "hy_v3",
+          "mistral4", "llama", "qwen3", "qwen3moe", "gpt-oss", "gemma3", "qwen3next", "qwen2",
+          "deepseek2", "glm4moe", "mistral3", "nemotron_h_moe", "minimax-m2", "granitehybrid",
+          "lfm2", "lfm2moe", "phi3", "smollm3")
+
+
+def _rows() -> dict[str, tuple[tuple[str, ...], str]]:
+    """Of each architecture that can be cut: names of tiny models, and what people know it by."""
+    found = dict(_PLAIN)
+    for name, recipe in (RECIPES | STATEFUL | ALONE).items():
+        names, models = found.get(recipe.architecture, ((), recipe.models))
+        found[recipe.architecture] = (*names, name), models
+    rest = (name for name in TABLE if name not in _FIRST and name in SPLITTABLE)
+    return {name: found[name] for name in (*_FIRST, *rest)}
+
+
+ROWS = _rows()
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class Recipe:
     """How models of one architecture look. keys: metadata without the architecture's name; layer:
     name -> shape (rows, columns) of one layer's tensors, without "blk.i."; common: likewise those
     outside layers, beside the usual ones. tied: the file has no output matrix. further: layers
-    that the file has beyond those that compute. layers: as many as show every pattern."""
+    that the file has beyond those that compute. layers: as many as show every pattern. models:
+    what people know, for the table in docs/models.md."""
 
     architecture: str
     keys: Callable[[Sizes], dict[str, Key]]
@@ -69,6 +70,7 @@ class Recipe:
     tied: bool = False
     further: int = 0
     layers: int = 4
+    models: str = ""
 
 
 # --- parts of layers --------------------------------------------------------------------------
@@ -618,114 +620,135 @@ _SECTIONS: dict[str, Key] = {"rope.dimension_sections": [8, 8, 8, 8]}
 #: by architecture, or architecture and variant
 RECIPES = {
     "qwen2moe": Recipe("qwen2moe", _plain(_RMS, _SPARSE, {
-        "expert_shared_feed_forward_length": 96}), _qwen2moe),
-    "qwen3moe": Recipe("qwen3moe", _plain(_RMS, _SPARSE), _qwen3moe),
-    "gpt-oss": Recipe("gpt-oss", _plain(_RMS, _SPARSE, _WINDOWED, _YARN), _gpt_oss),
+        "expert_shared_feed_forward_length": 96}), _qwen2moe, models="Qwen1.5-MoE, Qwen2-57B-A14B"),
+    "qwen3moe": Recipe("qwen3moe", _plain(_RMS, _SPARSE), _qwen3moe,
+                       models="Qwen3-30B-A3B, Qwen3-235B-A22B"),
+    "gpt-oss": Recipe("gpt-oss", _plain(_RMS, _SPARSE, _WINDOWED, _YARN), _gpt_oss,
+                      models="gpt-oss-20b, gpt-oss-120b"),
     "gemma2": Recipe("gemma2", _plain(_RMS, _WINDOWED, {
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}), _gemma2, tied=True),
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}), _gemma2, tied=True,
+                     models="Gemma 2"),
     "gemma3": Recipe("gemma3", _plain(_RMS, _WINDOWED, {"rope.freq_base_swa": 1000.0}), _gemma3,
-                     tied=True, layers=7),
+                     tied=True, layers=7, models="Gemma 3"),
     "gemma3-no-window": Recipe("gemma3", _plain(_RMS), _gemma3, tied=True),
     "gemma4": Recipe("gemma4", _gemma4_keys, _gemma4,
-                     lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
+                     lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5,
+                     models="Gemma 4; E2B, E4B without slices"),
     "gemma4-dense": Recipe("gemma4", _gemma4_dense_keys, _gemma4_dense,
                            lambda s: {"rope_freqs.weight": (2 * s.head,)}, tied=True, layers=5),
     "gemma4-small": Recipe("gemma4", _gemma4_small_keys, _gemma4_small, lambda s: {
         "rope_freqs.weight": (2 * s.head,), "per_layer_proj_norm.weight": (_PER_LAYER,),
         "per_layer_token_embd.weight": (VOCABULARY, _PER_LAYER * s.n_layer),
         "per_layer_model_proj.weight": (_PER_LAYER * s.n_layer, s.width)}, tied=True, layers=9),
-    "glm4": Recipe("glm4", _glm4_keys, _glm4),
-    "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1),
-    "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2),
+    "glm4": Recipe("glm4", _glm4_keys, _glm4, models="GLM-4"),
+    "glm4moe": Recipe("glm4moe", _glm4moe_keys, _glm4moe, further=1, models="GLM-4.5, 4.6, Air"),
+    "deepseek2": Recipe("deepseek2", _deepseek2_keys, _deepseek2,
+                        models="DeepSeek-V2, V3, R1, Kimi K2"),
     "deepseek2-lite": Recipe("deepseek2", _deepseek2_lite_keys, _deepseek2_lite,
                              layers=27),
     "phi3": Recipe("phi3", _plain(_RMS, {
         "attention.sliding_window": 16, "rope.scaling.original_context_length": 256,
         "rope.scaling.attn_factor": 1.19}), _phi3,
-        lambda s: {f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")}),
+        lambda s: {f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")},
+                   models="Phi-3, Phi-3.5-mini, Phi-4"),
     "falcon": Recipe("falcon", _plain(_LAYER_NORM), _falcon,
-                     lambda s: {"output_norm.bias": (s.width,)}),
+                     lambda s: {"output_norm.bias": (s.width,)}, models="Falcon"),
     "falcon-7b": Recipe("falcon", _plain(_LAYER_NORM), _falcon7b,
                         lambda s: {"output_norm.bias": (s.width,)}),
     "mistral3": Recipe("mistral3", _plain(_RMS, _YARN, {"attention.temperature_scale": 0.1}),
-                       _llama_layer),
-    "granite": Recipe("granite", _plain(_RMS, _SCALES), _llama_layer),
+                       _llama_layer, models="Ministral 3"),
+    "granite": Recipe("granite", _plain(_RMS, _SCALES), _llama_layer, models="Granite 3"),
     "granitemoe": Recipe("granitemoe", _plain(_RMS, _SCALES, _MIXTURE, {
-        "expert_shared_feed_forward_length": 96}), _granitemoe),
-    "smollm3": Recipe("smollm3", _plain(_RMS), _llama_layer, tied=True, layers=5),
-    "olmo2": Recipe("olmo2", _plain(_RMS), _olmo2),
+        "expert_shared_feed_forward_length": 96}), _granitemoe, models="Granite 3: mixtures"),
+    "smollm3": Recipe("smollm3", _plain(_RMS), _llama_layer, tied=True, layers=5, models="SmolLM3"),
+    "olmo2": Recipe("olmo2", _plain(_RMS), _olmo2, models="OLMo 2, OLMo 3"),
     "olmo2-window": Recipe("olmo2", _plain(_RMS, _WINDOWED, _YARN), _olmo2, layers=5),
     "cohere2": Recipe("cohere2", _plain(_LAYER_NORM, _WINDOWED, {"logit_scale": 0.25}), _cohere2,
-                      tied=True, layers=5),
+                      tied=True, layers=5, models="Command R7B, Command A"),
     "llama4": Recipe("llama4", _plain(_RMS, _SPARSE, {"interleave_moe_layer_step": 2}), _llama4,
-                     layers=8),
+                     layers=8, models="Llama 4 Scout, Maverick"),
     "minicpm": Recipe("minicpm", _plain(_RMS, {
-        "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 2.0}), _llama_layer),
+        "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 2.0}), _llama_layer,
+                      models="MiniCPM"),
     "minicpm-old": Recipe("minicpm", _plain(_RMS), _llama_layer),
-    "exaone4": Recipe("exaone4", _plain(_RMS), _exaone4, tied=True),
-    "seed_oss": Recipe("seed_oss", _plain(_RMS), _seed_oss),
-    "hunyuan-dense": Recipe("hunyuan-dense", _plain(_RMS), _hunyuan, tied=True),
-    "hunyuan-moe": Recipe("hunyuan-moe", _plain(_RMS, _SPARSE), _hunyuan_moe, tied=True),
-    "ernie4_5": Recipe("ernie4_5", _plain(_RMS), _llama_layer, tied=True),
+    "exaone4": Recipe("exaone4", _plain(_RMS), _exaone4, tied=True, models="EXAONE 4.0 1.2B"),
+    "seed_oss": Recipe("seed_oss", _plain(_RMS), _seed_oss, models="Seed-OSS-36B"),
+    "hunyuan-dense": Recipe("hunyuan-dense", _plain(_RMS), _hunyuan, tied=True, models="Hunyuan"),
+    "hunyuan-moe": Recipe("hunyuan-moe", _plain(_RMS, _SPARSE), _hunyuan_moe, tied=True,
+                          models="Hunyuan-A13B"),
+    "ernie4_5": Recipe("ernie4_5", _plain(_RMS), _llama_layer, tied=True, models="ERNIE 4.5 0.3B"),
     "ernie4_5-moe": Recipe("ernie4_5-moe", _plain(_RMS, _LATER, {
         "interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": EXPERT_FF}),
-        _later_experts, tied=True),
-    "dots1": Recipe("dots1", _as_many_kv_heads(_RMS, _LATER), _dots1),
-    "bailingmoe2": Recipe("bailingmoe2", _plain(_RMS, _LATER), _bailingmoe2),
+        _later_experts, tied=True, models="ERNIE 4.5 21B-A3B, 300B-A47B"),
+    "dots1": Recipe("dots1", _as_many_kv_heads(_RMS, _LATER), _dots1, models="dots.llm1"),
+    "bailingmoe2": Recipe("bailingmoe2", _plain(_RMS, _LATER), _bailingmoe2,
+                          models="Ling 2.0, Ring 2.0"),
     "minimax-m2": Recipe("minimax-m2", _plain(_RMS, _SPARSE, {"expert_gating_func": 2}),
-                         _minimax_m2),
-    "olmoe": Recipe("olmoe", _as_many_kv_heads(_RMS, _MIXTURE), _olmoe),
-    "arctic": Recipe("arctic", _plain(_RMS, _MIXTURE), _arctic),
-    "internlm2": Recipe("internlm2", _plain(_RMS), _llama_layer),
-    "nanbeige": Recipe("nanbeige", _plain(_RMS), _llama_layer),
-    "k2-horizon": Recipe("k2-horizon", _plain(_RMS), _llama_layer),
-    "arcee": Recipe("arcee", _plain(_RMS), _arcee),
+                         _minimax_m2, models="MiniMax-M2"),
+    "olmoe": Recipe("olmoe", _as_many_kv_heads(_RMS, _MIXTURE), _olmoe, models="OLMoE"),
+    "arctic": Recipe("arctic", _plain(_RMS, _MIXTURE), _arctic, models="Snowflake Arctic"),
+    "internlm2": Recipe("internlm2", _plain(_RMS), _llama_layer, models="InternLM2, 2.5"),
+    "nanbeige": Recipe("nanbeige", _plain(_RMS), _llama_layer, models="Nanbeige"),
+    "k2-horizon": Recipe("k2-horizon", _plain(_RMS), _llama_layer, models="K2 Horizon"),
+    "arcee": Recipe("arcee", _plain(_RMS), _arcee, models="Arcee AFM-4.5B"),
     "nemotron": Recipe("nemotron", _plain(_LAYER_NORM), _nemotron,
-                       lambda s: {"output_norm.bias": (s.width,)}),
+                       lambda s: {"output_norm.bias": (s.width,)}, models="Nemotron-4, Minitron"),
     "command-r": Recipe("command-r", _plain(_LAYER_NORM, {"logit_scale": 0.5}), _cohere2,
-                        tied=True),
+                        tied=True, models="Command R, R+"),
     "stablelm": Recipe("stablelm", _plain(_LAYER_NORM), _stablelm,
-                       lambda s: {"output_norm.bias": (s.width,)}),
+                       lambda s: {"output_norm.bias": (s.width,)}, models="StableLM"),
     "starcoder2": Recipe("starcoder2", _plain(_LAYER_NORM), _starcoder2,
-                         lambda s: {"output_norm.bias": (s.width,)}, tied=True),
-    "gemma": Recipe("gemma", _plain(_RMS), _llama_layer, tied=True),
-    "qwen3vl": Recipe("qwen3vl", _plain(_RMS, _SECTIONS, {"n_deepstack_layers": 2}), _hunyuan),
+                         lambda s: {"output_norm.bias": (s.width,)}, tied=True,
+                         models="StarCoder2"),
+    "gemma": Recipe("gemma", _plain(_RMS), _llama_layer, tied=True, models="Gemma 1"),
+    "qwen3vl": Recipe("qwen3vl", _plain(_RMS, _SECTIONS, {"n_deepstack_layers": 2}), _hunyuan,
+                      models="Qwen3-VL (text)"),
     "qwen3vlmoe": Recipe("qwen3vlmoe", _plain(_RMS, _SPARSE, _SECTIONS, {
-        "n_deepstack_layers": 2}), _qwen3moe),
-    "hunyuan_vl": Recipe("hunyuan_vl", _plain(_RMS, _SECTIONS), _hunyuan, tied=True),
-    "hy_v3": Recipe("hy_v3", _plain(_RMS, _LATER), _hy_v3, tied=True),
-    "mistral4": Recipe("mistral4", _mistral4_keys, _mistral4),
-    "deepseek32": Recipe("deepseek32", _with(_mistral4_keys, _indexed), _deepseek32),
+        "n_deepstack_layers": 2}), _qwen3moe, models="Qwen3-VL mixtures (text)"),
+    "hunyuan_vl": Recipe("hunyuan_vl", _plain(_RMS, _SECTIONS), _hunyuan, tied=True,
+                         models="Hunyuan VL (text)"),
+    "hy_v3": Recipe("hy_v3", _plain(_RMS, _LATER), _hy_v3, tied=True, models="Hunyuan 3"),
+    "mistral4": Recipe("mistral4", _mistral4_keys, _mistral4, models="Mistral Small 4"),
+    "deepseek32": Recipe("deepseek32", _with(_mistral4_keys, _indexed), _deepseek32,
+                         models="DeepSeek-V3.2"),
     "exaone-moe": Recipe("exaone-moe", _with(_plain(_RMS, _LATER), _patterned(4)), _normed_experts,
-                         layers=8),
+                         layers=8, models="K-EXAONE"),
     "cohere2moe": Recipe("cohere2moe", _with(_plain(_LAYER_NORM, _LATER, {"logit_scale": 0.25}),
-                                             _patterned(4)), _cohere2moe, tied=True, layers=8),
+                                             _patterned(4)), _cohere2moe, tied=True, layers=8,
+                         models="Command mixtures"),
     "glm-dsa": Recipe("glm-dsa", _with(_mistral4_keys, _indexed, lambda s: {
-        "attention.indexer.types": _glm_dsa_types(s)}), _glm_dsa, layers=6),
+        "attention.indexer.types": _glm_dsa_types(s)}), _glm_dsa, layers=6,
+                      models="GLM-5, 5.1, 5.2"),
     "muse-glimmer": Recipe("muse-glimmer", _with(_plain(_RMS, {
         "logit_scale": 1.0, "final_logit_softcapping": 30.0, "rope.freq_base_swa": 1000.0}),
-        _patterned(4)), _muse_glimmer, layers=8),
-    "spark2_5": Recipe("spark2_5", _with(_plain(_RMS, _LATER), _patterned(2)), _spark, tied=True),
-    "granite_swa": Recipe("granite_swa", _with(_plain(_RMS, _SCALES), _patterned(2)), _granite_swa),
-    "step35": Recipe("step35", _with(_plain(_RMS, _LATER), _step35_keys), _step35, layers=5),
+        _patterned(4)), _muse_glimmer, layers=8, models="Muse Glimmer 30B"),
+    "spark2_5": Recipe("spark2_5", _with(_plain(_RMS, _LATER), _patterned(2)), _spark, tied=True,
+                       models="Spark 2.5"),
+    "granite_swa": Recipe("granite_swa", _with(_plain(_RMS, _SCALES), _patterned(2)), _granite_swa,
+                          models="Granite with windows"),
+    "step35": Recipe("step35", _with(_plain(_RMS, _LATER), _step35_keys), _step35, layers=5,
+                     models="Step 3.5"),
     "laguna": Recipe("laguna", _with(_plain(_RMS, _LATER, _YARN), _laguna_keys), _laguna,
-                     tied=True, layers=9),
-    "mimo2": Recipe("mimo2", _with(_plain(_RMS, _LATER), _mimo2_keys), _mimo2, layers=5),
-    "apertus": Recipe("apertus", _with(_plain(_RMS), _apertus_keys), _apertus),
+                     tied=True, layers=9, models="Laguna"),
+    "mimo2": Recipe("mimo2", _with(_plain(_RMS, _LATER), _mimo2_keys), _mimo2, layers=5,
+                    models="MiMo-V2"),
+    "apertus": Recipe("apertus", _with(_plain(_RMS), _apertus_keys), _apertus, models="Apertus"),
     "afmoe": Recipe("afmoe", _with(_plain(_RMS, _LATER), _patterned(4)), _afmoe, tied=True,
-                    layers=8),
+                    layers=8, models="Arcee Trinity"),
     "smallthinker": Recipe("smallthinker", _plain(_RMS, _SPARSE, _WINDOWED, {
-        "expert_gating_func": 2}), _smallthinker, tied=True, layers=10),
-    "mellum": Recipe("mellum", _with(_plain(_RMS, _SPARSE), _patterned(4)), _qwen3moe, layers=5),
+        "expert_gating_func": 2}), _smallthinker, tied=True, layers=10, models="SmallThinker"),
+    "mellum": Recipe("mellum", _with(_plain(_RMS, _SPARSE), _patterned(4)), _qwen3moe, layers=5,
+                     models="Mellum 2"),
     "phi2": Recipe("phi2", lambda s: _plain(_LAYER_NORM)(s) | {
-        "rope.dimension_count": s.head // 2}, _phi2, _with_biases),
+        "rope.dimension_count": s.head // 2}, _phi2, _with_biases, models="Phi-1, 1.5, 2"),
     "phimoe": Recipe("phimoe", _plain(_RMS, _MIXTURE, {
         "attention.sliding_window": 16, "rope.scaling.original_context_length": 256}), _phimoe,
         lambda s: _with_biases(s) | {
-            f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")}),
+            f"rope_factors_{kind}.weight": (s.head // 2,) for kind in ("long", "short")},
+                     models="Phi-3.5-MoE"),
     "grovemoe": Recipe("grovemoe", _plain(_RMS, _SPARSE, {
         "expert_group_scale": 0.05, "experts_per_group": 2,
-        "expert_chunk_feed_forward_length": 32}), _grovemoe),
+        "expert_chunk_feed_forward_length": 32}), _grovemoe, models="GroveMoE"),
 }
 
 
@@ -1008,39 +1031,47 @@ def _falcon_h1(s: Sizes, i: int) -> dict[str, Shape]:
 
 #: models whose layers keep a state; see `RECIPES`
 STATEFUL = {
-    "mamba": Recipe("mamba", _state_keys, _mamba),
-    "mamba2": Recipe("mamba2", _mamba2_keys, _mamba2),
-    "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid, layers=6),
-    "nemotron_h": Recipe("nemotron_h", _parted_keys, _parted, layers=7),
+    "mamba": Recipe("mamba", _state_keys, _mamba, models="Mamba"),
+    "mamba2": Recipe("mamba2", _mamba2_keys, _mamba2, models="Mamba 2, Codestral Mamba"),
+    "granitehybrid": Recipe("granitehybrid", _hybrid_keys, _hybrid, layers=6,
+                            models="Granite 4 H: dense"),
+    "nemotron_h": Recipe("nemotron_h", _parted_keys, _parted, layers=7,
+                         models="Nemotron-H, Nemotron Nano 2"),
     "nemotron_h_moe": Recipe("nemotron_h_moe", lambda s: _parted_keys(s) | _SPARSE | {
         "expert_shared_feed_forward_length": EXPERT_FF, "expert_weights_scale": 2.5,
-        "expert_weights_norm": True}, _parted_moe, layers=7),
+        "expert_weights_norm": True}, _parted_moe, layers=7, models="Nemotron 3 Nano"),
     "nemotron_h-groups": Recipe(
         "nemotron_h", lambda s: _parted_keys(s) | {"ssm.group_count": 4},
         lambda s, i: _parted(s, i, 4), layers=7),
-    "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, tied=True, layers=7),
-    "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe, tied=True, layers=7),
-    "kimi-linear": Recipe("kimi-linear", _kimi_keys, _kimi, layers=9),
-    "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6),
+    "lfm2": Recipe("lfm2", _lfm2_keys, _lfm2, tied=True, layers=7, models="LFM2: dense"),
+    "lfm2moe": Recipe("lfm2moe", _lfm2moe_keys, _lfm2moe, tied=True, layers=7,
+                      models="LFM2: mixtures"),
+    "kimi-linear": Recipe("kimi-linear", _kimi_keys, _kimi, layers=9, models="Kimi Linear"),
+    "jamba": Recipe("jamba", _jamba_keys, _jamba, layers=6, models="Jamba"),
     "deepseek4": Recipe("deepseek4", _deepseek4_keys, _deepseek4, lambda s: {
         "output_hc_fn.weight": (_STREAMS, _STREAMS * s.width), "output_hc_base.weight": (_STREAMS,),
-        "output_hc_scale.weight": (1,)}, layers=11),
-    "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1),
-    "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12),
+        "output_hc_scale.weight": (1,)}, layers=11, models="DeepSeek-V4 Flash"),
+    "falcon-h1": Recipe("falcon-h1", lambda s: _mamba2_keys(s) | _heads(s), _falcon_h1,
+                        models="Falcon-H1"),
+    "qwen35": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, layers=12,
+                     models="Qwen3.5 to 3.8: dense"),
     "qwen35-tied": Recipe("qwen35", lambda s: _delta_keys(s) | _sections(s), _qwen35, tied=True,
                           layers=8),
     "qwen35moe": Recipe("qwen35moe", lambda s: _delta_keys(s) | _sections(s) | _SHARED, _qwen35moe,
-                        layers=8),
-    "qwen3next": Recipe("qwen3next", lambda s: _delta_keys(s) | _SHARED, _qwen3next, layers=8),
+                        layers=8, models="Qwen3.5 to 3.8: mixtures"),
+    "qwen3next": Recipe("qwen3next", lambda s: _delta_keys(s) | _SHARED, _qwen3next, layers=8,
+                        models="Qwen3-Next-80B-A3B"),
 }
 
 
 #: of which llama.cpp computes one sequence at a time; see `RECIPES`
 ALONE = {
-    "glm5-next": Recipe("glm5-next", _glm5_next_keys, _glm5_next, layers=12),
+    "glm5-next": Recipe("glm5-next", _glm5_next_keys, _glm5_next, layers=12,
+                        models="GLM-5.3-Flash, one request at a time"),
     "minimax-m3": Recipe("minimax-m3", _with(_plain(_RMS, _LATER), _indexed, lambda s: {
         "rope.dimension_count": s.head // 2, "attention.indexer.block_size": 4,
-        "attention.indexer.local_blocks": 1, "attention.indexer.top_k": 2}), _minimax_m3, layers=5),
+        "attention.indexer.local_blocks": 1, "attention.indexer.top_k": 2}), _minimax_m3, layers=5,
+                         models="MiniMax-M3, one request at a time"),
 }
 
 

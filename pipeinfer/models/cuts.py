@@ -19,9 +19,12 @@ from collections.abc import Mapping, Sequence
 from pipeinfer.errors import PlanError, UnsupportedArchitecture
 from pipeinfer.models.architectures import declared, keys
 from pipeinfer.models.architectures.declaration import by_layer, number, values_of
-from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.gguf import STRING, ModelFile
 from pipeinfer.models.gguf_parts import entry
-from pipeinfer.models.layers import LayerKind, layer_kinds, windows_of
+from pipeinfer.models.layers import LayerKind, layer_kinds, scales_embeddings, windows_of
+
+#: that are not cut by layers, or are written as a whole
+_OTHER_ARRAYS = ("rope.dimension_sections", keys.PATTERN, keys.RECURRENT)
 
 
 def step_of(model: ModelFile) -> int:
@@ -147,28 +150,36 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     own[keys.NEXTN] = 1 if ghost else None
     if windows is not None:
         own[keys.PATTERN] = [*windows, True] if ghost else windows
-    for key in cut.arrays:
-        if name := by_layer(model, key):
-            values = [*((given or {}).get(key) or values_of(model, key))][start:stop]
-            own[name.removeprefix(prefix)] = [*values, values[-1]] if ghost else values
-    if (dense := number(model, keys.DENSE)) and keys.DENSE in cut.traps:
+    for key in arrays_of(model):
+        values = [*((given or {}).get(key) or values_of(model, key))][start:stop]
+        own[key] = [*values, values[-1]] if ghost else values
+    if dense := number(model, keys.DENSE):
         own[keys.DENSE] = max(0, dense - start)
     if number(model, keys.SHARED) and stop < model.n_layers:
         own[keys.SHARED] = 0
     if model.arch_get(keys.HASH):
         own[keys.HASH] = max(0, number(model, keys.HASH) - start)
     looks_up = start == 0 if takes_tokens is None else takes_tokens
-    if keys.EMBEDDING_SCALE in cut.traps and not looks_up:
+    if scales_embeddings(model) and not looks_up:
         own[keys.EMBEDDING_SCALE] = 0.0
     if number(model, keys.DEEPSTACK):  # rows of a stage would have to be as wide as those of images
         own[keys.DEEPSTACK] = 0
     own.update(cut.writes(model))
-    if keys.INTERVAL in cut.traps:
+    if declared(model.architecture).interval:
         own[keys.RECURRENT] = [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]]
         own[keys.INTERVAL] = None
     names = {key: key if model.is_array(key) else prefix + key for key in own}
     return {names[key]: b"" if value is None else entry(names[key], value)
             for key, value in own.items()}
+
+
+def arrays_of(model: ModelFile) -> list[str]:
+    """Return the keys of metadata with a number for each layer, without the architecture's name."""
+    prefix = model.architecture + "."
+    return [short for key in model.meta_keys()
+            if model.array_type(key) not in (None, STRING) and not key.startswith("tokenizer.")
+            and (short := key.removeprefix(prefix)) not in _OTHER_ARRAYS
+            and model.array_length(key) >= model.n_layers]
 
 
 def kind_of_place(model: ModelFile, layer: int) -> list[int]:
@@ -177,7 +188,7 @@ def kind_of_place(model: ModelFile, layer: int) -> list[int]:
     found = [layer % step_of(model)]
     if cut.period and (number(model, keys.WINDOW) or not cut.plain):
         found.append(windows_of(model, cut.period)[layer])
-    values = [values_of(model, key)[layer] for key in cut.arrays if by_layer(model, key)]
+    values = [values_of(model, key)[layer] for key in arrays_of(model)]
     return found + [value for value in values if not isinstance(value, float)]
 
 

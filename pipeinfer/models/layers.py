@@ -155,10 +155,16 @@ def embedding_factor(model: ModelFile) -> float:
     own = declared(model.architecture)
     if own.scaled:
         return float(np.sqrt(np.float32(model.n_embd)))
-    if keys.EMBEDDING_SCALE in own.cut.traps:
+    if scales_embeddings(model):
         value = model.arch_get(keys.EMBEDDING_SCALE, own.embedding_scale)
         return float(value) if isinstance(value, int | float) and value else 1.0
     return 1.0
+
+
+def scales_embeddings(model: ModelFile) -> bool:
+    """Return whether llama.cpp multiplies tokens' embedding rows by a factor of the metadata."""
+    own = declared(model.architecture)
+    return bool(own.embedding_scale) or model.arch_get(keys.EMBEDDING_SCALE) is not None
 
 
 def no_embeddings(model: ModelFile) -> str:

@@ -51,11 +51,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1  #: part of a cached shard's name; raise it when the bytes written change
 #: what tests/backends/test_split_parity.py splits at every layer, bit-equal
 SPLITTABLE = tuple(sorted(name for name, one in TABLE.items() if one.splits))
-#: metadata under which layers differ from each other, or a scale hits every stage's input
-TRAPS = (*keys.SCALES, keys.WINDOW, keys.INTERVAL, keys.MOE_STEP, keys.DENSE, keys.NEXTN,
-         "attention.temperature_scale", "ssm.")
-#: arrays in an architecture's metadata that are not one value per layer
-_PLAIN_ARRAYS = ("rope.dimension_sections",)
 _EVERYWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight",
                "output_hc_base.weight", "output_hc_fn.weight", "output_hc_scale.weight",
                "per_layer_proj_norm.weight")
@@ -99,22 +94,17 @@ def check_splittable(model: ModelFile) -> None:
         raise UnsupportedArchitecture(
             f"{model.path.name}: the layers of architecture {architecture!r} cannot be split "
             f"safely ({why}); {way_out}")
-    cut, prefix = declared(model.architecture).cut, architecture + "."
-    windows = (keys.WINDOW, keys.PATTERN) if cut.period else ()
+    own = declared(architecture)
+    cut = own.cut
     if why := cut.refuses(model):
         raise UnsupportedArchitecture(f"{model.path.name}: cannot be split: {why}; {way_out}")
-    for key in model.meta_keys():
-        if not key.startswith(prefix):
-            continue
-        short = key[len(prefix) :]
-        if short.startswith(TRAPS) and not short.startswith((*cut.traps, *windows)) \
-                and model.get(key) not in (0, False):
+    for key, harmless, known in (
+            (keys.WINDOW, 0, cut.period or cut.no_windows), (keys.INTERVAL, 0, own.interval),
+            (keys.MOE_STEP, 1, cut.step > 1)):
+        if (value := model.arch_get(key)) not in (None, 0, harmless) and not known:
             raise UnsupportedArchitecture(
-                f"{model.path.name}: {key} = {model.get(key)!r} makes layers depend on their "
-                f"position in the model; {way_out}")
-        if model.is_array(key) and short not in (*_PLAIN_ARRAYS, *cut.arrays, *windows[1:]):
-            raise UnsupportedArchitecture(
-                f"{model.path.name}: {key} has a value per layer; {way_out}")
+                f"{model.path.name}: it is not known which of its layers differ by {architecture}."
+                f"{key} = {value!r}; {way_out}")
     norm = f"{cut.norm}.weight"
     for tensor in model.tensors.values():
         layer = tensor.layer

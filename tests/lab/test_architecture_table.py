@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.methods import architecture_table as table
-from pipeinfer.lab.random_architectures import RECIPES
 from pipeinfer.models.shard import SPLITTABLE
 from tests.support.sample import mostly_full
 
@@ -17,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 def test_the_page_and_the_command_know_all_that_can_be_cut():
     rows = table.table_in(PAGE.read_text())
     assert set(rows) == set(table.ROWS) == set(SPLITTABLE)
-    assert {name for names, _ in table.ROWS.values() for name in names} >= set(RECIPES)
+    assert all(models for _, models in table.ROWS.values())
 
 
 @pytest.mark.slow

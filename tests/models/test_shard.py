@@ -15,7 +15,9 @@ import pytest
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard as shard_module
+from pipeinfer.models.cuts import entries
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.gguf_parts import entry
 from pipeinfer.models.shard import check_splittable, extract_shard, shard_bytes, stage_layers
 from pipeinfer.models.shard_cache import cache_directory
 from tests.support.gguf_files import split
@@ -258,29 +260,29 @@ def test_what_cannot_be_split_is_refused_with_the_reason(architecture, why, tmp_
     assert extract_shard(model, 0, 2) == model.path
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("llama.attention.sliding_window", 4096, "sliding_window = 4096"),
-        ("llama.embedding_scale", 2.0, "embedding_scale"),
-        ("llama.residual_scale", 0.5, "residual_scale"),
-        ("llama.logit_scale", 0.5, "logit_scale"),
-        ("llama.attention.scale", 0.1, "attention.scale"),
-        ("llama.leading_dense_block_count", 1, "leading_dense"),
-        ("llama.nextn_predict_layers", 1, "nextn"),
-        ("llama.attention.head_count_kv", [2, 4], "value per layer"),
-        ("llama.feed_forward_length", [16, 32], "value per layer"),
-    ],
-)
-def test_layers_that_depend_on_their_place_are_refused(key, value, said, tmp_path):
-    model = header_only(tmp_path / "m.gguf", "llama", [(key, value)])
-    with pytest.raises(UnsupportedArchitecture, match=said):
+@pytest.mark.parametrize("key", [
+    "attention.sliding_window", "full_attention_interval", "interleave_moe_layer_step"])
+def test_what_places_layers_is_refused_where_its_rule_is_not_known(key, tmp_path):
+    model = header_only(tmp_path / "m.gguf", "llama", [(f"llama.{key}", 4)])
+    with pytest.raises(UnsupportedArchitecture, match=rf"layers differ by llama\.{key} = 4"):
         check_splittable(model)
+
+
+def test_numbers_of_each_layer_are_those_of_the_parts(tmp_path):
+    heads = "llama.attention.head_count_kv"
+    model = header_only(tmp_path / "m.gguf", "llama", [(heads, [2, 4]), (
+        "llama.leading_dense_block_count", 1), ("llama.embedding_scale", 2.0)])
+    check_splittable(model)
+    found = entries(model, 1, 2)
+    assert found[heads] == entry(heads, [4])
+    assert found["llama.leading_dense_block_count"] == entry("llama.leading_dense_block_count", 0)
+    assert found["llama.embedding_scale"] == entry("llama.embedding_scale", 0.0)
 
 
 def test_traps_that_are_switched_off_are_none(tmp_path):
     check_splittable(header_only(tmp_path / "m.gguf", "llama", [
         ("llama.attention.sliding_window", 0), ("llama.expert_count", 0),
+        ("llama.interleave_moe_layer_step", 1)
     ]))
 
 

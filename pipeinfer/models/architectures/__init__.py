@@ -1,4 +1,4 @@
-"""All architectures that pipeinfer has declarations of: a family is one file, a table has them all.
+"""All architectures that pipeinfer has declarations of: `table` has them all.
 
 Every part that depends on an architecture reads its declaration here; no other part contains
 architectures' names. `layers` and `cuts` contain the functions of a model that follow from it. An
@@ -8,15 +8,14 @@ layer, bit-equal. Runs nothing.
 
 from __future__ import annotations
 
-from pipeinfer.models.architectures import gemma, llama_like, mixtures, states, windows
 from pipeinfer.models.architectures.declaration import Architecture
+from pipeinfer.models.architectures.table import ARCHITECTURES
 
 __all__ = ["TABLE", "Architecture", "declared"]
 
 _UNKNOWN = Architecture((), splits=False, checked=False)
-_FAMILIES = (gemma, llama_like, mixtures, states, windows)
 TABLE: dict[str, Architecture] = {
-    name: one for family in _FAMILIES for one in family.ARCHITECTURES for name in one.names}
+    name: one for one in ARCHITECTURES for name in one.names}
 
 
 def declared(name: str) -> Architecture:

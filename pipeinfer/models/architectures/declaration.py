@@ -18,66 +18,48 @@ _WIDTH = "llama.cpp wants its heads to add up to its width"
 
 
 class Cut(Struct, frozen=True):
-    """How an architecture is cut into ranges of layers.
+    """How an architecture is cut into ranges of layers."""
 
-    traps: prefixes of metadata keys that would make a layer depend on its place, and that are
-        handled here or do not matter
-    period: every so-manyth layer has no sliding window, where the file does not list them; 0:
-        layers have none. A size and a pattern of windows in the metadata are handled then.
-        Negative: the first of so many has none, and a stage has to begin with such a one
-    plain: whether there are no windows if the file has no size for them; otherwise llama.cpp has a
-        default size
-    arrays: further metadata with one value per layer; its key may lack the architecture's name
-    step: a stage begins at a multiple of this many layers
-    begins: metadata with one value per layer; a stage begins where it is not 0
-    ends: metadata with one value per layer, and a value: a stage has a layer with it, and begins
-        behind such a one. llama.cpp ends the process for a cache without layers
-    head: whether the file always has an output matrix of its own
-    always: a matrix or norm that every layer has
-    norm: the norm behind the last layer
-    least: layers that a header has to announce at least
-    near_first, far: whether a stage has to begin with a layer with a window, and to have layers
-        with and without. llama.cpp ends the process where a graph reads an input nowhere
-    far_only: tensors outside layers that only layers without a window read
-    refuses: why this model cannot be cut although its architecture can; "" if it can
-    mistaken: whether llama.cpp would take so many of its layers for a model of another kind
-    writes: further metadata of every part, which llama.cpp would derive from the whole model
-    """
-
-    traps: tuple[str, ...] = ()
+    #: every so-manyth layer has no sliding window, where the file does not list them; 0: layers
+    #: have none. Negative: the first of so many has none, and a stage has to begin with such a one
     period: int = 0
+    #: there are no windows if the file has no size for them; otherwise llama.cpp has a default size
     plain: bool = False
-    arrays: tuple[str, ...] = ()
-    step: int = 1
-    begins: str = ""
+    #: layers are computed alike although the file may have a size for windows
+    no_windows: bool = False
+    step: int = 1  #: a stage begins at a multiple of this many layers
+    begins: str = ""  #: metadata with one value per layer; a stage begins where it is not 0
+    #: metadata with one value per layer, and a value: a stage has a layer with it, and begins
+    #: behind such a one. llama.cpp ends the process for a cache without layers
     ends: tuple[str, int] = ("", 0)
-    head: bool = False
-    always: str = "attn_norm"
-    norm: str = "output_norm"
-    least: int = 1
+    head: bool = False  #: the file always has an output matrix of its own
+    always: str = "attn_norm"  #: a matrix or norm that every layer has
+    norm: str = "output_norm"  #: the norm behind the last layer
+    least: int = 1  #: layers that a header has to announce at least
+    #: a stage has to begin with a layer with a window (near_first), and to have layers with and
+    #: without (far). llama.cpp ends the process where a graph reads an input nowhere
     near_first: bool = False
     far: bool = False
-    far_only: tuple[str, ...] = ()
+    far_only: tuple[str, ...] = ()  #: tensors outside layers that only layers without windows read
+    #: why this model cannot be cut although its architecture can; "" if it can
     refuses: Callable[[ModelFile], str] = lambda _: ""
+    #: whether llama.cpp would take so many of its layers for a model of another kind
     mistaken: Callable[[ModelFile, int], bool] = lambda _, __: False
+    #: further metadata of every part, which llama.cpp would derive from the whole model
     writes: Callable[[ModelFile], Mapping[str, int | float]] = lambda _: {}
 
 
 class Torch(Struct, frozen=True):
-    """How the torch backend takes an architecture.
+    """How the torch backend takes an architecture."""
 
-    types: model types of Hugging Face folders that tests compare with transformers' own pass
-    gguf: whether GGUF files of the architecture can be read, too
-    norm_offset: what the converter has added to weights of norms
-    names: parts of a layer whose names in a GGUF file differ from the usual ones
-    config: further arguments for transformers' config, by the model and a function that returns a
-        number of its metadata (key, default)
-    """
-
+    #: model types of Hugging Face folders that tests compare with transformers' own pass
     types: tuple[str, ...]
-    gguf: bool = True
-    norm_offset: float = 0.0
+    gguf: bool = True  #: GGUF files of the architecture can be read, too
+    norm_offset: float = 0.0  #: what the converter has added to weights of norms
+    #: parts of a layer whose names in a GGUF file differ from the usual ones
     names: Mapping[str, str] = {}
+    #: further arguments for transformers' config, by the model and a function that returns a number
+    #: of its metadata (key, default)
     config: Callable[[ModelFile, Callable[..., Any]], dict[str, Any]] = lambda _, __: {}
 
 
@@ -98,96 +80,77 @@ def scan_bytes(model: Any) -> float:
 
 
 class Architecture(Struct, frozen=True):
-    """The declaration of an architecture, or of several that differ in nothing here.
+    """The declaration of an architecture, or of several that differ in nothing here."""
 
-    names: as in `general.architecture`
-    cut: how it is cut; splits: whether it can be, which tests/backends/test_split_parity.py shows;
-    unsplit: why it cannot, where that is known
-
-    Layers. interval: one of so many has attention and the others a state, where the file does not
-    list them. both: every layer has a state and attention. parted: a layer is a state, attention or
-    a feed forward alone. state_bytes: of a layer's state of one sequence. latent: all heads
-    read one compressed cache. whole: llama.cpp copies its sequences as
-    a whole alone. alone: it computes the tokens of plain decoding only while there is one sequence.
-    cell_bytes: of a layer's cache of one sequence, where each has one for itself, by the model, the
-    layer, the cells and the bytes of an element.
-    varied: layers with a sliding window have other heads than the rest,
-    and the last ones may read the cache of others. scaled: tokens' rows are multiplied by the root
-    of their size; embedding_scale: or by this, where the file has no factor.
-
-    Checks before loading (`llama_rules`). checked: whether they cover the graph wholly. partly:
-    heads may be rotated in part. unequal: heads of values may have another size than those of keys.
-    fills_width: heads have to add up to the model's width. chunked: a window of 0 ends the process.
-    headless:
-    there are none.
-
-    Slices. sliced: whether layers can be sliced; unsliced: why not. slices_as: the architecture of
-    slices where llama.cpp requires a model's heads to add up to its width: one whose graph is the
-    same (tests/models/test_slices.py shows equal bits) and whose heads may have any size. renamed:
-    new names of tensors there. two_in_one: ffn_up has the rows of the gate before its own. state:
-    the part of a layer with a state that can be sliced: a delta net (grouped: with the value heads
-    of a key head one after another), or a scan. shared_tied: the shared expert has so many columns
-    for each column of an expert. drawn: the end of the name of the tensor with the weights of drawn
-    experts, where these are the softmax of their products alone: "norm" where llama.cpp divides by
-    their sum, "softmax" where it computes it last.
-
-    The graph of llama.cpp. layer_inputs, final_rows: whether it names the inputs of layers, and
-    what the output matrix reads; for others llama.cpp ends the process. entry: where hidden rows
-    are put into graphs that do not take them as embedding rows: glm4's end the process, gemma2's
-    scale them as they scale tokens. output: the name of the last layer's output, with "%d" for its
-    number; older_output: in the library that --native compiles. again: the node behind which nodes
-    read the entry as the embeddings of tokens, which cross a cut beside the hidden rows then.
-    sections: whether positions have four sections.
-    row_parts: how many rows of the model's width cross a cut for each token, by a function that
-    returns metadata.
-
-    mtp: whether its prediction head was shown to give llama.cpp's own proposals. assistant: whether
-    it reads the caches of another model. paired: rotated elements are neighbours in the file.
-    with_gaps: the architecture that its layers are written as where positions have gaps (`gaps`).
-    torch: how the torch backend takes it.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: as in `general.architecture`
     cut: Cut = Cut()
-    splits: bool = True
-    unsplit: str = ""
+    splits: bool = True  #: it can be cut, which tests/backends/test_split_parity.py shows
+    unsplit: str = ""  #: why it cannot, where that is known
+
+    # --- layers
+    #: one of so many has attention and the others a state, where the file does not list them
     interval: int = 0
-    both: bool = False
-    parted: bool = False
-    state_bytes: Callable[[Any], float] = scan_bytes
-    latent: bool = False
-    whole: bool = False
-    alone: bool = False
+    both: bool = False  #: every layer has a state and attention
+    parted: bool = False  #: a layer is a state, attention or a feed forward alone
+    state_bytes: Callable[[Any], float] = scan_bytes  #: of a layer's state of one sequence
+    latent: bool = False  #: all heads read one compressed cache
+    whole: bool = False  #: llama.cpp copies its sequences as a whole alone
+    alone: bool = False  #: it computes plain decoding's tokens only while there is one sequence
+    #: bytes of a layer's cache of one sequence, where each has one for itself, by the model, the
+    #: layer, the cells and the bytes of an element
     cell_bytes: Callable[[Any, int, int, int], float] | None = None
+    #: layers with a sliding window have other heads than the rest, and the last ones may read the
+    #: cache of others
     varied: bool = False
-    scaled: bool = False
-    embedding_scale: float = 0.0
-    checked: bool = True
-    partly: bool = False
-    unequal: bool = False
-    fills_width: bool = False
-    chunked: bool = False
-    headless: bool = False
-    sliced: bool = False
-    unsliced: str = ""
+    scaled: bool = False  #: tokens' rows are multiplied by the root of their size
+    embedding_scale: float = 0.0  #: or by this, where the file has no factor
+
+    # --- checks before loading (`llama_rules`)
+    checked: bool = True  #: they cover the graph wholly
+    partly: bool = False  #: heads may be rotated in part
+    unequal: bool = False  #: heads of values may have another size than those of keys
+    fills_width: bool = False  #: heads have to add up to the model's width
+    chunked: bool = False  #: a window of 0 ends the process
+    headless: bool = False  #: there are no attention heads
+
+    # --- slices
+    sliced: bool = False  #: layers can be sliced
+    unsliced: str = ""  #: why not
+    #: the architecture of slices where llama.cpp requires a model's heads to add up to its width:
+    #: one whose graph is the same (tests/models/test_slices.py shows equal bits) and whose heads
+    #: may have any size
     slices_as: str = ""
-    renamed: Mapping[str, str] = {}
-    two_in_one: bool = False
+    renamed: Mapping[str, str] = {}  #: new names of tensors there
+    two_in_one: bool = False  #: ffn_up has the rows of the gate before its own
+    #: the part of a layer with a state that can be sliced: a delta net (grouped: with the value
+    #: heads of a key head one after another), or a scan
     state: Literal["", "delta", "grouped", "scan"] = ""
-    shared_tied: bool = False
+    shared_tied: bool = False  #: the shared expert has so many columns for each of an expert's
+    #: the end of the name of the tensor with the weights of drawn experts, where these are the
+    #: softmax of their products alone: "norm" where llama.cpp divides by their sum, "softmax" where
+    #: it computes it last
     drawn: Literal["", "norm", "softmax"] = ""
-    layer_inputs: bool = False
-    final_rows: bool = False
+
+    # --- llama.cpp's graph
+    layer_inputs: bool = False  #: it names the inputs of layers; for others it ends the process
+    final_rows: bool = False  #: it names what the output matrix reads; likewise
+    #: where hidden rows are put into graphs that do not take them as embedding rows: glm4's end the
+    #: process, gemma2's scale them as they scale tokens
     entry: str = ""
-    output: str = "l_out-%d"
-    older_output: str = ""
+    output: str = "l_out-%d"  #: the name of the last layer's output, with "%d" for its number
+    older_output: str = ""  #: in the library that --native compiles
+    #: the node behind which nodes read the entry as the embeddings of tokens, which cross a cut
+    #: beside the hidden rows then
     again: str = ""
-    sections: bool = False
+    sections: bool = False  #: positions have four sections
+    #: how many rows of the model's width cross a cut for each token, by a function that returns
+    #: metadata
     row_parts: Callable[[Callable[[str], Any]], int] = lambda _: 1
-    mtp: bool = False
-    assistant: bool = False
-    paired: bool = False
-    with_gaps: str = ""
+
+    mtp: bool = False  #: its prediction head was shown to give llama.cpp's own proposals
+    assistant: bool = False  #: it reads the caches of another model
+    paired: bool = False  #: rotated elements are neighbours in the file
+    with_gaps: str = ""  #: what its layers are written as where positions have gaps (`gaps`)
     torch: Torch = Torch((), gguf=False)
 
     @property

@@ -14,4 +14,3 @@ HEADS, KV_HEADS, FF = "attention.head_count", "attention.head_count_kv", "feed_f
 SHARED = "attention.shared_kv_layers"  #: last layers, which read the caches of two before them
 PER_LAYER = "embedding_length_per_layer_input"  #: columns that each layer has of a token's row
 DEEPSTACK = "n_deepstack_layers"  #: layers that add rows of images, behind those of a token
-SCALES = (EMBEDDING_SCALE, RESIDUAL_SCALE, "logit_scale", "attention.scale")
