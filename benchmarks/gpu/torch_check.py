@@ -23,10 +23,10 @@ from pipeinfer.models.locate import EMBEDDED
 MODEL = EMBEDDED / "target.gguf"
 
 
-def load(device: str, dtype: str, tile: int | None = None, block: int = 0) -> TorchBackend:
+def load(device: str, dtype: str, tile: int | None = None) -> TorchBackend:
     """The embedded target."""
     return TorchBackend.load(MODEL, n_ctx=512, n_seq_max=4, n_batch=64, n_threads=1,
-                             options=TorchOptions(device, dtype, tile, block=block))
+                             options=TorchOptions(device, dtype, tile))
 
 
 def plain_tokens(backend: Any, prompt: list[int], count: int) -> list[int]:
@@ -40,21 +40,21 @@ def plain_tokens(backend: Any, prompt: list[int], count: int) -> list[int]:
     return path[len(prompt):]
 
 
-def rows(device: str, dtype: str, tile: int | None, block: int = 0) -> None:
-    """One kind of arithmetic. block: rows of one attention call."""
-    backend = load(device, dtype, tile, block)
+def rows(device: str, dtype: str, tile: int | None) -> None:
+    """One kind of arithmetic."""
+    backend = load(device, dtype, tile)
     started = time.monotonic()
     width = exact_width(backend, 16)
-    say("torch width", dtype=dtype, tile=backend.options.tile, block=block, R=width,
+    say("torch width", dtype=dtype, tile=backend.options.tile, R=width,
         seconds=round(time.monotonic() - started, 1),
         curve=dict(zip(map(str, CURVE_ROWS), curve_of(backend), strict=True)))
     prompt = np.random.default_rng(5).integers(3, 1000, 40).tolist()
     plain_tokens(backend, prompt, 8)
     started = time.monotonic()
     first = plain_tokens(backend, prompt, 96)
-    say("torch speed", dtype=dtype, tile=backend.options.tile, block=block,
+    say("torch speed", dtype=dtype, tile=backend.options.tile,
         tokens_per_second=96 / (time.monotonic() - started))
-    say("torch again", dtype=dtype, block=block, same=plain_tokens(backend, prompt, 96) == first)
+    say("torch again", dtype=dtype, same=plain_tokens(backend, prompt, 96) == first)
     # a hole of three cells, as in benchmarks.gpu.bits
     chain = [(t, i, (0,), True) for i, t in enumerate(prompt)]
     base = np.concatenate([decoded(backend, [row]) for row in chain])
@@ -66,7 +66,7 @@ def rows(device: str, dtype: str, tile: int | None, block: int = 0) -> None:
     found = [decoded(backend, [chain[30]])]
     backend.seq_rm(1, 0, END)
     found += [decoded(backend, [row]) for row in chain[31:]]
-    say("torch hole", dtype=dtype, block=block, **compared(np.concatenate(found), base[30:]))
+    say("torch hole", dtype=dtype, **compared(np.concatenate(found), base[30:]))
     backend.close()
 
 
@@ -78,16 +78,14 @@ def main() -> None:
     torch.set_num_threads(2)
     say("torch", version=torch.__version__, device=device,
         name=torch.cuda.get_device_name() if device == "cuda" else "processor")
-    kinds: tuple[tuple[str, int | None, int], ...] = (
-        ("float32", None, 0), ("bfloat16", None, 0), ("bfloat16", None, 16))
+    kinds: tuple[tuple[str, int | None], ...] = (("float32", None), ("bfloat16", None))
     if device == "cuda":
-        kinds += (("bfloat16", 0, 0), ("float32", 0, 0), ("bfloat16", 8, 0), ("bfloat16", 64, 0),
-                  ("float32", None, 16))
-    for dtype, tile, block in kinds:
+        kinds += (("bfloat16", 0), ("float32", 0), ("bfloat16", 8), ("bfloat16", 64))
+    for dtype, tile in kinds:
         try:
-            rows(device, dtype, tile, block)
+            rows(device, dtype, tile)
         except Exception as error:
-            say("error", of=f"{dtype}, tile {tile}, block {block}",
+            say("error", of=f"{dtype}, tile {tile}",
                 text=f"{type(error).__name__}: {error}"[:300])
 
 

@@ -50,16 +50,14 @@ class AttentionCall(Struct, frozen=True):
 
     rows: which of the decode's rows; None: all, in order
     cells: a slice, indices [L] that all rows share, or indices [n, L]
-    mask: added to the scores, [n, 1, 1, L], or [1, 1, n, L] when `wide`, or [n, L] of a block
+    mask: added to the scores, [n, 1, 1, L], or [1, 1, n, L] when `wide`
     wide: whether all rows are computed over all cells
-    padded: of a block: `rows` followed by its last row up to the size of a block
     """
 
     rows: Any
     cells: Any
     mask: Any
     wide: bool
-    padded: Any = None
 
 
 class Reading(Struct):
@@ -74,7 +72,6 @@ class Reading(Struct):
     rows: Rows
     taken: Any
     wide: bool
-    block: int
     dtype: Any
     device: Any
     calls: dict[int | None, list[AttentionCall]] = field(default_factory=dict)
@@ -98,10 +95,6 @@ class Reading(Struct):
             by_length.setdefault(-(-len(group.cells) // BLOCK) * BLOCK, []).append(group)
         calls = []
         for length, groups in by_length.items():
-            if self.block:
-                calls += [self._block(group, length, start) for group in groups
-                          for start in range(0, len(group.rows), self.block)]
-                continue
             for some in _batched(groups, max(1, _GATHERED // length)):
                 calls.append(self._gathered(some, length) if len(some) > 1
                              else self._shared(some[0], length))
@@ -111,17 +104,6 @@ class Reading(Struct):
         seen = np.arange(length) < np.array(group.lengths)[:, None]
         return AttentionCall(self._which(group.rows), self._place(group.cells, length),
                     self._mask(seen)[:, None, None], False)
-
-    def _block(self, group: Group, length: int, start: int) -> AttentionCall:
-        """The rows of a group from `start` on; always as many, so that a row's bits do not depend
-        on how many there are."""
-        stop = start + self.block
-        rows, lengths = group.rows[start:stop], group.lengths[start:stop]
-        more = self.block - len(rows)
-        seen = np.arange(length) < np.array(lengths + lengths[-1:] * more)[:, None]
-        return AttentionCall(
-            self._tensor(np.array(rows)), self._place(group.cells, length), self._mask(seen),
-            False, self._tensor(np.array(rows + rows[-1:] * more)))
 
     def _gathered(self, groups: list[Group], length: int) -> AttentionCall:
         cells = np.empty((sum(len(group.rows) for group in groups), length), np.int64)
@@ -155,15 +137,15 @@ class Reading(Struct):
 
 
 def reading(
-    table: CellTable, store: CellStore, rows: Rows, cells: Indices, *, wide: bool, block: int,
-    dtype: Any, device: Any,
+    table: CellTable, store: CellStore, rows: Rows, cells: Indices, *, wide: bool, dtype: Any,
+    device: Any,
 ) -> Reading:
     """Return the reading of a decode whose rows have claimed `cells`."""
     start = int(cells[0])
     together = (np.diff(cells) == 1).all()
     taken = (slice(start, start + len(cells)) if together
              else torch.from_numpy(np.ascontiguousarray(cells)).to(device))
-    return Reading(table, store, rows, taken, wide, block, dtype, device)
+    return Reading(table, store, rows, taken, wide, dtype, device)
 
 
 def attend(
@@ -184,7 +166,7 @@ def attend(
     values[reading.taken] = value[0, :, :n].transpose(0, 1)
     out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
     for call in reading.of(sliding_window):
-        run = _wide if call.wide else _narrow if call.padded is None else _blocked
+        run = _wide if call.wide else _narrow
         result = run(query[0, :, :n], keys, values, call, scaling, softcap)
         if call.rows is None:
             out[0, :n] = result
@@ -212,21 +194,6 @@ def _narrow(query: Any, keys: Any, values: Any, call: AttentionCall, scaling: fl
             _attention(rows[i : i + 1], k[i : i + 1], v[i : i + 1], call.mask[i : i + 1], scaling,
                        softcap) for i in range(n)])
     return result.reshape(n, heads, size)
-
-
-def _blocked(query: Any, keys: Any, values: Any, call: AttentionCall, scaling: float,
-             softcap: float | None) -> Any:
-    """A block of rows that share a list, which is read once for all of them. [n, heads, d]."""
-    rows = query.transpose(0, 1)[call.padded]
-    n, heads, size = rows.shape
-    kv_heads = keys.shape[1]
-    group = heads // kv_heads
-    packed = rows.reshape(n, kv_heads, group, size).transpose(0, 1).reshape(1, kv_heads, -1, size)
-    k, v = (table[call.cells].transpose(0, 1)[None] for table in (keys, values))
-    mask = call.mask.repeat_interleave(group, 0)[None, None]
-    result = _attention(packed, k, v, mask, scaling, softcap)
-    result = result.reshape(kv_heads, n, group, size).transpose(0, 1).reshape(n, heads, size)
-    return result[: len(call.rows)]
 
 
 def _wide(query: Any, keys: Any, values: Any, call: AttentionCall, scaling: float,

@@ -138,7 +138,7 @@ class TorchBackend:
             self._summing.rows = n
             with torch.inference_mode():
                 read = reading(self._table, self._store, rows, cells, wide=wide,
-                               block=self.options.block, dtype=self._dtype, device=self._device)
+                               dtype=self._dtype, device=self._device)
                 stream = self._forward(shard, rows, hidden, read, should_stop)
                 if stream is None:
                     return None

@@ -32,7 +32,6 @@ class TorchOptions(Struct, frozen=True):
     dtype: of weights, cache and arithmetic
     tile: rows of one matrix product; None: what makes decodes exact; 0: any number
     rows: most rows of a decode that are computed as single ones are
-    block: rows of one attention call over a list of cells that they share; 0: each row by itself
     validate: whether to check that rows continue their sequences, as llama.cpp would
     """
 
@@ -40,7 +39,6 @@ class TorchOptions(Struct, frozen=True):
     dtype: str = "auto"
     tile: int | None = None
     rows: int = 16
-    block: int = 0
     validate: bool = False
 
     def resolved(self, has_cuda: bool) -> TorchOptions:
