@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeinfer.backends.base import Backend
-from pipeinfer.backends.learned_rows import LearnedRows
+from pipeinfer.backends.composed import Embedding, LearnedRows
 from pipeinfer.backends.pytorch.options import require_torch, torch_options
-from pipeinfer.backends.wide import Embedding
 from pipeinfer.config import UNQUANTISED, JobConfig, ModelConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.loading import uncollected

@@ -19,14 +19,13 @@ from msgspec import Struct, structs
 from pipeinfer import host
 from pipeinfer.backends import measuring
 from pipeinfer.backends.base import Backend
-from pipeinfer.backends.chain import ChainBackend
+from pipeinfer.backends.composed import ChainBackend, Embedding
 from pipeinfer.backends.exact_width import Widths, known_widths
 from pipeinfer.backends.factory import EXACT_LIMIT, llama_options, load_torch, torch_embedding
 from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.shared_team import Region, SharedTeam, available
 from pipeinfer.backends.team import PeerSilent, Team, TeamShape
 from pipeinfer.backends.thread_count import settle_threads
-from pipeinfer.backends.wide import Embedding
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.sizing import exact_rows

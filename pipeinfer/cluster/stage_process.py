@@ -27,13 +27,13 @@ import numpy.typing as npt
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend, tap
+from pipeinfer.backends.composed import SliceBackend, WideBackend
 from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.factory import (
     backend_for,
     learn,
 )
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
-from pipeinfer.backends.wide import SliceBackend, WideBackend
 from pipeinfer.cluster.draft_ranks import DraftLoader
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.parts import (

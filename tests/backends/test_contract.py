@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeinfer.backends.chain import ChainBackend
+from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import context, layer_probe
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.backends.base import tap
-from pipeinfer.backends.chain import ChainBackend
+from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
 from pipeinfer.backends.llamacpp.head import LlamaHead
 from pipeinfer.backends.llamacpp.taps import refusal

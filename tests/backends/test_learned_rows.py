@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends.learned_rows import LearnedRows
+from pipeinfer.backends.composed import LearnedRows
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.base import norms
-from pipeinfer.backends.chain import ChainBackend
+from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile

@@ -10,10 +10,10 @@ import itertools
 import os
 from collections.abc import Sequence
 
+from pipeinfer.backends.composed import WideBackend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.team import TeamShape
-from pipeinfer.backends.wide import WideBackend
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, make_rows
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from pipeinfer.backends.composed import WideBackend
 from pipeinfer.backends.llamacpp.layer_probe import compiled
 from pipeinfer.backends.shared_team import Region, SharedTeam
-from pipeinfer.backends.wide import WideBackend
 from pipeinfer.core.grid import Grid, deal
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, Part, RunCancelled, Tag, Verdict
 from pipeinfer.core.policy import Ablation, CancelPath, Policy
@@ -271,7 +271,7 @@ def test_a_cancellation_stops_the_members_within_a_run():
     assert max(seen)[0] < SPEC.n_layers - 1
     for stage in stages:
         assert stage.stats.runs["stopped"] == 1
-        assert all(shard.used_cells() == 0 for shard in stage._backend._all())
+        assert all(shard.used_cells() == 0 for shard in stage._backend._parts)
 
 
 @pytest.mark.parametrize("part", [

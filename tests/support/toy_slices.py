@@ -19,7 +19,7 @@ def bounds(size, count):
 
 
 class ToySlice(ToyBackend):
-    """Slice `index` of `count`; see `backends.wide.SliceBackend`."""
+    """Slice `index` of `count`; see `backends.composed.SliceBackend`."""
 
     @classmethod
     def of(cls, spec, start, stop, index, count, **sizes):

@@ -25,7 +25,7 @@ _TYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bf
 
 
 class TorchEmbedding:
-    """A `backends.wide.Embedding` from a file.
+    """A `backends.composed.Embedding` from a file.
 
     raw: uint8[n_vocab, bytes of a row]
     kind: of its numbers, a torch type or one of GGUF

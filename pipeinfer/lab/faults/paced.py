@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 
 from pipeinfer.backends.base import Backend
+from pipeinfer.backends.composed import ComposedBackend
 from pipeinfer.backends.llamacpp.layer_probe import PartSum
 from pipeinfer.backends.team import Team
-from pipeinfer.backends.wrapped import WrappedBackend
 from pipeinfer.core.types import END, FloatArray, Rows
 
 _STEP = 1e-3
 
 
-class PacedBackend(WrappedBackend):
+class PacedBackend(ComposedBackend):
     """A backend that takes a given time; `seconds` maps a number of rows to a duration.
 
     layers: how often a decode asks `should_stop` (0: every millisecond).
@@ -28,7 +28,8 @@ class PacedBackend(WrappedBackend):
 
     def __init__(self, inner: Backend, seconds: Callable[[int], float], *,
                  computing: bool = False, layers: int = 0) -> None:
-        super().__init__(inner)
+        super().__init__([inner])
+        self._inner = inner
         self._seconds, self._computing = seconds, computing
         self._layers = layers
 
