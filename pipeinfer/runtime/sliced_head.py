@@ -24,8 +24,8 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.backends.base import Backend, apply
-from pipeinfer.backends.team import PeerSilent, Team
 from pipeinfer.backends.composed import WideHead
+from pipeinfer.backends.team import PeerSilent, Team
 from pipeinfer.core.control import DraftReady, DraftSetup, DraftStop
 from pipeinfer.core.drafting import FeedDraft, Prefix, Proposal, StartDraft
 from pipeinfer.core.messages import NO_RUN, Decode, Message, Part, Tag, Verdict
