@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from pipeinfer.llama.library import llama_kernels, llama_version
 from pipeinfer.llama.loader import PREBUILT
-from pipeinfer.models.bundled import EMBEDDED
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 settings.register_profile("full", deadline=None, derandomize="CI" in os.environ,

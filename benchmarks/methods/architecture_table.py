@@ -25,10 +25,9 @@ from pipeinfer.errors import PipeinferError
 from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.architectures import TABLE, declared
-from pipeinfer.models.cuts import step_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.layers import LayerKind, layer_kinds
+from pipeinfer.models.layers import LayerKind, layer_kinds, step_of
 from pipeinfer.models.shard import SPLITTABLE
 from pipeinfer.models.slices import widths_of
 from tests.rig.cut_check import cuts_of, differing, load

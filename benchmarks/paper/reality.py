@@ -56,7 +56,7 @@ from pipeinfer.lab.emulation.virtual import (
     prompt_of,
     simulate,
 )
-from pipeinfer.models import bundled
+from pipeinfer.models import locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.judge import relative
@@ -262,7 +262,7 @@ def at_a_pace(cluster: Cluster | Local, tokens: int, pace: float) -> list[Case]:
     options = ("--hook", f"pace={pace}+{ROW * pace}")
     cases = []
     for name, prompt, chat in (("embedded", CODE, False), ("smollm2", QUESTION, True)):
-        target, draft = bundled.file_of(name), bundled.draft_of(name)
+        target, draft = locate.file_of(name), locate.draft_of(name)
         assert draft is not None
         cases.append(Case(
             name, target, draft, answer_of(target, draft, prompt, tokens, chat=chat),
@@ -296,7 +296,7 @@ def with_heads(cluster: Cluster | Local, tokens: int, pace: float, folder: Path)
 
 def by_quota(cluster: Cluster, path: Path, tokens: int) -> Case:
     """An inflated model on hosts that have a part of a processor."""
-    small, draft = bundled.file_of("embedded"), bundled.draft_of("embedded")
+    small, draft = locate.file_of("embedded"), locate.draft_of("embedded")
     assert draft is not None
     whole, model = measured_on(cluster, 2, path), ModelFile(path)
     print(f"{path.stem}: the whole model on a host:",

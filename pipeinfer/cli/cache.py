@@ -10,9 +10,16 @@ import click
 
 from pipeinfer.errors import ModelError
 from pipeinfer.files import parse_bytes
-from pipeinfer.models.cache_room import KeptFile, in_use, kept, limit, mapped, shrink
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.shard_cache import cache_directory
+from pipeinfer.models.shard_cache import (
+    KeptFile,
+    cache_directory,
+    in_use,
+    kept,
+    limit,
+    mapped,
+    shrink,
+)
 from pipeinfer.text_table import aligned
 
 _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))

@@ -16,7 +16,7 @@ import click
 from msgspec import structs
 
 from pipeinfer.errors import ModelError, PipeinferError, UsageError
-from pipeinfer.models import bundled, local_stores
+from pipeinfer.models import local_stores, locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hub_files import Wanted, size_text
 from pipeinfer.models.local_stores import Stored
@@ -69,8 +69,8 @@ def pull_command(name: str, file: str, verify: bool) -> None:
     from pipeinfer.models import hub
 
     wanted = Wanted.parse(name)
-    if name == bundled.SMOLLM2:
-        click.echo(f"{name}: {bundled.fetch_smollm2()}")
+    if name == locate.SMOLLM2:
+        click.echo(f"{name}: {locate.fetch_smollm2()}")
         return
     if wanted is None:
         raise UsageError(f"{name!r} names no repository of the hub: write user/repo, or "
@@ -106,9 +106,9 @@ def models_command(name: str, as_json: bool) -> None:
 
 def come_along() -> list[Stored]:
     """Return the models of this package, and SmolLM2 if it is installed."""
-    names = [name for name in bundled.names()
-             if name != bundled.SMOLLM2 or bundled.smollm2() is not None]
-    return [Stored(name, bundled.file_of(name), _COME_ALONG) for name in names]
+    names = [name for name in locate.names()
+             if name != locate.SMOLLM2 or locate.smollm2() is not None]
+    return [Stored(name, locate.file_of(name), _COME_ALONG) for name in names]
 
 
 def _named(name: str) -> Stored:
@@ -222,8 +222,8 @@ def table(found: list[ModelFacts]) -> str:
     lines = aligned(rows)
     lines += ["", "cut: over several ranks; slices: of each layer (--grid); more of one: pipeinfer "
               "models NAME", "get more: pipeinfer pull user/repo[:quant]"]
-    if not any(one.name == bundled.SMOLLM2 for one in found):
-        lines.append(f"smollm2, a small chat model: {bundled.GET_SMOLLM2}")
+    if not any(one.name == locate.SMOLLM2 for one in found):
+        lines.append(f"smollm2, a small chat model: {locate.GET_SMOLLM2}")
     return "\n".join(lines)
 
 

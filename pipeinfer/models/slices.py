@@ -23,8 +23,7 @@ from pipeinfer.errors import PlanError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.shard import check_splittable
-from pipeinfer.models.slice_experts import Mixture, layout
-from pipeinfer.models.slice_parts import Sizes, Slice, most_by_columns, sizes_of
+from pipeinfer.models.slice_parts import Mixture, Sizes, Slice, layout, most_by_columns, sizes_of
 
 _TILE = 32  #: rows and columns that kernels take at once
 

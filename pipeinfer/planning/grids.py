@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 
 from pipeinfer.core.grid import grouped
 from pipeinfer.errors import PlanError
-from pipeinfer.models.slice_experts import layout
+from pipeinfer.models.slice_parts import layout
 from pipeinfer.planning.judge import Arrangement, LoadMix, score
 from pipeinfer.planning.partition import SAME_SPEED, Load, Matrix, Member, size_text
 from pipeinfer.planning.teams import Network, PlannedTeam, SumCost, TeamCut, team

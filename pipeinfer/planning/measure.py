@@ -32,7 +32,7 @@ from pipeinfer.core.control import Measured
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import PipeinferError
 from pipeinfer.host import host_name
-from pipeinfer.models.cuts import barred, smallest_stage
+from pipeinfer.models.layers import barred, smallest_stage
 from pipeinfer.models.shard import ShardSource
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct, field
 
-from pipeinfer.models.slice_experts import layout
+from pipeinfer.models.slice_parts import layout
 from pipeinfer.planning.judge import Curve, StageTime, relative
 from pipeinfer.planning.partition import Member
 

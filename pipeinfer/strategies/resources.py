@@ -25,14 +25,13 @@ from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
 from pipeinfer.models.block_draft import BlockShape
-from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.eagle_head import ARCHITECTURE, BLOCKS, CompletedHead, taps_of
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.head_file import WITH_HEAD, HeadSource, SmallVocabulary, head_of
 from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE
 from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.local_stores import label
-from pipeinfer.models.locate import find, open_model, open_tokenizer, same_model
+from pipeinfer.models.locate import EMBEDDED, find, open_model, open_tokenizer, same_model
 from pipeinfer.models.shard_cache import Source, cache_directory, store
 from pipeinfer.models.slice_parts import Slice
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab

@@ -18,9 +18,9 @@ from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import binding, short_runs
-from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.excerpt import kinds_of
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
 from tests.support.sample import full
 

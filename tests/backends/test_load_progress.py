@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer.backends.llamacpp import context
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import EMBEDDED
 
 
 def load(progress):

@@ -11,8 +11,8 @@ from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.llamacpp.padded import PaddedBackend, by_gain, holds, known_padding
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
 from tests.support.sample import mostly_full
 

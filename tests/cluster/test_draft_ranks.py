@@ -25,8 +25,7 @@ from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, PlanError, UsageError
 from pipeinfer.host import Place
 from pipeinfer.lab.random_model import tiny, write_random_model
-from pipeinfer.models.bundled import EMBEDDED
-from pipeinfer.models.locate import open_model
+from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.models.slices import cut_of
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.measure import Figures

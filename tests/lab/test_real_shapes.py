@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.main import main
 from pipeinfer.lab.real_shapes import SHAPES, parameters
-from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import EMBEDDED
 
 
 @pytest.mark.parametrize(("name", "billions"), [

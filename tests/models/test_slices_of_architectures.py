@@ -9,10 +9,10 @@ from pipeinfer.backends.llamacpp.routers import Routers
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
-from pipeinfer.models import slice_experts
-from pipeinfer.models.cuts import barred
+from pipeinfer.models import slice_parts
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.layers import barred
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.slices import cut_of, widths_of
 from tests.models.test_slices import logits_of_slices, logits_of_whole, steps_of
@@ -88,7 +88,7 @@ def test_a_slice_without_its_routers_is_refused(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen3moe", expert_ff=1)))
     path = extract_shard(model, 0, 4, piece=cut_of(model, [1, 1])[1], cache_dir=tmp_path)
     assert Routers(path).own == (2, 2)
-    arrays = [weights for weights, _ in slice_experts.read_routers(ModelFile(path))]
+    arrays = [weights for weights, _ in slice_parts.read_routers(ModelFile(path))]
     assert np.array_equal(arrays[3], np.frombuffer(b"".join(model.read_tensor(
         model.tensors["blk.3.ffn_gate_inp.weight"])), np.float32))
     path.write_bytes(path.read_bytes()[:-32])

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.models import bundled
+from pipeinfer.models import locate
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_jobs import PIPEINFER
 from tests.rig import launch
@@ -16,8 +16,8 @@ from tests.rig.plain_loop import PlainLoop
 from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
-    bundled.smollm2() is None,
-    reason=f"SmolLM2 is not installed, and launch/test could not fetch it: {bundled.GET_SMOLLM2}")]
+    locate.smollm2() is None,
+    reason=f"SmolLM2 is not installed, and launch/test could not fetch it: {locate.GET_SMOLLM2}")]
 QUESTION = "What is photosynthesis?"
 
 
@@ -32,7 +32,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict:
 def test_it_answers_coherently_and_the_same_over_ranks(question, words):
     asked = [*PIPEINFER, "generate", "-m", "smollm2", "--chat", "-p", question, "-n", "192",
              "--temp", "0", "-c", "512", "--json"]
-    loop, tokenizer = PlainLoop(bundled.smollm2()), open_tokenizer(bundled.smollm2())
+    loop, tokenizer = PlainLoop(locate.smollm2()), open_tokenizer(locate.smollm2())
     prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
     plain = loop.generate(prompt, 192, SamplingParams(), ignore_eos=False)
     loop.close()

@@ -13,9 +13,8 @@ import numpy as np
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import FloatArray, Rows, make_rows
-from pipeinfer.models.cuts import barred
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.layers import keeps_state
+from pipeinfer.models.layers import barred, keeps_state
 from pipeinfer.models.shard import extract_shard, stage_layers
 
 Cut = list[tuple[int, int]]

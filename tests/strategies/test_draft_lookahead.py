@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
-from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.strategies import registry, resources
 from pipeinfer.strategies.proposers.draft_lookahead import DraftLookahead
 from pipeinfer.strategies.proposers.draft_model import DraftModel

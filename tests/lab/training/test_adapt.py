@@ -34,8 +34,7 @@ from pipeinfer.lab.training.adapt.tune import Tuning, _parts, tune
 from pipeinfer.lab.training.adapt.wording import TAGS, Wording
 from pipeinfer.lab.training.pasta import pasta
 from pipeinfer.lab.training.pasta.annotate import parse
-from pipeinfer.models.bundled import EMBEDDED
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Halt, Join, Skip
 from pipeinfer.strategies.decomposers.pasta import Pasta
 from pipeinfer.strategies.decomposers.prompts import vocabulary_of

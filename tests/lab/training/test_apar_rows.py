@@ -18,8 +18,7 @@ from click.testing import CliRunner
 from pipeinfer.lab.training.__main__ import main
 from pipeinfer.lab.training.adapt import apar_rows
 from pipeinfer.lab.training.adapt.wording import Wording
-from pipeinfer.models.bundled import EMBEDDED
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN, Fork
 from pipeinfer.strategies.decomposers.prompts import vocabulary_of

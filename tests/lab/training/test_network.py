@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.network.corpus import is_held_out, library
-from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import EMBEDDED
 
 torch = pytest.importorskip("torch")
 

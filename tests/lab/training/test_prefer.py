@@ -23,8 +23,7 @@ from pipeinfer.lab.training.pasta import pasta
 from pipeinfer.lab.training.pasta.bonbon import Round
 from pipeinfer.lab.training.tasks import markup
 from pipeinfer.lab.training.tasks.batches import collate
-from pipeinfer.models.bundled import EMBEDDED
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from tests.rig import launch
 
 TASK = EMBEDDED / "task.gguf"

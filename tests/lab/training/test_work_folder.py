@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.work_folder import NOTE, claim
-from pipeinfer.models.bundled import EMBEDDED
+from pipeinfer.models.locate import EMBEDDED
 
 TARGET, DRAFT = EMBEDDED / "target.gguf", EMBEDDED / "draft.gguf"
 
