@@ -19,7 +19,7 @@
         |-- WorkerFailed                another rank failed; carries its traceback (likewise)
         `-- LinkCut                     the link between two stages is cut (likewise)
 
-Some parts derive their own from these (`HttpFailure`, `EndpointError`, `sandbox.HelperLate`);
+Some parts derive their own from these (`HttpFailure`, `EndpointError`, `helper.HelperLate`);
 `server.errors.ApiError` and the signals between modules (`transport.base.Dismissed`) stand apart.
 This module does not show errors: the command line prints the message as one line and exits with
 `exit_code`, a server turns it into an event or an answer.

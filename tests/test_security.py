@@ -23,7 +23,7 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import llama_rules
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.text import chat_template, sandbox
+from pipeinfer.models.text import chat_template, helper
 from pipeinfer.server import middleware
 from pipeinfer.server.settings import Settings
 from tests.rig.server_peer import Front
@@ -194,16 +194,16 @@ def test_a_template_that_ends_its_process_ends_nothing_else():
 
 
 def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch):
-    receive = sandbox.Helper._receive
+    receive = helper.Helper._receive
 
     def interrupted(self, seconds):
         raise KeyboardInterrupt
 
     assert chat_template.render("a", {}) == "a"
-    monkeypatch.setattr(sandbox.Helper, "_receive", interrupted)
+    monkeypatch.setattr(helper.Helper, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         chat_template.render("b", {})
-    monkeypatch.setattr(sandbox.Helper, "_receive", receive)
+    monkeypatch.setattr(helper.Helper, "_receive", receive)
     assert chat_template.render("c", {}) == "c"
 
 

@@ -32,7 +32,7 @@ from pipeinfer.models.text.tokenizer import SAFE_CHARACTERS, Tokenizer
 if TYPE_CHECKING:
     from pipeinfer.cluster.generate import Generated
     from pipeinfer.cluster.session import Session
-    from pipeinfer.models.text.apart import Apart
+    from pipeinfer.models.text.helper import Apart
     from pipeinfer.strategies.decomposers.prompts import Opening
 
 
@@ -101,11 +101,11 @@ def _helper(text: str, job: JobConfig, request: RequestConfig) -> Apart | None:
     A process that uses MPI must not fork.
     """
     from pipeinfer.models.locate import model_paths
-    from pipeinfer.models.text import apart, chat_template
+    from pipeinfer.models.text import chat_template, helper
 
     if request.chat or job.speculation.decomposer:
         chat_template.prepare()
-    return apart.started(model_paths(job)[0]) if len(text) > SAFE_CHARACTERS else None
+    return helper.started(model_paths(job)[0]) if len(text) > SAFE_CHARACTERS else None
 
 
 def _encoded(text: str, request: RequestConfig, session: Session) -> Sequence[int] | Opening:

@@ -46,7 +46,7 @@ from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place, host_name
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import check_whole
+from pipeinfer.models.heads import check_whole
 from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
 from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan

@@ -29,7 +29,7 @@ from pipeinfer.lab.emulation.wide import part_of
 from pipeinfer.models import local_stores, locate
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import HEADS
+from pipeinfer.models.heads import HEADS
 from pipeinfer.models.layers import row_width
 from pipeinfer.models.shard import check_splittable
 from pipeinfer.nodes import NodeSettings, RankInfo

@@ -49,7 +49,7 @@ from msgspec import Struct
 
 from pipeinfer import host
 from pipeinfer.errors import ModelError
-from pipeinfer.models import head_file, hub_files
+from pipeinfer.models import heads, hub_files
 from pipeinfer.models.hub_files import Wanted, size_text
 
 Show = Callable[[str, int, int], None]  #: takes a file's name, its present bytes, and its size
@@ -195,9 +195,9 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
         return paths[0]
 
     first = fetch(chosen)
-    heads = (hub_files.head_beside(chosen[0], sizes, start)
-             for start in head_file.wanted_beside(first))
-    if head := next(filter(None, heads), ""):
+    beside = (hub_files.head_beside(chosen[0], sizes, start)
+              for start in heads.wanted_beside(first))
+    if head := next(filter(None, beside), ""):
         fetch([head])
     return Fetched(first, hub_files.name_of(wanted.repo, chosen[0]))
 

@@ -93,7 +93,7 @@ def check_types(model: ModelFile) -> None:
     if not declared(model.architecture).checked:
         return
     for tensor in model.tensors.values():
-        if tensor.name == "d2t":  # of a head: `eagle_head` checks it
+        if tensor.name == "d2t":  # of a head: `heads` checks it
             continue
         vector = sum(size > 1 for size in tensor.shape) <= 1 and "token_embd" not in tensor.name
         if tensor.type not in (_FLOATS if vector else _MATRICES) or (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeinfer.models.text.json_schema import closed
+from pipeinfer.models.text.grammar import closed
 from pipeinfer.server.families import QUOTE, Family
 from pipeinfer.server.tools import NONE, types_of
 

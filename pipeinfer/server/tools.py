@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from pipeinfer.models.text.json_schema import target
+from pipeinfer.models.text.grammar import target
 from pipeinfer.server.schema_replies import ReplyCall, ReplyMore
 
 #: parameters of a function that has none

@@ -24,10 +24,18 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.host import Place, threads_of
-from pipeinfer.models.block_draft import BlockShape
-from pipeinfer.models.eagle_head import ARCHITECTURE, BLOCKS, CompletedHead, taps_of
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import WITH_HEAD, HeadSource, SmallVocabulary, head_of
+from pipeinfer.models.heads import (
+    ARCHITECTURE,
+    BLOCKS,
+    WITH_HEAD,
+    BlockShape,
+    CompletedHead,
+    HeadSource,
+    SmallVocabulary,
+    head_of,
+    taps_of,
+)
 from pipeinfer.models.hub_files import BLOCK_FILES, EAGLE_FILE
 from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.local_stores import label

@@ -12,9 +12,8 @@ from pipeinfer.backends.llamacpp.head import LlamaBlocks
 from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.block_draft import BlockShape
-from pipeinfer.models.eagle_head import BLOCKS, CompletedHead
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.heads import BLOCKS, BlockShape, CompletedHead
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.dflash import BlockDraft
 from tests.backends.test_heads import job

@@ -17,9 +17,8 @@ from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
-from pipeinfer.models.eagle_head import complete
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import HeadSource, SmallVocabulary, has_head, head_of
+from pipeinfer.models.heads import HeadSource, SmallVocabulary, complete, has_head, head_of
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.target_head import TargetHead
 from tests.rig.clockwork import write_clockwork, write_eagle

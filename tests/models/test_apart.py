@@ -14,7 +14,7 @@ import pytest
 from pipeinfer.errors import RequestError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text import apart
+from pipeinfer.models.text import helper
 from pipeinfer.models.text.tokenizer import SAFE_CHARACTERS
 from tests.models.test_marks import folder_like, sentencepiece
 from tests.rig import launch
@@ -113,7 +113,7 @@ def test_whatever_ends_the_process_the_next_text_gets_its_tokens(tokenizer_of):
     while hung.status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apart, "SHORT_SECONDS", 0.2)
+        patch.setattr(helper, "SHORT_SECONDS", 0.2)
         with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
             tokenizer.encode("some words")
     assert tokenizer.encode("some words") == wanted

@@ -8,9 +8,8 @@ import pytest
 
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.block_draft import BlockShape
-from pipeinfer.models.eagle_head import BLOCKS, CompletedHead, taps_of
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.heads import BLOCKS, BlockShape, CompletedHead, taps_of
 from pipeinfer.models.llama_rules import check_file
 from tests.rig.block_files import BLOCK, TOP, write_block_draft
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.eagle_head import CompletedHead, complete
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.heads import CompletedHead, complete
 from pipeinfer.models.shard_cache import store
 
 VOCABULARY, WIDTH = 320, 64

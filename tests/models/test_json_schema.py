@@ -10,8 +10,7 @@ import pytest
 from pipeinfer.errors import RequestError
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.constraint import Constraint
-from pipeinfer.models.text.grammar import compile_grammar
-from pipeinfer.models.text.json_schema import closed
+from pipeinfer.models.text.grammar import closed, compile_grammar
 from pipeinfer.models.text.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"

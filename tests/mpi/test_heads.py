@@ -11,7 +11,7 @@ import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import SmallVocabulary
+from pipeinfer.models.heads import SmallVocabulary
 from pipeinfer.models.locate import open_tokenizer
 from tests.mpi.test_turns import TURNS
 from tests.rig import launch

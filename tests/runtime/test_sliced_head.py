@@ -18,9 +18,8 @@ from pipeinfer.core.sampling import log_total
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PlanError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
-from pipeinfer.models.eagle_head import CompletedHead
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.head_file import HeadSource, SmallVocabulary
+from pipeinfer.models.heads import CompletedHead, HeadSource, SmallVocabulary
 from pipeinfer.models.slices import cut_of
 from pipeinfer.runtime.drafts import DraftPosts, SlicedDraft
 from pipeinfer.runtime.port_team import PortTeam

@@ -12,7 +12,7 @@ from pipeinfer.backends.base import Capabilities, ShardInfo
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
-from pipeinfer.models.block_draft import BlockShape
+from pipeinfer.models.heads import BlockShape
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.dflash import BlockDraft
 from tests.strategies.test_target_head import mixed

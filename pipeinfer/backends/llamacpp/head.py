@@ -18,8 +18,7 @@ from pipeinfer.core.types import END, Columns, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, last_log
-from pipeinfer.models.block_draft import BlockShape
-from pipeinfer.models.head_file import SCRATCH, HeadSource, SmallVocabulary
+from pipeinfer.models.heads import SCRATCH, BlockShape, HeadSource, SmallVocabulary
 from pipeinfer.models.shard import ShardSource
 
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeinfer.errors import RequestError
-from pipeinfer.models.text.sandbox import Helper, HelperDied, HelperLate, serve
+from pipeinfer.models.text.helper import Helper, HelperDied, HelperLate, serve
 
 SECONDS = 3.0  #: longest that one conversation may take; templates of models take milliseconds
 MAX_TEXT = 64 << 20  #: characters of a prompt

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.models.hf_folder import ModelDir
-from pipeinfer.models.text.apart import Apart
+from pipeinfer.models.text.helper import Apart
 from pipeinfer.models.text.marks import Marks
 from pipeinfer.models.text.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from pipeinfer.errors import ModelError, RequestError, UsageError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log, model_params
 from pipeinfer.models.llama_rules import check_file
-from pipeinfer.models.text.apart import Apart
+from pipeinfer.models.text.helper import Apart
 from pipeinfer.models.text.marks import MarkGuard, Marks
 
 _NULL = -1  #: llama.cpp's "no such token"

@@ -1,4 +1,4 @@
-"""The process that tokenises for `apart`, with a vocabulary of its own."""
+"""The process that tokenises for `helper.Apart`, with a vocabulary of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.models.text.apart import LONG_SECONDS, answer_of, stamp
-from pipeinfer.models.text.sandbox import serve
+from pipeinfer.models.text.helper import LONG_SECONDS, answer_of, serve, stamp
 
 #: a run of one kind of character takes up to a kilobyte for each; what is not used costs nothing
 _STACK_BYTES = 256 << 20

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeinfer.errors import ProtocolError, UsageError
-from pipeinfer.models.text.sandbox import Helper
+from pipeinfer.models.text.helper import Helper
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer

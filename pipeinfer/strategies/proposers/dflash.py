@@ -26,7 +26,7 @@ from pipeinfer.strategies.proposers.draft_model import DraftModel, Ranking
 from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 
 if TYPE_CHECKING:
-    from pipeinfer.models.block_draft import BlockShape
+    from pipeinfer.models.heads import BlockShape
     from pipeinfer.models.text.vocabulary import Vocabulary
 
 _T = TypeVar("_T")

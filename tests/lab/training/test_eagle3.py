@@ -29,7 +29,7 @@ from pipeinfer.lab.training.eagle3.teach_head import (
     steps_of,
 )
 from pipeinfer.lab.training.network.restore import restore
-from pipeinfer.models.eagle_head import complete
+from pipeinfer.models.heads import complete
 from pipeinfer.models.locate import EMBEDDED, open_model, open_tokenizer
 from tests.support.llama_head import LlamaEagle, LlamaTarget
 from tests.support.sample import fewer

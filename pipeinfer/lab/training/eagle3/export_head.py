@@ -1,6 +1,6 @@
 """Writes a head as a GGUF file of the architecture `eagle3`, without what is the target's.
 
-Embedding, output matrix and vocabulary are left out; `pipeinfer.models.eagle_head` adds them.
+Embedding, output matrix and vocabulary are left out; `pipeinfer.models.heads` adds them.
 Independent of training.
 """
 
