@@ -15,7 +15,7 @@ from msgspec import Struct
 from pipeinfer.core.types import FloatArray, Rows, SeqCopy, SeqJoin, SeqKeep, SeqOp, SeqRemove
 from pipeinfer.errors import BackendError
 
-ALL_IDS = 255  #: llama.cpp has 256 sequence ids, one of which `llamacpp.cell_order` needs
+ALL_IDS = 255  #: llama.cpp has 256 sequence ids, one of which `llamacpp.cells` needs
 #: why a backend without `separate_views` refuses a decode
 NO_VIEWS = "this proposer's rows need the torch backend: add --backend torch"
 

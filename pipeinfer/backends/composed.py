@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from pipeinfer.backends.base import Backend, Capabilities, apply, norms, tap
-from pipeinfer.backends.llamacpp.layer_probe import PartSum
+from pipeinfer.backends.llamacpp.eval_callback import PartSum
 from pipeinfer.backends.team import Team
 from pipeinfer.core.types import END, FloatArray, IntArray, Rows, SeqJoin
 from pipeinfer.errors import BackendError, ClusterError, NoCells

@@ -1,19 +1,33 @@
-"""Measures how many rows a backend may decode together with the bits of single rows.
+"""Measures how many rows a backend may decode together with the bits of single rows, and how many
+threads it should decode single rows with.
 
 Matrix kernels differ by the number of rows, and a logit that moves by a rounding error can flip a
 near-tie. The pipeline uses the smallest R of its stages, so that its tokens do not depend on which
 rows were decoded together. R is measured, not assumed: it depends on processor, file and threads.
 
-The place of a cell in memory matters, too: see `backends.llamacpp.cell_order`.
+The place of a cell in memory matters, too: see `backends.llamacpp.cells`.
+
+Threads: memory often cannot feed all cores, and on small models threads wait for one another longer
+than they compute. Then fewer threads are as fast, and other programs on one of the cores do no
+harm. The number is measured at every load and not stored, because the measurement may have been
+disturbed. While other programs use the cores, measuring goes on: two threads that share a core look
+slower than one.
+
+What loads at the same time in one process is measured one at a time: a draft and a stage on the
+same cores would slow each other down, and the results are used for the whole job, those of widths
+also for later jobs. The kernel's statistics show whether other processes used the cores meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +37,113 @@ from msgspec import Struct, structs
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, FloatArray, Rows, make_rows
 from pipeinfer.models.shard_cache import cache_directory, recall, remember, turn
+
+_ENOUGH = 1.03  #: times the best time: up to this a number of threads counts as equally fast
+_HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
+_ROUNDS = 2  #: further measurements of each number of threads
+_MOST_ROUNDS = 12  #: of them, while other programs use the cores
+_WINDOW = 0.02  #: least seconds of a measurement: several time slices of the kernel's scheduler
+_MANY = 24  #: decodes that suffice in less time
+_LONG = 1.0  #: seconds after which a single decode suffices
+
+
+class ThreadedBackend(Backend, Protocol):
+    """A backend that can change the number of threads it decodes single rows with."""
+
+    def use_threads(self, count: int) -> None: ...
+
+
+def settle_threads(backend: ThreadedBackend, most: int,
+                   progress: Callable[[], object] = lambda: None) -> int:
+    """Set and return the number of threads for decodes of single rows.
+
+    It is the fewest of `most`, `most` / 2, ... 1 threads that are about as fast as any other of
+    these numbers.
+
+    backend: to measure; its cache must be empty, and is empty afterwards
+    most: largest number of threads
+    progress: called now and then
+    """
+    if most == 1:
+        backend.use_threads(1)
+        return 1
+    candidates = [most]
+    times = {most: _seconds(backend, most)}
+    while candidates[-1] > 1 and times[candidates[-1]] < _HOPELESS * min(times.values()):
+        progress()
+        candidates.append(candidates[-1] // 2)
+        times[candidates[-1]] = _seconds(backend, candidates[-1])
+    quick = len(candidates) > 1 and min(times.values()) < _LONG / 4
+    rounds, quiet = 0, False
+    while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # the best time counts
+        progress()
+        waited = watch()
+        times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}
+        quiet |= waited() < DISTURBED
+        rounds += 1
+    chosen = min(count for count, seconds in times.items()
+                 if seconds <= _ENOUGH * min(times.values()))
+    backend.use_threads(chosen)
+    return chosen
+
+
+def _seconds(backend: ThreadedBackend, count: int) -> float:
+    """The median time of a decode of one row with `count` threads, in seconds."""
+    backend.use_threads(count)
+    info = backend.info
+    hidden = None if info.first else np.ones((1, info.n_embd), np.float32)
+    row = make_rows([(1, 0, (0,), True)])
+    times: list[float] = []
+    for trial in range(1000):
+        start = time.perf_counter()
+        backend.decode(row, hidden)
+        backend.seq_rm(ALL_SEQS, 0, END)
+        if trial:  # the first pages in the weights, or wakes threads
+            times.append(time.perf_counter() - start)
+        if len(times) == _MANY or sum(times) >= (_WINDOW if len(times) >= 3 else _LONG):
+            break
+    return statistics.median(times)
+
+
+DISTURBED = 0.1  #: seconds of waiting for a core, per second, that spoil a measurement
+_PATIENCE = 10.0  #: seconds after which two measurements at once are better than waiting
+_turn = threading.Lock()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Exclude other measurements of this process; after _PATIENCE seconds, proceed anyway."""
+    mine = _turn.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if mine:
+            _turn.release()
+
+
+def waited() -> float:
+    """Return the seconds for which threads of this process were ready to run and had no core, so
+    far.
+
+    The number of preemptions would not distinguish a competing process from one that polls for
+    messages now and then. 0 where the system does not report the times.
+    """
+    found = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # threads end meanwhile
+            found += int(path.read_text(encoding="ascii").split()[1])
+    return found / 1e9
+
+
+def watch() -> Callable[[], float]:
+    """Start a measurement of waiting times.
+
+    Returns a function that returns the time that threads have waited for cores since then, in
+    seconds per second.
+    """
+    before, began = waited(), time.perf_counter()
+    return lambda: (waited() - before) / max(time.perf_counter() - began, 1e-9)
+
 
 Indices = npt.NDArray[np.signedinteger]
 

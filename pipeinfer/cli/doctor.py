@@ -26,7 +26,7 @@ from msgspec import structs
 
 from pipeinfer import host
 from pipeinfer.backends.llamacpp import huge_pages
-from pipeinfer.backends.llamacpp.layer_probe import compiled_filter
+from pipeinfer.backends.llamacpp.eval_callback import compiled_filter
 from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import grid_choice, launch, placement
 from pipeinfer.cluster.draft_ranks import with_draft_ranks
@@ -120,10 +120,10 @@ def examine(config: JobConfig) -> list[Finding] | None:
         everyone = [mine]
         library = "not used (one process)"
     else:
-        from pipeinfer.transport import mpi_job, mpi_startup
+        from pipeinfer.transport import mpi_job
 
-        mine["links"] = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
-        texts = mpi_startup.gather_json(place.comm, json.dumps(mine))
+        mine["links"] = [structs.asdict(link) for link in mpi_job.measure_links(place.comm)]
+        texts = mpi_job.gather_json(place.comm, json.dumps(mine))
         part(place)
         if texts is None:
             return None

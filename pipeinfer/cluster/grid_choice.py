@@ -215,13 +215,13 @@ class GridPlanner(Struct, frozen=True):
 
 def _links(config: JobConfig, place: Place) -> list[dict[str, float]]:
     """Measure the links between neighbours, in which all ranks take part. Raises RankLost."""
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
     for rank in range(1, place.size):
-        mpi_startup.say(place.comm, rank, TestLinks())
-    found = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
+        mpi_job.say(place.comm, rank, TestLinks())
+    found = [structs.asdict(link) for link in mpi_job.measure_links(place.comm)]
     for rank in range(1, place.size):
-        heard = mpi_startup.hear(place.comm, rank, config.cluster.start_timeout)
+        heard = mpi_job.hear(place.comm, rank, config.cluster.start_timeout)
         if isinstance(heard, Measured) and heard.figures:
             found += heard.figures["links"]
     return found

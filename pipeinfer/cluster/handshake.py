@@ -53,9 +53,9 @@ def _bell(place: Place) -> Bell:
 
 def tell(config: JobConfig, place: Place) -> None:
     """Rank k: send this rank's Hello to rank 0. Raises TransportTimeout, RankLost."""
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
-    mpi_startup.gather_json(place.comm, pack(hello(config, place)).decode())
+    mpi_job.gather_json(place.comm, pack(hello(config, place)).decode())
 
 
 def refuse(error: PipeinferError) -> None:
@@ -66,7 +66,7 @@ def refuse(error: PipeinferError) -> None:
     """
     host.choose_transports()
     try:
-        from pipeinfer.transport import mpi_exit, mpi_job, mpi_startup
+        from pipeinfer.transport import mpi_job
 
         comm = mpi_job.world()
     except (ImportError, RuntimeError, PipeinferError):
@@ -77,9 +77,9 @@ def refuse(error: PipeinferError) -> None:
         return
     words = Refused(comm.Get_rank(), host_name(), str(error), error.exit_code)
     try:
-        mpi_startup.refuse(comm, words, _REFUSED_SECONDS)
+        mpi_job.refuse(comm, words, _REFUSED_SECONDS)
     except Dismissed:
-        mpi_exit.leave()
+        mpi_job.leave()
 
 
 def compare(config: JobConfig, place: Place) -> list[RankInfo]:
@@ -92,9 +92,9 @@ def compare(config: JobConfig, place: Place) -> list[RankInfo]:
     mine = hello(config, place)
     if place.comm is None:
         return _with_settings(config, [_info(mine)])
-    from pipeinfer.transport import mpi_job, mpi_startup
+    from pipeinfer.transport import mpi_job
 
-    texts = mpi_startup.gather_json(place.comm, pack(mine).decode(), instead="")
+    texts = mpi_job.gather_json(place.comm, pack(mine).decode(), instead="")
     assert texts is not None
     dead = [rank for rank, text in enumerate(texts) if not text]
     if dead and not mpi_job.survivable():

@@ -222,7 +222,7 @@ def _stage_thread(config: JobConfig, place: Place, port: Port, lent: LentLoop | 
 
 
 def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
-    from pipeinfer.transport import mpi, mpi_exit, mpi_job
+    from pipeinfer.transport import mpi, mpi_job
 
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the job ends
@@ -231,7 +231,7 @@ def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
     try:
         called = placement.await_place(config, place)
     except Dismissed:
-        mpi_exit.leave()
+        mpi_job.leave()
     mpi_job.meet(called.bells)
     port = mpi.MpiPort(place.comm, Layout(called.rank_of))
     beats = None
@@ -247,9 +247,9 @@ def _serve_rank(config: JobConfig, place: Place, pulse: Pulse) -> None:
         beats.close()
     port.close(timeout=2.0)
     if not ok:
-        mpi_exit.abort(ClusterError.exit_code)
+        mpi_job.abort(ClusterError.exit_code)
     if mpi_job.survivable():
-        mpi_exit.leave()
+        mpi_job.leave()
 
 
 def _await_verdict(port: Port) -> None:

@@ -17,15 +17,13 @@ import numpy as np
 from msgspec import Struct, structs
 
 from pipeinfer import host
-from pipeinfer.backends import measuring
+from pipeinfer.backends import exact_width
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.composed import ChainBackend, Embedding
-from pipeinfer.backends.exact_width import Widths, known_widths
+from pipeinfer.backends.exact_width import Widths, known_widths, settle_threads
 from pipeinfer.backends.factory import EXACT_LIMIT, llama_options, load_torch, torch_embedding
 from pipeinfer.backends.pytorch.options import torch_version
-from pipeinfer.backends.shared_team import Region, SharedTeam, available
-from pipeinfer.backends.team import PeerSilent, Team, TeamShape
-from pipeinfer.backends.thread_count import settle_threads
+from pipeinfer.backends.team import PeerSilent, Region, SharedTeam, Team, TeamShape, available
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.sizing import exact_rows
@@ -305,7 +303,7 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
     are fixed. pad: rows to which short decodes are padded on a device; 0: measured.
     """
     used, excerpt = threads, None
-    with measuring.alone(), contextlib.ExitStack() as stack:
+    with exact_width.alone(), contextlib.ExitStack() as stack:
         if setup.cores:  # all ranks of this host use the same ones
             stack.enter_context(turn(cache_directory() / "measuring", lambda: report(
                 "waiting for other ranks' measurements", 0, 1)))

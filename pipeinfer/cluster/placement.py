@@ -161,13 +161,13 @@ def agree(
 
 
 def _send_places(place: Place, hosts: Hosts, plan: Plan, meeting: Meeting | None) -> None:
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
     ranks = (0, *(holding.rank for holding in plan.held))
     placed = Placed(ranks, meeting, tuple(rank.bell for rank in hosts))
     for rank in range(1, place.size):
         with contextlib.suppress(RankLost):  # detected again later, when it can be recovered
-            mpi_startup.say(place.comm, rank, placed)
+            mpi_job.say(place.comm, rank, placed)
 
 
 def _counts(config: JobConfig, model: Any, candidates: Sequence[int], hosts: Hosts, *, free: bool
@@ -252,7 +252,7 @@ def _ask(
     answers. Ranks of one host and kind share one measurement; each of `offloading`, with layers on
     a GPU, reports its memory."""
     if place.comm is not None:
-        from pipeinfer.transport import mpi_startup
+        from pipeinfer.transport import mpi_job
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
         one = hosts[rank].settings
@@ -264,7 +264,7 @@ def _ask(
     for rank in asked:
         if rank != 0:
             with contextlib.suppress(RankLost):  # the answer will not come either
-                mpi_startup.say(place.comm, rank, Measure(
+                mpi_job.say(place.comm, rank, Measure(
                     structs.asdict(hosts[rank].settings), str(path), model.fingerprint, hollow,
                     rank not in measured))
     answers: dict[int, Measured] = {}
@@ -274,7 +274,7 @@ def _ask(
     for rank in asked:
         if rank != 0:
             try:
-                heard = mpi_startup.hear(place.comm, rank, config.cluster.start_timeout)
+                heard = mpi_job.hear(place.comm, rank, config.cluster.start_timeout)
                 answers[rank] = heard if isinstance(heard, Measured) else Measured(
                     error=f"it answered with the unexpected message {type(heard).__name__}")
             except RankLost as lost:
@@ -318,19 +318,19 @@ def await_place(config: JobConfig, place: Place) -> Placed:
 
     Raises ProtocolError for any other message.
     """
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
     while True:
-        match mpi_startup.hear(place.comm, 0, config.cluster.start_timeout):
+        match mpi_job.hear(place.comm, 0, config.cluster.start_timeout):
             case Placed() as placed:
                 return placed
             case Measure(settings, model, fingerprint, hollow, memory_only):
-                mpi_startup.say(place.comm, 0, measure_here(
+                mpi_job.say(place.comm, 0, measure_here(
                     config, place, NodeSettings(**settings), Path(model), fingerprint, hollow,
                     memory_only=memory_only))
             case TestLinks():
-                links = [structs.asdict(one) for one in mpi_startup.measure_links(place.comm)]
-                mpi_startup.say(place.comm, 0, Measured({"links": links}))
+                links = [structs.asdict(one) for one in mpi_job.measure_links(place.comm)]
+                mpi_job.say(place.comm, 0, Measured({"links": links}))
             case other:
                 raise ProtocolError(f"rank 0 sent {type(other).__name__} before the job began")
 

@@ -64,12 +64,12 @@ def end_job(code: int) -> None:
         host.choose_transports()  # as on every other rank, else messages do not arrive
         with contextlib.suppress(ImportError, RuntimeError):
             # Others may wait in MPI_Init, and nothing ends them where a job survives a death.
-            from pipeinfer.transport import mpi_exit
+            from pipeinfer.transport import mpi_job
 
             time.sleep(0.2)  # the launcher drops output that it has not read when it kills
             if host.launched_rank() == 0:
                 _leave_status(code)
-            mpi_exit.abort(code)
+            mpi_job.abort(code)
     os._exit(code)
 
 
@@ -79,9 +79,9 @@ def skip_finalize() -> None:
     sys.stderr.flush()
     _leave_status(_exit_status[0])
     if _in_order[0]:
-        from pipeinfer.transport import mpi_exit
+        from pipeinfer.transport import mpi_job
 
-        mpi_exit.sign_off()
+        mpi_job.sign_off()
     os._exit(_exit_status[0])
 
 
@@ -94,14 +94,14 @@ def part(place: Place) -> None:
     """
     if not survivable(place):
         return
-    from pipeinfer.transport import mpi_exit, mpi_startup
+    from pipeinfer.transport import mpi_job
 
     if place.rank > 0:
-        mpi_startup.await_dismissal(place.comm)
+        mpi_job.await_dismissal(place.comm)
         sys.stdout.flush()
         sys.stderr.flush()
-        mpi_exit.leave()
-    if mpi_startup.dismiss(place.comm):
+        mpi_job.leave()
+    if mpi_job.dismiss(place.comm):
         note_order()
     atexit.register(skip_finalize)
 
@@ -109,9 +109,9 @@ def part(place: Place) -> None:
 def _leave_status(code: int) -> None:
     """Report to launch/run, on the same host, how the job has ended: mpirun waits for lost
     hosts."""
-    from pipeinfer.transport import mpi_exit
+    from pipeinfer.transport import mpi_job
 
-    write_status(f"{code} lost" if mpi_exit.has_losses() else str(code))
+    write_status(f"{code} lost" if mpi_job.has_losses() else str(code))
 
 
 def put_off(number: signal.Signals, seconds: float = _PUT_OFF_SECONDS) -> None:

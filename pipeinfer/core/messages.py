@@ -189,8 +189,8 @@ class Part(Struct, frozen=True, eq=False):
     member: the sender
     turn: number of this sum within the epoch; all members count alike
     run_id: the run that the sum belongs to
-    place: which sum of the model this is (`layer_probe.place_of`), so that members notice when they
-        are at different sums
+    place: which sum of the model this is (`eval_callback.place_of`), so that members notice when
+        they are at different sums
     verdict: whether the run goes on
     data: float32, or uint16 with the bits of shorter floats; the member's slices one after the
         other

@@ -132,15 +132,15 @@ def surroundings(place: Place) -> tuple[tuple[Host, ...], tuple[Link, ...]]:
 
     Raises RankLost and TransportTimeout.
     """
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
     own: dict[str, Any] = {"host": host.host_name(), "rank": place.rank, "links": [],
                            "processor": host.processor_name(), "cores": os.cpu_count() or 1,
                            "memory": round(host.physical_memory() / 2**30, 1)}
     found = [own]
     if place.comm is not None:
-        own["links"] = [structs.asdict(one) for one in mpi_startup.measure_links(place.comm)]
-        texts = mpi_startup.gather_json(place.comm, msgspec.json.encode(own).decode())
+        own["links"] = [structs.asdict(one) for one in mpi_job.measure_links(place.comm)]
+        texts = mpi_job.gather_json(place.comm, msgspec.json.encode(own).decode())
         found = [msgspec.json.decode(text) for text in texts or ()]
     hosts = []
     for name in dict.fromkeys(one["host"] for one in found):

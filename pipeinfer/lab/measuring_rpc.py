@@ -73,7 +73,7 @@ def measure(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> B
 
 
 def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Baseline:
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
     ranks = tuple(one.ranks[0] for one in hosts)
     with contextlib.ExitStack() as stack:
@@ -82,9 +82,9 @@ def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Bas
         text = msgspec.json.encode(
             HeadAddress(tuple(own_addresses()), listener.getsockname()[1], ranks)).decode()
         for rank in range(1, place.size):
-            mpi_startup.send_json(place.comm, rank, text)
+            mpi_job.send_json(place.comm, rank, text)
         own = _started(stack, folder, lambda: "127.0.0.1")
-        texts = mpi_startup.gather_json(place.comm, msgspec.json.encode(own).decode(),
+        texts = mpi_job.gather_json(place.comm, msgspec.json.encode(own).decode(),
                                         2 * _MEET + _START)
         workers = [msgspec.json.decode(one, type=Worker) for one in texts or ()]
         for rank, one in enumerate(workers):
@@ -94,9 +94,9 @@ def _lead(place: Place, folder: Path, model: Path, hosts: Sequence[Host]) -> Bas
 
 
 def _follow(place: Place, folder: Path) -> None:
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
-    text = mpi_startup.receive_json(place.comm, 0, _RUN + _START)
+    text = mpi_job.receive_json(place.comm, 0, _RUN + _START)
     if not text:  # one host
         return
     head = msgspec.json.decode(text, type=HeadAddress)
@@ -104,8 +104,8 @@ def _follow(place: Place, folder: Path) -> None:
         found = Worker()
         if place.rank in head.ranks:
             found = _started(stack, folder, lambda: _towards(head))
-        mpi_startup.send_json(place.comm, 0, msgspec.json.encode(found).decode())
-        mpi_startup.receive_json(place.comm, 0, _RUN + _START + 3 * _MEET)
+        mpi_job.send_json(place.comm, 0, msgspec.json.encode(found).decode())
+        mpi_job.receive_json(place.comm, 0, _RUN + _START + 3 * _MEET)
 
 
 def _started(stack: contextlib.ExitStack, folder: Path, address: Callable[[], str]) -> Worker:
@@ -121,10 +121,10 @@ def _release(place: Place) -> None:
     """Rank 0: let the other ranks go on."""
     if place.comm is None:
         return
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
     for rank in range(1, place.size):
-        mpi_startup.send_json(place.comm, rank, "")
+        mpi_job.send_json(place.comm, rank, "")
 
 
 def _towards(head: HeadAddress) -> str:

@@ -286,7 +286,7 @@ class PortTeam:
 
 
 class _PortPart:
-    """A `layer_probe.PartSum` whose sums are computed in Python."""
+    """A `eval_callback.PartSum` whose sums are computed in Python."""
 
     address: int | None = None
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from msgspec import Struct, structs
 
-from pipeinfer.backends import measuring
+from pipeinfer.backends import exact_width
 from pipeinfer.backends.base import ALL_IDS, Backend
+from pipeinfer.backends.exact_width import settle_threads
 from pipeinfer.backends.factory import llama_options, load_torch
 from pipeinfer.backends.rewinding import RewindingBackend, ids_for
-from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftSetup
 from pipeinfer.errors import ModelError, UsageError
@@ -233,7 +233,7 @@ class Draft(Resource, frozen=True):
             self.path, layers=layers, n_layers_total=model.n_layers, first=True, last=True,
             n_threads=threads, options=llama_options(config.model, draft=True), **own)
         if not config.model.threads_draft:
-            with measuring.alone():
+            with exact_width.alone():
                 threads = settle_threads(backend, threads)
         return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
 

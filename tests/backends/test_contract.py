@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp import context, layer_probe
+from pipeinfer.backends.llamacpp import context, eval_callback
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
@@ -54,7 +54,7 @@ def make(request, tiny_model, shard_cache, monkeypatch):
     """A factory of backends over layers [start, stop) of one model; closes what it made."""
     made = []
     if request.param == "llamacpp without C":
-        monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+        monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
     if request.param == "torch":
         for package in ("torch", "transformers", "safetensors"):
             pytest.importorskip(package, reason=f"the torch backend needs {package}")

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp import excerpt, layer_probe
+from pipeinfer.backends.llamacpp import eval_callback, excerpt
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
-from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt, excerpt_of
-from pipeinfer.backends.llamacpp.inner_results import InnerBackend, InnerProbe
-from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
+from pipeinfer.backends.llamacpp.eval_callback import EvalCallback
+from pipeinfer.backends.llamacpp.excerpt import (
+    InnerBackend,
+    InnerCallback,
+    LoadedExcerpt,
+    excerpt_of,
+)
 from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
@@ -130,8 +134,8 @@ def nudge(tensor):
 
 def test_a_difference_that_quantisation_hides_is_found(monkeypatch, tmp_path):
     """Attention of six rows differs by one bit; the product behind it quantises its input."""
-    def plant_in(probe):
-        call = probe._call
+    def plant_in(callback):
+        call = callback._call
 
         def planted(self, tensor, ask, data):
             if binding.ggml_get_name(tensor) != b"kqv_out-0":
@@ -140,13 +144,13 @@ def test_a_difference_that_quantisation_hides_is_found(monkeypatch, tmp_path):
                 nudge(tensor)
             return call(self, tensor, ask, data) or ask or not self.ended
 
-        monkeypatch.setattr(probe, "_call", planted)
+        monkeypatch.setattr(callback, "_call", planted)
 
     path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_embd=256, n_ff=512, qtype="Q8_0"))
-    monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+    monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
     with closing(load(path)) as backend:
-        for probe in (LayerProbe, InnerProbe):
-            plant_in(probe)
+        for callback in (EvalCallback, InnerCallback):
+            plant_in(callback)
         with closing(excerpt_of(backend, 1, LlamaCppBackend)) as layers:
             assert exact_width(layers) > 5
         assert width_of(path, backend) == 5

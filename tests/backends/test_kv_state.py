@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.cell_order import CellOrder
+from pipeinfer.backends.llamacpp.cells import CellOrder
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 
-from pipeinfer.backends import measuring
+from pipeinfer.backends import exact_width
 
 
 def test_two_that_load_at_a_time_are_measured_one_after_the_other():
     inside, most = [0], [0]
 
     def load():
-        with measuring.alone():
+        with exact_width.alone():
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             time.sleep(0.02)
@@ -27,8 +27,8 @@ def test_two_that_load_at_a_time_are_measured_one_after_the_other():
 
 
 def test_nobody_waits_for_a_measurement_without_end(monkeypatch):
-    monkeypatch.setattr(measuring, "_PATIENCE", 0.01)
-    with measuring.alone(), measuring.alone():
+    monkeypatch.setattr(exact_width, "_PATIENCE", 0.01)
+    with exact_width.alone(), exact_width.alone():
         pass
-    assert measuring._turn.acquire(timeout=1)  # the one who did not wait has released nothing
-    measuring._turn.release()
+    assert exact_width._turn.acquire(timeout=1)  # the one who did not wait has released nothing
+    exact_width._turn.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp import layer_probe, routers
+from pipeinfer.backends.llamacpp import eval_callback
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
@@ -30,14 +30,14 @@ def rows_of(tokens, start=0):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_rows_of_one_decode_have_single_rows_bits(mixture, monkeypatch, compiled):
     if not compiled:
-        monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
-    elif layer_probe.compiled_filter() is None:
+        monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
+    elif eval_callback.compiled_filter() is None:
         pytest.skip("layer_filter.c was not compiled here")
     backend = load(mixture.path, (0, mixture.n_layers), mixture.n_layers)
-    assert backend.exact_limit == routers.MOST_ROWS
+    assert backend.exact_limit == eval_callback.MOST_ROWS
     rng = np.random.default_rng(3)
     for _ in range(TRIALS):
-        tokens = rng.integers(0, backend.info.n_vocab, rng.integers(2, routers.MOST_ROWS + 1))
+        tokens = rng.integers(0, backend.info.n_vocab, rng.integers(2, eval_callback.MOST_ROWS + 1))
         alone = [backend.decode(rows_of([token], i)) for i, token in enumerate(tokens)]
         backend.seq_rm(ALL_SEQS, 0, END)
         together = backend.decode(rows_of(tokens))
@@ -60,7 +60,7 @@ def test_they_are_the_bits_of_a_plain_loop(mixture):
 
 
 def test_a_router_of_other_numbers_keeps_its_rows_apart(mixture, monkeypatch):
-    monkeypatch.setattr(routers, "of_floats", lambda path: False)
+    monkeypatch.setattr(eval_callback, "of_floats", lambda path: False)
     backend = load(mixture.path, (0, mixture.n_layers), mixture.n_layers)
     assert backend.exact_limit == 1
     backend.close()

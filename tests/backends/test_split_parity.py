@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp import layer_probe
+from pipeinfer.backends.llamacpp import eval_callback
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
@@ -99,7 +99,7 @@ def test_a_range_that_cannot_be_a_stage_is_refused_with_the_reason(name, bad, wh
 
 
 def test_embeddings_of_tokens_cross_a_cut_without_the_c_part(monkeypatch, tmp_path):
-    monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
+    monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
     model = ModelFile(write_random_model(tmp_path / "model.gguf", tiny("gemma4-small")))
     check_splits(model, tmp_path / "cache", [[(0, 2), (2, 4), (4, 9)]])
 

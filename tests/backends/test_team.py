@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.backends.llamacpp.layer_probe import compiled
-from pipeinfer.backends.shared_team import Region, SharedTeam
+from pipeinfer.backends.llamacpp.eval_callback import compiled
 from pipeinfer.backends.team import (
     SUM_TYPES,
     PeerFailed,
+    Region,
+    SharedTeam,
     TeamShape,
     add_up,
     lengthen,
@@ -291,7 +292,7 @@ def test_names_of_shared_memory_are_checked_and_not_left_behind():
 
 @needs_c
 def test_what_leaders_left_who_were_killed_is_swept_and_nothing_else(monkeypatch, tmp_path):
-    monkeypatch.setattr("pipeinfer.backends.shared_team._FOLDER", tmp_path)
+    monkeypatch.setattr("pipeinfer.backends.team._FOLDER", tmp_path)
     shape = TeamShape(((0,), (1,)), 0, "f32", 64)
     held = Region.create(shape)
     left, young, other = (tmp_path / name for name in (
@@ -308,13 +309,13 @@ def test_what_leaders_left_who_were_killed_is_swept_and_nothing_else(monkeypatch
 @needs_c
 def test_without_room_there_is_no_shared_memory(monkeypatch, tmp_path):
     shape = TeamShape(((0,), (1,)), 0, "f32", 64)
-    monkeypatch.setattr("pipeinfer.backends.shared_team._FOLDER", tmp_path / "missing")
+    monkeypatch.setattr("pipeinfer.backends.team._FOLDER", tmp_path / "missing")
     assert Region.create(shape) is None
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipeinfer.backends.shared_team._FOLDER", tmp_path)
+    monkeypatch.setattr("pipeinfer.backends.team._FOLDER", tmp_path)
     monkeypatch.setattr("os.posix_fallocate", full)
     assert Region.create(shape) is None
     assert not list(tmp_path.iterdir())

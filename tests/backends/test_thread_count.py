@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends import measuring, thread_count
+from pipeinfer.backends import exact_width
+from pipeinfer.backends.exact_width import settle_threads
 from pipeinfer.backends.llamacpp import backend as llama_backend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.thread_count import settle_threads
 from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.llama import binding
@@ -46,14 +46,14 @@ class Timed:
 ])
 def test_the_fewest_that_are_as_fast_are_used(seconds, chosen, monkeypatch):
     backend = Timed(seconds)
-    monkeypatch.setattr(thread_count, "time", backend)
+    monkeypatch.setattr(exact_width, "time", backend)
     assert settle_threads(backend, max(seconds)) == chosen
     assert backend.threads == chosen
 
 
 def test_a_single_thread_is_no_choice_and_is_not_measured(monkeypatch):
     backend = Timed({})
-    monkeypatch.setattr(thread_count, "time", backend)
+    monkeypatch.setattr(exact_width, "time", backend)
     assert settle_threads(backend, 1) == 1
     assert backend.tried == [1]
     assert backend.now == 0.0
@@ -75,16 +75,16 @@ class Disturbed(Timed):
 @pytest.mark.parametrize(("rounds", "chosen"), [(0, 2), (3, 2), (9, 2), (1000, 1)])
 def test_a_neighbour_that_leaves_in_time_does_not_take_a_thread(rounds, chosen, monkeypatch):
     backend = Disturbed(rounds)
-    monkeypatch.setattr(thread_count, "time", backend)
-    monkeypatch.setattr(measuring, "time", backend)
-    monkeypatch.setattr(measuring, "waited", lambda: backend.lost)
+    monkeypatch.setattr(exact_width, "time", backend)
+    monkeypatch.setattr(exact_width, "time", backend)
+    monkeypatch.setattr(exact_width, "waited", lambda: backend.lost)
     assert settle_threads(backend, 2) == chosen
     assert len(backend.tried) <= 30  # it is not waited for without end
 
 
 def test_hopeless_numbers_are_not_tried(monkeypatch):
     backend = Timed({8: 0.004, 4: 0.012, 2: 1e9, 1: 1e9})
-    monkeypatch.setattr(thread_count, "time", backend)
+    monkeypatch.setattr(exact_width, "time", backend)
     assert settle_threads(backend, 8) == 8
     assert set(backend.tried) == {8, 4}
 

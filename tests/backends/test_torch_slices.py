@@ -11,9 +11,8 @@ import pytest
 
 from pipeinfer.backends.composed import WideBackend
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp.layer_probe import compiled
-from pipeinfer.backends.shared_team import Region, SharedTeam
-from pipeinfer.backends.team import PeerFailed, TeamShape
+from pipeinfer.backends.llamacpp.eval_callback import compiled
+from pipeinfer.backends.team import PeerFailed, Region, SharedTeam, TeamShape
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.locate import open_model

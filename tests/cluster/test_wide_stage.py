@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeinfer.backends.shared_team import available
-from pipeinfer.backends.team import PeerSilent
+from pipeinfer.backends.team import PeerSilent, available
 from pipeinfer.cluster.parts import sum_seconds, team_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, SumRegion

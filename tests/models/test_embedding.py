@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp import backend, layer_probe
+from pipeinfer.backends.llamacpp import backend, eval_callback
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
@@ -19,7 +19,7 @@ from tests.support.embeddings import extract_embedding
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 
 
-class Listener(layer_probe.LayerProbe):
+class Listener(eval_callback.EvalCallback):
     """Takes what the graph begins with: the rows that were looked up."""
 
     def __init__(self, *args):
@@ -27,25 +27,25 @@ class Listener(layer_probe.LayerProbe):
         self.seen = None
 
     def _call(self, tensor, ask, data):
-        if layer_probe.binding.ggml_get_name(tensor) != b"embd":
+        if eval_callback.binding.ggml_get_name(tensor) != b"embd":
             return False
         if not ask:
-            out = np.empty(layer_probe.binding.ggml_nbytes(tensor) // 4, np.float32)
-            layer_probe.binding.ggml_backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
+            out = np.empty(eval_callback.binding.ggml_nbytes(tensor) // 4, np.float32)
+            eval_callback.binding.ggml_backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
             self.seen = out
         return True
 
 
 def looked_up(path, tokens, monkeypatch):
     """float32[n, n_embd]: llama.cpp's own rows."""
-    monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
-    monkeypatch.setattr(backend.LlamaCppBackend, "probe_type", Listener)
+    monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
+    monkeypatch.setattr(backend.LlamaCppBackend, "callback_type", Listener)
     model = ModelFile(path)
     loaded = backend.LlamaCppBackend.load(
         path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True, last=True,
         n_ctx=256, n_seq_max=1, n_batch=len(tokens), n_threads=1)
     loaded.decode(make_rows([(int(token), i, (0,), True) for i, token in enumerate(tokens)]))
-    seen = loaded._probe.seen
+    seen = loaded._callback.seen
     loaded.close()
     return seen.reshape(len(tokens), -1)
 

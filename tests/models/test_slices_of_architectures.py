@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp.routers import Routers
+from pipeinfer.backends.llamacpp.eval_callback import Routers
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model

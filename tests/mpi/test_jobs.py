@@ -297,11 +297,11 @@ def test_interrupt_of_plain_mpirun_prints_what_there_is():
     assert b"ended by interrupted" in seen
 
 
-@pytest.mark.parametrize(("end", "missed"), [("mpi_exit.leave()", "[]"), ("os._exit(0)", "[1]")])
+@pytest.mark.parametrize(("end", "missed"), [("mpi_job.leave()", "[]"), ("os._exit(0)", "[1]")])
 def test_a_rank_that_leaves_in_order_is_not_reported_dead(end, missed):
     program = f"""
 import os, time
-from pipeinfer.transport import mpi_exit, mpi_job
+from pipeinfer.transport import (mpi_job)
 world = mpi_job.world()
 if world.Get_rank() == 1:
     time.sleep(0.2)
@@ -311,7 +311,7 @@ while sorted(mpi_job.failed_ranks(world)) != [1] and time.monotonic() < deadline
     world.Iprobe()
     time.sleep(0.01)
 print(sorted(mpi_job.failed_ranks(world)), flush=True)
-mpi_exit.leave()
+mpi_job.leave()
 """
     done = launch.run(2, [sys.executable, "-c", program], timeout=60)
     assert done.returncode == 0, done.stderr

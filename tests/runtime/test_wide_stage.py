@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.composed import WideBackend
-from pipeinfer.backends.llamacpp.layer_probe import compiled
-from pipeinfer.backends.shared_team import Region, SharedTeam
+from pipeinfer.backends.llamacpp.eval_callback import compiled
+from pipeinfer.backends.team import Region, SharedTeam
 from pipeinfer.core.grid import Grid, deal
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, Part, RunCancelled, Tag, Verdict
 from pipeinfer.core.policy import Ablation, CancelPath, Policy

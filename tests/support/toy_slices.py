@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 
-from pipeinfer.backends.llamacpp.layer_probe import place_of
+from pipeinfer.backends.llamacpp.eval_callback import place_of
 from pipeinfer.backends.team import TeamShape
 from tests.rig.toy import ToyBackend, _normed, _weights
 

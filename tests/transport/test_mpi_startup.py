@@ -14,7 +14,7 @@ from pipeinfer.errors import ClusterError
 #: a communicator that blocks in its first send, as Open MPI did for a rank that had just died
 BLOCKED = """
 import sys, time
-from pipeinfer.transport import mpi_startup
+from pipeinfer.transport import (mpi_job)
 
 class Comm:
     def Get_rank(self):
@@ -31,10 +31,10 @@ class Comm:
     def Test(self):
         return True
 
-mpi_startup._GRACE = 0.5
+mpi_job._GRACE = 0.5
 if sys.argv[1] == "say":
-    mpi_startup.send_json(Comm(), 3, "{}", timeout=0.5)
-mpi_startup.dismiss(Comm(), timeout=0.5)
+    mpi_job.send_json(Comm(), 3, "{}", timeout=0.5)
+mpi_job.dismiss(Comm(), timeout=0.5)
 """
 
 

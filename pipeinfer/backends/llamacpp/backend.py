@@ -20,9 +20,11 @@ from msgspec import structs
 
 from pipeinfer.backends.base import ALL_IDS, NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp.batch import RowBatch
+from pipeinfer.backends.llamacpp.cells import OccupiedCells
 from pipeinfer.backends.llamacpp.context import (
     CACHE_TYPES,
     LlamaOptions,
+    LoadedModel,
     LoadProgress,
     cache_bytes,
     check_sizes,
@@ -32,10 +34,8 @@ from pipeinfer.backends.llamacpp.context import (
     make_context,
     metadata,
 )
+from pipeinfer.backends.llamacpp.eval_callback import EvalCallback, PartSum
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
-from pipeinfer.backends.llamacpp.layer_probe import LayerProbe, PartSum
-from pipeinfer.backends.llamacpp.loaded import LoadedModel
-from pipeinfer.backends.llamacpp.occupied import OccupiedCells
 from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, NoCells
@@ -55,17 +55,17 @@ _LONG = 1024  #: positions from which a text is long, see `LlamaCppBackend.use_t
 class LlamaCppBackend:
     """One shard, or a whole model, on llama.cpp; `backends.base.Backend` has the contract."""
 
-    probe_type: ClassVar[type[LayerProbe]] = LayerProbe
+    callback_type: ClassVar[type[EvalCallback]] = EvalCallback
 
     def __init__(
         self,
         loaded: LoadedModel,
         context: Any,
-        probe: LayerProbe | None,
+        callback: EvalCallback | None,
         info: ShardInfo,
         options: LlamaOptions,
     ) -> None:
-        self._model, self._ctx, self._probe = loaded.handle, context, probe
+        self._model, self._ctx, self._callback = loaded.handle, context, callback
         self._memory = binding.llama_get_memory(context)
         self.info, self.options = info, options
         self._n_logits = loaded.n_tokens if loaded.is_slice else info.n_vocab
@@ -93,7 +93,7 @@ class LlamaCppBackend:
             free_positions=options.gaps,
             separate_views=False,
             embedding_rows=True,
-            stops_inside=probe is not None and options.layer_callbacks,
+            stops_inside=callback is not None and options.layer_callbacks,
             takes_back=not self.keeps_state,
         )
         sections = options.gaps or (own.sections and not options.head) or (
@@ -146,20 +146,20 @@ class LlamaCppBackend:
             if (more := loaded.further_ids) or options.gaps:
                 options = structs.replace(options, streams=False)
             chooses = loaded.chooses_experts(file, options)
-            probe = loaded.probe(file, layers, options, last=last, chooses_experts=chooses,
-                                 kind=cls.probe_type)
+            callback = loaded.callback(file, layers, options, last=last, chooses_experts=chooses,
+                                 kind=cls.callback_type)
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            more += not (options.streams or loaded.own.whole)  # dead cells': see `cell_order`
+            more += not (options.streams or loaded.own.whole)  # dead cells': see `cells`
             sizes = (n_ctx, n_seq_max + more, n_batch, n_threads)
-            context = make_context(name, model, probe, sizes, options)
+            context = make_context(name, model, callback, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
             raise
         info = _info(loaded, context, options, layers=layers, n_layers_total=n_layers_total,
                      first=first, last=last, n_seq_max=n_seq_max, n_batch=n_batch)
-        backend = cls(loaded, context, probe, info, options)
+        backend = cls(loaded, context, callback, info, options)
         backend.exact_limit = min(backend.exact_limit, loaded.most_rows(chooses_experts=chooses))
         backend._use_huge_pages(file, earlier, progress)
         return backend
@@ -186,8 +186,8 @@ class LlamaCppBackend:
     def sum_with(self, sums: PartSum | None) -> None:
         """Sum partial results with `sums` from now on; None: use each partial result as if it were
         the sum."""
-        if self._probe is not None:
-            self._probe.sum_with(sums, on_device=not self.options.on_cpu)
+        if self._callback is not None:
+            self._callback.sum_with(sums, on_device=not self.options.on_cpu)
 
     def decode(
         self,
@@ -218,16 +218,16 @@ class LlamaCppBackend:
             given, embedding = (np.ascontiguousarray(half) for half in np.hsplit(given, 2))
         elif self._again and not info.last:
             embedding = np.empty((n, width), np.float32)
-        if self._probe is not None:
+        if self._callback is not None:
             # a stop would leave states of other ids in cells that were exchanged
             fixed = self.keeps_state and len(rows.first_positions()) > 1
             stops = self.options.layer_callbacks and not fixed
-            self._probe.arm(should_stop if stops else None, out, given, n, embedding)
+            self._callback.arm(should_stop if stops else None, out, given, n, embedding)
         clear_log()
         status = int(binding.llama_decode(self._ctx, self._batch.columns)) \
             if self._cells is None else self._cells.decode(self._batch.columns, rows)
         del keep
-        if self._probe is not None and not self._finished(self._probe, rows, given, status):
+        if self._callback is not None and not self._finished(self._callback, rows, given, status):
             return None
         if status != 0:
             raise self._failure(status, rows)
@@ -250,35 +250,35 @@ class LlamaCppBackend:
         """Evaluate rows up to the norm before the output head: llama.cpp's embeddings without
         pooling. Raises BackendError as `decode` does, and for a shard that is not the last or has
         no callbacks."""
-        if self._probe is None or not self.info.last:
+        if self._callback is None or not self.info.last:
             raise BackendError("this shard has no norm that could be read")
         self._until_norm = True
         try:
-            with self._probe.at_norm():
+            with self._callback.at_norm():
                 found = self.decode(rows, hidden)
         finally:
             self._until_norm = False
         assert found is not None  # nothing has stopped it
         return found
 
-    def _finished(self, probe: LayerProbe, rows: Rows, given: FloatArray | None, status: int
+    def _finished(self, callback: EvalCallback, rows: Rows, given: FloatArray | None, status: int
                   ) -> bool:
-        """Release the probe after a decode; return False if it was stopped.
+        """Release the callback after a decode; return False if it was stopped.
 
-        given: hidden rows that the probe had to put into the graph.
-        Raises the probe's error, and BackendError if it did not find its tensors. Cells of a decode
-        that gave nothing are removed.
+        given: hidden rows that the callback had to put into the graph.
+        Raises the callback's error, and BackendError if it did not find its tensors. Cells of a
+        decode that gave nothing are removed.
         """
-        error, taken = probe.error, probe.hidden_done
-        if given is not None and status == 0 and not (probe.entered or error):
+        error, taken = callback.error, callback.hidden_done
+        if given is not None and status == 0 and not (callback.entered or error):
             error = BackendError("the shard's graph has no input to put rows into; it cannot be "
                                  "split")
-        stopped = probe.stopped or (probe.ended and not taken)
+        stopped = callback.stopped or (callback.ended and not taken)
         if status == 0 and not (taken or stopped or error or (
                 self.info.last and not self._until_norm)):
-            error = BackendError(f"the shard's graph has no {probe.last_name.decode()} tensor; it "
-                                 "cannot be split or give embeddings")
-        probe.arm(None, None)  # holds neither the caller's array nor its callback
+            error = BackendError(f"the shard's graph has no {callback.last_name.decode()} tensor; "
+                                 "it cannot be split or give embeddings")
+        callback.arm(None, None)  # holds neither the caller's array nor its callback
         if status == 0 and (stopped or error):
             self._drop(rows)
         if error is not None:

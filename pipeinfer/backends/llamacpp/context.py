@@ -1,4 +1,5 @@
-"""What pipeinfer uses of the llama.cpp library besides decoding: start, log, options, loading.
+"""What pipeinfer uses of the llama.cpp library besides decoding: start, log, options, loading, and
+what a loaded model needs: ids, the eval callback, rows of a trial.
 
 Module state is llama.cpp's own one-time initialisation and its log callback. Independent of rows,
 cache operations and shards.
@@ -17,11 +18,14 @@ from typing import Any, Literal
 from msgspec import Struct, structs
 
 from pipeinfer.backends.base import ALL_IDS
-from pipeinfer.backends.llamacpp.layer_probe import LayerProbe
+from pipeinfer.backends.llamacpp import eval_callback
+from pipeinfer.backends.llamacpp.eval_callback import EvalCallback, ExpertSum, Routers
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.host import free_memory, physical_memory
 from pipeinfer.llama import binding, stream
 from pipeinfer.llama.library import clear_log, gpus, has_gpu, last_log, model_params
+from pipeinfer.llama.loader import find_library
+from pipeinfer.models.architectures import declared
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 from pipeinfer.models.shard import ShardSource
@@ -55,7 +59,7 @@ class LlamaOptions(Struct, frozen=True):
     numa: llama.cpp's --numa
     layer_callbacks: whether `decode` may be stopped inside; a whole model without it has no cost of
         callbacks (a shard that is not the last always has)
-    keep_order: whether cells stay in order, see `cell_order`
+    keep_order: whether cells stay in order, see `cells`
     streams: whether each sequence has a part of the cache for itself, see `padded`; not with a
         state, sliding windows or gaps
     repack: whether weights are rearranged for faster kernels; "auto": wherever that is safe
@@ -269,14 +273,14 @@ def _is_cached(file: int, *places: int) -> bool:
 def make_context(
     name: str,
     model: Any,
-    probe: LayerProbe | None,
+    callback: EvalCallback | None,
     sizes: tuple[int, int, int, int],
     options: LlamaOptions,
 ) -> Any:
     """Make a context with a cache for `model`.
 
     name: for error messages
-    probe: whose callback it gets
+    callback: llama.cpp's eval callback of the context; None: it gets none
     sizes: n_ctx, n_seq_max, n_batch and n_threads
     options: resolved ones
     Raises BackendError where the cache does not fit, or llama.cpp refuses it.
@@ -295,8 +299,8 @@ def make_context(
     params.offload_kqv = params.op_offload = options.n_gpu_layers != 0
     params.no_perf = True
     params.ctx_type = int(options.head == "mtp")
-    if probe is not None:
-        params.cb_eval, params.cb_eval_user_data = probe.callback, probe.data
+    if callback is not None:
+        params.cb_eval, params.cb_eval_user_data = callback.function, callback.data
     # llama.cpp clears the cache, so the OOM killer would end the process at one that is too large.
     wanted, memory, where = cache_bytes(model, n_ctx, options), physical_memory(), "this machine"
     if not options.on_cpu:
@@ -349,3 +353,87 @@ def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
         _, size, block = CACHE_TYPES[kind]
         total += heads * head_size(model, part) * size // block
     return total * n_ctx * int(binding.llama_model_n_layer(model))
+
+
+_WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
+
+
+class LoadedModel:
+    """A model, a shard or a slice; head: or a head that drafts.
+
+    handle: llama.cpp's. own: its architecture's declaration. keeps_state: whether its layers have a
+    state of the text so far. n_tokens: of the file's vocabulary; a slice of the output matrix has a
+    part. row_parts: rows of the model's width that cross a cut for each token. enters, again:
+    whether callbacks put rows in, and once more. further_ids: sequence ids that it needs besides
+    those of the rows and the grave.
+    """
+
+    def __init__(self, handle: Any, *, head: bool = False) -> None:
+        self.handle, self._head = handle, head
+        self.architecture = metadata(handle, "general.architecture")
+        self.own = own = declared(self.architecture)
+        self.is_slice = bool(metadata(handle, "pipeinfer.piece"))
+        self.has_experts = int(metadata(handle, f"{self.architecture}.expert_count") or 0) > 0
+        self.has_windows = not head and bool(binding.llama_model_n_swa(handle) > 0)
+        self.keeps_state = not head and (own.whole or bool(
+            binding.llama_model_is_recurrent(handle) or binding.llama_model_is_hybrid(handle)))
+        self.n_tokens = int(binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(handle)))
+        self.row_parts = own.row_parts(lambda key: metadata(handle, f"{self.architecture}.{key}"))
+        self.enters = bool(own.entry) and not head
+        self.again = bool(own.again) and not head and self.row_parts > 1
+        self.further_ids = 0 if own.whole else (
+            _WITH_WINDOWS * self.has_windows + self.keeps_state)
+
+    def chooses_experts(self, path: str | os.PathLike[str], options: LlamaOptions) -> bool:
+        """Return whether pipeinfer's own code computes the routers of this mixture."""
+        return self.has_experts and not self._head and options.on_cpu \
+            and eval_callback.single_row_dot() is not None and eval_callback.of_floats(path)
+
+    def most_rows(self, *, chooses_experts: bool) -> int:
+        """Return the most rows of a trial that this kind of model allows."""
+        if self.own.alone:
+            return 1  # a trial has several sequences
+        if not self.has_experts:
+            return 1 << 16
+        # A short trial seldom detects that a router's product depends on the number of rows:
+        # quantisation hides most differences
+        return eval_callback.MOST_ROWS if chooses_experts else 1
+
+    def _expert_sum(self) -> ExpertSum:
+        """Return where the experts of a slice are summed."""
+        if not (self.is_slice and self.has_experts):
+            return ExpertSum.NONE
+        shared = int(metadata(self.handle, "pipeinfer.shared_expert") or 0)
+        return ExpertSum.SHARED if shared else ExpertSum.ALONE
+
+    def callback(self, source: str | os.PathLike[str] | Routers | None, layers: tuple[int, int],
+              options: LlamaOptions, *, last: bool, chooses_experts: bool, kind: type[EvalCallback]
+              ) -> EvalCallback | None:
+        """Return the callbacks that this shard needs; None for one that runs without any.
+
+        source: the routers of a slice with some of the experts, or the file that they are read from
+        """
+        own = self.own
+        pools = last and int(metadata(self.handle, f"{self.architecture}.pooling_type") or 0) > 0
+        if self._head and not self.is_slice:
+            return None
+        if last and not (self.is_slice or own.entry or options.layer_callbacks or chooses_experts
+                         or pools):
+            return None
+        count = layers[1] - layers[0]
+        older = own.older_output and find_library().compiled
+        output = own.older_output if older else own.output
+        inner = "%d" not in output and count < binding.llama_model_n_layer(self.handle)
+        callback = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else output)
+        if self.again:
+            callback.enter_again(own.again)
+        callback.sum_experts_at(self._expert_sum())
+        if metadata(self.handle, "pipeinfer.experts"):
+            if not chooses_experts:
+                raise BackendError("slices with whole experts need layers on the processor and "
+                                   "routers in float32: use fewer slices")
+            assert source is not None
+            callback.select_among(source if isinstance(source, Routers) else Routers(source))
+        elif chooses_experts:
+            callback.choose_experts_row_by_row()
+        return callback

@@ -2,18 +2,23 @@
 
 See `models.excerpt` for the choice. Times come from as many layers as the processor's caches cannot
 hold, since a single small layer would be read from there.
+
+Quantisation of activations hides most rounding errors of a kernel from the layer's own output. So
+rows are compared by every product of a weight and by attention's output as well (`InnerBackend`).
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from msgspec import structs
+from typing_extensions import override
 
 from pipeinfer.backends.exact_width import (
     FAR,
@@ -24,11 +29,13 @@ from pipeinfer.backends.exact_width import (
     exact_width,
     still_exact,
 )
+from pipeinfer.backends.llamacpp import eval_callback
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import make_context
-from pipeinfer.backends.llamacpp.inner_results import InnerBackend
-from pipeinfer.backends.llamacpp.loaded import LoadedModel
+from pipeinfer.backends.llamacpp.context import LoadedModel, make_context
+from pipeinfer.backends.llamacpp.eval_callback import EvalCallback, Routers, source_of, weight_of
+from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.host import last_level_cache
+from pipeinfer.llama import binding
 from pipeinfer.models.excerpt import Kinds, kinds_of, write_head
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource
@@ -52,14 +59,14 @@ def excerpt_of(backend: LlamaCppBackend, n_layers: int, kind: type[Kind]) -> Kin
         info, last=False, layers=(start, start + n_layers), n_seq_max=3,
         n_ctx=min(info.n_ctx, MOST_CELLS), n_batch=min(info.n_batch, MOST_ROWS))
     options = structs.replace(backend.options, layer_callbacks=True, lend=False)
-    loaded, own = LoadedModel(backend._model), backend._probe
-    probe = loaded.probe(None if own is None else own.routers, info.layers, options, last=False,
-                         chooses_experts=own is not None and own.chooses_experts,
-                         kind=kind.probe_type)
+    loaded, own = LoadedModel(backend._model), backend._callback
+    callback = loaded.callback(
+        None if own is None else own.routers, info.layers, options, last=False,
+        chooses_experts=own is not None and own.chooses_experts, kind=kind.callback_type)
     sizes = (info.n_ctx, info.n_seq_max + 1 + loaded.further_ids, info.n_batch,
              backend.most_threads)
-    context = make_context(info.architecture, loaded.handle, probe, sizes, options)
-    found = kind(loaded, context, probe, info, options)
+    context = make_context(info.architecture, loaded.handle, callback, sizes, options)
+    found = kind(loaded, context, callback, info, options)
     found._owned, found.exact_limit = False, backend.exact_limit
     return found
 
@@ -145,3 +152,85 @@ def layers_to_time(sizes: Sequence[int]) -> int:
         if found >= need:
             return count
     return len(sizes)
+
+
+_ATTENTION = b"kqv_out-"
+_DELTA_NET = b"attn_output-"  #: what a delta net gives; in layers with attention their product
+#: weights of three dimensions, whose products have rows of a head together, not of a token
+_BY_HEAD = (b".attn_k_b.weight", b".attn_v_b.weight", b".attn_output_a.weight")
+
+
+class InnerCallback(EvalCallback):
+    """Copies the products and the outputs of attention of each decode.
+
+    wanted: whether they are copied; otherwise the decode ends after attention of the last layer,
+        when the cache is complete.
+    """
+
+    def __init__(self, last_layer: int, first_layer: int = 0, entry: str = "",
+                 output: str = "l_out-%d") -> None:
+        super().__init__(last_layer, first_layer, entry, output)
+        self._look_inside()
+        self.function, self.data = self._own, None  # the compiled filter passes none of them on
+        self.wanted = True
+        self._last_attention = _ATTENTION + b"%d" % last_layer
+        self._parts: dict[bytes, list[FloatArray]] = {}
+
+    @override
+    def select_among(self, routers: Routers) -> None:
+        # only the C part selects among the experts of all slices: what is compared here are those
+        # of this slice, selected among themselves
+        self.choose_experts_row_by_row()
+
+    def rows(self, count: int) -> list[FloatArray]:
+        """Return and forget what was copied: float32[count, n] for each tensor; several have the
+        same name in some graphs."""
+        parts, self._parts = self._parts, {}
+        return [one.reshape(count, -1) for name in sorted(parts) for one in parts[name]]
+
+    def _call(self, tensor: int, ask: bool, data: int | None) -> bool:
+        if self.ended:
+            return ask
+        name: bytes = binding.ggml_get_name(tensor)
+        if not (name.startswith((_ATTENTION, _DELTA_NET)) or self._is_product(tensor)):
+            return super()._call(tensor, ask, data)
+        if ask:
+            return True
+        if self._filter.row_by_row and eval_callback.is_router(tensor, self._filter.source):
+            super()._call(tensor, ask, data)
+        try:
+            if self.wanted:
+                self._copy(name, tensor)
+        except BaseException as error:  # an exception cannot cross C: raised after the decode
+            self.error = error
+            return self._end()
+        if self.wanted or name != self._last_attention:
+            return True
+        self.hidden_done = True
+        return self._end()
+
+    def _is_product(self, tensor: int) -> bool:
+        source = self._filter.source
+        weight = weight_of(tensor, source)
+        return bool(weight) and not weight.endswith(_BY_HEAD) and source_of(tensor, source, 1) != 0
+
+    def _copy(self, name: bytes, tensor: int) -> None:
+        found = np.empty(binding.ggml_nelements(tensor), np.float32)
+        binding.ggml_backend_tensor_get(tensor, found.ctypes.data, 0, found.nbytes)
+        self._parts.setdefault(name, []).append(found)
+
+
+class InnerBackend(LlamaCppBackend):
+    """An excerpt that returns float32[n, more than n_embd]: hidden rows, and what `InnerCallback`
+    copied of each. Rows without outputs only fill the cache; their results have no meaning."""
+
+    callback_type = InnerCallback
+    _callback: InnerCallback
+
+    def decode(self, rows: Rows, hidden: FloatArray | None = None,
+               should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
+        """Evaluate `rows`; each makes one cell."""
+        self._callback.wanted = bool(rows.outputs.any())
+        result = super().decode(rows, hidden, should_stop)
+        inside = self._callback.rows(len(rows))
+        return result if result is None else np.concatenate([result, *inside], axis=1)

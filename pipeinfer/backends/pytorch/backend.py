@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
-from pipeinfer.backends.llamacpp.layer_probe import PartSum
+from pipeinfer.backends.llamacpp.eval_callback import PartSum
 from pipeinfer.backends.pytorch.attention import CellStore, Reading, reading
 from pipeinfer.backends.pytorch.cells import CellTable, check_rows
 from pipeinfer.backends.pytorch.linear import DecodeAborted, Summing, Tiling, sum_up, tile

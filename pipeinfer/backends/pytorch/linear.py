@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 from torch.nn.functional import linear
 
-from pipeinfer.backends.llamacpp.layer_probe import PartSum, place_of
+from pipeinfer.backends.llamacpp.eval_callback import PartSum, place_of
 
 
 class DecodeAborted(Exception):

@@ -204,10 +204,10 @@ def _measured_links(place: Place) -> list[dict[str, float]]:
     if place.comm is None:
         return []
     from pipeinfer.cluster.shutdown import part
-    from pipeinfer.transport import mpi_startup
+    from pipeinfer.transport import mpi_job
 
-    own = [structs.asdict(link) for link in mpi_startup.measure_links(place.comm)]
-    texts = mpi_startup.gather_json(place.comm, json.dumps(own)) or []
+    own = [structs.asdict(link) for link in mpi_job.measure_links(place.comm)]
+    texts = mpi_job.gather_json(place.comm, json.dumps(own)) or []
     part(place)
     return [one for text in texts for one in json.loads(text)]
 

@@ -153,10 +153,10 @@ def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | Non
     Returns the result at rank 0, None elsewhere. Raises UsageError when the number of ranks does
     not fit.
     """
-    from pipeinfer.transport import mpi, mpi_job, mpi_startup  # only ranks of a job load MPI
+    from pipeinfer.transport import mpi, mpi_job  # only ranks of a job load MPI
 
     comm = mpi_job.world()
-    mpi_startup.introduce(comm)
+    mpi_job.introduce(comm)
     n_stages = len(scenario.stages)
     if comm.Get_size() != n_stages + 1:
         raise UsageError(f"{n_stages} stages and a head need {n_stages + 1} ranks, but there are "

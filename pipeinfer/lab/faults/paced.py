@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.backends.composed import ComposedBackend
-from pipeinfer.backends.llamacpp.layer_probe import PartSum
+from pipeinfer.backends.llamacpp.eval_callback import PartSum
 from pipeinfer.backends.team import Team
 from pipeinfer.core.types import END, FloatArray, Rows
 

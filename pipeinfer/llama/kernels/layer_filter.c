@@ -2,7 +2,7 @@
 
    llama.cpp calls it for every node to find out whether the node is wanted; on a deep model these are
    thousands of calls per token. Only outputs of layers reach Python; partial results of sums go to
-   sums.c. See layer_probe.py, whose struct Filter has the same fields. Loaded with ctypes: needs
+   sums.c. See eval_callback.py, whose struct Filter has the same fields. Loaded with ctypes: needs
    neither Python's nor llama.cpp's headers. */
 
 #include <math.h>
@@ -15,11 +15,11 @@
 
 enum { NOTHING, LAST, SOME, ENDED };
 enum { MOST_EXPERTS = 512 };  /* llama.cpp's own limit */
-enum { NO_EXPERTS, ALONE, SHARED };  /* see LayerProbe.experts */
+enum { NO_EXPERTS, ALONE, SHARED };  /* see EvalCallback.experts */
 
 struct filter {
     const char *(*name_of)(const void *tensor);           /* ggml_get_name */
-    bool (*reached)(void *tensor, bool ask, void *data);  /* LayerProbe */
+    bool (*reached)(void *tensor, bool ask, void *data);  /* EvalCallback */
     const char *last;                                     /* name of the last layer's output */
     int wants;
     int stride;  /* SOME: the output of each so many layers, and the last */
@@ -100,7 +100,7 @@ static bool by_rows(const struct filter *filter, char *tensor)
 }
 
 /* The number of the layer whose experts' part of the sum a tensor is, -1 for none: see
-   LayerProbe.experts. */
+   EvalCallback.experts. */
 static int layer_of_experts(const struct filter *filter, const char *tensor)
 {
     static const char prefix[] = "ffn_moe_out-";
@@ -113,7 +113,7 @@ static int layer_of_experts(const struct filter *filter, const char *tensor)
     return strncmp(name, prefix, length) == 0 ? atoi(name + length) : -1;
 }
 
-/* Which sum of the model a tensor is a part of, -1 for none: see place_of in layer_probe.py. */
+/* Which sum of the model a tensor is a part of, -1 for none: see place_of in eval_callback.py. */
 static int place_of(const struct filter *filter, const char *tensor)
 {
     const char *name = weight_of(filter, tensor);
@@ -144,7 +144,7 @@ static void note(struct filter *filter, const char *tensor)
 
 /* Of a slice that has whole experts: replace the experts of each row by those of all slices that it
    draws, and their weights by the softmax of the routers' products. Experts of other slices get the
-   weight 0 and the number of one that is computed anyway. See LayerProbe.select_among. */
+   weight 0 and the number of one that is computed anyway. See EvalCallback.select_among. */
 static bool select_experts(struct filter *filter, const char *tensor, int layer)
 {
     const struct router *router = &filter->routers[layer];
@@ -200,7 +200,7 @@ bool pipeinfer_layer_filter(void *tensor, bool ask, void *data)
     const char *name;
     int place;
 
-    if (filter->wants == ENDED)  /* see LayerProbe._call */
+    if (filter->wants == ENDED)  /* see EvalCallback._call */
         return ask;
     if (filter->sliced && (place = place_of(filter, tensor)) >= 0) {
         if (ask)

@@ -1,4 +1,4 @@
-"""llama.cpp's evaluation callback for a shard.
+"""llama.cpp's eval callback (`cb_eval`), by which all is done that is done inside of a graph.
 
 It copies the shard's hidden rows out, stops a decode at a layer boundary, passes the partial
 results of a wide stage to the all-reduce, computes the routers of mixtures row by row, and puts
@@ -8,12 +8,18 @@ llama.cpp calls it for every node of a graph, thousands of times per token on a 
 `layer_filter.c` was compiled, it handles the calls for tensors that are not a layer's output;
 otherwise Python does, at 1 to 2 us each. Identifies tensors by their names in llama.cpp's graphs
 (`l_out-<layer>`); independent of rows and caches.
+
+Routers: a mixture's router is a product of float32 matrices. For one row llama.cpp uses another
+kernel than for several, which sums in another order. So where few rows are decoded together, each
+row's product is computed once more, by the function for single rows, and a row's experts do not
+depend on other rows of the batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import cache
@@ -21,14 +27,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeinfer.backends.llamacpp import routers
-from pipeinfer.backends.llamacpp.routers import Routers
-from pipeinfer.backends.llamacpp.tensors import source_of, source_offset, weight_of
 from pipeinfer.core.types import FloatArray
-from pipeinfer.errors import BackendError
+from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.short_runs import KERNELS
 from pipeinfer.loading import c_part
+from pipeinfer.models import slice_parts
+from pipeinfer.models.architectures import declared
+from pipeinfer.models.gguf import ModelFile
 
 _NOTHING, _LAST, _SOME, _ENDED = range(4)
 #: how often a decode is cut to check whether to stop: after each cut the threads have to start
@@ -82,14 +88,14 @@ class Filter(ctypes.Structure):
                 ("again", ctypes.c_char_p))
 
 
-class LayerProbe:
+class EvalCallback:
     """One context's callback; `arm` it before a decode and read the outcome afterwards.
 
     last_layer: number of the file's last layer, from 0
     first_layer: number of the file's first layer in the model
     entry: name of the tensor that the first layer reads, for rows that are put in there
     output: name of the last layer's output, with "%d" for its number
-    callback, data: for llama.cpp
+    function, data: for llama.cpp
     hidden_done: whether the rows were copied
     entered: whether the given rows were put in
     stopped: whether `should_stop` returned True, or a sum returned False
@@ -120,9 +126,9 @@ class LayerProbe:
         self.chooses_experts = False  #: whether it computes the routers of mixtures
         function = compiled_filter()
         if function is None:
-            self.callback, self.data = self._own, None
+            self.function, self.data = self._own, None
         else:
-            self.callback, self.data = kind(_address(function)), ctypes.addressof(self._filter)
+            self.function, self.data = kind(_address(function)), ctypes.addressof(self._filter)
 
     def sum_with(self, sums: PartSum | None, *, on_device: bool = False) -> None:
         """Sum the partial results of a slice from now on; None: use each partial result as the sum.
@@ -158,7 +164,7 @@ class LayerProbe:
 
     def choose_experts_row_by_row(self) -> None:
         """Compute the routers' products of few rows as those of single rows from now on: see
-        `routers`.
+        `by_rows`.
 
         Raises BackendError where tensors' sources cannot be found.
         """
@@ -166,7 +172,7 @@ class LayerProbe:
         own = self._filter
         own.elements_of = _address(binding.ggml_nelements)
         own.rows_of = _address(binding.ggml_nrows)
-        own.dot = _address(routers.single_row_dot())
+        own.dot = _address(single_row_dot())
         self.chooses_experts = True
 
     def select_among(self, routers: Routers) -> None:
@@ -210,7 +216,7 @@ class LayerProbe:
         self._embedding = embedding
         self._filter.enters = given is not None or embedding is not None
         self._filter.row_by_row = self.routers is None and self.chooses_experts \
-            and 1 < rows <= routers.MOST_ROWS
+            and 1 < rows <= MOST_ROWS
         self.hidden_done = self.stopped = self.entered = False
         self.error = None
         self._filter.wants = _SOME if should_stop is not None else \
@@ -227,13 +233,13 @@ class LayerProbe:
                 return ask
             if self._sums is not None and (place := self._place_of(tensor)) >= 0:
                 return ask or self._sum(self._sums, tensor, place)
-            if self._filter.row_by_row and routers.is_router(tensor, self._filter.source):
+            if self._filter.row_by_row and is_router(tensor, self._filter.source):
                 if not ask:
-                    routers.by_rows(tensor, self._filter.source)
+                    by_rows(tensor, self._filter.source)
                 return True
             if self.routers is not None and not ask and binding.ggml_get_name(tensor).startswith(
                     self.routers.weights):
-                raise BackendError(routers.UNKNOWN)  # the C part could not do it
+                raise BackendError(UNKNOWN)  # the C part could not do it
             if self._filter.enters and (found := binding.ggml_get_name(tensor)) in (
                     self._filter.entry, self._filter.again):
                 return ask or self._enter(tensor, again=found != self._filter.entry)
@@ -349,3 +355,130 @@ def compiled() -> Any | None:
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@cache
+def source_offset() -> int:
+    """Return the offset of the first source's address in a tensor, in bytes.
+
+    Found by searching the memory of a product of two tensors, as no function returns it. Raises
+    BackendError for an unknown layout.
+    """
+    room = 4 * binding.ggml_tensor_overhead() + 4096
+    # zeroed: the search reads a little beyond the tensor, where old memory may have the addresses
+    memory = ctypes.create_string_buffer(room)
+    context = binding.ggml_init(binding.ggml_init_params(room, ctypes.addressof(memory), True))
+    try:
+        first, second = (binding.ggml_new_tensor_2d(context, 0, 8, 8) for _ in range(2))
+        product = binding.ggml_mul_mat(context, first, second)
+        words = binding.ggml_tensor_overhead() // 8
+        values = list((ctypes.c_uint64 * words).from_address(product))
+    finally:
+        binding.ggml_free(context)
+    found = [8 * i for i, value in enumerate(values) if value == first]
+    if len(found) != 1 or values.count(second) != 1 or values.index(second) != found[0] // 8 + 1:
+        raise BackendError("tensors of this llama.cpp are laid out in an unknown way, so it cannot "
+                           "hold slices: install the version that constraints.txt names")
+    return found[0]
+
+
+def source_of(tensor: int, source: int, which: int) -> int:
+    """Return a tensor's source number `which` (0 or 1), 0 for none; source: as from
+    `source_offset`.
+    """
+    return ctypes.c_void_p.from_address(tensor + source + 8 * which).value or 0
+
+
+def weight_of(tensor: int, source: int) -> bytes:
+    """Return the name of the layer's weight that is a tensor's first source; empty for none."""
+    first = source_of(tensor, source, 0)
+    name: bytes = binding.ggml_get_name(first) if first else b""
+    return name if name.startswith(b"blk.") else b""
+
+
+#: decodes of at most so many rows have their routers' products row by row; longer ones are chunks
+#: of prompts, whose cuts do not depend on other requests
+MOST_ROWS = 16
+MOST_EXPERTS = 512  #: of a layer; llama.cpp's own limit
+UNKNOWN = ("this llama.cpp hands rows to routers in an unknown way: install the version that "
+           "constraints.txt names")
+_FLOAT32 = 0  #: ggml's number of the type
+_NAMES = (b".ffn_gate_inp.weight", b".ffn_gate_inp_shexp.weight")
+
+
+class _Router(ctypes.Structure):
+    """The router of a layer: struct router of `layer_filter.c`."""
+
+    _fields_ = (("weights", ctypes.c_void_p), ("biases", ctypes.c_void_p))
+
+
+class Routers:
+    """The routers of a slice that has whole experts: with the rows of all slices' experts.
+
+    count: experts of a layer
+    drawn: experts of a row
+    own: the first expert of the slice, and how many it has
+    weights: beginning of the name of the tensor with the weights of the drawn experts
+    Raises ModelError for a damaged file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        model = ModelFile(path)
+        self.count, first, own, self.drawn = (
+            value if isinstance(value, int) else -1 for value in (
+                model.get("pipeinfer.experts"), model.get("pipeinfer.first_expert"),
+                model.arch_get("expert_count"), model.arch_get("expert_used_count")))
+        if first < 0 or not (
+                0 < self.drawn <= own <= self.count - first <= self.count <= MOST_EXPERTS):
+            raise ModelError(f"{path}: has {own} of {self.count} experts from {first} on, of which "
+                             f"a row draws {self.drawn}; remove the file, it is then made again")
+        self.own = first, own
+        self._arrays = slice_parts.read_routers(model)
+        self.weights = f"ffn_moe_weights_{declared(model.architecture).drawn}-".encode()
+        self._table = (_Router * model.n_layers)(*(
+            _Router(weights.ctypes.data, None if biases is None else biases.ctypes.data)
+            for weights, biases in self._arrays))
+        self.address = ctypes.addressof(self._table)
+
+
+@cache
+def single_row_dot() -> Any | None:
+    """Return ggml's product of float32 vectors for single rows: (n, to, 0, x, 0, y, 0, 1).
+
+    None where the library's kernels are plug-ins, which do not export it.
+    """
+    binding.loaded()
+    traits = getattr(binding, "ggml_get_type_traits_cpu", None)
+    return None if traits is None else traits(_FLOAT32).contents.vec_dot
+
+
+def is_router(tensor: int, source: int) -> bool:
+    """Return whether a tensor is a router's product; source: as from `source_offset`."""
+    return weight_of(tensor, source).endswith(_NAMES)
+
+
+def by_rows(tensor: int, source: int) -> None:
+    """Overwrite a router's product with the products of single rows.
+
+    tensor, source: as for `is_router`
+    Raises BackendError for rows that are not contiguous.
+    """
+    weights, inputs = (source_of(tensor, source, which) for which in (0, 1))
+    if binding.ggml_nbytes(inputs) != 4 * binding.ggml_nelements(inputs):
+        raise BackendError(UNKNOWN)
+    dot = single_row_dot()
+    assert dot is not None
+    count = binding.ggml_nrows(weights)
+    length = binding.ggml_nelements(weights) // count
+    to, weight, row = map(binding.ggml_get_data, (tensor, weights, inputs))
+    for k in range(binding.ggml_nrows(inputs)):
+        for i in range(count):
+            dot(length, to + 4 * (k * count + i), 0, weight + 4 * i * length, 0,
+                row + 4 * k * length, 0, 1)
+
+
+def of_floats(path: str | os.PathLike[str]) -> bool:
+    """Return whether all routers of the file at `path` are float32. Raises ModelError."""
+    tensors = ModelFile(path).tensors
+    return all(tensor.type == _FLOAT32 for name, tensor in tensors.items()
+               if name.encode().endswith(_NAMES))

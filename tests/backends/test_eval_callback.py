@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp import layer_probe
+from pipeinfer.backends.llamacpp import eval_callback
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import make_rows
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
@@ -18,7 +18,7 @@ ROWS = make_rows([(5, 0, (0,), True), (6, 1, (0,), True)])
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("probe")
+    folder = tmp_path_factory.mktemp("callback")
     path = write_random_model(folder / "m.gguf", RandomSpec(n_layer=N_LAYERS + 1, qtype="Q8_0"))
     return extract_shard(ModelFile(path), 0, N_LAYERS, cache_dir=folder)
 
@@ -27,16 +27,16 @@ def load(path, monkeypatch, *, compiled, layers=N_LAYERS, total=N_LAYERS + 1):
     """The backend, and the calls that reach Python: (name, ask)."""
     calls = []
     if not compiled:
-        monkeypatch.setattr(layer_probe, "compiled_filter", lambda: None)
-    elif layer_probe.compiled_filter() is None:
+        monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
+    elif eval_callback.compiled_filter() is None:
         pytest.skip("layer_filter.c was not compiled here")
-    original = layer_probe.LayerProbe._call
+    original = eval_callback.EvalCallback._call
 
     def call(self, tensor, ask, data):
-        calls.append((layer_probe.binding.ggml_get_name(tensor), ask))
+        calls.append((eval_callback.binding.ggml_get_name(tensor), ask))
         return original(self, tensor, ask, data)
 
-    monkeypatch.setattr(layer_probe.LayerProbe, "_call", call)
+    monkeypatch.setattr(eval_callback.EvalCallback, "_call", call)
     backend = LlamaCppBackend.load(
         path, layers=(0, layers), n_layers_total=total, first=True, last=False, n_ctx=256,
         n_seq_max=1, n_batch=8, n_threads=1)
@@ -84,9 +84,9 @@ def test_both_give_the_same_hidden_rows(shard, monkeypatch):
 
 def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "_layer_filter.abi3.so").write_bytes(b"not a library")
-    monkeypatch.setattr(layer_probe, "KERNELS", tmp_path)
-    layer_probe.compiled.cache_clear()
+    monkeypatch.setattr(eval_callback, "KERNELS", tmp_path)
+    eval_callback.compiled.cache_clear()
     try:
-        assert layer_probe.compiled_filter() is None
+        assert eval_callback.compiled_filter() is None
     finally:
-        layer_probe.compiled.cache_clear()
+        eval_callback.compiled.cache_clear()
