@@ -29,7 +29,8 @@ from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_messages as blocks
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
-from pipeinfer.server.asking_again import Kind, RepeatedRequests, writer_of
+from pipeinfer.server.answers import Reader
+from pipeinfer.server.asking_again import AnswerRoutes, Kind
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import knows_tools
@@ -39,7 +40,7 @@ from pipeinfer.server.middleware import surround
 from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
-from pipeinfer.server.streaming import ClientLeft, EventStream, events, finished, pipeline, whole
+from pipeinfer.server.streaming import ClientLeft, EventStream, finished, pipeline
 from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
@@ -96,7 +97,7 @@ class Server:
         self.settings = client.settings
         self.created = int(time.time())
         self._grammars: Grammars | None = None
-        self.again = RepeatedRequests(client)
+        self.again = AnswerRoutes(client)
         self.races = Races(client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
@@ -157,10 +158,10 @@ class Server:
         inputs = await asyncio.to_thread(embeddings.inputs_of, body, tokenizer, self._n_ctx)
         vectors = []
         for start in range(0, len(inputs), settings.parallel):
-            job = self.client.submit(embeddings.asked(
+            one = await self.client.answers.begin(embeddings.asked(
                 inputs[start:start + settings.parallel], facts.get("pooling", "last")))
-            await finished(job, request)
-            vectors += [embeddings.vector_of(one) for one in job.generations]
+            await finished(Reader(one, tokenizer), request)
+            vectors += map(embeddings.vector_of, one.generations)
         return Reply(embeddings.answer(vectors, sum(map(len, inputs)), settings.name,
                                        body.encoding_format == "base64"))
 
@@ -179,15 +180,7 @@ class Server:
         with schema.own_names(body):
             asked = await in_thread(wanted, request_of, wanted, model)
         asked.notes[:0] = notes
-        writer = writer_of(kind, body, asked, self.settings.name, tokenizer)
-        if (kept := await self.again.keep(kind, body, writer, request)) is not None:
-            return kept
-        job = self.client.submit(asked)
-        writer.start(job.generations)
-        if asked.stream:
-            return EventStream(events(job, writer), self.settings.client_timeout,
-                               lambda: job.abort("disconnected"))
-        return Reply(await whole(job, writer, request))
+        return await self.again.begin(kind, body, asked, request)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name and not self.settings.any_name:

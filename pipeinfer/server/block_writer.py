@@ -46,7 +46,7 @@ class BlockWriter(ResponsesWriter):
 
     @override
     def chunks(self, choice: ResponseChoice) -> list[Mapping[str, Any]]:
-        ended = choice.generation.ended and choice.generation.failure is None
+        ended = choice.complete
         self._take(choice, ended)
         if ended:
             choice.done = True
@@ -82,7 +82,7 @@ class BlockWriter(ResponsesWriter):
     # --- parts --------------------------------------------------------------------------------
 
     def _take(self, choice: ResponseChoice, ended: bool) -> None:
-        for part in self._split(choice, choice.generation.take(), ended):
+        for part in self._split(choice, choice.reading.take(), ended):
             if isinstance(part, Words | Thought):
                 self._continue("text" if isinstance(part, Words) else "thinking", part.text)
                 continue
@@ -124,7 +124,7 @@ class BlockWriter(ResponsesWriter):
         reason = self._reason(choice)
         if reason == "length":
             return "max_tokens", None
-        if stop := choice.generation.stop:
+        if stop := choice.reading.stop:
             return "stop_sequence", stop
         return ("tool_use" if reason == "tool_calls" else "end_turn"), None
 

@@ -41,8 +41,8 @@ def asked(inputs: list[list[int]], pooling: Pooling) -> EngineRequest:
 
 def vector_of(generation: Generation) -> FloatArray:
     """Return the embedding in a result, float32[n_embd], scaled to length 1."""
-    (piece,) = generation.take().pieces
-    row = np.array([element for _, element in piece.top], np.float32)
+    ((_, _, _, top, _),) = generation.rows
+    row = np.array([element for _, element in top], np.float32)
     return row / np.float32(max(float(np.linalg.norm(row)), 1e-12))
 
 

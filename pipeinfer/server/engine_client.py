@@ -12,14 +12,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, assert_never
+from typing import Any, Literal, TypeAlias, assert_never
 
 from msgspec import structs
 
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.answers import Answers
 from pipeinfer.server.asker import current
-from pipeinfer.server.choice import Generation, PromptProgress, Submitted
+from pipeinfer.server.choice import Generation, PromptProgress
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
@@ -51,9 +51,6 @@ from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.watcher import Watcher
 
-if TYPE_CHECKING:
-    from pipeinfer.server.kept import Archive
-
 State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
@@ -65,24 +62,6 @@ _ABORTED = {
     "timeout": Failure("timeout", "the request took longer than the server allows "
                                   "(--request-timeout)"),
 }
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A choice that has not ended.
-
-    frame: the Submit for the engine. handed: whether it was sent to one.
-    bits: `bits` of the engine to which it was sent last.
-    before: whether an earlier HTTP process had begun it.
-    progress: whether its client reads how much of the prompt is computed.
-    """
-
-    generation: Generation
-    frame: Submit
-    handed: bool = False
-    bits: object = None
-    before: bool = False
-    progress: bool = False
 
 
 class EngineClient:
@@ -106,8 +85,8 @@ class EngineClient:
         self.facts: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.tokenizer: Tokenizer | None = None
-        self.open: dict[int, _Open] = {}
-        self.archive: Archive | None = None  #: of the journal, where there is one
+        self.open: dict[int, Generation] = {}  #: choices that have not ended
+        self.answers = Answers(self)
         self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
         self.waiting = 0  #: requests that wait for admission
         self._ids = itertools.count(1)
@@ -186,43 +165,24 @@ class EngineClient:
                                 f"and {self.settings.queue} are waiting; try "
                                 "again later", code="queue_full")
 
-    def submit(self, request: EngineRequest) -> Submitted:
-        """Send every choice of a request to the engine. Raises ApiError if there is no room."""
-        tokenizer = self.check_ready()
-        self.check_room(request.count)
-        job = Submitted(self.settings.request_timeout, self.abort)
-        for index in range(request.count):
-            prompt, _ = request.choice(index)
-            generation = Generation(
-                self.new_id(), index, len(prompt), tokenizer, request.stops, job.news,
-                request.shown)
-            job.generations.append(generation)
-            self.add(generation, request)
-        return job
-
     def new_id(self) -> int:
         """Return the id of a new choice."""
         return next(self._ids)
 
-    def add(self, generation: Generation, request: EngineRequest, before: bool = False,
-            bits: object = None) -> None:
-        """Send a choice of a request to the engine.
-
-        before: an earlier process's engine had begun it, and clients may have more tokens than
-            `generation`.
-        bits: of that engine's facts.
-        """
+    def add(self, generation: Generation, request: EngineRequest) -> None:
+        """Send a choice of a request to the engine."""
         request_id, (prompt, params) = generation.request_id, request.choice(generation.index)
         asker = generation.asker = current()
         # what a process before this one had begun has no asker here
-        pool = asker.pool if self.settings.remember_answers and not before else 0
-        one = self.open[request_id] = _Open(generation, Submit(
+        pool = asker.pool if self.settings.remember_answers and not generation.before else 0
+        generation.frame = Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
-            request.decompose, pool=pool), before, bits, before, request.progress)
+            request.decompose, pool=pool)
+        self.open[request_id] = generation
         if not generation.index % request.n:  # a prompt counts once for all its choices
             asker.used(generation.counts.prompt)
         if self.state == "ready":
-            self._hand_over(one)
+            self._hand_over(generation)
 
     def abort(self, generation: Generation, reason: str) -> None:
         """End a choice whose client has gone. Without effect if it has ended."""
@@ -319,15 +279,14 @@ class EngineClient:
 
     def _progress(self, lanes: Iterable[dict[str, Any]]) -> None:
         for lane in lanes:
-            if (one := self.open.get(lane["request"])) is not None and one.progress:
-                one.generation.read(PromptProgress(
+            if (one := self.open.get(lane["request"])) is not None:
+                one.read(PromptProgress(
                     lane["prompt"], min(lane["prefilled"], lane["prompt"]), lane["reused"]))
 
     def _item(self, item: NewsItem) -> None:
-        one = self.open.get(item.id)
-        if one is None:
+        generation = self.open.get(item.id)
+        if generation is None:
             return
-        generation = one.generation
         match item:
             case Token():
                 self._token(generation, item)
@@ -343,7 +302,7 @@ class EngineClient:
     def _token(self, generation: Generation, item: Token) -> None:
         before = generation.counts.last
         try:
-            if generation.push(item.token, item.speculated, item.logprob, item.top, item.seen):
+            if generation.push((item.token, item.speculated, item.logprob, item.top, item.seen)):
                 self._send(Abort(generation.request_id, "stop"))
         except Exception as error:  # one request's trouble is not the others'
             _log.exception("token %r cannot be handled", item.token)
@@ -441,18 +400,19 @@ class EngineClient:
             self._hand_over(one)
         self._admits.set()
 
-    def _hand_over(self, one: _Open) -> None:
+    def _hand_over(self, one: Generation) -> None:
         """Let the engine continue a choice after the tokens that it has."""
-        generation, bits = one.generation, self.facts.get("bits")
-        if generation.stopped or len(generation.tokens) >= one.frame.max_tokens:
-            self._end(generation, "length", {})  # the frame with its end was lost with the engine
+        frame, bits = one.frame, str(self.facts.get("bits", ""))
+        assert frame is not None
+        if one.stopped or len(one.rows) >= frame.max_tokens:
+            self._end(one, "length", {})  # the frame with its end was lost with the engine
             return
-        if one.handed:
-            generation.restarts += 1
-            if (generation.tokens or one.before) and one.bits != bits:
-                generation.same_bits = False
-        one.handed, one.bits = True, bits
-        self._send(structs.replace(one.frame, output=tuple(generation.tokens)))
+        if one.bits is not None:
+            one.restarts += 1
+            # clients may have tokens that an earlier process did not write
+            one.same_bits &= one.bits == bits or not (one.rows or one.before)
+        one.bits = bits
+        self._send(structs.replace(frame, output=tuple(row[0] for row in one.rows)))
 
     def _lost(self, reason: str) -> None:
         """Handle an engine that has gone or cannot continue."""
@@ -490,8 +450,8 @@ class EngineClient:
 
     def _end_all(self, failure: Failure) -> None:
         for one in self.open.values():
-            one.generation.fail(failure)
-            self.metrics.ended(one.generation, "error")
+            one.fail(failure)
+            self.metrics.ended(one, "error")
         self.open.clear()
         self._end_rebalances(failure.message, failure.kind)
         self._show_state()

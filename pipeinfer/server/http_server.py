@@ -28,7 +28,6 @@ from pipeinfer.server.engines import ConnectedEngine, vocabulary
 from pipeinfer.server.entrance import Entrance, Guest
 from pipeinfer.server.http_process import url_of
 from pipeinfer.server.journal import Journal
-from pipeinfer.server.kept import Archive
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 
@@ -117,8 +116,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     await asyncio.gather(serving, following, loading, return_exceptions=True)
     for task in tasks:
         task.cancel()
-    if client.archive is not None:
-        await client.archive.close()
+    await client.answers.close()
     return int(failed)
 
 
@@ -134,10 +132,9 @@ async def load(client: EngineClient) -> None:
     chat_template.prepare()
     try:
         tokenizer = await asyncio.to_thread(vocabulary, client.settings.model)
-        if client.settings.journal and client.archive is None:
+        if client.settings.journal and not client.answers.journaled:
             journal = await asyncio.to_thread(Journal, Path(client.settings.journal))
-            client.archive = Archive(client, journal)
-            client.archive.go_on(tokenizer)
+            client.answers.open(journal, tokenizer)
         client.tokenizer = tokenizer
     except Exception as error:  # any, or /health would stay at "loading"
         expected = isinstance(error, PipeinferError)

@@ -50,7 +50,7 @@ class ItemWriter(ResponsesWriter):
 
     @override
     def chunks(self, choice: ResponseChoice) -> list[Mapping[str, Any]]:
-        ended = choice.generation.ended and choice.generation.failure is None
+        ended = choice.complete
         self._take(choice, ended)
         if ended:
             choice.done = True
@@ -86,7 +86,7 @@ class ItemWriter(ResponsesWriter):
     # --- parts --------------------------------------------------------------------------------
 
     def _take(self, choice: ResponseChoice, ended: bool) -> None:
-        for part in self._split(choice, choice.generation.take(), ended):
+        for part in self._split(choice, choice.reading.take(), ended):
             if isinstance(part, Words | Thought):
                 self._continue("message" if isinstance(part, Words) else "reasoning", part.text)
                 continue

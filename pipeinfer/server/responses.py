@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.answer_parser import AnswerParser
-from pipeinfer.server.choice import AnswerPiece, Delta, Generation, PromptProgress
+from pipeinfer.server.choice import AnswerPiece, Delta, Generation, PromptProgress, Reading
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import family_of
 from pipeinfer.server.requests import EngineRequest
@@ -48,13 +48,23 @@ _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"
 class ResponseChoice:
     """The part of a choice that was written already. text: the prompt, when it is echoed."""
 
-    generation: Generation
+    reading: Reading
     parser: AnswerParser | None = None
     text: str = ""
     called: int = 0  #: calls found so far
     progress: PromptProgress | None = None  #: that was written last
     thinks: bool = False  #: whether the last part was reasoning
     done: bool = False
+
+    @property
+    def generation(self) -> Generation:
+        """What the engine has returned for it."""
+        return self.reading.generation
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was read, without a failure."""
+        return self.reading.ended and self.generation.failure is None
 
 
 @dataclass(slots=True)
@@ -80,13 +90,14 @@ class ResponsesWriter:
         kind = "chatcmpl" if self.is_chat else "cmpl"
         self.answer_id = self.answer_id or f"{kind}-{secrets.token_hex(14)}"
 
-    def start(self, generations: Sequence[Generation]) -> None:
+    def start(self, readings: Sequence[Reading]) -> None:
         """Set the choices, in the order of their indices."""
-        for generation in generations:
+        for reading in readings:
             parser = AnswerParser(family_of(self.tokenizer.chat_template or ""), self.asked.tools,
                                   self.asked.inside) if self.is_chat else None
-            text = self.asked.texts[generation.index // self.asked.n] if self.asked.echo else ""
-            self.choices.append(ResponseChoice(generation, parser, text, thinks=self.asked.inside))
+            text = self.asked.texts[reading.generation.index // self.asked.n] \
+                if self.asked.echo else ""
+            self.choices.append(ResponseChoice(reading, parser, text, thinks=self.asked.inside))
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -100,14 +111,14 @@ class ResponsesWriter:
     def chunks(self, choice: ResponseChoice) -> Sequence[Mapping[str, Any]]:
         """Return the chunks for text that has become final, and the last one when the choice has
         ended."""
-        generation = choice.generation
-        ended = generation.ended and generation.failure is None
-        delta = generation.take()
+        generation, ended = choice.generation, choice.complete
+        delta = choice.reading.take()
         number = choice.called - 1
         parts = self._split(choice, delta, ended)
         content = _text_of(Words, parts)
         out = []
-        if generation.progress not in (None, choice.progress) and not generation.tokens:
+        if self.asked.progress and not choice.reading.read and \
+                generation.progress not in (None, choice.progress):
             out.append(self._read(choice))
         if thought := _text_of(Thought, parts):
             out.append(self._delta(choice, {"reasoning_content": thought}))
@@ -186,7 +197,7 @@ class ResponsesWriter:
 
     def whole(self) -> Mapping[str, Any]:
         """Return the answer once every choice has ended without failure."""
-        deltas = [choice.generation.take() for choice in self.choices]
+        deltas = [choice.reading.take() for choice in self.choices]
         each = list(zip(self.choices, deltas, strict=True))
         spent = timings([choice.generation for choice in self.choices])
         answer: Completion | ChatCompletion

@@ -12,15 +12,16 @@ import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pipeinfer.server.answers import Reader
 from pipeinfer.server.engine_client import EngineClient
-from pipeinfer.server.errors import ApiError, Failure, for_failure
+from pipeinfer.server.errors import ApiError, for_failure
 from pipeinfer.server.responses import ResponsesWriter
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
@@ -32,25 +33,7 @@ class ClientLeft(Exception):
     """The client disconnected before its answer was complete."""
 
 
-class Work(Protocol):
-    """The choices of a request, as the functions below use them."""
-
-    @property
-    def failure(self) -> Failure | None:
-        """The reason why the request cannot be answered, None if there is none."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has ended."""
-
-    def abort(self, reason: str) -> None:
-        """End the choices, because the client has gone; without effect after the end."""
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait for news; return whether there are any. Raises ApiError."""
-
-
-async def whole(job: Work, writer: ResponsesWriter, request: Request) -> Mapping[str, Any]:
+async def whole(job: Reader, writer: ResponsesWriter, request: Request) -> Mapping[str, Any]:
     """Wait for the end of every choice; return the answer.
 
     Raises ApiError, or ClientLeft when the client disconnects.
@@ -59,18 +42,18 @@ async def whole(job: Work, writer: ResponsesWriter, request: Request) -> Mapping
     return writer.whole()
 
 
-async def finished(job: Work, request: Request) -> None:
+async def finished(job: Reader, request: Request) -> None:
     """Wait for the end of every choice. Raises ApiError, or ClientLeft when the client
     disconnects."""
     try:
         await unless_left(_until_ended(job), request)
     finally:
-        job.abort("disconnected")
+        job.leave()
     if (failure := job.failure) is not None:
         raise for_failure(failure)
 
 
-async def _until_ended(job: Work) -> None:
+async def _until_ended(job: Reader) -> None:
     while not job.ended and job.failure is None:
         await job.wait(_PING_SECONDS)
 
@@ -95,7 +78,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(job: Work, writer: ResponsesWriter, after: int | None = None
+async def events(job: Reader, writer: ResponsesWriter, after: int | None = None
                  ) -> AsyncGenerator[bytes, None]:
     """Yield the stream of a request. A failure becomes the last event of this stream only.
 
@@ -141,7 +124,7 @@ async def events(job: Work, writer: ResponsesWriter, after: int | None = None
         _log.exception("a request's stream failed")
         yield event(writer.failed(ApiError(500, "internal server error; see its log")))
     finally:
-        job.abort("disconnected")
+        job.leave()
 
 
 def event(data: Mapping[str, Any], number: int | None = None) -> bytes:
