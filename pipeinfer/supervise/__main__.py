@@ -17,26 +17,24 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from pipeinfer.cli import inherited
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import UsageError
-from pipeinfer.supervise.hosts import Roster, clean_by_ssh
+from pipeinfer.supervise.hosts import Roster
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import name_terminal
 from pipeinfer.supervise.standard_input import passed_on
-from pipeinfer.supervise.supervisor import Supervisor
+from pipeinfer.supervise.supervisor import JobSource, Supervisor
 
 
-class _Words:
+class _Words(JobSource):
     """The command line of a script."""
 
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
                  roster: Roster | None) -> None:
         self.name, self._words, self._environ, self._roster = name, words, environ, roster
-        self.logs_at, self.waits = "its output", False
 
     @property
     def hostfile(self) -> str:
@@ -49,15 +47,6 @@ class _Words:
 
     def ask_hosts(self) -> list[str]:
         return [] if self._roster is None else self._roster.ask()
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def error(self) -> str:
-        return ""
-
-    def clean(self, host: str, job: str) -> None:
-        clean_by_ssh(host, job)
 
 
 def say(text: str) -> None:

@@ -27,12 +27,11 @@ from pipeinfer.supervise.commands_socket import (
 )
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.join.server import JoinServer
-from pipeinfer.supervise.lifecycle import HostCame, JobReady, Phase
-from pipeinfer.supervise.moves import JobMove, move
+from pipeinfer.supervise.moves import carry_out
 from pipeinfer.supervise.rules import Comeback
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
 from pipeinfer.supervise.state import Folder
-from pipeinfer.supervise.supervisor import Supervisor
+from pipeinfer.supervise.supervisor import Move, Phase, Supervisor
 
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
@@ -72,7 +71,7 @@ class Keeper:
         commands = Commands(self._folder, self._execute)
         await commands.start()
         if self._joins is not None:
-            self._joins.came = lambda _: self._supervisor.feed(HostCame())
+            self._joins.came = lambda _: self._supervisor.host_came()
         if self._left[0]:
             await self._supervisor.clean(*self._left)
         self._write()
@@ -99,17 +98,17 @@ class Keeper:
             self._write()
 
     async def _look(self) -> None:
-        job, phase = self._supervisor.running, self._supervisor.state.phase
+        job, phase = self._supervisor.running, self._supervisor.phase
         self._seen = seen = await self._http.ask(Look())
         if seen.state == "ready" and phase not in _SERVES:
-            self._supervisor.feed(JobReady(job))
+            self._supervisor.ready(job)
             if self._is(Phase.READY):
                 self._model, self._quiet_since = identity(seen.model), time.monotonic()
         if seen.open:
             self._quiet_since = time.monotonic()
 
     def _is(self, *phases: Phase) -> bool:
-        return self._supervisor.state.phase in phases
+        return self._supervisor.phase in phases
 
     async def _ask_missing(self) -> None:
         """Check the missing hosts that are due, and those whose ranks were lost."""
@@ -189,7 +188,7 @@ class Keeper:
         """
         serving = self._serving
 
-        async def plan() -> JobMove | str:
+        async def plan() -> Move | str:
             place, now = await asyncio.to_thread(serving.found, ranks), serving.settings.place
             for line in serving.roster.notes(place) if serving.roster else ():
                 report(line)
@@ -198,11 +197,11 @@ class Keeper:
                 return f"nothing to move: the job has all {now.ranks} ranks that it can"
             waits = "with slices another number of ranks may compute otherwise" \
                 if is_wide(serving.values) else ""
-            return JobMove(f"the job is moved to {place.ranks} ranks",
+            return Move(f"the job is moved to {place.ranks} ranks",
                         JobSettings(serving.words, place), waits=waits, wait=wait)
 
         try:
-            return await move(self._supervisor, serving, self._http, report, plan)
+            return await carry_out(self._supervisor, self._http, report, plan)
         finally:  # a further loss, or a job that does not start, lengthens the next wait
             for host in self._back:
                 self._comeback.present(host)
@@ -213,16 +212,16 @@ class Keeper:
         serving = self._serving
         words = command_of(command.words) if command.words else serving.words
 
-        async def plan() -> JobMove:
+        async def plan() -> Move:
             differ = serving.risky(words)
             why = f"answers depend on {', '.join(differ)}" if differ else ""
             if new_model := identity(self._seen.model) != self._model:
                 why = "the model's file is another one"
-            return JobMove("the server is reloaded",
+            return Move("the server is reloaded",
                         JobSettings(words, serving.settings.place), new_model, why,
                         command.wait, command.force)
 
-        return await move(self._supervisor, serving, self._http, report, plan)
+        return await carry_out(self._supervisor, self._http, report, plan)
 
     def _joined(self, command: JoinedHosts) -> dict[str, Any]:
         """Make or revoke a token; return the machines that have joined, and the tokens."""
@@ -241,9 +240,9 @@ class Keeper:
     # --- reporting ----------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        seen, state = self._seen, self._supervisor.state
+        seen, supervisor = self._seen, self._supervisor
         words, ranks, entries = self._serving.served
-        more = f", {state.patience.left} more after that" * (state.phase is Phase.PAUSING)
+        more = f", {supervisor.patience.left} more after that" * self._is(Phase.PAUSING)
         used = [{"host": e.host, "slots": e.slots, "state": "used", "why": ""} for e in entries]
         names = {one["host"] for one in used}
         for one in used:
@@ -260,13 +259,13 @@ class Keeper:
             if self._serving.roster is not None:
                 one["host"] = self._serving.roster.called(str(one["host"]))
         return {"name": self._folder.name, "pid": os.getpid(), "job": self._serving.name,
-                "since": self._since, "phase": state.phase.value + more,
-                "ready": state.phase in _SERVES,
+                "since": self._since, "phase": supervisor.phase.value + more,
+                "ready": self._is(*_SERVES),
                 "url": seen.url, "model": seen.name, "server": seen.state, "reason": seen.reason,
                 "open": seen.open, "held": seen.waiting,
                 "door_pid": self._http.pid, "words": words, "ranks": ranks,
-                "wanted": self._serving.wanted, "not_moved": self._supervisor.failed_move,
-                "lost": list(seen.lost), "hosts": hosts, "starts": self._supervisor.history,
+                "wanted": self._serving.wanted, "not_moved": supervisor.failed_move,
+                "lost": list(seen.lost), "hosts": hosts, "starts": supervisor.history,
                 "logs": str(self._folder.path / "logs")}
 
     def _write(self) -> None:

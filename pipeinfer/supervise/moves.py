@@ -2,7 +2,7 @@
 one starts.
 
 The HTTP process keeps every client and passes open requests on; if answers could differ, open
-requests complete first. If the next job does not start, the one before starts again (`lifecycle`).
+requests complete first. If the next job does not start, the one before starts again.
 """
 
 from __future__ import annotations
@@ -10,79 +10,53 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Hold
 from pipeinfer.supervise.commands_socket import Report
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.serving import JobSettings, Serving
-from pipeinfer.supervise.supervisor import JobChange, Supervisor
+from pipeinfer.supervise.supervisor import Move, Supervisor
 
 _POLL = 0.25  #: seconds between two checks of open requests
-
-
-@dataclass(frozen=True, slots=True)
-class JobMove:
-    """A planned move.
-
-    why: reason, for the user. settings: of the next job. new_model: see `JobChange`.
-    waits: why open requests must complete first, "" if they continue.
-    wait: most seconds for that. force: continue after that with requests still open.
-    """
-
-    why: str
-    settings: JobSettings
-    new_model: bool = False
-    waits: str = ""
-    wait: float = 0.0
-    force: bool = False
-
-
 #: returns a plan, or why there is nothing to move; raises UsageError
-Planning: TypeAlias = Callable[[], Awaitable[JobMove | str]]
+Planning: TypeAlias = Callable[[], Awaitable[Move | str]]
 
 
-async def move(supervisor: Supervisor, serving: Serving, http: HttpDoor, report: Report,
-               planning: Planning) -> str:
+async def carry_out(supervisor: Supervisor, http: HttpDoor, report: Report, planning: Planning
+                    ) -> str:
     """Replace the job by the one that `planning` returns; return the outcome in words.
 
     report: called with each line of progress. Raises UsageError if that was not done.
     """
-    number, answer = supervisor.order()
-    if supervisor.state.order != number:
-        raise UsageError(await answer)
+    order = supervisor.order()
     try:
         plan = await planning()
         if isinstance(plan, str):
-            supervisor.withdraw(number)
+            supervisor.withdraw(order)
             return plan
         if plan.waits:
-            await _until_none_is_open(http, report, plan, answer)
+            await _until_none_is_open(http, report, plan, order)
     except BaseException as error:
-        supervisor.withdraw(number, str(error))
+        supervisor.withdraw(order, str(error))
         raise
-    former = serving.settings
-    change = JobChange(plan.why, lambda: serving.take(plan.settings),
-                       lambda: serving.take(former), plan.new_model)
-    supervisor.due(number, change)
-    if failure := await answer:
+    await supervisor.due(plan, order)
+    if failure := await order:
         raise UsageError(failure)
-    said = f"{plan.why}: ready again after {time.monotonic() - change.began:.1f} s"
+    said = f"{plan.why}: ready again after {time.monotonic() - plan.began:.1f} s"
     supervisor.say(said)
-    return f"{said}; {change.open} open requests went on" if change.open else said
+    return f"{said}; {plan.open} open requests went on" if plan.open else said
 
 
-async def _until_none_is_open(http: HttpDoor, report: Report, plan: JobMove,
-                              answer: asyncio.Future[str]) -> None:
+async def _until_none_is_open(http: HttpDoor, report: Report, plan: Move,
+                              order: asyncio.Future[str]) -> None:
     """Hold new requests and wait until the open ones have ended, at most for a time; or until the
     order was answered because the job has ended.
 
     Raises UsageError if requests are still open, unless the plan forces the move.
     """
     waited, deadline = False, time.monotonic() + plan.wait
-    while (found := await http.ask(Hold(on=True))).open and not answer.done():
+    while (found := await http.ask(Hold(on=True))).open and not order.done():
         if not waited:
             waited = True
             report(f"{plan.waits}: waiting for {found.open} open requests, {plan.wait:g} s at "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 SUCCESS = 600.0  #: seconds of life after which all restarts are available again
 ALIVE = 20.0  #: seconds of life after which a failure does not count as a failed start
@@ -11,24 +10,6 @@ LONGEST = 30.0  #: most seconds between two starts
 INTERRUPTED = 130
 _NEVER_AGAIN = (0, 2, INTERRUPTED)  #: a normal end, what cannot be used as it is, an interrupt
 _HOUR = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class BackOff:
-    """Start again after `pause` seconds; `left` more times after that."""
-
-    pause: float
-    left: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Do not start again. used_up: only because no restart is left."""
-
-    used_up: bool = False
-
-
-Verdict: TypeAlias = BackOff | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +27,19 @@ class Patience:
         """Return the patience of a first start."""
         return cls(restarts, restarts, 1.0)
 
-    def after(self, status: int, lived: float) -> tuple[Patience, Verdict]:
-        """Return the patience from now on, and what follows a job that ended with `status` after
-        `lived` seconds."""
-        if status in _NEVER_AGAIN:
-            return self, End()
+    def after(self, status: int, lived: float) -> tuple[Patience, float | None]:
+        """Return the patience after a job that ended with `status` after `lived` seconds, and the
+        seconds until the next start; None if there is none."""
         left = self.restarts if lived >= SUCCESS else self.left
         # after a longer life it was no failure to start, and clients wait
         pause = 1.0 if lived >= ALIVE else self.pause
-        if left <= 0:
-            return self, End(used_up=self.restarts > 0)
-        then = Patience(self.restarts, left - 1, min(2 * pause, LONGEST))
-        return then, BackOff(pause, then.left)
+        if status in _NEVER_AGAIN or left <= 0:
+            return self, None
+        return Patience(self.restarts, left - 1, min(2 * pause, LONGEST)), pause
+
+    def used_up(self, status: int) -> bool:
+        """Whether only the number of restarts kept such a job from another start."""
+        return self.restarts > 0 and status not in _NEVER_AGAIN
 
 
 def outcome(launcher: int, said: str, *, asked: bool) -> int:

@@ -20,6 +20,7 @@ from pipeinfer.supervise.hosts import JobPlace, Roster, clean_by_ssh
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, needed, program
 from pipeinfer.supervise.logs import Logs
+from pipeinfer.supervise.supervisor import JobSource
 
 COMMAND = "serve"
 
@@ -32,7 +33,7 @@ class JobSettings:
     place: JobPlace
 
 
-class Serving:
+class Serving(JobSource):
     """The options and ranks of a server.
 
     name: id of the job. words: `serve` and its options. environ: of its launcher.

@@ -1,5 +1,5 @@
-"""The loop of every supervisor: it performs the actions that `lifecycle` returns, and sends it what
-happens.
+"""The loop of every supervisor: runs a job, starts it again when it fails, and replaces it by one
+with other settings.
 
 A `JobSource` provides the jobs; `keeper` adds the further functions of `pipeinfer up`.
 """
@@ -7,84 +7,115 @@ A `JobSource` provides the jobs; `keeper` adds the further functions of `pipeinf
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, assert_never
-
-from msgspec import structs
+from enum import Enum
+from typing import Any
 
 from pipeinfer.cluster import cleanup
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import PlanError, UsageError, ending
 from pipeinfer.server import orders
-from pipeinfer.supervise import lifecycle
-from pipeinfer.supervise.hosts import others
+from pipeinfer.supervise.hosts import clean_by_ssh, others
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
-from pipeinfer.supervise.lifecycle import Action, Event, Exit, Phase
-from pipeinfer.supervise.rules import INTERRUPTED
+from pipeinfer.supervise.rules import INTERRUPTED, Patience
 
 _END = 2.0  #: seconds for a moved job to end before it is killed
 _HISTORY = 20
+LIMIT = 600.0  #: seconds for the next job of a move to be ready
+_BACK = "back to what there was before"
 
 
-class JobSource(Protocol):
+class Phase(Enum):
+    """What the supervisor is doing; the value is shown to users."""
+
+    STARTING = "starting"
+    READY = "ready"
+    ORDERED = "ready, and about to move"
+    MOVING = "moving: the job ends"
+    TRYING = "moving: the next job starts"
+    FAILING = "moving: the next job ends, as it was not ready in time"
+    RETURNING = "the next job did not start: the job before starts again"
+    PAUSING = "starting again soon"
+    WAITING = "waiting for more machines to join"
+    ENDING = "ending"
+    STOPPED = "ended"
+
+
+_MOVES = (Phase.ORDERED, Phase.MOVING, Phase.TRYING, Phase.FAILING, Phase.RETURNING)
+
+
+class JobSource:
     """Provides the jobs of a supervisor.
 
     name: id of the job, which its processes have in their environment.
-    logs_at: where the output of its jobs is.
-    waits: whether a job that its hosts cannot hold waits for more hosts.
+    logs_at: where the output of its jobs is. waits: whether a job that its hosts cannot hold waits
+    for more hosts.
     """
 
     name: str
-    logs_at: str
-    waits: bool
+    logs_at = "its output"
+    waits = False
 
     @property
     def hostfile(self) -> str:
         """The launcher's hostfile with the hosts of the last job, "" if none: they may have
         leftovers."""
-        ...
+        return ""
+
+    @property
+    def settings(self) -> Any:
+        """The settings of the next job."""
+        return None
 
     def job(self) -> SupervisedJob:
         """Return the next start of the job."""
-        ...
+        raise NotImplementedError
+
+    def take(self, settings: Any) -> None:
+        """Use these settings for the next job. Raises UsageError."""
+        raise NotImplementedError
 
     def ask_hosts(self) -> list[str]:
         """Use the hosts that answer now; return notes for the user.
 
         Raises UsageError when the job cannot run on any.
         """
-        ...
+        return []
 
     def facts(self) -> dict[str, Any]:
         """Return what the history has about the next job."""
-        ...
+        return {}
 
     def error(self) -> str:
         """Return the error that the last job has printed, "" if none."""
-        ...
+        return ""
 
     def clean(self, host: str, job: str) -> None:
         """End the processes that a job has left on another host."""
-        ...
+        clean_by_ssh(host, job)
 
 
 @dataclass(slots=True, eq=False)
-class JobChange:
-    """A move that is prepared.
+class Move:
+    """A planned replacement of the job.
 
-    why: for the user. use, undo: set its settings, and those from before it, for the next job.
+    why: reason, for the user. settings: of the next job.
     new_model: whether the model may be another one under the same path.
+    waits: why open requests must complete first, "" if they continue.
+    wait: most seconds for that. force: continue after that with requests still open.
     began, open: when the job was ended (`time.monotonic`), and how many requests were open then.
     """
 
     why: str
-    use: Callable[[], None]
-    undo: Callable[[], None]
+    settings: Any
     new_model: bool = False
+    waits: str = ""
+    wait: float = 0.0
+    force: bool = False
     began: float = 0.0
     open: int = 0
 
@@ -96,7 +127,7 @@ class Supervisor:
         none.
     say: prints a line for the user. last: signals that end the job at once. The others let what
         runs complete first; a conversation would wait for the next message.
-    changed: called when `state` or `history` has changed.
+    changed: called when `phase` or `history` has changed.
     """
 
     def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
@@ -104,21 +135,20 @@ class Supervisor:
                  last: Sequence[signal.Signals] = (),
                  changed: Callable[[], None] = lambda: None) -> None:
         self.source, self.door, self.say, self._last = source, door, say, last
+        self.phase, self.patience = Phase.STARTING, Patience.of(restarts)
+        self.number = 0  #: of the last start
         self.running = 0  #: number of the job that runs, 0 if none does
         self.history: list[dict[str, Any]] = []
         self.failed_move = ""  #: why the last move failed
         self._changed = changed
-        self.state, actions = lifecycle.begin(restarts, waits=source.waits)
-        self._todo: asyncio.Queue[Action | BaseException] = asyncio.Queue()
-        self._add(actions)
-        self._change: JobChange | None = None
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._move: Move | None = None
+        self._order: asyncio.Future[str] | None = None  #: answer to the order in progress
+        self._failure = ""  #: why the move in progress has failed
         self._job: SupervisedJob | None = None
         self._hosts: list[str] | None = None  #: other hosts of the last job, None before the first
         self._began, self._hung_up = 0.0, False
-        self._running: asyncio.Task[int] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[int] | None = None
+        self._wake = asyncio.Event()
 
     async def run(self) -> int:
         """Run jobs until the end; return the exit status of the last one.
@@ -127,93 +157,50 @@ class Supervisor:
         """
         self._heed_signals()
         try:
-            while not isinstance(action := await self._todo.get(), Exit):
-                if isinstance(action, BaseException):
-                    raise action
-                await self._perform(action)
-            return action.status
+            again = False
+            while True:
+                status, lived = await self._one(Phase.STARTING, again)
+                while self.phase is Phase.MOVING:
+                    status, lived = await self._replace()
+                if self.phase is Phase.ENDING:
+                    return status
+                self._answer(self._failure or "the job has ended meanwhile")
+                if not await self._may_start_again(status, lived):
+                    return INTERRUPTED if self.phase is Phase.ENDING else status
+                again = True
         finally:
-            self.state = structs.replace(self.state, phase=Phase.STOPPED)
-            if self._timer is not None:
-                self._timer.cancel()
+            self.phase = Phase.STOPPED
             if self.door is not None:
                 await self.door.close()
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Handle a request to end: the first lets running requests complete, further ones end
-        the job at once."""
-        self.feed(lifecycle.Stop(at_once))
-
-    def feed(self, event: Event) -> None:
-        """Handle an event."""
-        self.state, actions = lifecycle.next_state(self.state, event)
-        self._add(actions)
+    def _enter(self, phase: Phase) -> None:
+        if self.phase is not Phase.ENDING:  # of which nothing but the end follows
+            self.phase = phase
         self._changed()
 
-    # --- moves --------------------------------------------------------------------------------
+    # --- a job --------------------------------------------------------------------------------
 
-    def order(self) -> tuple[int, asyncio.Future[str]]:
-        """Order a move, which `due` or `withdraw` follows.
-
-        Returns its number and its answer: an error, "" when it is done.
-        """
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.feed(lifecycle.Order(number))
-        return number, answer
-
-    def due(self, number: int, change: JobChange) -> None:
-        """Carry out a move that is prepared."""
-        if self.state.order == number:
-            self._change = change
-        self.feed(lifecycle.Due(number))
-
-    def withdraw(self, number: int, why: str = "") -> None:
-        """Take an order back. why: what prevents the move, "" if there is nothing to move."""
-        self.feed(lifecycle.Withdraw(number, why))
-
-    # --- actions ------------------------------------------------------------------------------
-
-    def _add(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._todo.put_nowait(action)
-
-    async def _perform(self, action: Action) -> None:
-        match action:
-            case lifecycle.Start(again):
-                self._running = asyncio.create_task(self._run(again))
-                self._running.add_done_callback(self._ended)
-            case lifecycle.Interrupt(at_once):
-                self._end(lambda job: job.interrupt(at_once=at_once))
-            case lifecycle.EndJob():
-                self._end(self._end_soon)
-            case lifecycle.Wait(seconds, job):
-                if self._timer is not None:
-                    self._timer.cancel()
-                self._timer = asyncio.get_running_loop().call_later(
-                    seconds, self.feed, lifecycle.Elapsed(job))
-            case lifecycle.Announce(back):
-                await self._announce(back)
-            case lifecycle.Apply() | lifecycle.Restore():
-                self._set(isinstance(action, lifecycle.Apply))
-            case lifecycle.Admit():
-                if self.door is not None:
-                    await self.door.ask(orders.Hold(on=False))
-            case lifecycle.Answered(order, error, refused):
-                if not refused:
-                    self.failed_move = error
-                    self._changed()
-                if not (answer := self._answers.pop(order)).done():
-                    answer.set_result(error)
-            case lifecycle.Say(text):
-                self.say(text)
-            case Exit():
-                pass
-            case _:
-                assert_never(action)
+    async def _one(self, phase: Phase, again: bool = False) -> tuple[int, float]:
+        """Run a job from its start, in `phase`, to its end; return its exit status and seconds of
+        life. again: after a failure, on the hosts that answer."""
+        self._enter(phase)
+        if self.phase is Phase.ENDING:
+            return INTERRUPTED, 0.0
+        self.number += 1
+        self._task = asyncio.create_task(self._run(again))
+        limit = asyncio.get_running_loop().call_later(LIMIT, self._late)
+        await asyncio.wait((self._task,))
+        limit.cancel()
+        status = INTERRUPTED if self._task.cancelled() else self._task.result()
+        lived = 0.0
+        if self._job is not None:
+            lived = time.monotonic() - self._began
+            self.history[-1] |= {"exit": status, "lived": round(lived, 1),
+                                 "why": self.source.error(), "moved": self.phase is Phase.MOVING}
+        self._job, self.running = None, 0
+        return status, lived
 
     async def _run(self, again: bool) -> int:
-        """Run a job from its start to its end; return its exit status."""
         if self._hosts is not None:
             await self.clean(self.source.name, self._hosts)
         if again:
@@ -221,58 +208,148 @@ class Supervisor:
         if self.door is not None:
             await self.door.open()
         self._hosts, self._began = others(self.source.hostfile), time.monotonic()
-        row = {"number": self.state.job, "at": time.time(), **self.source.facts(), "exit": None}
+        row = {"number": self.number, "at": time.time(), **self.source.facts(), "exit": None}
         self.history = [*self.history, row][-_HISTORY:]
-        self._job, self.running = self.source.job(), self.state.job
+        self._job, self.running = self.source.job(), self.number
         self._changed()
         return await self._job.run()
 
-    def _ended(self, run: asyncio.Task[int]) -> None:
-        """Handle the end of a job, or of its preparation."""
-        if not run.cancelled() and (error := run.exception()) is not None:
-            self._todo.put_nowait(error)
-            return
-        status = INTERRUPTED if run.cancelled() else run.result()
-        lived, why = 0.0, ""
-        if self._job is not None:
-            lived, why = time.monotonic() - self._began, self.source.error()
-            self.history[-1] |= {"exit": status, "lived": round(lived, 1), "why": why,
-                                 "moved": self.state.phase is Phase.MOVING}
-        self._job, self.running = None, 0
-        self.feed(lifecycle.JobEnded(status, lived, why or f"see {self.source.logs_at}"))
+    async def _may_start_again(self, status: int, lived: float) -> bool:
+        """Wait for the next start; return False if there is none."""
+        how, said = ending(status), f"the job has ended with {ending(status)}"
+        if self.source.waits and status == PlanError.exit_code:
+            self.say("the model does not fit yet: waiting for more machines to join")
+            return await self._wait(Phase.WAITING, None)
+        self.patience, pause = self.patience.after(status, lived)
+        if pause is None:
+            used_up = self.patience.used_up(status)
+            if used_up or "killed" in how:
+                self.say(said + ", and every restart is used up" * used_up)
+            return False
+        self.say(f"{said}: starting again in {pause:.0f} s ({self.patience.left} more after that)")
+        return await self._wait(Phase.PAUSING, pause)
 
-    def _end(self, how: Callable[[SupervisedJob], None]) -> None:
-        if self._job is not None:
-            how(self._job)
-        elif self._running is not None:
-            self._running.cancel()
+    async def _wait(self, phase: Phase, seconds: float | None) -> bool:
+        """Wait for some seconds, or for a host; return False if the user ends it meanwhile."""
+        self._enter(phase)
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        return self.phase is phase
 
-    def _end_soon(self, job: SupervisedJob) -> None:
+    # --- what happens meanwhile ---------------------------------------------------------------
+
+    def ready(self, job: int) -> None:
+        """Handle that the job of this number serves."""
+        if job == self.number and self.phase in (Phase.STARTING, Phase.TRYING, Phase.RETURNING):
+            self._answer(self._failure)
+            self._enter(Phase.READY)
+
+    def host_came(self) -> None:
+        """Start a job that waits for more hosts."""
+        if self.phase is Phase.WAITING:
+            self._wake.set()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Handle a request to end: the first lets running requests complete, further ones end
+        the job at once."""
+        self._answer(self._failure or "the server is ending")
+        self._enter(Phase.ENDING)
+        self._wake.set()
+        if self._job is not None:
+            self._job.interrupt(at_once=at_once)
+        elif self._task is not None:
+            self._task.cancel()
+
+    def _late(self) -> None:
+        """Handle that the next job of a move, or the one before it, is not ready in time."""
+        if self.phase is Phase.TRYING:
+            self._failure = f"the changed job is not ready after {LIMIT:g} s: {_BACK}"
+            self._enter(Phase.FAILING)
+            self._end(self._job)
+        elif self.phase is Phase.RETURNING:
+            self._answer(self._failure)
+            self._enter(Phase.STARTING)
+
+    # --- moves --------------------------------------------------------------------------------
+
+    def order(self) -> asyncio.Future[str]:
+        """Order a move, which `due` or `withdraw` follows; return its answer: an error, "" when it
+        is done. Raises UsageError."""
+        if self.phase is not Phase.READY:
+            raise UsageError(
+                "the job is being moved already: wait until that is over" if self.phase in _MOVES
+                else "the job is not ready: try again when `pipeinfer status` says so")
+        self._enter(Phase.ORDERED)
+        self._order = asyncio.get_running_loop().create_future()
+        return self._order
+
+    async def due(self, move: Move, order: asyncio.Future[str]) -> None:
+        """Carry out a move that is prepared."""
+        if order is self._order:
+            self._move, job = move, self._job
+            self._enter(Phase.MOVING)
+            await self._announce(move, move.why)
+            self.say(f"{move.why}; {move.open} open requests wait")
+            move.began = time.monotonic()
+            self._end(job)
+
+    def withdraw(self, order: asyncio.Future[str], why: str = "") -> None:
+        """Take an order back. why: what prevents the move, "" if there is nothing to move."""
+        if order is self._order:
+            self._answer(why)
+            self._enter(Phase.READY)
+
+    async def _replace(self) -> tuple[int, float]:
+        """Run the next job of a move; where it does not start, the one before."""
+        move, former = self._move, self.source.settings
+        assert move is not None
+        self._take(move.settings)
+        status, lived = await self._one(Phase.TRYING)
+        if self.phase not in (Phase.TRYING, Phase.FAILING):
+            return status, lived
+        why = self.source.error() or f"see {self.source.logs_at}"
+        self._failure = self._failure or (
+            f"the changed job does not start ({ending(status)}; {why}): {_BACK}")
+        self.say(self._failure)
+        self._take(former)
+        await self._announce(move, _BACK)
+        return await self._one(Phase.RETURNING)
+
+    def _answer(self, error: str) -> None:
+        """Answer the order in progress, if there is one, and admit requests that were held."""
+        if self._order is not None:
+            if not self._order.done():
+                self._order.set_result(error)
+            self._order, self._failure, self.failed_move = None, "", error
+            if self.door is not None:
+                self._admitting = asyncio.ensure_future(self.door.ask(orders.Hold(on=False)))
+
+    async def _announce(self, move: Move, why: str) -> None:
+        """Let the HTTP process expect another engine."""
+        if self.door is not None:
+            move.open = (await self.door.ask(orders.Move(why=why, new_model=move.new_model))).open
+
+    def _end(self, job: SupervisedJob | None) -> None:
+        """End a job, because the next one takes its requests."""
         def kill() -> None:
-            if self._job is job:
+            if self._job is job and job is not None:
                 job.kill()
 
-        job.end()
-        asyncio.get_running_loop().call_later(_END, kill)
+        if job is not None and job is self._job:
+            job.end()
+            asyncio.get_running_loop().call_later(_END, kill)
+        elif self._job is None and self._task is not None:
+            self._task.cancel()
 
-    async def _announce(self, back: bool) -> None:
-        """Tell the HTTP process that another engine follows the present one."""
-        change = self._change
-        assert change is not None
-        why = "back to what there was before" if back else change.why
-        if self.door is not None:
-            seen = await self.door.ask(orders.Move(why=why, new_model=change.new_model))
-            change.open = seen.open
-        if not back:
-            change.began = time.monotonic()
-            self.say(f"{why}; {change.open} open requests wait")
-
-    def _set(self, new: bool) -> None:
-        assert self._change is not None
+    def _take(self, settings: Any) -> None:
         try:
-            (self._change.use if new else self._change.undo)()
+            self.source.take(settings)
         except UsageError as error:  # such as a full disk; the job starts as it was
             self.say(f"error: {error}")
+
+    # --- signals and hosts --------------------------------------------------------------------
 
     async def _ask_hosts(self) -> None:
         try:

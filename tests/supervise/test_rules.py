@@ -9,32 +9,32 @@ import pytest
 from pipeinfer.cli.options import parse
 from pipeinfer.supervise.changes import is_wide, kept, risky
 from pipeinfer.supervise.logs import Splitter
-from pipeinfer.supervise.rules import BackOff, Comeback, End, Patience, outcome
+from pipeinfer.supervise.rules import Comeback, Patience, outcome
 
 
-def verdicts(patience, *ends):
-    """What follows each of these ends, (exit status, seconds of life)."""
+def pauses(patience, *ends):
+    """What follows each of these ends, (exit status, seconds of life): pause, and starts left."""
     for status, lived in ends:
-        patience, verdict = patience.after(status, lived)
-        yield verdict
+        patience, pause = patience.after(status, lived)
+        yield pause, patience.left
 
 
 def test_pauses_double_up_to_half_a_minute_and_tries_end():
-    *found, last = verdicts(Patience.of(7), *[(6, 0.1)] * 8)
-    assert [v.pause for v in found] == [1, 2, 4, 8, 16, 30, 30]
-    assert [v.left for v in found] == [6, 5, 4, 3, 2, 1, 0]
-    assert last == End(used_up=True)
-    assert list(verdicts(Patience.of(0), (6, 0.1))) == [End()]
+    assert list(pauses(Patience.of(7), *[(6, 0.1)] * 8)) == [
+        (1, 6), (2, 5), (4, 4), (8, 3), (16, 2), (30, 1), (30, 0), (None, 0)]
+    assert list(pauses(Patience.of(0), (6, 0.1))) == [(None, 0)]
+    assert [Patience.of(7).used_up(6), Patience.of(0).used_up(6)] == [True, False]
 
 
 def test_a_long_life_resets_the_count_of_restarts():
-    assert list(verdicts(Patience.of(3), (6, 1), (6, 1), (6, 20), (6, 600))) == [
-        BackOff(1, 2), BackOff(2, 1), BackOff(1, 0), BackOff(1, 2)]
+    assert list(pauses(Patience.of(3), (6, 1), (6, 1), (6, 20), (6, 600))) == [
+        (1, 2), (2, 1), (1, 0), (1, 2)]
 
 
 @pytest.mark.parametrize("status", [0, 2, 130])
 def test_what_is_not_tried_again(status):
-    assert list(verdicts(Patience.of(3), (status, 1))) == [End()]
+    assert list(pauses(Patience.of(3), (status, 1))) == [(None, 3)]
+    assert not Patience.of(3).used_up(status)
 
 
 @pytest.mark.parametrize(("launcher", "said", "asked", "status"), [

@@ -8,8 +8,9 @@ import signal
 
 import pytest
 
-from pipeinfer.supervise.lifecycle import JobReady, Phase
-from pipeinfer.supervise.supervisor import JobChange, Supervisor
+from pipeinfer.errors import UsageError
+from pipeinfer.supervise import supervisor as module
+from pipeinfer.supervise.supervisor import JobSource, Move, Phase, Supervisor
 
 
 class Job:
@@ -35,17 +36,20 @@ class Job:
         return self._status
 
 
-class Jobs:
+class Jobs(JobSource):
     """A source of jobs, which end by themselves with these exit statuses, or not (None)."""
 
-    name, logs_at, hostfile, waits = "test-no-such-job", "its logs", "", False
+    name, settings = "test-no-such-job", "old"
 
     def __init__(self, *statuses):
-        self._statuses, self.settings, self.began = list(statuses), "old", []
+        self._statuses, self.began = list(statuses), []
 
     def job(self):
         self.began.append(self.settings)
         return Job(self._statuses.pop(0))
+
+    def take(self, settings):
+        self.settings = settings
 
     def ask_hosts(self):
         return ["all hosts answer"]
@@ -66,7 +70,7 @@ def supervise(jobs, act, restarts=0):
         acting = asyncio.create_task(act(supervisor))
         status = await asyncio.wait_for(supervisor.run(), 30)
         await acting
-        assert supervisor.state.phase is Phase.STOPPED
+        assert supervisor.phase is Phase.STOPPED
         return status
 
     return asyncio.run(run()), said
@@ -76,15 +80,14 @@ async def until_it_runs(supervisor, job):
     async with asyncio.timeout(20):
         while supervisor.running != job:
             await asyncio.sleep(0.01)
-    supervisor.feed(JobReady(job))
+    supervisor.ready(job)
 
 
-async def moved(supervisor, jobs):
+async def moved(supervisor):
     """Order a move; the future of its answer."""
-    number, answer = supervisor.order()
-    supervisor.due(number, JobChange("moved", lambda: setattr(jobs, "settings", "new"),
-                                     lambda: setattr(jobs, "settings", "old")))
-    return answer
+    order = supervisor.order()
+    await supervisor.due(Move("moved", "new"), order)
+    return order
 
 
 def test_a_move_that_fails_comes_back_and_a_second_one_is_done():
@@ -92,7 +95,7 @@ def test_a_move_that_fails_comes_back_and_a_second_one_is_done():
 
     async def act(supervisor):
         await until_it_runs(supervisor, 1)
-        answer = await moved(supervisor, jobs)
+        answer = await moved(supervisor)
         await until_it_runs(supervisor, 3)
         failure = ("the changed job does not start (exit code 3; no memory): back to what there "
                    "was before")
@@ -100,7 +103,7 @@ def test_a_move_that_fails_comes_back_and_a_second_one_is_done():
         assert [row["settings"] for row in supervisor.history] == ["old", "new", "old"]
         assert [row["exit"] for row in supervisor.history] == [143, 3, None]
         assert [row.get("moved") for row in supervisor.history] == [True, False, None]
-        answer = await moved(supervisor, jobs)
+        answer = await moved(supervisor)
         await until_it_runs(supervisor, 4)
         assert (await answer, supervisor.failed_move) == ("", "")
         supervisor.stop()
@@ -151,3 +154,90 @@ def test_a_hang_up_counts_once_and_lets_requests_end_unless_it_is_a_chat(last, a
         assert asyncio.run(run()) == 143
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_job_that_dies_while_a_move_is_prepared_starts_again_as_it_was():
+    async def act(supervisor):
+        await until_it_runs(supervisor, 1)
+        order = supervisor.order()
+        with pytest.raises(UsageError, match="is being moved already"):
+            supervisor.order()
+        supervisor._job.end()
+        assert await order == "the job has ended meanwhile"
+        await supervisor.due(Move("late", "new"), order)  # which changes nothing
+        await until_it_runs(supervisor, 2)
+        supervisor.stop()
+
+    jobs = Jobs(None, None)
+    assert supervise(jobs, act, restarts=1)[0] == 5
+    assert jobs.began == ["old", "old"]
+
+
+@pytest.mark.parametrize("last", ["serves", "is late", "ends", "is stopped"])
+def test_a_next_job_that_is_not_ready_in_time_ends_and_the_one_before_comes_back(
+        monkeypatch, last):
+    monkeypatch.setattr(module, "LIMIT", 0.2)
+
+    async def act(supervisor):
+        await until_it_runs(supervisor, 1)
+        order = await moved(supervisor)
+        async with asyncio.timeout(20):
+            while supervisor.running != 3:
+                await asyncio.sleep(0.01)
+        assert supervisor.phase is Phase.RETURNING
+        with pytest.raises(UsageError, match="is being moved already"):
+            supervisor.order()
+        if last == "serves":
+            supervisor.ready(3)
+        elif last == "is stopped":
+            supervisor.stop()
+        elif last == "ends":
+            supervisor._job.end()
+        assert (await order).startswith("the changed job is not ready after 0.2 s")
+        assert supervisor.phase is {
+            "serves": Phase.READY, "is late": Phase.STARTING, "is stopped": Phase.ENDING}.get(
+                last, supervisor.phase)
+        supervisor.stop()
+
+    jobs = Jobs(None, None, None)
+    status, _ = supervise(jobs, act)
+    assert status == (143 if last == "ends" else 5)
+    assert jobs.began == ["old", "new", "old"]
+
+
+def test_a_model_that_does_not_fit_waits_for_a_host():
+    async def act(supervisor):
+        async with asyncio.timeout(20):
+            while supervisor.phase is not Phase.WAITING:
+                await asyncio.sleep(0.01)
+        with pytest.raises(UsageError, match="is not ready"):
+            supervisor.order()
+        supervisor.host_came()
+        await until_it_runs(supervisor, 2)
+        supervisor.stop()
+
+    jobs = Jobs(4, None)
+    jobs.waits = True
+    assert supervise(jobs, act)[0] == 5
+
+
+@pytest.mark.parametrize(("restarts", "status", "says"), [
+    (1, 6, ["starting again in 1 s", "all hosts answer", "every restart is used up"]),
+    (0, 137, ["killed by signal 9"]), (5, 0, []), (5, 2, [])])
+def test_what_is_said_of_the_last_end(restarts, status, says):
+    async def act(supervisor):
+        pass
+
+    found, said = supervise(Jobs(*[status] * (restarts + 1)), act, restarts)
+    assert found == status
+    assert [part in line for part, line in zip(says, said, strict=True)] == [True] * len(says)
+
+
+def test_a_pause_ends_with_the_supervisor():
+    async def act(supervisor):
+        async with asyncio.timeout(20):
+            while supervisor.phase is not Phase.PAUSING:
+                await asyncio.sleep(0.01)
+        supervisor.stop()
+
+    assert supervise(Jobs(6), act, restarts=3)[0] == 130
