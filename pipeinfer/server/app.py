@@ -172,14 +172,15 @@ class Server:
     ) -> Response:
         if (before := await self.again.known(kind, body, request)) is not None:
             return before
-        wanted, notes = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
+        notes = schema.ignored(body)
+        wanted, more = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
         tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
         self.client.check_room(1)  # before any work on the prompt
         model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
         with schema.own_names(body):
             asked = await in_thread(wanted, request_of, wanted, model)
-        asked.notes[:0] = notes
+        asked.notes[:0] = [*notes, *more]
         return await self.again.begin(kind, body, asked, request)
 
     def _check_model(self, name: str | None) -> None:

@@ -16,14 +16,6 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.schema_requests import OtherTool, Strict, Translated
 
-#: of other fields of the OpenAI API, why they are refused
-_REFUSED = {
-    "previous_response_id": "this server stores no responses: send the whole conversation as input",
-    "conversation": "this server stores no conversations: send the whole conversation as input",
-    "prompt": "this server stores no prompts: use instructions and input",
-    "background": "this server answers at once: leave it out, or use stream",
-    "top_logprobs": "use /v1/chat/completions for log probabilities",
-}
 #: types of items that other tools than functions bring into a conversation
 _OF_TOOLS = re.compile(r"_call$|_call_output$|^mcp_|^tool_search_output$|^compaction")
 
@@ -33,22 +25,9 @@ class TextPart(Strict):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    cache_control: JsonValue = None
-    annotations: JsonValue = None
-    logprobs: JsonValue = None
-    parsed: JsonValue = None
 
 
-class _Item(Strict):
-    """Fields of all items, which are accepted without effect."""
-
-    id: str | None = None
-    status: JsonValue = None
-    timestamp: JsonValue = None
-    cache_control: JsonValue = None
-
-
-class MessageItem(_Item):
+class MessageItem(Strict):
     """One turn of a conversation. reasoning: what the model thought."""
 
     type: Literal["message"] = "message"
@@ -56,21 +35,18 @@ class MessageItem(_Item):
     content: str | list[TextPart]
     reasoning: str | None = None
     reasoning_content: str | None = None
-    phase: JsonValue = None
 
 
-class CallItem(_Item):
+class CallItem(Strict):
     """A call that the model made; arguments as JSON text."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    namespace: JsonValue = None
-    parsed_arguments: JsonValue = None
 
 
-class ResultItem(_Item):
+class ResultItem(Strict):
     """What a call gave."""
 
     type: Literal["function_call_output"]
@@ -78,13 +54,11 @@ class ResultItem(_Item):
     output: str | list[TextPart]
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(Strict):
     """What the model thought before the next turn. Only its content is read."""
 
     type: Literal["reasoning"]
-    summary: JsonValue = None
     content: JsonValue = None
-    encrypted_content: JsonValue = None
 
     @property
     def text(self) -> str:
@@ -165,8 +139,6 @@ class Reasoning(Strict):
     """effort: a variable for the chat template."""
 
     effort: str | None = None
-    summary: JsonValue = None
-    generate_summary: JsonValue = None
 
 
 class ResponseRequest(Translated):
@@ -194,28 +166,9 @@ class ResponseRequest(Translated):
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
-    # accepted without effect
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    max_tool_calls: JsonValue = None
-    client_metadata: JsonValue = None
-    metadata: JsonValue = None
-    user: JsonValue = None
-    service_tier: JsonValue = None
-    safety_identifier: JsonValue = None
-    prompt_cache_key: JsonValue = None
-    prompt_cache_retention: JsonValue = None
-    # refused with a reason of their own
-    previous_response_id: JsonValue = None
-    conversation: JsonValue = None
-    prompt: JsonValue = None
-    background: JsonValue = None
-    top_logprobs: JsonValue = None
 
     @override
     def to_chat(self) -> tuple[schema.ChatRequest, list[str]]:
-        for name, reason in _REFUSED.items():
-            if getattr(self, name) not in (None, False, 0):
-                raise bad(f"{name} is not supported: {reason}", name, "unsupported_field")
         fields: dict[str, Any] = {name: value for name in (
             "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream",
             "parallel_tool_calls") if (value := getattr(self, name)) is not None}

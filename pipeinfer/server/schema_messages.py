@@ -16,14 +16,6 @@ from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.schema_requests import OtherTool, Strict, Translated
 
-#: of other fields of this API, why they are refused
-_REFUSED = {
-    "container": "this server runs no code",
-    "fallbacks": "this server has one model",
-    "thread": "this server stores no conversations: send all of the messages",
-}
-#: a code that lets Anthropic's own clients go on without the field
-_CODES = {"thread": "thread_unsupported_request"}
 #: a block of the system's text that Claude Code changes with every request, for a billing that is
 #: not here: with it no prompt would begin like the one before
 _BILLING = "x-anthropic-billing-header:"
@@ -34,8 +26,6 @@ class TextBlock(Strict):
 
     type: Literal["text"]
     text: str
-    cache_control: JsonValue = None
-    citations: JsonValue = None
 
 
 class ThinkingBlock(Strict):
@@ -43,15 +33,12 @@ class ThinkingBlock(Strict):
 
     type: Literal["thinking"]
     thinking: str
-    signature: JsonValue = None
-    cache_control: JsonValue = None
 
 
 class RedactedBlock(Strict):
     """Accepted without effect: this server makes none."""
 
     type: Literal["redacted_thinking"]
-    data: JsonValue = None
 
 
 class CallBlock(Strict):
@@ -61,9 +48,6 @@ class CallBlock(Strict):
     id: str
     name: str
     input: dict[str, JsonValue]
-    cache_control: JsonValue = None
-    caller: JsonValue = None
-    toolset_name: JsonValue = None
 
 
 class OtherBlock(OtherTool):
@@ -85,8 +69,6 @@ class ResultBlock(Strict):
         Annotated[TextBlock, Tag("Text")] | Annotated[OtherBlock, Tag("Other")],
         Discriminator(lambda block: "Text" if _kind(block) == "Text" else "Other")]] | None = None
     is_error: bool | None = None
-    cache_control: JsonValue = None
-    toolset_name: JsonValue = None
 
 
 Block: TypeAlias = Annotated[
@@ -111,12 +93,6 @@ class ClientTool(Strict):
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    # accepted without effect
-    cache_control: JsonValue = None
-    input_examples: JsonValue = None
-    defer_loading: JsonValue = None
-    allowed_callers: JsonValue = None
-    eager_input_streaming: JsonValue = None
 
 
 class ToolChoice(Strict):
@@ -131,8 +107,6 @@ class Thinking(Strict):
     """Whether the model thinks first; a variable for the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: JsonValue = None
-    display: JsonValue = None
 
 
 class OutputFormat(Strict):
@@ -147,7 +121,6 @@ class OutputConfig(Strict):
 
     effort: str | None = None
     format: OutputFormat | None = None
-    task_budget: JsonValue = None
 
 
 class CountRequest(Translated):
@@ -166,12 +139,6 @@ class CountRequest(Translated):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    # accepted without effect
-    cache_control: JsonValue = None
-    context_management: JsonValue = None
-    mcp_servers: JsonValue = None
-    speed: JsonValue = None
-    diagnostics: JsonValue = None
 
     @override
     def to_chat(self) -> tuple[schema.ChatRequest, list[str]]:
@@ -211,21 +178,9 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=10**7)
-    # accepted without effect
-    metadata: JsonValue = None
-    service_tier: JsonValue = None
-    inference_geo: JsonValue = None
-    # refused with a reason of their own
-    container: JsonValue = None
-    fallbacks: JsonValue = None
-    thread: JsonValue = None
 
     @override
     def _sampling(self) -> dict[str, Any]:
-        for name, reason in _REFUSED.items():
-            if getattr(self, name):
-                raise bad(f"{name} is not supported: {reason}", name,
-                          _CODES.get(name, "unsupported_field"))
         return {"stop": self.stop_sequences} | {name: getattr(self, name) for name in (
             "max_tokens", "stream", "temperature", "top_p", "top_k")}
 

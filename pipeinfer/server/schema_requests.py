@@ -1,8 +1,7 @@
 """The requests that clients send, field by field, and which fields are ignored or refused.
 
-Every field of the OpenAI API and of llama.cpp's server that clients are known to send is either
-declared here, and then honoured or (IGNORED) accepted without effect, or refused by name: an
-unknown field is a 400, never dropped in silence. Knows shapes, bounds and names, no model.
+Every declared field is honoured. Any other one has no effect, which the answer's notes say, unless
+it is one of SILENT or REFUSED. Knows shapes, bounds and names, no model.
 """
 
 from __future__ import annotations
@@ -18,51 +17,35 @@ from pydantic import (
     Field,
     JsonValue,
     WithJsonSchema,
-    model_validator,
 )
 
-from pipeinfer.server.errors import ApiError
+from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.strategies import registry
 
-#: accepted without effect, with the reason that docs/api.md gives
-IGNORED = {
-    "user": "this server has no accounts",
-    "metadata": "nothing is stored",
-    "service_tier": "there is only one service tier",
-    "safety_identifier": "this server has no accounts",
-    "prompt_cache_key": "prompts with the same beginning share it automatically",
-    "prompt_cache_retention": "the least recently used prompt is dropped first",
-    "cache_prompt": "prompts with the same beginning share it automatically",
+#: has no effect, and no note says so: many clients always send these
+SILENT = frozenset((
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "cache_prompt", "cache_control", "client_metadata", "include",
+    "max_tool_calls", "context_management", "inference_geo", "speed", "diagnostics"))
+#: what to use instead of a field that has no effect
+INSTEAD = {
+    "repetition_penalty": "repeat_penalty", "n_predict": "max_tokens", "n_probs": "logprobs",
+    "guided_json": "response_format", "guided_grammar": "grammar", "guided_regex": "grammar",
+    "guided_choice": "grammar",
 }
-
-#: refused with this reason; null counts as not given
+#: without these the answer would be one to another question
 REFUSED = {
-    "audio": "this server generates only text",
-    "prediction": "draft tokens come from the server alone",
-    "web_search_options": "this server does not search the web",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "verbosity": "the model has no such setting",
+    "functions": "use tools", "function_call": "use tool_choice",
     "suffix": "text can only be continued, not filled in",
-    "repetition_penalty": "use repeat_penalty",
-    "n_predict": "use max_tokens",
-    "n_probs": "use logprobs",
-    "guided_json": "use response_format",
-    "guided_grammar": "use grammar",
-    "guided_regex": "use grammar",
-    "guided_choice": "use grammar",
-    "typical_p": "this sampler is not supported",
-    "top_a": "this sampler is not supported",
-    "mirostat": "this sampler is not supported",
-    "dry_multiplier": "this sampler is not supported",
-    "xtc_probability": "this sampler is not supported",
-    "dynatemp_range": "this sampler is not supported",
-    "samplers": "the order is fixed: bias, penalties, top_k, top_p, min_p, temperature",
-    "use_beam_search": "beam search is not supported",
-    "lora": "adapters are not supported",
-    "slot_id": "slots are assigned automatically",
-    "id_slot": "slots are assigned automatically",
+    "previous_response_id": "this server stores no responses: send the whole conversation as input",
+    "conversation": "this server stores no conversations: send the whole conversation as input",
+    "prompt": "this server stores no prompts: use instructions and input",
+    "background": "this server answers at once: leave it out, or use stream",
+    "container": "this server runs no code",
+    "thread": "this server stores no conversations: send all of the messages",
 }
+#: a code that lets Anthropic's own clients go on without the field
+_CODES = {"thread": "thread_unsupported_request"}
 
 MAX_STOPS, MAX_STOP_LENGTH, MAX_CHOICES = 16, 1024, 128
 MOST_INPUTS = 2048  #: of a request for embeddings, as in the OpenAI API
@@ -87,25 +70,36 @@ DecomposerName: TypeAlias = Annotated[str, AfterValidator(_known), WithJsonSchem
 
 
 class Strict(BaseModel):
-    """No unknown fields, no conversions between types."""
+    """No conversions between types. Unknown fields have no effect."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
-        """Clients write out fields that they do not use as null."""
-        if isinstance(data, dict):
-            return {k: v for k, v in data.items()
-                    if v is not None or k not in REFUSED or k in cls.model_fields}
-        return data
+
+class Body(Strict):
+    """A whole request, whose unknown fields `ignored` reports."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def ignored(body: Body) -> list[str]:
+    """Return notes on the fields of a request that have no effect. Raises ApiError for a field
+    without which the answer would be one to another question."""
+    notes = []
+    for name, value in (body.model_extra or {}).items():
+        if value in (None, False, 0) or name in SILENT:
+            continue
+        if reason := REFUSED.get(name):
+            raise bad(f"{name} is not supported: {reason}", name,
+                      _CODES.get(name, "unsupported_field"))
+        use = f": use {INSTEAD[name]}" if name in INSTEAD else ""
+        notes.append(f"{name[:100]} has no effect here{use}")
+    return notes
 
 
 class StreamOptions(Strict):
     """include_usage: a last chunk with the counts."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class Extras(Strict):
@@ -130,7 +124,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Sampling(Strict):
+class Sampling(Body):
     """What /v1/completions and /v1/chat/completions share."""
 
     model: str | None = Field(None, max_length=1024)
@@ -160,14 +154,6 @@ class Sampling(Strict):
     grammar: str | None = None
     pipeinfer: Extras | None = None
     store: bool | None = None
-    # accepted without effect
-    user: JsonValue = None
-    metadata: JsonValue = None
-    service_tier: JsonValue = None
-    safety_identifier: JsonValue = None
-    prompt_cache_key: JsonValue = None
-    prompt_cache_retention: JsonValue = None
-    cache_prompt: JsonValue = None
 
 
 class CompletionRequest(Sampling):
@@ -191,7 +177,6 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
-    cache_control: JsonValue = None
 
 
 class FunctionCall(Strict):
@@ -220,15 +205,6 @@ class Message(Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # accepted without effect: what other servers' answers have, and clients' own notes
-    refusal: JsonValue = None
-    annotations: JsonValue = None
-    id: JsonValue = None
-    timestamp: JsonValue = None
-    cache_control: JsonValue = None
-    reasoning_details: JsonValue = None
-    thinking_blocks: JsonValue = None
-    provider_specific_fields: JsonValue = None
 
 
 class Function(Strict):
@@ -238,7 +214,6 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
-    cache_control: JsonValue = None
 
 
 class Tool(Strict):
@@ -246,7 +221,6 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-    cache_control: JsonValue = None
 
 
 class NamedFunction(Strict):
@@ -276,7 +250,7 @@ class AllowedChoice(Strict):
     allowed_tools: AllowedTools
 
 
-class Conversation(Strict):
+class Conversation(Body):
     """What a chat template gets. continue_final_message: the answer goes on with the last
     message; unless it is false, so does that to a last message of the assistant."""
 
@@ -311,7 +285,7 @@ class ChatRequest(Sampling, Conversation):
     modalities: list[Literal["text"]] | None = None
 
 
-class Translated(Strict):
+class Translated(Body):
     """A request of another API, which becomes one for a chat."""
 
     #: fields of chats, and what they are called or made of in this API
@@ -336,7 +310,6 @@ def own_names(body: object) -> Iterator[None]:
 class OtherTool(Strict):
     """A tool that is no function: accepted, but this server does not run it."""
 
-    model_config = ConfigDict(extra="allow")
     type: str
 
 
@@ -391,8 +364,6 @@ class EmbeddingRequest(Strict):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=_INT32)
-    # accepted without effect
-    user: JsonValue = None
 
 
 class DetokenizeRequest(Strict):

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
-from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import ApiError, bad
 
 
@@ -21,14 +20,7 @@ def explain(error: RequestValidationError) -> ApiError:
         return bad(f"the request is not valid JSON: {first['ctx']['error']}")
     if not path:
         return bad("the request is not a JSON object; is its Content-Type application/json?")
-    unknown = first["type"] == "extra_forbidden"  # then the last part is the client's own word
-    inner = path[:-1] if unknown else path
-    names = [str(part) for part in inner if not _is_branch(part)] + [str(path[-1])] * unknown
-    names = names or [str(path[-1])]
-    param = ".".join(names)
-    if unknown:
-        reason = schema.REFUSED.get(names[-1], "it is unknown here")
-        return bad(f"{param} is not supported: {reason}", param, "unsupported_field")
+    param = ".".join([str(part) for part in path if not _is_branch(part)] or [str(path[-1])])
     return bad(f"{param}: {first['msg']}", param)
 
 
