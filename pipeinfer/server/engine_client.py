@@ -1,5 +1,4 @@
-"""The HTTP process's view of the engine: open choices, the engine's state, watchers; and which of
-the engines that have connected serves.
+"""The HTTP process's view of the engine: open choices, the engine's state, watchers.
 
 One object per process, used in its event loop only. It handles frames and choices, no HTTP.
 """
@@ -12,15 +11,17 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, assert_never
 
 from msgspec import structs
 
+from pipeinfer.errors import PipeinferError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.answers import Answers
 from pipeinfer.server.asker import current
 from pipeinfer.server.choice import Generation, PromptProgress
-from pipeinfer.server.engines import ConnectedEngine
+from pipeinfer.server.engines import ConnectedEngine, vocabulary
 from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
     Abort,
@@ -46,6 +47,7 @@ from pipeinfer.server.frames import (
     Watch,
     loading_text,
 )
+from pipeinfer.server.journal import Journal
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
@@ -91,10 +93,9 @@ class EngineClient:
         self.waiting = 0  #: requests that wait for admission
         self._ids = itertools.count(1)
         self._serves: ConnectedEngine | None = None
-        self._next: ConnectedEngine | None = None
         self._new_model = False  #: whether the next one may have another model under the same name
         self._moving = False  #: whether the engine's own end is not that of the service
-        self._reading: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._admits = asyncio.Event()
         self._admits.set()
         self._watchers: set[Watcher] = set()
@@ -321,60 +322,56 @@ class EngineClient:
     # --- engines that come and go -------------------------------------------------------------
 
     def enter(self, engine: ConnectedEngine) -> None:
-        """Handle a new engine. It takes over at once, or when the one before it has gone."""
-        if self._next is not None:
-            self._next.close()
-        self._next = engine
-        if self._serves is not None and (
-                self._new_model or engine.settings.model != self.settings.model):
-            engine.load(lambda: self._loaded(engine))
-        task = asyncio.create_task(self._read(engine))
-        self._reading.add(task)
-        task.add_done_callback(self._reading.discard)
-        self._take_next()
+        """Let this engine serve; the one before it has gone, or is dropped."""
+        before, self._serves = self._serves, engine
+        if before is not None:
+            before.close()
+            if not self._over():
+                self._lost("another rank 0 has come")
+        old, self.settings = self.settings, engine.settings
+        if before is not None and (self._new_model or engine.settings.model != old.model):
+            self._end_all(Failure("failed", "the server has come back with another model"))
+            if self.tokenizer is not None:  # in a thread: a text may still be on its way
+                asyncio.get_running_loop().run_in_executor(None, self.tokenizer.apart.close)
+            self.tokenizer = None
+        if engine.settings != old or self._new_model:
+            self.renewed()
+        self._new_model = False
+        work = [self._read(engine)]
+        if self.tokenizer is None:
+            work.append(self.load(engine.settings))
+        for one in work:
+            task = asyncio.create_task(one)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _read(self, engine: ConnectedEngine) -> None:
-        reason = await engine.read(until=lambda: engine is self._serves and self._over())
-        engine.lose(reason)
-        if engine is self._next:
-            self._next = None
-        if engine is not self._serves:
-            return
-        if not self._over():
-            self._lost(reason)
-        if self.state == "restarting":
-            self._take_next()
-        else:
-            self.left.set()
+        reason = await engine.read(
+            self.handle, until=lambda: engine is not self._serves or self._over())
+        if engine is self._serves:
+            if not self._over():
+                self._lost(reason)
+            if self.state != "restarting":
+                self.left.set()
 
     def _over(self) -> bool:
         """Whether further frames of the engine are to be ignored."""
         return self.state in ("failed", "stopped")
 
-    def _take_next(self) -> None:
-        """Let the next engine serve if there is no other any more."""
-        engine, before = self._next, self._serves
-        if engine is None or (before is not None and not before.gone):
-            return
-        new_model, self._new_model, self._next = self._new_model, False, None
-        old, self.settings = self.settings, engine.settings
-        self._serves = engine
-        if engine.settings != old or new_model:
-            self.renewed()
-        if before is not None and (engine.settings.model != old.model or new_model):
-            self.end_all("the server has come back with another model")
-            if self.tokenizer is not None:  # in a thread: a text may still be on its way
-                asyncio.get_running_loop().run_in_executor(None, self.tokenizer.apart.close)
-            self.tokenizer = engine.tokenizer
-        engine.serve(self.handle)
-
-    def _loaded(self, engine: ConnectedEngine) -> None:
-        """Handle the end of loading an engine's vocabulary, successful or not."""
-        if engine is self._serves:
-            self.tokenizer = engine.tokenizer
-            if engine.tokenizer is None:
-                self.fail(engine.reason)
-                self.left.set()
+    async def load(self, settings: Settings) -> None:
+        """Load the vocabulary and the journal, while the stages load."""
+        try:
+            tokenizer = await asyncio.to_thread(vocabulary, settings.model)
+            if settings.journal and not self.answers.journaled:
+                journal = await asyncio.to_thread(Journal, Path(settings.journal))
+                self.answers.open(journal, tokenizer)
+            if settings is self.settings:
+                self.tokenizer = tokenizer
+        except Exception as error:  # any, or /health would stay at "loading"
+            expected = isinstance(error, PipeinferError)
+            why = str(error) if expected else f"{type(error).__name__}: {error} (this is a bug)"
+            _log.error("%s", why, exc_info=not expected)
+            self.fail(why)
 
     def move(self, why: str, new_model: bool) -> None:
         """Prepare for the end of the engine: its further frames count, except for Bye and
@@ -435,10 +432,6 @@ class EngineClient:
         """Record that the engine is lost for good: every open choice ends with an error."""
         self.state, self.reason = "failed", reason
         self._end_all(Failure("failed", f"the cluster has failed: {reason}"))
-
-    def end_all(self, reason: str) -> None:
-        """End every open choice with an error; the engine's state stays."""
-        self._end_all(Failure("failed", reason))
 
     def leave(self) -> None:
         """Record that no engine follows. Waiting requests are admitted, so that they get an

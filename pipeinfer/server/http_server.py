@@ -12,22 +12,19 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from pipeinfer.errors import PipeinferError
 from pipeinfer.models.text import chat_template
 from pipeinfer.server import tls
 from pipeinfer.server.app import Server
 from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
-from pipeinfer.server.engines import ConnectedEngine, vocabulary
+from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.entrance import Entrance, Guest
 from pipeinfer.server.http_process import url_of
-from pipeinfer.server.journal import Journal
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 
@@ -78,6 +75,7 @@ def prepare() -> None:
     with contextlib.suppress(ValueError, OSError):  # a socket per client
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     logging.basicConfig(format="pipeinfer: %(message)s", level=logging.WARNING)
+    chat_template.prepare()
 
 
 async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None) -> int:
@@ -100,7 +98,6 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     config.load()
     server = _Uvicorn(config)
     following = asyncio.create_task(_follow(client, entrance, guest))
-    loading = asyncio.create_task(load(client))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     if config.ssl is not None:
         files = tls.Files(settings.certificate, settings.private_key)
@@ -113,7 +110,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     server.should_exit = True
     if client.left.is_set():
         following.cancel()
-    await asyncio.gather(serving, following, loading, return_exceptions=True)
+    await asyncio.gather(serving, following, return_exceptions=True)
     for task in tasks:
         task.cancel()
     await client.answers.close()
@@ -121,23 +118,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
 
 
 async def _follow(client: EngineClient, entrance: Entrance, guest: Guest) -> None:
-    """Accept one engine after the other; the client decides which one serves."""
+    """Accept one engine after the other."""
     while True:
         client.enter(await ConnectedEngine.over(guest.link, guest.settings))
         guest = await entrance.next(client.url)
-
-
-async def load(client: EngineClient) -> None:
-    """Load the vocabulary and the journal, while the stages load."""
-    chat_template.prepare()
-    try:
-        tokenizer = await asyncio.to_thread(vocabulary, client.settings.model)
-        if client.settings.journal and not client.answers.journaled:
-            journal = await asyncio.to_thread(Journal, Path(client.settings.journal))
-            client.answers.open(journal, tokenizer)
-        client.tokenizer = tokenizer
-    except Exception as error:  # any, or /health would stay at "loading"
-        expected = isinstance(error, PipeinferError)
-        why = str(error) if expected else f"{type(error).__name__}: {error} (this is a bug)"
-        logging.getLogger("pipeinfer.server").error("%s", why, exc_info=not expected)
-        client.fail(why)
