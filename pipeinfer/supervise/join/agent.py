@@ -25,7 +25,7 @@ from pipeinfer.host import HOST_NAME
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.daemon import command_of, environment_of
-from pipeinfer.supervise.join.tokens import JoinToken, fingerprint, nonce
+from pipeinfer.supervise.join.tokens import JoinToken, fingerprint
 from pipeinfer.supervise.launcher import Launcher
 
 _CONNECT = 8.0  #: seconds for a connection, and for the proofs
@@ -37,13 +37,14 @@ _LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)
 
 class JoinRefused(PipeinferError):
     """The head does not let this machine in. final: trying again is useless. version: another
-    version of something may help."""
+    version of something may help. token: another token may."""
 
     exit_code = 2
 
-    def __init__(self, why: str, *, final: bool, version: bool = False) -> None:
+    def __init__(self, why: str, *, final: bool, version: bool = False, token: bool = False
+                 ) -> None:
         super().__init__(why)
-        self.final, self.version = final, version
+        self.final, self.version, self.token = final, version, token
 
 
 class Agent:
@@ -65,7 +66,6 @@ class Agent:
         self._tasks: set[asyncio.Task[object]] = set()
         self._name = ""
         self._known = False  #: whether the head has let this machine in once
-        self.proved = False  #: whether the head knows the token
 
     def stop(self) -> None:
         """Leave the cluster, and end."""
@@ -79,7 +79,7 @@ class Agent:
             while not self._stopping.is_set():
                 why = ""
                 try:
-                    async with self._proved() as (reader, writer):
+                    async with self._connected() as (reader, writer):
                         await self._stay(reader, writer)
                 except JoinRefused as refusal:
                     if refusal.final:
@@ -114,7 +114,7 @@ class Agent:
         """Return the digest of the head's own source, and an archive. Raises JoinRefused if it has
         none, or only the one with the digest `taken`."""
         try:
-            async with self._proved() as (reader, writer):
+            async with self._connected() as (reader, writer):
                 writer.write(wire.encode(wire.SourceWanted()))
                 async with asyncio.timeout(source.SECONDS):
                     found = await self._next(reader)
@@ -130,7 +130,7 @@ class Agent:
 
     @contextlib.asynccontextmanager
     async def _proved(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection on which both ends have shown that they know the token."""
+        """A connection to the head that made the token."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the token pins it
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -138,34 +138,22 @@ class Agent:
             reader, writer = await asyncio.open_connection(*self._head, ssl=context,
                                                            limit=wire.MOST)
         try:
-            async with asyncio.timeout(_CONNECT):
-                await self._prove(reader, writer)
+            self._claim(writer)
             yield reader, writer
         finally:
             self._writer = None
             writer.close()
 
-    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Check the head's certificate and proof, and send the own proof."""
-        self.proved = False
+    def _claim(self, writer: asyncio.StreamWriter) -> None:
+        """Check the head's certificate, and send the token."""
         link: ssl.SSLObject = writer.get_extra_info("ssl_object")
         if fingerprint(link.getpeercert(binary_form=True) or b"") != self._token.fingerprint:
             raise JoinRefused(
                 f"{self._at} has another certificate than the head that made this token: ask for "
-                "a token of this head, and make sure that nobody is between",
+                "a token of this head, and make sure that nobody is between", token=True,
                 final=not self._known)  # else a false head could send all machines away
-        greeting = await self._next(reader)
-        if not isinstance(greeting, wire.Greeting):
-            raise ProtocolError("no greeting")
-        mine = nonce()
         writer.write(wire.encode(wire.Claim(
-            token=self._token.id, member=self._member, nonce=mine,
-            proof=self._token.proof("member", greeting.nonce, mine))))
-        proved = await self._next(reader)
-        if not isinstance(proved, wire.Proved) or not self._token.proves(
-                proved.proof, "head", greeting.nonce, mine):
-            raise JoinRefused(f"{self._at} does not know the secret of this token", final=True)
-        self.proved = True
+            token=self._token.id, member=self._member, secret=self._token.secret)))
 
     async def _next(self, reader: asyncio.StreamReader) -> wire.FromHead:
         if not (line := await reader.readline()):
@@ -173,7 +161,8 @@ class Agent:
         message = wire.from_head(line)
         if isinstance(message, wire.Rejected):
             raise JoinRefused(f"{self._at} did not let this machine in: {message.why}: "
-                              f"{message.remedy}", final=message.final, version=message.version)
+                              f"{message.remedy}", final=message.final, version=message.version,
+                              token=message.token)
         return message
 
     async def _stay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -222,7 +211,7 @@ class Agent:
                 self._do(order, self._end_job(job))
             case wire.Beat():
                 pass
-            case wire.Greeting() | wire.Proved() | wire.Rejected() | wire.Source():
+            case wire.Rejected() | wire.Source():
                 raise ProtocolError(f"{type(message).__name__} after the start")
             case _:
                 assert_never(message)

@@ -158,7 +158,7 @@ def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: Own
         try:
             await agent.run()
         except JoinRefused as refusal:
-            if not agent.proved:  # the next time asks for another token
+            if refusal.token:  # the next time asks for another one
                 (folder.path / "token").unlink(missing_ok=True)
             if not (same_version and refusal.version):
                 raise

@@ -1,13 +1,11 @@
-"""The launcher's daemon on a machine that has joined: which arguments of the head are accepted, and
-the command line of this machine's own daemon.
+"""The launcher's daemon on a machine that has joined: its command line.
 
 The head says of what kind the daemon is and gives its arguments; program, paths and environment
-are those of this machine.
+are those of this machine. Who controls the head can run programs here through the daemon.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,19 +15,9 @@ from pipeinfer.host import MPI_PREFIX
 from pipeinfer.supervise.launcher import Kind, Launcher
 
 _PROGRAMS: dict[Kind, str] = {"openmpi": "prted", "hydra": "hydra_pmi_proxy"}
-_MOST = 64  #: arguments
-_VALUE = re.compile(r"[\w.,:;@/\[\]%+-]{0,4096}", re.ASCII)
-_ADDRESSES = "prte_hnp_uri"  #: the one value with semicolons
-#: parameters of PRRTE that a daemon gets from its launcher; none names a file or a program
-_PARAMETERS = re.compile(
-    r"PREFIXES|ess|ess_base_(?:nspace|vpid|num_procs)|prte_hnp_uri|prte_if_include|"
-    r"hwloc_default_binding_policy|rmaps_default_(?:mapping|ranking)_policy|"
-    r"state_base_\w+|pmix_session_server|plm|plm_ssh_no_tree_spawn|prte_keep_fqdn_hostnames")
-#: this machine starts no further daemons
-_LEFT_OUT = ("plm_ssh_agent", "plm_ssh_args", "--launcher-exec")
-_PLAIN = ("--allow-run-as-root", "--leave-session-attached", "--debug-daemons")
-_HYDRA = {"--control-port", "--rmk", "--launcher", "--demux", "--pgid", "--retries", "--usize",
-          "--pmi-port", "--gpus-per-proc", "--gpu-subdevs-per-proc", "--proxy-id", "--iface"}
+#: this machine starts no further daemons, and its own stays this process's child
+_LEFT_OUT = {"--daemonize": 1, "--launcher-exec": 2}
+_LEFT_OUT_PARAMETERS = ("plm_ssh_agent", "plm_ssh_args")
 
 
 def arguments_of(command: str) -> tuple[Kind, list[str]]:
@@ -48,16 +36,19 @@ def arguments_of(command: str) -> tuple[Kind, list[str]]:
 
 
 def command_of(launcher: Launcher, kind: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command line of this machine's daemon. Raises UsageError for arguments that are
-    none of a daemon."""
+    """Return the command line of this machine's daemon. Raises UsageError for another kind."""
     if kind != launcher.kind:
         raise UsageError(f"the head's launcher is of the kind {kind}, this machine's of the kind "
                          f"{launcher.kind}")
-    wrong = [one for one in arguments if not _VALUE.fullmatch(one)]
-    if len(arguments) > 3 * _MOST or wrong:
-        raise UsageError(f"arguments that no launcher's daemon takes: {wrong[:3] or 'too many'}")
-    checked = _openmpi if launcher.kind == "openmpi" else _hydra
-    return [str(prefix_of(launcher) / "bin" / _PROGRAMS[launcher.kind]), *checked(arguments)]
+    found, rest = [str(prefix_of(launcher) / "bin" / _PROGRAMS[launcher.kind])], list(arguments)
+    while rest:
+        count = _LEFT_OUT.get(rest[0], 0)
+        if rest[0] == "--prtemca" and rest[1:2] and rest[1] in _LEFT_OUT_PARAMETERS:
+            count = 3
+        if not count:
+            found.append(rest[0])
+        del rest[:count or 1]
+    return found
 
 
 def prefix_of(launcher: Launcher) -> Path:
@@ -71,36 +62,3 @@ def environment_of(launcher: Launcher, environ: dict[str, str]) -> dict[str, str
     libraries = [f"{prefix}/lib", *filter(None, [environ.get("LD_LIBRARY_PATH", "")])]
     return environ | {"PRTE_PREFIX": prefix, "PMIX_PREFIX": prefix, "OPAL_PREFIX": prefix,
                       MPI_PREFIX: prefix, "LD_LIBRARY_PATH": ":".join(libraries)}
-
-
-def _openmpi(arguments: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    rest = list(arguments)
-    while rest:
-        match rest:
-            case ["--daemonize", *rest]:  # it stays this process's child, and ends with it
-                pass
-            case [word, *rest] if word in _PLAIN:
-                found.append(word)
-            case ["--prtemca", name, _, *rest] if name in _LEFT_OUT:
-                pass
-            case ["--prtemca", name, value, *rest] if _PARAMETERS.fullmatch(name) and (
-                    ";" not in value or name == _ADDRESSES):
-                found += ["--prtemca", name, value]
-            case wrong:
-                raise UsageError(f"a daemon of a joined machine does not take {wrong[:3]}")
-    return found
-
-
-def _hydra(arguments: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    rest = list(arguments)
-    while rest:
-        match rest:
-            case [name, _, *rest] if name in _LEFT_OUT:
-                pass
-            case [name, value, *rest] if name in _HYDRA:
-                found += [name, value]
-            case wrong:
-                raise UsageError(f"a daemon of a joined machine does not take {wrong[:2]}")
-    return found

@@ -1,11 +1,9 @@
 """What a head and a machine that joins it send each other: one JSON object a line, over TLS.
 
     member                                    head
-                                    <-        Greeting
     Claim                           ->
-                                    <-        Proved, or Rejected
     Offer, or SourceWanted          ->
-                                    <-        Dial; or Source, and its bytes
+                                    <-        Dial; or Source, and its bytes; or Rejected
     Done                            ->
                                     <-        Admitted, or Rejected
                                     <-        StartDaemon, ClearJob, Note
@@ -22,7 +20,7 @@ from msgspec import Meta, Struct, structs
 
 from pipeinfer.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MOST = 1 << 16  #: bytes of a message
 BEAT = 5.0  #: seconds between two beats
 SILENT = 20.0  #: seconds without any message after which a connection counts as lost
@@ -43,19 +41,6 @@ class _JoinMessage(Struct, frozen=True, tag_field="is", tag=str.lower, forbid_un
 # --- from the head ----------------------------------------------------------------------------
 
 
-class Greeting(_JoinMessage, frozen=True):
-    """The first message. nonce: 16 bytes in hexadecimal. version: of these messages."""
-
-    nonce: str
-    version: int = VERSION
-
-
-class Proved(_JoinMessage, frozen=True):
-    """The member's proof is right. proof: the head's own."""
-
-    proof: str
-
-
 class Admitted(_JoinMessage, frozen=True):
     """The machine is a member. name: by which the head calls it. address: its own, as seen from
     the head."""
@@ -66,12 +51,13 @@ class Admitted(_JoinMessage, frozen=True):
 
 class Rejected(_JoinMessage, frozen=True):
     """The machine does not become a member. remedy: what to do. final: trying again is useless.
-    version: it has another version of something than the head."""
+    version: it has another version of something than the head. token: its token is not valid."""
 
     why: Line
     remedy: Line
     final: bool
     version: bool = False
+    token: bool = False
 
 
 class Source(_JoinMessage, frozen=True):
@@ -115,16 +101,12 @@ class Note(_JoinMessage, frozen=True):
 
 
 class Claim(_JoinMessage, frozen=True):
-    """The member's proof that it has a token.
-
-    token: its id. member: random id of this machine, the same after it has been away.
-    nonce: 16 bytes in hexadecimal.
-    """
+    """A token: its id and its secret. member: random id of this machine, the same after it has been
+    away. version: of these messages."""
 
     token: Id
     member: Id
-    nonce: Word
-    proof: str
+    secret: Word
     version: int = VERSION
 
 
@@ -189,8 +171,8 @@ class Beat(_JoinMessage, frozen=True):
     """This end lives."""
 
 
-FromHead: TypeAlias = (Greeting | Proved | Dial | Admitted | Rejected | Source | StartDaemon
-                       | ClearJob | Note | Beat)
+FromHead: TypeAlias = (
+    Dial | Admitted | Rejected | Source | StartDaemon | ClearJob | Note | Beat)
 FromMember: TypeAlias = Claim | Offer | SourceWanted | Done | Depart | Beat
 _from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
 _from_member: msgspec.json.Decoder[FromMember] = msgspec.json.Decoder(FromMember)

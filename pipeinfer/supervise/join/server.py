@@ -16,7 +16,7 @@ from pipeinfer.supervise.commands_socket import end_server
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.offers import own_addresses, words_of
-from pipeinfer.supervise.join.tokens import JoinTokens, nonce
+from pipeinfer.supervise.join.tokens import JoinTokens
 
 _PROVE = 10.0  #: seconds for TLS and the proof
 _SETTLE = 20.0  #: seconds after that until a machine is a member
@@ -33,9 +33,9 @@ _LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError, asynci
 class _Refusal(Exception):
     """The machine cannot become a member."""
 
-    def __init__(self, why: str, remedy: str, *, final: bool = True, version: bool = False) -> None:
+    def __init__(self, why: str, remedy: str, *, final: bool = True, **more: bool) -> None:
         super().__init__(why)
-        self.message = wire.Rejected(why=why, remedy=remedy, final=final, version=version)
+        self.message = wire.Rejected(why=why, remedy=remedy, final=final, **more)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +176,7 @@ class JoinServer:
             if stranger:
                 async with asyncio.timeout(_PROVE):
                     await writer.start_tls(self.tokens.context)
-                    claim = await self._prove(reader, writer)
+                    claim = await self._claim(reader)
                 stranger = self._known(peer)
                 async with asyncio.timeout(_SETTLE):
                     offer = wire.from_member(await reader.readline())
@@ -225,11 +225,8 @@ class JoinServer:
             self._refused.add(line)
             self._say(line)
 
-    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-                     ) -> wire.Claim:
-        """Check the other end's proof and send the own one."""
-        mine = nonce()
-        writer.write(wire.encode(wire.Greeting(nonce=mine)))
+    async def _claim(self, reader: asyncio.StreamReader) -> wire.Claim:
+        """Read and check the other end's token."""
         claim = wire.from_member(await reader.readline())
         if not isinstance(claim, wire.Claim):
             raise ProtocolError("no claim")
@@ -237,15 +234,12 @@ class JoinServer:
             raise _Refusal("it speaks another version of the protocol for joining",
                            "install the same pipeinfer on both machines")
         issued = self.tokens.find(claim.token)
-        token = None if issued is None else self.tokens.token(issued)
-        if token is None or not token.proves(claim.proof, "member", mine, claim.nonce):
+        if issued is None or not issued.proves(claim.secret):
             raise _Refusal("its token is wrong or revoked",
-                           "`pipeinfer tokens --new` on the head makes another one")
-        assert issued is not None
+                           "`pipeinfer tokens --new` on the head makes another one", token=True)
         if not issued.admits(claim.member, time.time()):
             raise _Refusal("its token has ended",
-                           "`pipeinfer tokens --new` on the head makes another one")
-        writer.write(wire.encode(wire.Proved(proof=token.proof("head", mine, claim.nonce))))
+                           "`pipeinfer tokens --new` on the head makes another one", token=True)
         return claim
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,

@@ -1,7 +1,7 @@
 """Tokens: what a machine needs besides the head's address to join it; and the head's certificate.
 
-A token holds its id, a secret, and the fingerprint of the head's certificate. Both ends prove by
-HMAC-SHA256 over the nonces of a connection that they know the secret, which is never sent.
+A token holds its id, a secret, and the fingerprint of the head's certificate. A machine checks the
+fingerprint before it sends the secret over TLS, so no other head can read it (as kubeadm does).
 """
 
 from __future__ import annotations
@@ -57,21 +57,6 @@ class JoinToken(Struct, frozen=True):
                              f"{_PREFIX}, and `pipeinfer tokens --new` makes another")
         return cls(raw[:_ID].hex(), raw[_ID:_ID + _SECRET].hex(), raw[_ID + _SECRET:].hex())
 
-    def proof(self, side: str, head_nonce: str, member_nonce: str) -> str:
-        """Return the proof of a side, "head" or "member", that it knows the secret."""
-        words = "\n".join(("pipeinfer join 1", side, self.fingerprint, head_nonce, member_nonce))
-        return hmac.new(bytes.fromhex(self.secret), words.encode(), hashlib.sha256).hexdigest()
-
-    def proves(self, proof: str, side: str, head_nonce: str, member_nonce: str) -> bool:
-        """Whether `proof` is that of a side."""
-        return hmac.compare_digest(self.proof(side, head_nonce, member_nonce).encode(),
-                                   proof.encode())
-
-
-def nonce() -> str:
-    """Return a new random number in hexadecimal."""
-    return secrets.token_hex(16)
-
 
 def fingerprint(certificate: bytes) -> str:
     """Return the fingerprint of a certificate in DER."""
@@ -89,6 +74,10 @@ class Issued(Struct, frozen=True):
     made: float
     until: float = 0.0
     members: tuple[str, ...] = ()
+
+    def proves(self, secret: str) -> bool:
+        """Whether this is the token's secret."""
+        return hmac.compare_digest(self.secret.encode(), secret.encode())
 
     def admits(self, member: str, now: float) -> bool:
         """Whether a machine may join by it, or come back."""

@@ -179,7 +179,7 @@ def test_a_second_agent_on_one_machine_is_refused(world):
 def test_the_own_machine_and_translated_addresses_are_refused(world):
     async def story(world):
         for field, says in (("dialled", "not the head's own address"), ("own", "it arrives from")):
-            claim = wire.Claim(token=world.token.id, member="m9", nonce="", proof="")
+            claim = wire.Claim(token=world.token.id, member="m9", secret="")
             offer = structs.replace(OFFER, **{"own": "127.0.0.1", "dialled": HEAD,
                                               field: "192.0.2.7"})
             with pytest.raises(servers._Refusal, match=says):
@@ -242,23 +242,6 @@ def test_a_head_with_another_certificate_learns_nothing(world):
     world(story)
 
 
-def test_who_has_the_certificate_but_not_the_secret_is_found_out(world, tmp_path):
-    """A head whose key was copied, but not its tokens."""
-    async def story(world):
-        async def pretend(reader, writer):
-            writer.write(wire.encode(wire.Greeting(nonce="00" * 16)))
-            await reader.readline()
-            writer.write(wire.encode(wire.Proved(proof="00" * 32)))
-            await reader.read()
-
-        head = await asyncio.start_server(pretend, HEAD, 0, ssl=world.tokens.context)
-        port = head.sockets[0].getsockname()[1]
-        assert "does not know the secret" in await world.refused(port=port)
-        head.close()
-
-    world(story)
-
-
 def anyone():
     """TLS that accepts every certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -267,12 +250,10 @@ def anyone():
 
 
 async def speak(world, *messages):
-    """A TLS connection that sends these lines after the greeting; the replies."""
+    """A TLS connection that sends these lines; the replies."""
     reader, writer = await asyncio.open_connection(HEAD, world.port, ssl=anyone())
-    greeting = wire.from_head(await reader.readline())
     for message in messages:
-        line = message(greeting) if callable(message) else message
-        writer.write(line)
+        writer.write(message)
     with contextlib.suppress(OSError):
         found = await asyncio.wait_for(reader.read(), SECONDS)
         writer.close()
@@ -280,27 +261,8 @@ async def speak(world, *messages):
     return b""
 
 
-def claim(token: JoinToken, nonce="11" * 16):
-    def of(greeting):
-        return wire.encode(wire.Claim(token=token.id, member="m1", nonce=nonce,
-                                      proof=token.proof("member", greeting.nonce, nonce)))
-
-    return of
-
-
-def test_a_proof_of_another_connection_is_refused(world):
-    async def story(world):
-        kept = []
-
-        def once(greeting):
-            kept.append(claim(world.token)(greeting))
-            return kept[-1]
-
-        await speak(world, once, b"x\n")  # a right proof; then no offer
-        assert b"wrong or revoked" in await speak(world, kept[0])
-        assert not world.server.members
-
-    world(story)
+def claim(token: JoinToken):
+    return wire.encode(wire.Claim(token=token.id, member="m1", secret=token.secret))
 
 
 @pytest.mark.parametrize("lines", [
@@ -318,11 +280,9 @@ def test_garbage_costs_only_its_own_connection(world, lines):
 
 def offering(world, **more):
     """The lines of a machine that has the token, and offers this."""
-    def offer(_):
-        return json.dumps(json.loads(wire.encode(structs.replace(
-            OFFER, own="127.0.0.1", dialled=HEAD, port=world.port))) | more).encode() + b"\n"
-
-    return [claim(world.token), offer]
+    offer = json.loads(wire.encode(structs.replace(
+        OFFER, own="127.0.0.1", dialled=HEAD, port=world.port)))
+    return [claim(world.token), json.dumps(offer | more).encode() + b"\n"]
 
 
 @pytest.mark.parametrize("more", [

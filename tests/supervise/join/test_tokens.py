@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import UsageError
-from pipeinfer.supervise.join.tokens import JoinToken, JoinTokens, nonce
+from pipeinfer.supervise.join.tokens import JoinToken, JoinTokens
 
 HEX = {n: st.binary(min_size=n, max_size=n).map(bytes.hex) for n in (4, 16, 20)}
 
@@ -27,18 +27,11 @@ def test_other_texts_are_refused_with_the_command_that_makes_one(text):
         JoinToken.of(text)
 
 
-def test_a_proof_is_of_one_side_and_one_connection(tmp_path):
+def test_a_secret_proves_its_token_alone(tmp_path):
     tokens = JoinTokens(tmp_path)
-    token, other = tokens.token(tokens.new()), tokens.token(tokens.new())
-    one, two = nonce(), nonce()
-    proof = token.proof("member", one, two)
-    assert token.proves(proof, "member", one, two)
-    assert not token.proves(proof, "head", one, two)
-    assert not token.proves(proof, "member", nonce(), two)
-    assert not token.proves(proof, "member", one, nonce())
-    assert not other.proves(proof, "member", one, two)
-    assert not token.proves("", "member", one, two)
-    assert not token.proves("é", "member", one, two)
+    one, other = tokens.new(), tokens.new()
+    assert one.proves(one.secret)
+    assert not any(one.proves(secret) for secret in (other.secret, "", "é"))
 
 
 def test_certificate_and_tokens_stay_and_only_this_user_reads_them(tmp_path):
