@@ -9,13 +9,11 @@ are measured again, which takes seconds since layers of each kind stand for the 
 from __future__ import annotations
 
 import json
-import shutil
 import types
 from pathlib import Path
 
 from pipeinfer.cluster import grid_choice
 from pipeinfer.models.shard import shard_name
-from pipeinfer.server.journal import Journal
 
 FILES = Path(__file__).with_name("older_files")
 NAMES = json.loads((FILES / "names.json").read_text())
@@ -28,20 +26,3 @@ def test_shards_and_grids_have_their_names():
     hosts = [types.SimpleNamespace(host=name) for name in "abc"]
     model = types.SimpleNamespace(fingerprint="fp")
     assert grid_choice._path(model, hosts, [1, 2]).name == NAMES["grid"]
-
-
-def test_a_journal_is_read_whole(tmp_path):
-    path = tmp_path / "journal"
-    shutil.copy(FILES / "journal", path)
-    path.chmod(0o600)
-    journal = Journal(path)
-    records = journal.read()
-    journal.close()
-    by_key = {record.begun.key: record for record in records.values()}
-    ended, open_ = by_key["one"], by_key["two"]
-    assert [len(story.rows) for story in ended.stories] == [6, 6]
-    assert [story.end.reason for story in ended.stories] == ["length", "length"]
-    assert len(open_.stories[0].rows) > 188
-    assert open_.stories[0].end is None
-    assert open_.begun.asked.seed == 5
-    assert open_.begun.asked.max_tokens == 1500

@@ -51,16 +51,15 @@ def _type(field: dict[str, Any]) -> str:
 
 
 def fields() -> str:
-    """Return a line for each field of chats and completions: honoured, ignored or refused."""
+    """Return a line for each field of chats and completions."""
     found = schema()["components"]["schemas"]
     chat, completion = (found[name]["properties"] for name in ("ChatRequest", "CompletionRequest"))
     rows = []
     for name in {**chat, **completion}:
         kinds = {where: _type(known[name]) for where, known in
                  (("chat", chat), ("completions", completion)) if name in known}
-        kind = schema_requests.IGNORED.get(name, "")
-        kind = f"ignored: {kind}" if kind else next(iter(kinds.values())) if \
-            len(set(kinds.values())) == 1 else "; ".join(f"{k}: {v}" for k, v in kinds.items())
+        kind = next(iter(kinds.values())) if len(set(kinds.values())) == 1 else \
+            "; ".join(f"{k}: {v}" for k, v in kinds.items())
         where = "" if len(kinds) == 2 else f" ({next(iter(kinds))})"
         rows.append((f"`{name}`{where}", kind))
     return entries(rows)

@@ -9,13 +9,13 @@ import socket
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.server import http_server
+from pipeinfer.server import engine_client
 from pipeinfer.server.app import Server
 from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.frames import Bye, Draining, Failed, Loading, Ready, Status, encode
+from pipeinfer.server.frames import Bye, Draining, Loading, Ready, encode
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.orders import MOST_LINE, Look, Move, decode_answer
 from pipeinfer.server.orders import encode as encode_order
@@ -118,9 +118,9 @@ def test_every_error_while_the_vocabulary_loads_is_shown(monkeypatch, caplog, er
         raise error
 
     async def run():
-        monkeypatch.setattr(http_server, "vocabulary", fails)
+        monkeypatch.setattr(engine_client, "vocabulary", fails)
         client = EngineClient(SETTINGS, Metrics(), outlives=False, url="http://h")
-        await http_server.load(client)
+        await client.load(SETTINGS)
         answer = await Server(client).health()
         assert answer.status_code == 503
         assert json.loads(answer.body) == {"status": "failed", "reason": reason}
@@ -159,41 +159,20 @@ async def until(true):
 async def gone(client, *engines):
     for engine in engines:
         engine.die()
-    await until(lambda: client.state == "restarting" and not client._reading)
+    await until(lambda: client.state == "restarting" and not client._tasks)
 
 
-def test_the_next_engine_follows_when_the_one_before_has_gone():
+def test_the_next_engine_serves_at_once_and_a_former_one_is_dropped():
     async def run():
         client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
         old = await Engine.into(client)
         old.say(Ready(FACTS | {"bits": "old"}))
         await until(lambda: client.state == "ready")
         new = await Engine.into(client)
-        new.say(Loading({"1": {}}), Ready(FACTS | {"bits": "new"}), Status(1.0, {}))
-        old.say(Status(2.0, {"x": 1}))
-        await until(lambda: client.status.get("x"))
-        assert (client.state, client.facts["bits"], client.loading) == ("ready", "old", {})
-        old.die()
-        await until(lambda: client.facts["bits"] == "new")
-        assert client.state == "ready"
-        await gone(client, new)
-
-    asyncio.run(run())
-
-
-def test_one_that_fails_before_it_follows_changes_nothing():
-    async def run():
-        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
-        old = await Engine.into(client)
-        old.say(Ready(FACTS))
+        assert client.state == "restarting"
+        new.say(Loading({"1": {}}), Ready(FACTS | {"bits": "new"}))
         await until(lambda: client.state == "ready")
-        new = await Engine.into(client)
-        new.say(Failed("no memory"))
-        new.die()
-        await until(lambda: len(client._reading) == 1)
-        old.say(Status(2.0, {"x": 1}))
-        await until(lambda: client.status.get("x"))
-        assert (client.state, client.reason) == ("ready", "")
-        await gone(client, old)
+        assert client.facts["bits"] == "new"
+        await gone(client, old, new)
 
     asyncio.run(run())

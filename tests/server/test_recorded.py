@@ -16,10 +16,11 @@ import pytest
 
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
+from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
 from pipeinfer.server.app import Server
-from pipeinfer.server.choice import Generation
+from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
 from pipeinfer.server.frames import Rebalanced
@@ -48,19 +49,21 @@ def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompt
                           tools=ToolUse([], 16) if with_tools else None, **fields)
     made = ResponsesWriter(asked, "m", tokenizer, is_chat=is_chat, created=5)
     made.answer_id = "id"
-    generations = []
+    readings = []
     for index in range(asked.count):
-        generation = Generation(index + 1, index, 3, tokenizer, ["STOP"], asyncio.Event())
+        generation = Generation(index + 1, index, 3, lambda _: None,
+                                TextStream(tokenizer, ["STOP"]))
         counts = generation.counts
         for i, token in enumerate(tokenizer.encode(texts[index % len(texts)], add_bos=False)):
-            top = [(token, -0.25), (1, -3.0)]
-            generation.push(token, i % 2 == 1, None if i == 1 else -0.25, top)
+            top = ((token, -0.25), (1, -3.0))
+            generation.push((token, i % 2 == 1, None if i == 1 else -0.25, top, None))
         counts.submitted, counts.first, counts.last = 1.0, 1.5, 2.25
         if not counts.output:
             counts.first = counts.last = None
         generation.end(reason, STATS)
-        generations.append(generation)
-    made.start(generations)
+        readings.append(Reading(generation, tokenizer, ["STOP"]))
+        readings[-1].advance()
+    made.start(readings)
     return made
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.server.answer_parser import AnswerParser, parse_call
 from pipeinfer.server.call_grammar import CallGrammar
-from pipeinfer.server.choice import Generation
+from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.families import FAMILIES, HERMES
 from pipeinfer.server.tools import Call, ToolUse, Words, joined
+
+
+def generation_of(tokenizer, stops=()):
+    """A choice, and a reading of it."""
+    made = Generation(1, 0, 3, lambda _: None, TextStream(tokenizer, stops) if stops else None)
+    return made, Reading(made, tokenizer, stops)
 
 
 def spelled(tokenizer, text, cuts):
@@ -32,17 +38,19 @@ def spelled(tokenizer, text, cuts):
        cuts=st.lists(st.integers(0, 30), max_size=8), looks=st.lists(st.booleans(), max_size=40))
 def test_text_and_pieces_do_not_depend_on_spelling_or_on_who_looks_when(
         tokenizer, text, stops, cuts, looks):
-    generation = Generation(1, 0, 3, tokenizer, stops, asyncio.Event())
+    generation, reading = generation_of(tokenizer, stops)
     seen, pieces, stopped = "", [], False
     look = iter(looks)
     for token in spelled(tokenizer, text, cuts):
-        stopped = generation.push(token, False, None, []) or stopped
+        stopped = generation.push((token, False, None, (), None)) or stopped
         if next(look, False):
-            delta = generation.take()
+            reading.advance()
+            delta = reading.take()
             assert delta.offset == len(seen)
             seen, pieces = seen + delta.text, pieces + delta.pieces
     generation.end("length", {})
-    delta = generation.take()
+    reading.advance()
+    delta = reading.take()
     seen, pieces = seen + delta.text, pieces + delta.pieces
     at = [i for i in (text.find(s) for s in stops) if i >= 0]
     assert stopped == bool(at)
@@ -57,32 +65,35 @@ def test_text_and_pieces_do_not_depend_on_spelling_or_on_who_looks_when(
 
 
 def test_a_failure_is_the_end_and_stays_it(tokenizer):
-    generation = Generation(1, 0, 3, tokenizer, (), asyncio.Event())
+    generation, reading = generation_of(tokenizer)
     generation.fail(Failure("failed", "oh"))
     generation.end("stop", {})
     assert generation.reason == "error"
     assert generation.failure == Failure("failed", "oh")
-    assert not generation.push(5, False, None, [])
-    assert generation.take().text == ""
+    assert not generation.push((5, False, None, (), None))
+    reading.advance()
+    assert reading.take().text == ""
 
 
 @pytest.mark.parametrize("reason", ["length", "stop", "context", "disconnected"])
 def test_a_character_that_the_end_cuts_off_is_left_out(tokenizer, reason):
-    generation = Generation(1, 0, 3, tokenizer, ("never",), asyncio.Event())
+    generation, reading = generation_of(tokenizer, ("never",))
     for token in [*tokenizer.encode("né", add_bos=False), byte_token(tokenizer, b"\xc3")]:
-        generation.push(token, False, None, [])
+        generation.push((token, False, None, (), None))
     generation.end(reason, {})
-    delta = generation.take()
+    reading.advance()
+    delta = reading.take()
     assert delta.text in ("né", "")  # what may begin a stop string is shown at a proper end only
     assert "".join(piece.text for piece in delta.pieces) == "né"
     assert delta.pieces[-1].text == ""
 
 
 def test_bytes_that_begin_no_character_are_told(tokenizer):
-    generation = Generation(1, 0, 3, tokenizer, (), asyncio.Event())
-    generation.push(byte_token(tokenizer, b"\xc3"), False, None, [])
-    generation.push(byte_token(tokenizer, b"a"), False, None, [])
-    assert generation.take().text == "\ufffda"
+    generation, reading = generation_of(tokenizer)
+    generation.push((byte_token(tokenizer, b"\xc3"), False, None, (), None))
+    generation.push((byte_token(tokenizer, b"a"), False, None, (), None))
+    reading.advance()
+    assert reading.take().text == "\ufffda"
 
 
 def byte_token(tokenizer, byte):
