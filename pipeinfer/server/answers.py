@@ -13,13 +13,11 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.errors import ApiError, Failure, bad
-from pipeinfer.server.journal import Begun, ChoiceEnded, Entry, Journal, TokenRows
+from pipeinfer.server.journal import Begun, ChoiceEnded, Entry, Journal, TokenRows, encode
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 
@@ -111,7 +109,7 @@ class Answer:
         for one in self.generations:
             one.before, one.bits = True, self.begun.bits
         for entry in entries:
-            self.size += len(msgspec.json.encode(entry))
+            self.size += len(encode(entry))
             if isinstance(entry, Begun):
                 continue
             one = self.generations[entry.choice]

@@ -7,6 +7,7 @@ This module uses HTTP and answers, no engine.
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any, Literal, TypeAlias
 
 from fastapi import Request
@@ -56,9 +57,9 @@ class AnswerRoutes:
             writer.answer_id, writer.created, kind, self._owner(request),
             request.headers.get("idempotency-key", ""), _digest(body), identity(settings),
             str(self._client.facts.get("bits", "")), asked,
-            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None)
-        return await self._respond(
-            await self._answers.begin(asked, begun if kept else None), writer, request)
+            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None
+        ) if kept else None
+        return await self._respond(await self._answers.begin(asked, begun), writer, request)
 
     async def retrieve(self, name: str, request: Request, stream: bool = False) -> Response:
         """Return an answer by its id, or stream it from the event after `starting_after`. An answer
@@ -128,7 +129,7 @@ def writer_of(kind: str, body: BaseModel | None, asked: EngineRequest, name: str
 
 
 def _digest(body: BaseModel) -> str:
-    return digest_of(f"{type(body).__name__} {body.model_dump_json(exclude_none=True)}")
+    return digest_of(f"{type(body).__name__} {json.dumps(body.model_dump(exclude_none=True))}")
 
 
 def _after(request: Request) -> int:

@@ -8,6 +8,7 @@ alone. This module handles the file and requests, neither the engine nor HTTP.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sqlite3
@@ -74,7 +75,15 @@ class ChoiceEnded(msgspec.Struct, tag_field="op", tag="ended", frozen=True):
 
 Entry: TypeAlias = Begun | TokenRows | ChoiceEnded
 _decode = msgspec.json.Decoder(Entry).decode
-_encode = msgspec.json.encode
+
+
+def encode(entry: Entry) -> bytes:
+    """Return the bytes of an entry."""
+    try:
+        return msgspec.json.encode(entry)
+    except UnicodeEncodeError:  # a text has half a surrogate pair
+        text = json.dumps(msgspec.to_builtins(entry), ensure_ascii=False)
+        return text.encode("utf-8", "replace")
 
 
 def check(path: str) -> Path:
@@ -139,7 +148,7 @@ class Journal:
 
     def add(self, name: str, entry: Entry) -> int:
         """Queue an entry of a request for the next `write`; return its bytes."""
-        data = _encode(entry)
+        data = encode(entry)
         self._queue.append((name, data))
         return len(data)
 
