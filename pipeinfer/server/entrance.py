@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import struct
 from pathlib import Path
 from typing import NamedTuple
 
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server.frames import FIRST, HEADER, Welcome, encode
 from pipeinfer.server.http_process import first_frame
+from pipeinfer.server.orders import is_ours
 from pipeinfer.server.settings import Settings
 
 _ENTER_SECONDS = 30.0
@@ -67,8 +66,7 @@ class Entrance:
 
 def _enter(link: socket.socket, url: str) -> Guest:
     link.settimeout(_ENTER_SECONDS)
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    if struct.unpack("3i", credentials)[1] != os.getuid():
+    if not is_ours(link):
         raise EOFError("it belongs to another user")
     link.sendall(encode(Welcome(url)))
     begun, files, _, _ = socket.recv_fds(link, HEADER.size, 1)

@@ -171,7 +171,8 @@ def start(listener: socket.socket, environ: Mapping[str, str],
           control: socket.socket | None = None) -> subprocess.Popen[bytes]:
     """Start the HTTP process, see `server.__main__`.
 
-    listener: from `entrance`. control: link to a supervisor, if it has one. Close both afterwards.
+    listener: from `entrance`. control: at which a supervisor sends orders, if there is one.
+    Close both afterwards.
     """
     files = [sock.fileno() for sock in (listener, control) if sock is not None]
     return subprocess.Popen(

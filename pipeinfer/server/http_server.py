@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -27,6 +28,7 @@ from pipeinfer.server.entrance import Entrance, Guest
 from pipeinfer.server.http_process import url_of
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
+from pipeinfer.server.orders import Order, OrderServer, Report
 
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
@@ -84,10 +86,15 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     client = EngineClient(settings, Metrics(), outlives=control is not None,
                           url=url_of(listener, settings))
     app = _Current(client)
+
+    async def execute(order: Order, _: Report) -> dict[str, Any]:
+        return obey(client, order)
+
+    orders = OrderServer(Order, execute)
     tasks = []
     if control is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.leave)
-        tasks.append(asyncio.create_task(obey(client, control)))
+        await orders.start(control)
     config = uvicorn.Config(
         app, http=Connection.patient(settings.client_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE,
@@ -113,6 +120,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     await asyncio.gather(serving, following, return_exceptions=True)
     for task in tasks:
         task.cancel()
+    await orders.close()
     await client.answers.close()
     return int(failed)
 

@@ -1,22 +1,30 @@
-"""The supervisor's orders to the HTTP process that outlives the job, and their answers: JSON lines.
-An answer has the `number` of its order.
+"""The supervisor's orders to the HTTP process that outlives the job; and how they, and a user's
+commands to the supervisor, travel: one connection each, with one JSON object in a line. The answer
+is lines of {"say": TEXT} and one last object, {"error": TEXT} if it failed.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
-from pipeinfer.errors import ProtocolError
+from pipeinfer.errors import PipeinferError
+
+MOST_LINE = 64 << 20  #: bytes of a line
+_READ = 10.0  #: seconds for an order to arrive
+Report: TypeAlias = Callable[[str], None]
 
 
-class _Order(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_fields=True,
-             kw_only=True):
-    """number: of the order; its answer has the same one."""
-
-    number: int = 0
+class _Order(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_fields=True):
+    pass
 
 
 class Look(_Order, frozen=True):
@@ -41,7 +49,6 @@ class Move(_Order, frozen=True):
 
 
 Order: TypeAlias = Look | Hold | Move
-MOST_LINE = 64 << 20  #: bytes of an order or an answer
 
 
 class ServerState(Struct, frozen=True, kw_only=True):
@@ -53,7 +60,6 @@ class ServerState(Struct, frozen=True, kw_only=True):
     error: why the order was not executed.
     """
 
-    number: int = 0
     state: str = ""
     reason: str = ""
     url: str = ""
@@ -65,47 +71,81 @@ class ServerState(Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
-_answers = msgspec.json.Decoder(ServerState)
-_encoder = msgspec.json.Encoder()
+class OrderServer:
+    """Executes orders of this user's processes.
+
+    kinds: the classes of orders. execute: called with each of them, and with what passes a line on
+        to the other end.
+    """
+
+    def __init__(self, kinds: Any,
+                 execute: Callable[[Any, Report], Awaitable[dict[str, Any]]]) -> None:
+        self._decode, self._execute = msgspec.json.Decoder(kinds).decode, execute
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[Any]] = set()
+
+    async def start(self, sock: socket.socket) -> None:
+        """Accept orders at a listening socket."""
+        self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=MOST_LINE)
+
+    async def close(self) -> None:
+        """Accept no more orders; those in progress are cancelled without an answer."""
+        await end_server(self._server, self._open)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+
+        def send(answer: dict[str, Any]) -> None:
+            if not writer.is_closing():
+                writer.write(json.dumps(answer).encode() + b"\n")
+
+        try:
+            if is_ours(writer.get_extra_info("socket")):
+                async with asyncio.timeout(_READ):
+                    line = await reader.readline()
+                send(await self._answer(line, lambda text: send({"say": text})))
+                await writer.drain()
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._open.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes, report: Report) -> dict[str, Any]:
+        try:
+            order = self._decode(line)
+        except msgspec.DecodeError as error:
+            return {"error": f"there is no such command: {error}"}
+        try:
+            return {"ok": True, **await self._execute(order, report)}
+        except PipeinferError as error:
+            return {"error": str(error)}
+        except Exception as error:  # the other end gets the error, and this one goes on
+            return {"error": f"{type(error).__name__}: {error} (this is a bug)"}
 
 
-class _Number(Struct, frozen=True):
-    number: int = 0
-
-
-_numbers = msgspec.json.Decoder(_Number)
-
-
-def encode(order: Order, number: int) -> bytes:
-    """Return the line of an order under this number."""
-    return _encoder.encode(msgspec.structs.replace(order, number=number)) + b"\n"
-
-
-def decode(line: bytes) -> Order:
-    """Return the order in a line. Raises ProtocolError."""
+async def ask(path: str, order: Order) -> ServerState:
+    """Send an order to the HTTP process; return its state. Raises OSError, ValueError."""
+    reader, writer = await asyncio.open_unix_connection(path, limit=MOST_LINE)
     try:
-        return _decoder.decode(line)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"no such order: {error}") from error
+        writer.write(msgspec.json.encode(order) + b"\n")
+        return msgspec.json.decode(await reader.readline(), type=ServerState)
+    finally:
+        writer.close()
 
 
-def encode_answer(answer: ServerState) -> bytes:
-    """Return the line of an answer."""
-    return _encoder.encode(answer) + b"\n"
+async def end_server(server: asyncio.Server | None, connections: set[asyncio.Task[Any]]) -> None:
+    """Stop accepting connections, and cancel the tasks of those that are open."""
+    if server is not None:
+        server.close()
+    for task in connections:
+        task.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
 
 
-def decode_answer(line: bytes) -> ServerState:
-    """Return the answer in a line. Raises ProtocolError."""
-    try:
-        return _answers.decode(line)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"no such answer: {error}") from error
-
-
-def number_of(line: bytes) -> int:
-    """Return the number of a malformed order, 0 if that cannot be read either."""
-    try:
-        return _numbers.decode(line).number
-    except msgspec.DecodeError:
-        return 0
+def is_ours(link: socket.socket) -> bool:
+    """Whether the process at the other end runs as this user, according to the kernel."""
+    found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", found)[1] == os.getuid())

@@ -1,22 +1,17 @@
-"""The socket by which `pipeinfer status`, `down`, `rescale` and `reload` control the supervisor.
-
-A command is one JSON object in one line. The answer is lines of {"say": TEXT} and one last object,
-{"error": TEXT} if the command failed. This module executes no command; it checks the user and
-ensures that each command is answered.
-"""
+"""The commands by which `pipeinfer status`, `down`, `rescale` and `reload` control the supervisor;
+`server.orders` has their form."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import msgspec
 
-from pipeinfer.errors import PipeinferError, RequestError
-from pipeinfer.supervise.state import Folder, is_ours
+from pipeinfer.errors import RequestError
+from pipeinfer.server.orders import Report
+from pipeinfer.supervise.state import Folder
 
 
 class _UserCommand(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower):
@@ -76,72 +71,6 @@ class JoinedHosts(_UserCommand, frozen=True):
 
 
 Command: TypeAlias = SocketStatus | Down | Rescale | Reload | LaunchDaemon | JoinedHosts
-Report: TypeAlias = Callable[[str], None]
-_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
-_MOST = 1 << 18  #: bytes of a command
-_READ = 10.0  #: seconds for a command to arrive
-
-
-async def end_server(server: asyncio.Server | None, connections: set[asyncio.Task[Any]]) -> None:
-    """Stop accepting connections, and cancel the tasks of those that are open."""
-    if server is not None:
-        server.close()
-    for task in connections:
-        task.cancel()
-    await asyncio.gather(*connections, return_exceptions=True)
-
-
-class Commands:
-    """The supervisor's end of the socket, in `folder`. execute: called with each command."""
-
-    def __init__(self, folder: Folder,
-                 execute: Callable[[Command, Report], Awaitable[dict[str, Any]]]) -> None:
-        self._folder, self._execute = folder, execute
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.Task[Any]] = set()
-
-    async def start(self) -> None:
-        """Start to accept commands."""
-        self._server = await asyncio.start_unix_server(self._serve, sock=self._folder.listen(),
-                                                       limit=_MOST)
-
-    async def close(self) -> None:
-        """Stop accepting commands; commands in progress are cancelled without an answer."""
-        await end_server(self._server, self._open)
-        self._folder.unlisten()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.add(task)
-
-        def send(answer: dict[str, Any]) -> None:
-            if not writer.is_closing():
-                writer.write(json.dumps(answer).encode() + b"\n")
-
-        try:
-            if is_ours(writer.get_extra_info("socket")):
-                async with asyncio.timeout(_READ):
-                    line = await reader.readline()
-                send(await self._answer(line, lambda text: send({"say": text})))
-                await writer.drain()
-        except (OSError, ValueError):
-            pass
-        finally:
-            self._open.discard(task)
-            writer.close()
-
-    async def _answer(self, line: bytes, report: Report) -> dict[str, Any]:
-        try:
-            command = _decoder.decode(line)
-        except msgspec.DecodeError as error:
-            return {"error": f"there is no such command: {error}"}
-        try:
-            return {"ok": True, **await self._execute(command, report)}
-        except PipeinferError as error:
-            return {"error": str(error)}
-        except Exception as error:  # the caller gets the error, and the job goes on
-            return {"error": f"{type(error).__name__}: {error} (this is a bug)"}
 
 
 def call(folder: Folder, report: Report, timeout: float, command: Command) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The supervisor's handle on the HTTP process that outlives the job: start, requests, end.
 
-Orders go over a socket pair, one a line: see `server.orders`.
+Orders go over a Unix socket: see `server.orders`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeinfer.cluster.cleanup import VARIABLE
-from pipeinfer.errors import ProtocolError, ending
-from pipeinfer.server import http_process
-from pipeinfer.server.orders import MOST_LINE, Look, Order, ServerState, decode_answer, encode
+from pipeinfer.errors import ending
+from pipeinfer.server import http_process, orders
+from pipeinfer.server.orders import Look, Order, ServerState
 
 _ANSWER = 5.0  #: seconds for an answer
 _EVERY = 5.0  #: seconds between two checks whether it answers
@@ -35,9 +35,6 @@ class HttpDoor:
         self._environ, self._say = environ, say
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
-        self._link: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._asking = asyncio.Lock()
-        self._number = 0
         self._answered = False  #: whether it has answered any request yet
         self._watching: asyncio.Task[None] | None = None
 
@@ -54,13 +51,12 @@ class HttpDoor:
         self._clear()
         self._folder = Path(tempfile.mkdtemp(prefix="pipeinfer-door-"))
         path = self._folder / "door"
-        ours, theirs = socket.socketpair()
-        with theirs, http_process.entrance(str(path)) as entrance:
+        with http_process.entrance(str(path)) as entrance, \
+                http_process.entrance(str(self._folder / "control")) as control:
             # its death signal depends on the starting thread, so start it in this one
             self._process = http_process.start(
-                entrance, {k: v for k, v in self._environ.items() if k != VARIABLE}, theirs)
+                entrance, {k: v for k, v in self._environ.items() if k != VARIABLE}, control)
         self._environ["PIPEINFER_DOOR"] = f"{socket.gethostname()}:{path}"
-        self._link = await asyncio.open_connection(sock=ours, limit=MOST_LINE)
         self._watching = asyncio.create_task(self._watch(self._process))
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
@@ -75,7 +71,8 @@ class HttpDoor:
                 if "killed" in (how := ending(process.returncode)):
                     self._say(f"the HTTP process has ended with {how}")
                 return
-            if (await self.ask(Look())).state:
+            seen = await self.ask(Look())
+            if seen.state or seen.error:
                 missed = 0
             elif self._answered:
                 missed += 1
@@ -84,22 +81,15 @@ class HttpDoor:
 
     async def ask(self, order: Order) -> ServerState:
         """Send an order and return the answer, one without a state if there is none (in time)."""
-        async with self._asking:
-            if self._link is None or not self.pid:
-                return ServerState()
-            reader, writer = self._link
-            self._number += 1
-            try:
-                writer.write(encode(order, self._number))
-                async with asyncio.timeout(_ANSWER):
-                    while line := await reader.readline():
-                        found = decode_answer(line)
-                        self._answered = True
-                        if found.number == self._number:  # not a late one
-                            return found
-            except (OSError, ValueError, ProtocolError):  # TimeoutError is the former
-                pass
+        if self._folder is None or not self.pid:
             return ServerState()
+        try:
+            async with asyncio.timeout(_ANSWER):
+                found = await orders.ask(str(self._folder / "control"), order)
+        except (OSError, ValueError):  # TimeoutError is the former, errors of msgspec the latter
+            return ServerState()
+        self._answered = True
+        return found
 
     async def close(self) -> None:
         """End the process: no further job comes."""
@@ -117,11 +107,9 @@ class HttpDoor:
         if self._watching is not None:
             self._watching.cancel()
         self._watching = None
-        if self._link is not None:
-            self._link[1].close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._link = self._folder = self._process = None
+        self._folder = self._process = None
         self._answered = False
         self._environ.pop("PIPEINFER_DOOR", None)
 

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from pipeinfer.errors import UsageError
-from pipeinfer.server.orders import Look, ServerState
+from pipeinfer.server.orders import Look, OrderServer, Report, ServerState
 from pipeinfer.supervise.changes import is_wide
 from pipeinfer.supervise.commands_socket import (
     Command,
-    Commands,
     Down,
     JoinedHosts,
     LaunchDaemon,
     Reload,
-    Report,
     Rescale,
     SocketStatus,
 )
@@ -68,8 +66,8 @@ class Keeper:
 
     async def run(self) -> int:
         """Run jobs until the end; return the exit status of the last one."""
-        commands = Commands(self._folder, self._execute)
-        await commands.start()
+        commands = OrderServer(Command, self._execute)
+        await commands.start(self._folder.listen())
         if self._joins is not None:
             self._joins.came = lambda _: self._supervisor.host_came()
         if self._left[0]:
@@ -84,6 +82,7 @@ class Keeper:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await commands.close()
+            self._folder.unlisten()
             self._write()
 
     # --- monitoring ---------------------------------------------------------------------------

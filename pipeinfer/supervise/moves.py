@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from pipeinfer.errors import UsageError
-from pipeinfer.server.orders import Hold
-from pipeinfer.supervise.commands_socket import Report
+from pipeinfer.server.orders import Hold, Report
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.supervisor import Move, Supervisor
 

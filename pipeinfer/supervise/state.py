@@ -14,12 +14,12 @@ import os
 import re
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UsageError
+from pipeinfer.server.orders import is_ours
 
 VARIABLE = "PIPEINFER_STATE"  #: the folder of all supervisors of this user
 JOINED = ".join"  #: its folder with one for each head that this machine has joined
@@ -170,12 +170,6 @@ def members() -> list[str]:
         return sorted(path.name for path in (_base() / JOINED).iterdir()
                       if path.is_dir() and Folder(path.name, JOINED).alive)
     return []
-
-
-def is_ours(link: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user, according to the kernel."""
-    found = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", found)[1] == os.getuid())
 
 
 def _base() -> Path:

@@ -9,16 +9,16 @@ import socket
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.server import engine_client
+from pipeinfer.server import engine_client, orders
 from pipeinfer.server.app import Server
 from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, Loading, Ready, encode
+from pipeinfer.server.http_process import entrance
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.orders import MOST_LINE, Look, Move, decode_answer
-from pipeinfer.server.orders import encode as encode_order
+from pipeinfer.server.orders import Hold, Look, Move
 from pipeinfer.server.settings import Settings
 from tests.rig.server_peer import FACTS
 
@@ -28,27 +28,17 @@ SETTINGS = Settings("m", "m", parallel=1, queue=0)
 def test_new_requests_wait_for_the_next_engine_and_its_predecessors_goodbye_is_not_heeded():
     async def run():
         client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
-        ours, theirs = socket.socketpair()
-        orders = asyncio.create_task(obey(client, theirs))
-        reader, writer = await asyncio.open_connection(sock=ours)
-
-        async def ask(number, **order):
-            writer.write(json.dumps({**order, "number": number}).encode() + b"\n")
-            answer = json.loads(await reader.readline())
-            assert answer.pop("number") == number
-            return answer
-
         client.handle(Ready(FACTS))
-        assert (await ask(1, op="look"))["state"] == "loading"  # until there is a vocabulary
-        assert (await ask(2, op="hold", on=True))["open"] == 0
+        assert obey(client, Look())["state"] == "loading"  # until there is a vocabulary
+        assert obey(client, Hold(True))["open"] == 0
         waiting = asyncio.create_task(client.admission())
         await asyncio.sleep(0)
-        assert (await ask(3, op="look"))["waiting"] == 1
+        assert obey(client, Look())["waiting"] == 1
         await client.admission()  # more than may wait are let in, to be refused
         with pytest.raises(ApiError, match="enough requests wait") as refused:
             client.check_room(1)
         assert refused.value.status == 429
-        assert (await ask(4, op="move", why="to more hosts", new_model=True))["open"] == 0
+        assert obey(client, Move("to more hosts", True))["open"] == 0
         assert (client.state, client.reason) == ("restarting", "to more hosts")
         assert client._new_model
         for frame in (Draining(1.0), Bye()):
@@ -59,50 +49,33 @@ def test_new_requests_wait_for_the_next_engine_and_its_predecessors_goodbye_is_n
         client.check_room(1)
         client.handle(Bye())
         assert client.state == "stopped"
-        for order in ({"op": "nothing"}, {"op": "hold", "on": "yes"}):
-            assert (await ask(5, **order))["error"]
-        writer.close()
-        await asyncio.wait_for(orders, 10)
 
     asyncio.run(run())
 
 
-def test_an_order_that_fails_is_answered_and_so_are_later_ones(monkeypatch):
+def test_an_order_is_answered_also_one_that_fails_or_is_long(tmp_path):
     """The supervisor kills an HTTP process that does not answer, with every stream."""
+    path = str(tmp_path / "control")
+
     async def run():
         client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
-        ours, theirs = socket.socketpair()
-        obeying = asyncio.create_task(obey(client, theirs))
-        reader, writer = await asyncio.open_connection(sock=ours)
 
-        async def ask(order):
-            writer.write(encode_order(order, 7))
-            return decode_answer(await asyncio.wait_for(reader.readline(), 10))
+        async def execute(order, _):
+            return obey(client, order)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(client, "move", None)
-            failed = await ask(Move(why="x", new_model=False))
-        assert (failed.number, failed.state) == (7, "loading")
+        server = orders.OrderServer(orders.Order, execute)
+        await server.start(entrance(path))
+        client.move = None
+        failed = await orders.ask(path, Move("x", False))
         assert failed.error.startswith("TypeError: ")
-        assert (await ask(Look())).error == ""
-        writer.close()
-        await asyncio.wait_for(obeying, 10)
-
-    asyncio.run(run())
-
-
-def test_a_long_order_is_obeyed():
-    async def run():
-        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
+        del client.move
         client.handle(Ready(FACTS))
-        ours, theirs = socket.socketpair()
-        obeying = asyncio.create_task(obey(client, theirs))
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MOST_LINE)
-        writer.write(encode_order(Move(why="x" * 100_000, new_model=False), 7))
-        found = decode_answer(await asyncio.wait_for(reader.readline(), 10))
-        assert (found.number, found.state, len(found.reason)) == (7, "restarting", 100_000)
+        assert len((await orders.ask(path, Move("x" * 100_000, False))).reason) == 100_000
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"op":"hold","on":"yes"}\n')
+        assert b'"error": "there is no such command' in await reader.readline()
         writer.close()
-        await asyncio.wait_for(obeying, 10)
+        await server.close()
         client._patience.cancel()
 
     asyncio.run(run())

@@ -38,10 +38,10 @@ TEXT = "one two three four five six"
 
 
 def spawn(path):
-    """The process with a supervisor, and that one's end of the link."""
-    ours, theirs = socket.socketpair()
-    with theirs, http_process.entrance(str(path)) as listener:
-        return http_process.start(listener, os.environ, theirs), ours
+    """The process, and the socket at which a supervisor sends it orders."""
+    control = http_process.entrance(str(path.with_name("control")))
+    with http_process.entrance(str(path)) as listener:
+        return http_process.start(listener, os.environ, control), control
 
 
 class Door:

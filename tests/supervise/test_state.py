@@ -9,9 +9,11 @@ import threading
 import pytest
 
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.supervise import commands_socket, state
+from pipeinfer.server import orders
+from pipeinfer.server.orders import OrderServer
+from pipeinfer.supervise import state
 from pipeinfer.supervise.commands import lines_of
-from pipeinfer.supervise.commands_socket import Commands, Down, Rescale, call
+from pipeinfer.supervise.commands_socket import Command, Down, Rescale, call
 from pipeinfer.supervise.logs import Logs
 from pipeinfer.supervise.state import Folder
 
@@ -63,13 +65,14 @@ def serve(folder, commands):
     loop, started = asyncio.new_event_loop(), threading.Event()
 
     async def run():
-        server = Commands(folder, commands)
-        await server.start()
+        server = OrderServer(Command, commands)
+        await server.start(folder.listen())
         ending = asyncio.Event()
         loop.end = lambda: loop.call_soon_threadsafe(ending.set)
         started.set()
         await ending.wait()
         await server.close()
+        folder.unlisten()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
@@ -99,7 +102,7 @@ def test_a_command_gets_what_is_said_and_one_answer(folder, monkeypatch):
         for command, says in ((Down(), "who?"), (Rescale("bad"), "no such command: .*ranks")):
             with pytest.raises(RequestError, match=says):
                 call(folder, heard.append, 10, command)
-        monkeypatch.setattr(commands_socket, "is_ours", lambda link: False)
+        monkeypatch.setattr(orders, "is_ours", lambda link: False)
         with pytest.raises(RequestError, match=r"ended before it answered|connection was lost"):
             call(folder, heard.append, 10, Rescale(3))
     finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from pipeinfer.errors import ProtocolError, UsageError
-from pipeinfer.supervise.commands_socket import end_server
+from pipeinfer.server.orders import end_server
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.offers import own_addresses, words_of
