@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from benchmarks.methods import settings_table
 from pipeinfer.cli.main import main
-from pipeinfer.cli.options import GONE, parse
+from pipeinfer.cli.options import parse
 from pipeinfer.cluster.generate import grammar_text
 from pipeinfer.config import (
     BASIC,
@@ -128,21 +128,6 @@ def test_a_bad_setting_is_named(word, says):
     with pytest.raises(click.BadParameter) as caught:
         parse(["--set", word])
     assert says in caught.value.format_message()
-
-
-def test_an_option_that_is_gone_says_what_to_write():
-    for flag in GONE:
-        with pytest.raises(UsageError, match=f"there is no option {flag} any more"):
-            parse([flag, "1"])
-    for name, option in options().items():
-        if not option.flags:
-            flag = "--no-" * (option.kind == "flag") + name.replace("_", "-")
-            with pytest.raises(UsageError, match=f"write --set {name}="):
-                parse(["--" + flag.removeprefix("--"), "1"])
-    with pytest.raises(UsageError, match="write --set adapt=false"):
-        parse(["--no-adapt"])
-    with pytest.raises(click.UsageError, match="unexpected extra argument"):
-        parse(["--", "--credit"])
 
 
 def test_sections_are_made_and_changed_by_the_names_of_options():

@@ -6,7 +6,6 @@ TOML file (`--config`), the file over defaults; click records the origin of each
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -29,22 +28,6 @@ _TITLES = {
     "model": "Models", "cluster": "Ranks and hosts", "speculation": "Speculation and scheduling",
     "sampling": "Sampling", "grammar": "Grammar", "request": "Prompt and output",
     "serve": "Server",
-}
-_ON_HUB = "-m and -md take user/repo, user/repo:quant or user/repo:FILE.gguf"
-#: options that there were once, and what to write; each setting had a flag of its name as well
-GONE = {
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-hfd", "-hfrd",
-                     "--hf-repo-draft"), _ON_HUB),
-    **dict.fromkeys(("-mds", "--model-draft-small"),
-                    "a second draft model gained nothing: leave it out"),
-    "--verify": "by SpecInfer's multi-step sampling the text would depend on what was drafted, and "
-                "so on timing: leave it out, or compare in an emulation (pipeinfer bench --verify)",
-    "--layout": "leave it out: lookahead decoding with the whole model on every rank was no "
-                "faster than on one",
-    "--otlp-endpoint": "leave it out: /metrics and --log-requests have the figures of requests",
-    "--debug": "leave it out", "--pace-ms": "write --hook pace=MS", "-ub": "write --set ubatch=N",
-    "--pace-row-ms": "write --hook pace=MS+ROW_MS", "--fault": "write --hook fault=SPEC",
-    "--draft": "write --set draft_max=N", "--ubatch-size": "write --set ubatch=N",
 }
 _FILE = "pipeinfer.config_file"
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
@@ -116,23 +99,6 @@ class _Command(click.Command):
     def __init__(self, *args: Any, sections: Sequence[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sections = sections
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words. Raises UsageError for options that are gone, with what to write."""
-        settings = _settings(*self._sections)
-        for flag in (part.split("=")[0] for part in itertools.takewhile("--".__ne__, args)):
-            if instead := self._instead(flag, settings):
-                raise UsageError(f"there is no option {flag} any more: {instead}")
-        return super().parse_args(ctx, args)
-
-    def _instead(self, flag: str, settings: Mapping[str, Option]) -> str:
-        """Return what to write instead of an option that is gone; "" for any other word."""
-        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        if not flag.startswith("--") or name not in settings:
-            return GONE.get(flag, "") if "model" in self._sections else ""
-        flagged = settings[name].kind == "flag"
-        value = str("--no-" not in flag).lower() if flagged else "VALUE"
-        return f"write --set {name}={value}"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command's own options, and the basic ones or all of the sections."""

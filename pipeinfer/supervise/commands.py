@@ -37,21 +37,10 @@ if TYPE_CHECKING:
 _LOGS = "logs"
 _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _DETACHED = 30.0  #: seconds for a supervisor in the background to be there
-_ROOM = 1 << 16  #: bytes that must be free in its folder
 _name = click.option("--name", default="default", show_default=True,
                      help="Which one, where this user has several up.")
 _wait = click.option("--wait", type=click.FloatRange(min=0), default=120.0, show_default=True,
                      help="Seconds for open requests to end first, where answers could change.")
-
-
-def _no_overlap(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    del context, option
-    if value is not None:
-        raise UsageError("--overlap has gone: a move ends the job before the next one loads, and "
-                         "streams go on then; leave the option out")
-
-
-_overlap = click.option("--overlap", hidden=True, expose_value=False, callback=_no_overlap)
 
 
 class _Up(click.Command):
@@ -77,7 +66,6 @@ class _Up(click.Command):
                                       "0: never.")
 @click.option("--stay", is_flag=True, help="Move to hosts that are back only on `pipeinfer "
                                            "rescale`, not at a quiet moment.")
-@_overlap
 @click.option("--join", "joined", metavar="[=ADDRESS:PORT]",
               help="Let other machines join (`pipeinfer join` there), at this address. [default: "
                    "all addresses of this machine, port 7700]")
@@ -210,13 +198,11 @@ def _go_into_the_background(folder: Folder, *, joined: bool) -> None:
     words = [word for i, word in enumerate(sys.argv[1:]) if word != "--detach"
              or "--" in sys.argv[1:i + 1]]
     log = folder.path / _LOGS / "detached.log"
-    try:  # a full disk would keep the reason why it did not start
-        log.touch(0o600)
-        log.write_bytes(bytes(_ROOM))
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:
-        raise UsageError(f"cannot write {log}: {error.strerror}; free some space, or name another "
-                         f"folder with {STATE}") from error
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        raise UsageError(f"cannot write {log}: {error.strerror}; name another folder with {STATE}"
+                         ) from error
     process = subprocess.Popen([*program(), *words], stdin=subprocess.DEVNULL, stdout=out,
                                stderr=out, start_new_session=True)
     os.close(out)
@@ -316,7 +302,6 @@ def down_command(name: str, now: bool, timeout: float) -> None:
 @click.option("-np", "ranks", type=click.IntRange(1), help="Another number of ranks than was given "
                                                            "to `up`.")
 @_wait
-@_overlap
 def rescale_command(name: str, ranks: int | None, wait: float) -> None:
     """Move the job to the hosts that answer now, with lost ranks back and new lines of the
     hostfile. Open requests go on with the same tokens."""
@@ -329,7 +314,6 @@ def rescale_command(name: str, ranks: int | None, wait: float) -> None:
 @_wait
 @click.option("--force", is_flag=True, help="After --wait seconds do not wait for open requests: "
                                             "with another model they end with an error.")
-@_overlap
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
 def reload_command(name: str, wait: float, force: bool, words: tuple[str, ...]) -> None:
     """Start the server again: with other options, or because a file has changed.

@@ -39,7 +39,7 @@ TEXT = "one two three four five six"
 
 def spawn(path):
     """The process, and the socket at which a supervisor sends it orders."""
-    control = http_process.entrance(str(path.with_name("control")))
+    control = http_process.entrance(f"{path.parent}-control")
     with http_process.entrance(str(path)) as listener:
         return http_process.start(listener, os.environ, control), control
 

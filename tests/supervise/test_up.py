@@ -144,7 +144,6 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
     (["--journal", "--", "serve"], "--journal stands before `serve`: give options of the"),
     full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
     full(["--", "--port", "many"], "Invalid value for '--port'"),
-    (["--overlap", "auto", "--", "serve"], "--overlap has gone: a move ends the job before"),
     full(["--name", "a/b", "--", "serve"], "--name 'a/b'"),
 ])
 def test_wrong_use_is_one_line(tmp_path, words, says):
@@ -152,17 +151,3 @@ def test_wrong_use_is_one_line(tmp_path, words, says):
                           env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False)
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_full_folder_is_said_before_anything_goes_into_the_background(tmp_path):
-    logs = tmp_path / "default" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "detached.log").symlink_to("/dev/full")
-    tmp_path.chmod(0o700)
-    done = subprocess.run([*PIPEINFER, "up", "--detach", "--", "serve", "-m", "/nowhere"],
-                          env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False,
-                          capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr == (f"pipeinfer: error: cannot write {logs}/detached.log: No space left on "
-                           "device; free some space, or name another folder with "
-                           "PIPEINFER_STATE\n")
