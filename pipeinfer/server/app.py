@@ -50,23 +50,9 @@ _LONG_PROMPTS = ThreadPoolExecutor(2, "long prompts")
 _GONE = 499  #: the client has left and does not read the answer
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
-_ERRORS: _Responses = {
-    status: {"model": replies.ErrorReply, "description": text} for status, text in (
-        (400, "The request cannot be used; the error names the field."),
-        (401, "No valid API key."), (404, "No such model, or nothing that this server does."),
-        (403, "A key without the scope, a page of another site, or another host's name."),
-        (408, "The request's body did not arrive in time."),
-        (409, "The answer was begun by another model."),
-        (413, "The request is too long."),
-        (422, "Another request came with this Idempotency-Key."),
-        (431, "The request's headers are too long."),
-        (429, "The queue, or the key's bound, is full; see Retry-After."), (500, "A bug."),
-        (503, "Loading, shutting down or failed; see Retry-After."),
-        (504, "The request took too long."),
-    )
-}
-_ASKED: _Responses = {k: _ERRORS[k] for k in (400, 401, 403, 408, 413, 431, 500, 503)}
-_READ: _Responses = {401: _ERRORS[401], 403: _ERRORS[403], 431: _ERRORS[431], 500: _ERRORS[500]}
+#: docs/serving.md says what each status means
+_ERRORS: _Responses = {kind: {"model": replies.ErrorReply} for kind in ("4XX", "5XX")}
+_MESSAGE_ERRORS: _Responses = {kind: {"model": replies.MessageError} for kind in ("4XX", "5XX")}
 _EVENTS = {"itemSchema": {"type": "object", "required": ["data"],
                           "properties": {"data": {"type": "string"}}}}
 _SSE: _Responses = {200: {"content": {"text/event-stream": _EVENTS}}}
@@ -328,52 +314,39 @@ class Server:
     # --- assembly -----------------------------------------------------------------------------
 
     def _add_routes(self) -> None:
-        def get(path: str, call: Any, model: Any, more: _Responses, **extra: Any) -> None:
-            self.app.add_api_route(path, call, methods=["GET"], response_model=model,
-                                   responses={**_READ, **more}, **extra)
-            if path != "/pipeline":  # which has no end
+        def route(methods: str, path: str, call: Any, model: Any = None,
+                  more: _Responses = _ERRORS, **extra: Any) -> None:
+            self.app.add_api_route(path, call, methods=methods.split(), response_model=model,
+                                   responses={**_ERRORS, **more}, **extra)
+            if methods == "GET" and path != "/pipeline":  # which has no end
                 self.app.add_api_route(path, call, methods=["HEAD"], include_in_schema=False)
 
-        def post(path: str, call: Any, model: Any, more: _Responses) -> None:
-            self.app.add_api_route(path, call, methods=["POST"], response_model=model,
-                                   responses={**_ASKED, **more})
-
-        busy: _Responses = {k: _ERRORS[k] for k in (404, 409, 422, 429, 504)}
-        post("/v1/completions", self.completions, replies.Completion, {**busy, **_STREAM})
-        post("/v1/chat/completions", self.chat_completions, replies.ChatCompletion,
-             {**busy, **_STREAM})
-        post("/v1/responses", self.responses, dict[str, Any], {**busy, **_STREAM})
-        post("/v1/messages", self.messages, dict[str, Any], {**_anthropic(busy), **_STREAM})
-        post("/v1/messages/count_tokens", self.count_tokens, replies.InputTokens,
-             _anthropic({404: _ERRORS[404]}))
-        kept: _Responses = {k: _ERRORS[k] for k in (400, 404, 409, 503)}
-        for path, model in (("/v1/responses", dict[str, Any]),
-                            ("/v1/messages", dict[str, Any]),
-                            ("/v1/chat/completions", replies.ChatCompletion),
-                            ("/v1/completions", replies.Completion)):
-            get(f"{path}/{{name}}", self.again.retrieve, model, {**kept, **_STREAM})
-            self.app.add_api_route(
-                f"{path}/{{name}}", self.again.delete, methods=["DELETE"],
-                response_model=replies.Deleted, responses={**_READ, **kept})
-        post("/v1/embeddings", self.embed, replies.EmbeddingList,
-             {k: _ERRORS[k] for k in (404, 429, 504)})
-        post("/tokenize", self.tokenize, replies.Tokens, {})
-        post("/detokenize", self.detokenize, replies.Content, {})
-        post("/rebalance", self.rebalance, replies.RebalanceReply,
-             {k: _ERRORS[k] for k in (429, 503, 504)})
-        post("/race", self.race, None, {404: _ERRORS[404], 429: _ERRORS[429], **_SSE})
-        post("/apply-template", self.apply_template, replies.Prompt, {})
-        get("/v1/models", self.models, replies.ModelList, {})
-        get("/v1/models/{name:path}", self.model, replies.Model,
-            {404: _ERRORS[404], 400: _ERRORS[400]})
-        get("/health", self.health, replies.Health, {503: {"model": replies.Health}})
-        text: _Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-        get("/props", self.props, replies.Props, {503: _ERRORS[503]})
-        get("/rebalance/plan", self.rebalance_plan, replies.RebalancePlan,
-            {k: _ERRORS[k] for k in (429, 503, 504)})
-        get("/slots", self.slots, list[replies.Slot], {503: _ERRORS[503]})
-        get("/metrics", self.metrics, None, text, response_class=Response)
-        get("/pipeline", self.watch, None, {**_SSE, 429: _ERRORS[429]}, response_class=Response)
+        for path, call, model, more in (
+                ("/v1/completions", self.completions, replies.Completion, _STREAM),
+                ("/v1/chat/completions", self.chat_completions, replies.ChatCompletion, _STREAM),
+                ("/v1/responses", self.responses, dict[str, Any], _STREAM),
+                ("/v1/messages", self.messages, dict[str, Any], {**_STREAM, **_MESSAGE_ERRORS})):
+            route("POST", path, call, model, more)
+            route("GET", f"{path}/{{name}}", self.again.retrieve, model, _STREAM)
+            route("DELETE", f"{path}/{{name}}", self.again.delete, replies.Deleted)
+        route("POST", "/v1/messages/count_tokens", self.count_tokens, replies.InputTokens,
+              _MESSAGE_ERRORS)
+        route("POST", "/v1/embeddings", self.embed, replies.EmbeddingList)
+        route("POST", "/tokenize", self.tokenize, replies.Tokens)
+        route("POST", "/detokenize", self.detokenize, replies.Content)
+        route("POST", "/rebalance", self.rebalance, replies.RebalanceReply)
+        route("POST", "/race", self.race, None, _SSE)
+        route("POST", "/apply-template", self.apply_template, replies.Prompt)
+        route("GET", "/v1/models", self.models, replies.ModelList)
+        route("GET", "/v1/models/{name:path}", self.model, replies.Model)
+        route("GET", "/health", self.health, replies.Health, {503: {"model": replies.Health}})
+        route("GET", "/props", self.props, replies.Props)
+        route("GET", "/rebalance/plan", self.rebalance_plan, replies.RebalancePlan)
+        route("GET", "/slots", self.slots, list[replies.Slot])
+        route("GET", "/metrics", self.metrics, None,
+              {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+              response_class=Response)
+        route("GET", "/pipeline", self.watch, None, _SSE, response_class=Response)
 
     def _add_files(self) -> list[str]:
         """Add a route per file of the web page; return their paths. Other paths under / do not
@@ -424,12 +397,6 @@ class Server:
         self.app.add_exception_handler(RequestValidationError, invalid)
         self.app.add_exception_handler(ClientLeft, left)
         self.app.add_exception_handler(Exception, bug)
-
-
-def _anthropic(found: _Responses) -> _Responses:
-    """Return the description of errors in the form of Anthropic's API."""
-    return {status: {**one, "model": replies.MessageError}
-            for status, one in {**_ASKED, **found}.items()}
 
 
 async def _send_file(file: Path, _: Request) -> Response:
