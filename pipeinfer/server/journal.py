@@ -121,9 +121,9 @@ class Journal:
         with self._usable():
             self._file = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False,
                                          isolation_level=None)
-            for line in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = normal",
-                         "wal_autocheckpoint = 0", f"application_id = {_OURS}",
-                         f"user_version = {VERSION}"):
+            for line in ("locking_mode = exclusive", f"application_id = {_OURS}",
+                         f"user_version = {VERSION}", "journal_mode = wal",
+                         "synchronous = normal", "wal_autocheckpoint = 0"):
                 self._file.execute(f"PRAGMA {line}")
             self._file.execute("CREATE TABLE IF NOT EXISTS entries (id TEXT, entry BLOB)")
             self._file.execute("CREATE INDEX IF NOT EXISTS by_id ON entries (id)")

@@ -174,7 +174,7 @@ class Supervisor:
                 await self.door.close()
 
     def _enter(self, phase: Phase) -> None:
-        if self.phase is not Phase.ENDING:  # of which nothing but the end follows
+        if self.phase not in (Phase.ENDING, Phase.STOPPED):  # which are final
             self.phase = phase
         self._changed()
 

@@ -172,7 +172,7 @@ def test_what_clients_without_a_key_have_left_comes_behind_others(door):
     text = "".join(e["choices"][0]["delta"].get("content", "") for _, e in all_events(again))
     assert text == TEXT
     assert requests.delete(f"{door.url}/v1/chat/completions/{names[1]}", timeout=SECONDS).ok
-    running = max(first, key=lambda frame: frame.id).id
+    running = min(first, key=lambda frame: frame.id).id  # that with the key came last
     door.peer.news(door.peer.say(running, TEXT))
     last = door.peer.wait_for(Submit, 5)  # the one that is left
     door.peer.news(door.peer.say(last.id, TEXT))

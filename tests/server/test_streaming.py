@@ -26,7 +26,7 @@ class Slow:
         self.waits += 1
         return self.waits % 3 == 1
 
-    def abort(self, reason):
+    def leave(self):
         pass
 
     def opening(self):
