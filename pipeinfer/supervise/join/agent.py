@@ -129,7 +129,7 @@ class Agent:
                               final=True) from error
 
     @contextlib.asynccontextmanager
-    async def _proved(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection to the head that made the token."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the token pins it
@@ -138,14 +138,15 @@ class Agent:
             reader, writer = await asyncio.open_connection(*self._head, ssl=context,
                                                            limit=wire.MOST)
         try:
-            self._claim(writer)
+            async with asyncio.timeout(_CONNECT):
+                await self._claim(reader, writer)
             yield reader, writer
         finally:
             self._writer = None
             writer.close()
 
-    def _claim(self, writer: asyncio.StreamWriter) -> None:
-        """Check the head's certificate, and send the token."""
+    async def _claim(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Check the head's certificate, send the token, and wait until it is accepted."""
         link: ssl.SSLObject = writer.get_extra_info("ssl_object")
         if fingerprint(link.getpeercert(binary_form=True) or b"") != self._token.fingerprint:
             raise JoinRefused(
@@ -154,6 +155,7 @@ class Agent:
                 final=not self._known)  # else a false head could send all machines away
         writer.write(wire.encode(wire.Claim(
             token=self._token.id, member=self._member, secret=self._token.secret)))
+        await self._next(reader)
 
     async def _next(self, reader: asyncio.StreamReader) -> wire.FromHead:
         if not (line := await reader.readline()):

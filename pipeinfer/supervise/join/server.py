@@ -177,6 +177,7 @@ class JoinServer:
                 async with asyncio.timeout(_PROVE):
                     await writer.start_tls(self.tokens.context)
                     claim = await self._claim(reader)
+                writer.write(wire.encode(wire.Beat()))
                 stranger = self._known(peer)
                 async with asyncio.timeout(_SETTLE):
                     offer = wire.from_member(await reader.readline())
