@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.methods.settings_table import entries, main
 from pipeinfer.server import schema_requests
+from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.metrics import Metrics
@@ -21,7 +22,8 @@ from pipeinfer.server.settings import Settings
 @cache
 def schema() -> dict[str, Any]:
     """Return the schema that `/openapi.json` has."""
-    return Server(EngineClient(Settings(model="model", name="model"), Metrics())).app.openapi()
+    client = EngineClient(Settings(model="model", name="model"), Metrics())
+    return Server(Answers(client)).app.openapi()
 
 
 def paths() -> str:

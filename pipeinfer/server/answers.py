@@ -11,18 +11,16 @@ import asyncio
 import hashlib
 import os
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choice import Generation, Reading
+from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, ChoiceEnded, Entry, Journal, TokenRows, encode
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
-
-if TYPE_CHECKING:
-    from pipeinfer.server.engine_client import EngineClient
 
 _TURN = 64  #: tokens that a reader takes before it yields to other tasks
 _LEAVING = ("failed", "stopped", "draining")
@@ -132,10 +130,11 @@ class Answer:
 
 
 class Answers:
-    """The answers of a server. client: of the engine."""
+    """The answers of a server. client: of the engine; opens the journal with its vocabulary."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
+        client.prepare = self._open
         self._journal: Journal | None = None
         self._kept: dict[str, Answer] = {}  # those in the journal, by their ids
         self._abandoned: list[Answer] = []  # by an earlier process's clients, in order
@@ -146,12 +145,15 @@ class Answers:
         """Whether there is a journal."""
         return self._journal is not None
 
-    def open(self, journal: Journal, tokenizer: Tokenizer) -> None:
-        """Continue the requests in a journal that had not ended when this process began.
+    async def _open(self, tokenizer: Tokenizer) -> None:
+        """Open the journal, if there is one, and continue its requests that have not ended.
 
         Clients that named no key may never ask again. Their requests run one after the other, so
         that those of others do not wait for all of them. Raises UsageError.
         """
+        if not self.client.settings.journal or self.journaled:
+            return
+        journal = await asyncio.to_thread(Journal, Path(self.client.settings.journal))
         for name, entries in journal.read().items():
             if isinstance(begun := entries[0], Begun):
                 self._kept[name] = Answer(self, begun.asked, tokenizer, begun)
@@ -228,7 +230,8 @@ class Answers:
 
     def drop(self, one: Answer, reason: str) -> None:
         """End a request if it runs, and delete it."""
-        if one.begun is not None and self._kept.pop(one.begun.id, None) and self._journal:
+        if one.begun is not None and one.begun.id in self._kept and self._journal is not None:
+            del self._kept[one.begun.id]
             self._journal.drop(one.begun.id)
         one.abort(reason)
         self._leave_queue(one)
@@ -256,8 +259,9 @@ class Answers:
 
     def _add(self, one: Answer, *entries: Entry | None) -> None:
         if self._journal is not None and one.begun is not None and one.begun.id in self._kept:
-            for entry in filter(None, entries):
-                one.size += self._journal.add(one.begun.id, entry)
+            for entry in entries:
+                if entry is not None:
+                    one.size += self._journal.add(one.begun.id, entry)
 
     async def close(self) -> None:
         """Write everything and close the file."""

@@ -22,16 +22,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from pipeinfer import __version__
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat, embeddings, prompts
 from pipeinfer.server import schema_items as items
 from pipeinfer.server import schema_messages as blocks
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
-from pipeinfer.server.answers import Reader
+from pipeinfer.server.answers import Answers, Reader
 from pipeinfer.server.asking_again import AnswerRoutes, Kind
-from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import knows_tools
 from pipeinfer.server.grammars import Grammars
@@ -74,17 +73,16 @@ async def in_thread(wanted: schema.CompletionRequest | schema.ChatRequest,
         _LONG_PROMPTS, functools.partial(context.run, work, *args))
 
 
-
 class Server:
-    """The HTTP application over one client."""
+    """The HTTP application over the answers of one client."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-        self.settings = client.settings
+    def __init__(self, answers: Answers) -> None:
+        self.answers, self.client = answers, answers.client
+        self.settings = self.client.settings
         self.created = int(time.time())
         self._grammars: Grammars | None = None
-        self.again = AnswerRoutes(client)
-        self.races = Races(client)
+        self.again = AnswerRoutes(answers)
+        self.races = Races(self.client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
             redirect_slashes=False,  # see middleware.as_meant
@@ -142,9 +140,9 @@ class Server:
                                 "them off at the client if it was trained for that",
                            param="dimensions", code="not_supported")
         inputs = await asyncio.to_thread(embeddings.inputs_of, body, tokenizer, self._n_ctx)
-        vectors = []
+        vectors: list[FloatArray] = []
         for start in range(0, len(inputs), settings.parallel):
-            one = await self.client.answers.begin(embeddings.asked(
+            one = await self.answers.begin(embeddings.asked(
                 inputs[start:start + settings.parallel], facts.get("pooling", "last")))
             await finished(Reader(one, tokenizer), request)
             vectors += map(embeddings.vector_of, one.generations)

@@ -16,9 +16,16 @@ from pydantic import BaseModel
 
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import schema_items as items
-from pipeinfer.server.answers import Answer, Reader, check_key, digest_of, identity, owner_of
+from pipeinfer.server.answers import (
+    Answer,
+    Answers,
+    Reader,
+    check_key,
+    digest_of,
+    identity,
+    owner_of,
+)
 from pipeinfer.server.block_writer import BlockWriter
-from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.journal import Begun
@@ -34,8 +41,8 @@ Kind: TypeAlias = Literal["chat", "text", "items", "blocks"]
 class AnswerRoutes:
     """Answers requests by their content, their key, or an answer's id."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client, self._answers = client, client.answers
+    def __init__(self, answers: Answers) -> None:
+        self._client, self._answers = answers.client, answers
 
     async def known(self, kind: Kind, body: BaseModel, request: Request) -> Response | None:
         """Return the answer to an earlier request with the same Idempotency-Key, None if there

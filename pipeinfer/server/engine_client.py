@@ -10,15 +10,13 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias, assert_never
 
 from msgspec import structs
 
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.answers import Answers
 from pipeinfer.server.asker import current
 from pipeinfer.server.choice import Generation, PromptProgress
 from pipeinfer.server.engines import ConnectedEngine, vocabulary
@@ -47,7 +45,6 @@ from pipeinfer.server.frames import (
     Watch,
     loading_text,
 )
-from pipeinfer.server.journal import Journal
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
@@ -73,6 +70,7 @@ class EngineClient:
         engine continues them after the tokens that they have.
     url: the address for clients.
     renewed: called when the settings have changed.
+    prepare: called with a vocabulary before requests of its model are taken.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics, *, outlives: bool = False,
@@ -80,6 +78,7 @@ class EngineClient:
         self.settings, self.metrics, self.outlives = settings, metrics, outlives
         self.url = url
         self.renewed: Callable[[], None] = _nothing
+        self.prepare: Callable[[Tokenizer], Awaitable[None]] = _no_work
         self.state: State = "loading"
         self.reason = ""
         self.recovering = ""  #: why stages are taken over now; requests wait for that
@@ -88,7 +87,6 @@ class EngineClient:
         self.status: dict[str, Any] = {}
         self.tokenizer: Tokenizer | None = None
         self.open: dict[int, Generation] = {}  #: choices that have not ended
-        self.answers = Answers(self)
         self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
         self.waiting = 0  #: requests that wait for admission
         self._ids = itertools.count(1)
@@ -359,12 +357,10 @@ class EngineClient:
         return self.state in ("failed", "stopped")
 
     async def load(self, settings: Settings) -> None:
-        """Load the vocabulary and the journal, while the stages load."""
+        """Load the vocabulary and what needs it, while the stages load."""
         try:
             tokenizer = await asyncio.to_thread(vocabulary, settings.model)
-            if settings.journal and not self.answers.journaled:
-                journal = await asyncio.to_thread(Journal, Path(settings.journal))
-                self.answers.open(journal, tokenizer)
+            await self.prepare(tokenizer)
             if settings is self.settings:
                 self.tokenizer = tokenizer
         except Exception as error:  # any, or /health would stay at "loading"
@@ -469,4 +465,8 @@ class EngineClient:
 
 
 def _nothing() -> None:
+    pass
+
+
+async def _no_work(_: Tokenizer) -> None:
     pass

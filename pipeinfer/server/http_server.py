@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from pipeinfer.models.text import chat_template
 from pipeinfer.server import tls
+from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
@@ -47,12 +48,13 @@ class _Current:
     """The application with the settings of the present engine. New requests wait while the client
     holds them."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client, self._app = client, Server(client).asgi
-        client.renewed = self._renew
+    def __init__(self, answers: Answers) -> None:
+        self._client, self._answers = answers.client, answers
+        self._client.renewed = self._renew
+        self._renew()
 
     def _renew(self) -> None:
-        self._app = Server(self._client).asgi
+        self._app = Server(self._answers).asgi
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
@@ -85,7 +87,8 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     assert listener is not None
     client = EngineClient(settings, Metrics(), outlives=control is not None,
                           url=url_of(listener, settings))
-    app = _Current(client)
+    answers = Answers(client)
+    app = _Current(answers)
 
     async def execute(order: Order, _: Report) -> dict[str, Any]:
         return obey(client, order)
@@ -121,7 +124,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     for task in tasks:
         task.cancel()
     await orders.close()
-    await client.answers.close()
+    await answers.close()
     return int(failed)
 
 

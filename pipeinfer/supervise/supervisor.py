@@ -162,16 +162,20 @@ class Supervisor:
                 status, lived = await self._one(Phase.STARTING, again)
                 while self.phase is Phase.MOVING:
                     status, lived = await self._replace()
-                if self.phase is Phase.ENDING:
+                if self._ends:
                     return status
                 self._answer(self._failure or "the job has ended meanwhile")
                 if not await self._may_start_again(status, lived):
-                    return INTERRUPTED if self.phase is Phase.ENDING else status
+                    return INTERRUPTED if self._ends else status
                 again = True
         finally:
             self.phase = Phase.STOPPED
             if self.door is not None:
                 await self.door.close()
+
+    @property
+    def _ends(self) -> bool:
+        return self.phase is Phase.ENDING
 
     def _enter(self, phase: Phase) -> None:
         if self.phase not in (Phase.ENDING, Phase.STOPPED):  # which are final

@@ -19,6 +19,7 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
+from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.engine_client import EngineClient
@@ -78,7 +79,7 @@ def streamed(made):
 def asking(tokenizer):
     """What the other routes answer."""
     hub = EngineClient(Settings("m.gguf", "m", parallel=2), Metrics())
-    server = Server(hub)
+    server = Server(Answers(hub))
     server.created = 5
     yield "health loading", server.health()
     hub.loading = {"1": {"phase": "loading", "done": 1, "total": 3}}
@@ -140,7 +141,8 @@ def record():
     half = schema.Message(role="user", content="\ud83d")
     hub = EngineClient(Settings("m.gguf", "m"), Metrics())
     hub.state, hub.tokenizer = "ready", tokenizer
-    answer = asyncio.run(Server(hub).apply_template(schema.TemplateRequest(messages=[half])))
+    template = schema.TemplateRequest(messages=[half])
+    answer = asyncio.run(Server(Answers(hub)).apply_template(template))
     found["template of half a pair"] = answer.body.decode()
     with mock.patch("pipeinfer.server.app.__version__", "0"):
         for name, answer in asking(tokenizer):
