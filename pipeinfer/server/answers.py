@@ -344,7 +344,11 @@ class Reader:
         return self._step()
 
     def _step(self) -> bool:
-        return any([one.advance(self._most) for one in self.readings])
+        try:
+            return any([one.advance(self._most) for one in self.readings])
+        except Exception as error:  # its text would fail for every reader
+            self._answer.abort("error", Failure("internal", f"a token cannot be shown: {error}"))
+            raise
 
 
 def owner_of(key: bytes, settings: Settings) -> str:

@@ -308,7 +308,9 @@ def own_names(body: object) -> Iterator[None]:
 
 
 class OtherTool(Strict):
-    """A tool that is no function: accepted, but this server does not run it."""
+    """A tool that is no function: accepted and repeated, but this server does not run it."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: str
 

@@ -18,7 +18,7 @@ import requests
 
 from pipeinfer.errors import ClusterError
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.server import entrance, http_process
+from pipeinfer.server import entrance, http_process, orders
 from pipeinfer.server.frames import (
     GREETING,
     Abort,
@@ -296,7 +296,7 @@ def test_the_http_process_ends_on_a_signal_without_a_rank_0(tmp_path):
 
 
 def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(entrance.os, "getuid", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(orders.os, "getuid", lambda: os.geteuid() + 1)
     path = str(tmp_path / "door")
     with http_process.entrance(path) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(path)

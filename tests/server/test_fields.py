@@ -1,4 +1,4 @@
-"""No field is dropped in silence: docs/api.md is what the code does."""
+"""Which fields count, which are noted, which are refused: docs/api.md is what the code does."""
 
 from __future__ import annotations
 
