@@ -440,14 +440,14 @@ def programs(folder, daemon):
     return str(folder / "bin" / "mpirun")
 
 
-def test_a_daemon_is_started_with_checked_arguments_and_ends_with_the_agent(world, tmp_path):
+def test_a_daemon_is_started_with_the_heads_arguments_and_ends_with_the_agent(world, tmp_path):
     async def story(world):
         mpirun = programs(tmp_path, 'echo "$PIPEINFER_JOB $PIPEINFER_HOST_NAME $@" '
                                     f">{tmp_path}/ran; exec sleep 1000")
         agent, task = world.join(mpirun=mpirun)
         await world.until(lambda: world.server.present)
-        refused = await world.server.start_daemon("127.0.0.1", "job-1", "openmpi", ["-c", "id"])
-        assert "does not take" in refused
+        refused = await world.server.start_daemon("127.0.0.1", "job-1", "hydra", [])
+        assert "this machine's of the kind openmpi" in refused
         assert await world.server.start_daemon(
             "127.0.0.1", "job-1", "openmpi", ["--prtemca", "ess", "env"]) == ""
         await world.until(lambda: (tmp_path / "ran").exists() and (tmp_path / "ran").read_text())

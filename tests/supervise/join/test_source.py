@@ -120,7 +120,6 @@ def test_a_head_without_source_names_the_package(story, checkout):
 def test_strangers_and_members_get_no_source(story):
     async def told(world):
         reader, writer = await asyncio.open_connection("127.0.0.2", world.port, ssl=anyone())
-        await reader.readline()
         writer.write(b'{"is":"sourcewanted"}\n')
         assert b"PK" not in await reader.read()
         writer.close()
