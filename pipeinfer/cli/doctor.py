@@ -2,10 +2,10 @@
 
     pipeinfer doctor                       this host
     pipeinfer doctor --hostfile H          whether its hosts answer, before any mpirun
-    mpirun -np 8 --hostfile H pipeinfer doctor -m model.gguf
+    mpirun -np 8 --hostfile H pipeinfer doctor
 
-It checks the launch, the ranks and hosts, versions, CPU features, memory against the plan, links
-between neighbours, and whether llama.cpp computes here (in a subprocess, since a broken build
+It checks the launch, the ranks and hosts, versions, CPU features, links between neighbours, and
+whether llama.cpp computes here (in a subprocess, since a broken build
 crashes). It changes nothing.
 """
 
@@ -17,8 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -31,28 +30,13 @@ from pipeinfer.cli.findings import Finding
 from pipeinfer.cluster import grid_choice, launch, placement
 from pipeinfer.cluster.draft_ranks import with_draft_ranks
 from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
+from pipeinfer.cluster import launch
 from pipeinfer.cluster.handshake import hello
-from pipeinfer.cluster.notes import lines_of
-from pipeinfer.cluster.resolve import JobFacts, resolve
 from pipeinfer.cluster.shutdown import part
-from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import Measured
-from pipeinfer.core.policy import Policy
-from pipeinfer.errors import BackendError, PipeinferError, PlanError, UsageError
+from pipeinfer.errors import BackendError, UsageError
 from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
-from pipeinfer.models.shard import shard_bytes
-from pipeinfer.models.slice_parts import Slice
-from pipeinfer.nodes import Nodes, RankInfo
-from pipeinfer.nodes import load as load_nodes
-from pipeinfer.planning import planner
-from pipeinfer.planning.grids import shape
-from pipeinfer.planning.measured_grid import network_of
-from pipeinfer.planning.planner import Plan
-from pipeinfer.planning.replan import Holding
-from pipeinfer.planning.teams import SumCost
-from pipeinfer.planning.wide import widths_of
 
 _PROBE_SECONDS = 60
 _ALIKE = 0.05  #: of the largest logit, as far as a GPU's may be from the processor's
@@ -60,41 +44,31 @@ _AS_HERE = "as on the processor"
 
 
 @click.command()
-@click.option("-m", "--model", default="",
-              help="Check that this model's layers fit the ranks' memory.")
-@click.option("-c", "--ctx-size", "ctx", default=0, help="Context in tokens for the memory check.")
-@click.option("-ngl", "--n-gpu-layers", "gpu_layers", default=0,
-              help="Layers of each stage on its GPU, for the memory check.")
-@click.option("--head-stage", is_flag=True, help="Give rank 0 the first layers, too.")
-@click.option("--grid", default="", help="Draw this grid of wide stages, such as 2x4.")
-@click.option("--slices", default="", help="With a grid: slices of each stage, such as 4 or 3:2:2.")
-@click.option("--layers", default="", help="Number of layers of each stage, such as 10,12.")
-@click.option("--spares", default=0, help="Ranks, from the last, that hold no layers.")
-@click.option("--sum-type", type=click.Choice(["f32", "f16", "bf16"]), default="f32",
-              help="With a grid: numbers in which parts of sums travel.")
-@click.option("--nodes", default="", help="Settings per host (TOML).")
 @click.option("--hostfile", default="", help="Check this hostfile's hosts by ssh instead.")
 @click.option("--ranks", default=0, help="With --hostfile: number of ranks to place.")
 @click.option("--exact", is_flag=True,
               help="Also search, in all layers of the model, how many rows of a run keep the bits "
                    "of single rows, and compare that with what a start measures: minutes for a "
                    "large model.")
+@click.option("-m", "--model", default="", help="With --exact: the model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(hostfile: str, ranks: int, exact: bool, as_json: bool, **given: Any) -> None:
+def doctor_command(hostfile: str, ranks: int, exact: bool, model: str, as_json: bool) -> None:
     """Check this host, or every rank of an mpirun, and say what to do about each finding."""
     findings: list[Finding] | None
+    if model and not exact:
+        raise UsageError("-m needs --exact; whether a model fits, `pipeinfer plan` and a start say")
     if hostfile:
         from pipeinfer.cli.doctor_hosts import check_hosts
 
         findings = check_hosts(hostfile, ranks)
     else:
-        findings = examine(JobConfig.of(**given))
+        findings = examine(JobConfig())
     if findings is None:
         return
     if exact:
         from pipeinfer.cli.doctor_exact import check_exact
 
-        findings += check_exact(JobConfig.of(**given))
+        findings += check_exact(JobConfig.of(model=model))
     if as_json:
         click.echo(json.dumps({"findings": [dataclasses.asdict(f) for f in findings]}))
     else:
@@ -132,8 +106,7 @@ def examine(config: JobConfig) -> list[Finding] | None:
     checks: list[Callable[[], list[Finding]]] = [
         lambda: _check_launch(everyone, library), lambda: _check_alike(everyone),
         lambda: _check_library(everyone), lambda: _check_features(everyone),
-        lambda: _check_llama(everyone),
-        lambda: _check_links(everyone), lambda: _check_plan(config, everyone),
+        lambda: _check_llama(everyone), lambda: _check_links(everyone),
     ]
     return [finding for check in checks for finding in check()]
 
@@ -281,117 +254,6 @@ def _check_links(everyone: list[dict[str, Any]]) -> list[Finding]:
                 "warn" if slow else "ok", f"link {link['source']}-{link['dest']}",
                 f"{latency * 1e6:.0f} us, {bandwidth / 1e6:.0f} MB/s",
                 "check the cable, the switch and --mca btl_tcp_if_include" if slow else ""))
-    return found
-
-
-def _check_plan(config: JobConfig, everyone: list[dict[str, Any]]) -> list[Finding]:
-    """Check whether the model fits, assuming that all ranks are equally fast."""
-    try:
-        path, draft = locate.model_paths(config)
-        model = locate.open_model(path)
-        candidates = range(
-            0 if config.cluster.head_stage or len(everyone) == 1 else 1, len(everyone)
-        )
-        nodes = load_nodes(config.cluster)
-        ranks = with_draft_ranks(config, [
-            RankInfo(one["rank"], one["host"], float(one["memory_available"]), one["cores"],
-                     one["cores_host"], (nodes or Nodes("")).of(one["host"], one["rank"]))
-            for one in everyone])
-        config = resolve(config, JobFacts(model, draft, ranks, host.numa_nodes())).config
-        load = planner.load_of(
-            model, locate.context_size(config.model, model), config.speculation.chunk,
-            n_ids=states_for(config.speculation, len(candidates)))
-        ranks = placement.on_their_gpus(config, model, ranks, {
-            one["rank"]: _gpus_of(one) for one in everyone if one.get("probe", {}).get("ok")})
-        missing = _missing_gpus(config, [ranks[rank] for rank in candidates])
-        load = placement.without_embedding(load, ranks[candidates[0]])
-        counts: list[int | None] = [None] * len(candidates)
-        members = placement.members_of(candidates, counts, ranks, {})
-        choice = _grid_of(config, model, candidates, ranks)
-        if isinstance(choice, Finding):
-            return [choice]
-        if choice is not None:
-            by_rank = dict(zip(candidates, members, strict=True))
-            grids = GridPlanner(config, model, load, by_rank, {}, ranks, Policy.ITERATIVE)
-            return missing + _draw_grid(config, model, path, grids.plan(choice), everyone)
-        counts = planner.asked_counts(config.cluster, model, candidates, ranks,
-                                      None if nodes is None else nodes.layers)
-        counts = placement.leave_spares(config.cluster, counts, candidates, ranks)
-        members = placement.members_of(candidates, counts, ranks, {})
-        plan = planner.make_plan(config.cluster, load, members, candidates, ranks,
-                                 lambda split: -split.slowest, timed=False)
-        placement.check_devices(config, load, plan, ranks)
-    except PlanError as error:
-        return [Finding("fail", "plan", str(error))]
-    except UsageError as error:
-        return [Finding("fail", "options", str(error))]
-    except PipeinferError as error:
-        return [Finding("fail", "model", str(error))]
-    cut = ", ".join(f"{stop - start}" for start, stop in plan.ranges)
-    return [*missing,
-            Finding("ok", "plan", f"{path.name}: {model.n_layers} layers as {cut}; fits")]
-
-
-def _missing_gpus(config: JobConfig, ranks: Sequence[RankInfo]) -> list[Finding]:
-    return [Finding("warn", f"GPU of rank {one.rank}",
-                    "llama.cpp finds none: all layers there are on the processor",
-                    "take a llama.cpp that was built for this GPU (docs/install.md), or leave out "
-                    "-ngl") for one in ranks if one.gpu_layers(config) and not one.room]
-
-
-def _gpus_of(rank: Mapping[str, Any]) -> Measured:
-    there = rank["probe"]["devices"]
-    return Measured(gpu_name=", ".join(one["description"] for one in there),
-                    gpu_free=float(sum(one["free"] for one in there)))
-
-
-def _grid_of(config: JobConfig, model: Any, candidates: Sequence[int], ranks: Sequence[RankInfo]
-             ) -> GridChoice | Finding | None:
-    """Return the grid that a start would use; a finding where `--grid auto` has chosen none yet,
-    None for stages of one rank."""
-    if config.cluster.grid != "auto":
-        teams = teams_asked(config, candidates, ranks)
-        return None if teams is None else GridChoice(teams)
-    known = recall_grid(model, ranks, grid_choice.usable_ranks(config, candidates, ranks),
-                        grid_choice.users_of(config))
-    if known is not None and known.teams is not None:
-        return known
-    return Finding("ok", "grid", "--grid auto measures ranks and links at its first start"
-                   if known is None else f"one rank to a stage, as chosen on {known.day} "
-                   "(--set remeasure=true chooses again)",
-                   "" if known else "mpirun ... pipeinfer plan MODEL names the grid")
-
-
-def _draw_grid(config: JobConfig, model: Any, path: Path, plan: Plan,
-               everyone: list[dict[str, Any]]) -> list[Finding]:
-    """Describe the stages of a grid with their members, and estimate the time of a sum."""
-    links = [link for rank in everyone for link in rank["links"]]
-    cost = SumCost(4 if config.cluster.sum_type == "f32" else 2)
-
-    def sums(team: Sequence[Holding]) -> str:
-        ranks = [one.rank for one in team]
-        if len(ranks) == 1:
-            return "sums within one process"
-        if len({everyone[rank]["host"] for rank in ranks}) == 1:
-            return "sums through shared memory"
-        wire = network_of(ranks, links).worst(range(len(ranks)))
-        return f"a sum takes about {1e6 * cost.seconds(len(ranks), model.n_embd, wire):.0f} us " \
-               "(worked out from the links)"
-
-    def size(one: Holding) -> float:
-        if path.is_dir():
-            whole = float(sum(model.layer_bytes[one.start:one.stop]))
-            return whole * len(one.slices) / len(one.cut)
-        return float(sum(shard_bytes(model, one.start, one.stop, Slice.parse(one.cut[index]))
-                         for index in one.slices))
-
-    lines = lines_of(plan.held, lambda one: str(everyone[one.rank]["host"]), size, sums)
-    name = shape(widths_of(plan.held))
-    found = [Finding("ok", "plan", f"{path.name}: {plan.line().removeprefix('plan: ')}; fits")]
-    found += [Finding("ok", f"grid {name}", line) for line in lines]
-    used = {0, *(one.rank for one in plan.held)}
-    if spare := [str(one["rank"]) for one in everyone if one["rank"] not in used]:
-        found.append(Finding("ok", f"grid {name}", f"spare: rank {', '.join(spare)}"))
     return found
 
 

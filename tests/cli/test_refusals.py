@@ -1,4 +1,4 @@
-"""`plan`, `doctor`, `shard` and `bench` say beforehand what the runtime would refuse."""
+"""`plan`, `shard` and `bench` say beforehand what the runtime would refuse."""
 
 from __future__ import annotations
 
@@ -90,17 +90,6 @@ def test_comparing_refuses_options_without_effect_before_anything_loads(monkeypa
 def test_ranks_that_sample_need_no_torch():
     without = "import sys; sys.modules['torch'] = None; import pipeinfer.lab.commands.sample"
     subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_doctor_fails_for_a_model_that_cannot_be_split_but_in_one_process(whole_only):
-    done = launch.run(2, [*PIPEINFER, "doctor", "--head-stage", "-m", whole_only, "--json"])
-    found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
-    assert (done.returncode, found["model"]["level"]) == (1, "fail")
-    assert "46 layers" in found["model"]["detail"]
-    done = launch.run(1, [*PIPEINFER, "doctor", "-m", whole_only, "--json"])
-    assert "fail" not in {one["level"] for one in json.loads(done.stdout)["findings"]}
 
 
 @pytest.mark.parametrize(("command", "more"), [(plan_command, ["--grids", "--hosts", "2"]),
