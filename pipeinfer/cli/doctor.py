@@ -27,9 +27,6 @@ from pipeinfer import host
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.eval_callback import compiled_filter
 from pipeinfer.cli.findings import Finding
-from pipeinfer.cluster import grid_choice, launch, placement
-from pipeinfer.cluster.draft_ranks import with_draft_ranks
-from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, recall_grid, teams_asked
 from pipeinfer.cluster import launch
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.shutdown import part

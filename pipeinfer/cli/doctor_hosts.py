@@ -1,8 +1,8 @@
 """Checks over ssh, concurrently, whether the hosts of a hostfile answer and have the same
 pipeinfer.
 
-`doctor --hostfile` and `launch/ssh` do this before mpirun, because mpirun reports neither the host
-nor a remedy. It uses no MPI and changes nothing on a host.
+`doctor --hostfile` and `pipeinfer run --hosts` do this before mpirun, because mpirun reports
+neither the host nor a remedy. It uses no MPI and changes nothing on a host.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 import psutil
 
-from pipeinfer.cli import inherited
 from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
 from pipeinfer.host import package_version
@@ -348,37 +346,3 @@ def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
     """Return the hostfile of these hosts in Open MPI's format, with all numbers of slots."""
     return "".join(f"{entry.user + '@' if entry.user else ''}{name_for_launcher(entry.host)} "
                    f"slots={entry.slots}\n" for entry in entries)
-
-
-def main() -> None:
-    """`python -m pipeinfer.cli.doctor_hosts HOSTFILE NP openmpi|hydra OUT`: for the launch scripts.
-
-    Prints what is wrong and exits with 2, or writes a hostfile for that launcher and prints two
-    lines: the path of the nodes file of HOSTFILE, and the hosts' common network (or nothing).
-    """
-    inherited.settle()
-    hostfile, n_ranks, kind, out = sys.argv[1:]
-    write = hydra_hostfile if kind == "hydra" else openmpi_hostfile
-    try:
-        if not n_ranks.isdigit() or int(n_ranks) < 1:
-            raise UsageError(f"{n_ranks!r} ranks: give a number of at least 1")
-        findings = check_hosts(hostfile, int(n_ranks))
-    except UsageError as error:
-        print(f"pipeinfer: error: {error}", file=sys.stderr)
-        raise SystemExit(UsageError.exit_code) from None
-    bad = [f for f in findings if f.level != "ok"]
-    for finding in bad:
-        level = "error" if finding.level == "fail" else "note"
-        print(f"pipeinfer: {level}: {finding.what}: {finding.detail}"
-              + (f"\n    -> {finding.remedy}" if finding.remedy else ""), file=sys.stderr)
-    if any(f.level == "fail" for f in bad):
-        raise SystemExit(UsageError.exit_code)
-    entries = read_hostfile(hostfile)
-    Path(out).write_text(write(entries), encoding="utf-8")
-    beside = nodes_file_beside(hostfile)
-    print(beside.resolve() if beside else "")
-    print(common_network(entries))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""The command line that starts the ranks: mpirun of Open MPI, mpiexec of MPICH, or no launcher.
-
-It does the same as launch/run, launch/ssh and launch/hydra, and works for an installed package.
-"""
+"""The command line that starts the ranks: mpirun of Open MPI, mpiexec of MPICH, or no launcher."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.transport.settings import mpi_settings
 
 Kind: TypeAlias = Literal["openmpi", "hydra"]
+LIBRARY = "MPI4PY_LIBMPI"  #: variable with the MPI library that mpi4py loads
 _SECONDS = 20.0
 _VERSION = re.compile(r"\d+\.\d+(?:\.\d+)?")
 _PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -110,7 +108,7 @@ def find(environ: dict[str, str]) -> Launcher | None:
     none.
 
     A launcher that is not part of this Python's installation has its own MPI library; `environ`
-    gets MPI4PY_LIBMPI then. Raises UsageError for an unknown launcher.
+    gets LIBRARY then. Raises UsageError for an unknown launcher.
     """
     own = Path(sys.executable).with_name("mpirun")
     path = environ.get("PIPEINFER_MPIRUN") or shutil.which("mpirun") or (
@@ -134,7 +132,7 @@ def find(environ: dict[str, str]) -> Launcher | None:
         root = Path(found).resolve().parent.parent
         for pattern in _LIBRARIES:
             for library in root.glob(pattern):
-                environ.setdefault("MPI4PY_LIBMPI", str(library))
+                environ.setdefault(LIBRARY, str(library))
     number = _VERSION.search(said)
     return Launcher(found, kind, number[0] if number else "")
 

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -218,28 +217,6 @@ def test_the_network_of_the_hosts(monkeypatch):
     assert network("head", "a", "b") == "10.1.0.0/24"
     assert network("head", "a", "c") == ""
     assert network("head") == ""
-
-
-def test_for_the_launch_scripts(tmp_path):
-    def run(text, ranks, kind):
-        path = write(tmp_path, text)
-        return subprocess.run(
-            [sys.executable, "-m", "pipeinfer.cli.doctor_hosts", path, ranks, kind,
-             str(tmp_path / "out")],
-            capture_output=True, text=True, check=False, timeout=60)
-
-    write(tmp_path, "", "hosts.toml")
-    done = run("localhost slots=3\n", "2", "openmpi")
-    assert done.stdout.splitlines() == [str(tmp_path / "hosts.toml"), ""]
-    assert (tmp_path / "out").read_text() == "localhost slots=3\n"
-    assert run("localhost slots=3\n", "2", "hydra").returncode == 0
-    assert (tmp_path / "out").read_text() == "localhost:3\n"
-    for text, ranks, says in (("localhost\n", "2", "1 slots"), ("localhost\n", "x", "'x' ranks"),
-                              ("localhost\nlocalhost\n", "1", "listed twice")):
-        done = run(text, ranks, "openmpi")
-        assert done.returncode == 2
-        assert says in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 def test_a_job_that_starts_again_takes_the_hosts_that_answer(tmp_path, monkeypatch):

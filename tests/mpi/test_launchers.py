@@ -65,7 +65,7 @@ def test_a_checkout_under_another_name_is_the_same(tmp_path):
         assert done.stdout == f"{launch.ROOT} {launch.ROOT}/.venv\n"
 
 
-@pytest.mark.parametrize("name", ["run", "ssh", "hydra"])
+@pytest.mark.parametrize("name", ["run", "ssh"])
 def test_a_link_to_a_script_is_the_script(tmp_path, name):
     (tmp_path / name).symlink_to(launch.ROOT / "launch" / name)
     done = subprocess.run([str(tmp_path / name)], capture_output=True, text=True, check=False,
@@ -178,15 +178,15 @@ def test_the_unit_is_what_systemd_understands(tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ssh", "hydra"])
-def test_the_same_tokens_through_a_launcher(name):
+@pytest.mark.parametrize("kind", ["openmpi", "hydra"])
+def test_the_same_tokens_through_a_launcher(kind):
     more = {}
-    if name == "hydra":
+    if kind == "hydra":
         if not MPICH:
             pytest.skip("no MPICH: PIPEINFER_TEST_MPICH names its mpiexec")
         more = {"PIPEINFER_MPIRUN": MPICH}
     one = launch.run(1, [*PIPEINFER, *GENERATE])
-    done = launch.run(1, [str(launch.ROOT / "launch" / name), LOCALHOST, "3", *GENERATE], **more)
+    done = launch.run(1, [str(launch.ROOT / "launch" / "ssh"), LOCALHOST, "3", *GENERATE], **more)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["tokens"] == json.loads(one.stdout)["tokens"]
@@ -207,13 +207,13 @@ def test_a_hostfile_may_name_this_host_otherwise(tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ssh", "hydra"])
-def test_an_interrupt_through_a_launcher_ends_cleanly(name, monkeypatch):
-    if name == "hydra":
+@pytest.mark.parametrize("kind", ["openmpi", "hydra"])
+def test_an_interrupt_through_a_launcher_ends_cleanly(kind, monkeypatch):
+    if kind == "hydra":
         if not MPICH:
             pytest.skip("no MPICH: PIPEINFER_TEST_MPICH names its mpiexec")
         monkeypatch.setenv("PIPEINFER_MPIRUN", MPICH)
-    code, _, err = interrupt([str(launch.ROOT / "launch" / name), LOCALHOST, "3", *LONG], 80,
+    code, _, err = interrupt([str(launch.ROOT / "launch" / "ssh"), LOCALHOST, "3", *LONG], 80,
                              signal.SIGINT)
     assert code == 130
     assert "ended by interrupted" in err
@@ -223,10 +223,9 @@ def test_an_interrupt_through_a_launcher_ends_cleanly(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("args", "says"), [
     (["ssh"], "usage: launch/ssh HOSTFILE NP COMMAND"),
-    (["hydra", LOCALHOST], "usage: launch/hydra"),
     (["ssh", LOCALHOST, "9", "doctor"], "9 ranks were asked for, but the 1 hosts"),
     (["ssh", "/no/hosts", "2", "doctor"], "cannot read hostfile /no/hosts"),
-    (["hydra", LOCALHOST, "2", "doctor"], "use launch/ssh"),
+    (["ssh", LOCALHOST, "x", "doctor"], "'x' is not a valid integer"),
     (["slurm.sbatch", "doctor"], "not inside a Slurm job"),
 ])
 def test_wrong_use_is_one_line(args, says):

@@ -18,6 +18,14 @@ from pipeinfer.lab.chaos.whole import free_port as free_port
 from pipeinfer.transport.settings import mpi_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+#: a program that runs its arguments as `pipeinfer run` runs mpirun
+SUPERVISED = """
+import os, sys
+from pipeinfer.cli import inherited
+from pipeinfer.supervise.run import supervised
+inherited.settle()
+sys.exit(supervised(lambda _: sys.argv[1:], dict(os.environ), "chat" if "chat" in sys.argv else ""))
+"""
 _OUTER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 
 

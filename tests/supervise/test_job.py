@@ -14,6 +14,7 @@ import pytest
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.supervise.job import SupervisedJob
+from tests.rig import launch
 
 #: a daemon's ssh that does not end, with the launcher's output, and a helper that ends soon
 LAUNCHER = """
@@ -47,8 +48,7 @@ def test_who_reads_the_output_of_a_launch_script_sees_its_end(tmp_path):
     launcher = tmp_path / "launcher.py"
     launcher.write_text(LAUNCHER)
     done = subprocess.run(
-        [sys.executable, "-m", "pipeinfer.supervise", "--job", f"test-{os.getpid()}", "--",
-         sys.executable, str(launcher), "600"],
+        [sys.executable, "-c", launch.SUPERVISED, sys.executable, str(launcher), "600"],
         capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert gone(int(done.stdout))

@@ -30,9 +30,9 @@ EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 
 
 def supervised(*words, **streams):
-    """Start `words` as launch/run starts mpirun."""
+    """Start `words` as `pipeinfer run` starts mpirun."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "pipeinfer.supervise", "--job", "input-test", "--", *words],
+        [sys.executable, "-P", "-c", launch.SUPERVISED, *words],
         **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
            **streams}, env=launch.environment(), start_new_session=True)
 

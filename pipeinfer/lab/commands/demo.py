@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
-import sys
-import time
 
 import click
 
-from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.commands.race import RANKS
 from pipeinfer.models import locate
 from pipeinfer.supervise import launcher as launchers
-from pipeinfer.supervise.launcher import Launcher
 
 _RANKS = 4  #: a head and three stages
 _CHAT = ("-m", locate.SMOLLM2, "--chat", "-p",
@@ -34,27 +29,22 @@ def demo_command(no_race: bool, ranks: int, words: tuple[str, ...]) -> None:
     SmolLM2, a small chat model, is fetched first (93 MB); where it cannot be had, the models of the
     package continue a text. WORDS: further options of `pipeinfer generate`; then nothing races.
     """
-    environ = launchers.settings()
-    launcher = launchers.needed(environ, "the demo")
+    launchers.needed(dict(os.environ), "the demo")
     text = _CHAT if _fetched() else _TEXT
     _say(f"asking {text[1]}: {text[text.index('-p') + 1]}")
-    first = _job(launcher, environ, ranks, ("generate", *text, *_LENGTH, *words))
+    first = _job(ranks, "generate", *text, *_LENGTH, *words)
     if no_race or words:
-        os.execve(first[0], first, environ)
-    if failed := subprocess.run(first, env=environ, check=False).returncode:
+        os.execv(first[0], first)
+    if failed := subprocess.run(first, check=False).returncode:
         raise SystemExit(failed)
     click.echo()
-    second = _job(launcher, environ, RANKS, ("race", *text, "-o", "race.svg"))
-    os.execve(second[0], second, environ)
+    second = _job(RANKS, "race", *text, "-o", "race.svg")
+    os.execv(second[0], second)
 
 
-def _job(launcher: Launcher, environ: dict[str, str], ranks: int, words: tuple[str, ...]
-         ) -> list[str]:
+def _job(ranks: int, *words: str) -> list[str]:
     """The command line of a job that ends with a goodbye after Ctrl-C."""
-    name = f"{platform.node()}-{os.getpid()}-{time.time():.0f}-{words[0]}"
-    environ[VARIABLE] = name
-    return [sys.executable, "-P", "-m", "pipeinfer.supervise", "--job", name, "--",
-            *launcher.command(ranks, words, environ, tagged=False)]
+    return [*launchers.program(), "run", "-np", str(ranks), *words]
 
 
 def _fetched() -> bool:

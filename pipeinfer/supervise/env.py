@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 
 import click
 
+from pipeinfer.errors import UsageError
+from pipeinfer.supervise.launcher import LIBRARY, find
 from pipeinfer.transport.settings import mpi_env, mpi_settings
 
 _FOR_RANKS = ("OMPI_MCA_", "OMP_")
@@ -22,7 +26,7 @@ def env_command(passed: bool) -> None:
         mpirun -np 4 pipeinfer serve
         mpirun $(pipeinfer env --pass) --hostfile lab -np 8 pipeinfer serve
 
-    What is set already stays. launch/run and launch/ssh do this themselves.
+    What is set already stays. `pipeinfer run` does this itself.
     """
     if passed:
         click.echo(" ".join(f"-x {name}" for name in mpi_settings()
@@ -32,3 +36,8 @@ def env_command(passed: bool) -> None:
         name, _, value = line.partition("=")
         setting = line and not line.startswith("#")
         click.echo(f'export {name}="${{{name}-{shlex.quote(value)}}}"' if setting else line)
+    environ = dict(os.environ)
+    with contextlib.suppress(UsageError):  # a launcher of another kind
+        find(environ)
+    if library := environ.get(LIBRARY):
+        click.echo(f"export {LIBRARY}={shlex.quote(library)}")

@@ -1,0 +1,59 @@
+"""`pipeinfer run`: the command line that its launcher gets; tests/mpi/test_launchers.py has real
+jobs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.rig import launch
+
+COMMAND = [sys.executable, "-m", "pipeinfer", "run"]
+
+
+@pytest.fixture
+def said(tmp_path):
+    """Calls `pipeinfer run` with a launcher that prints its settings and words."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text('#!/bin/sh\ncase "$*" in --version) echo "Open MPI 5.0"; exit ;; esac\n'
+                      'echo "$PIPEINFER_NODES"; echo "$@"\n'
+                      'for one; do case "$one" in */pipeinfer-*) cat "$one" ;; esac; done\n')
+    mpirun.chmod(0o755)
+
+    def call(*words, **more):
+        return launch.run(1, [*COMMAND, *words], PIPEINFER_MPIRUN=str(mpirun), **more)
+    return call
+
+
+def test_the_hosts_and_their_settings(said, tmp_path):
+    hosts, nodes = tmp_path / "hosts", tmp_path / "hosts.toml"
+    hosts.write_text("localhost slots=3\n")
+    nodes.write_text("")
+    done = said("--hosts", str(hosts), "-np", "2", "doctor", PIPEINFER_API_KEY="secret")
+    lines = done.stdout.splitlines()
+    assert lines[0] == str(nodes), done.stderr
+    assert "-np 2 " in lines[1]
+    assert lines[1].endswith(" doctor")
+    assert "PIPEINFER_API_KEY" not in lines[1]
+    assert "localhost slots=3" in lines[2:]
+    assert " -np 3 " in said("--hosts", str(hosts), "doctor").stdout
+
+
+@pytest.mark.parametrize("words", [("-f", "-"), ("--file", "-"), ("--file=-",), ("-f-",)])
+def test_standard_input_goes_through_a_file(said, words):
+    done = said("-np", "2", "generate", *words, stdin="long text")
+    assert not done.stdout.splitlines()[1].endswith("-")
+    assert (words != ("-f", "-")) or done.stdout.endswith("long text")
+
+
+@pytest.mark.parametrize(("text", "ranks", "says"), [
+    ("localhost\n", "2", "1 slots"), ("localhost\n", "x", "'x' is not a valid integer"),
+    ("localhost\n", "0", "not in the range"), ("localhost\nlocalhost\n", "1", "listed twice")])
+def test_what_cannot_be_started_is_told(said, tmp_path, text, ranks, says):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    done = said("--hosts", str(hosts), "-np", ranks, "doctor")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
