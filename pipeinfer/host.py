@@ -140,13 +140,6 @@ def launched_rank() -> int:
     return launch().rank
 
 
-def forget_launcher() -> None:
-    """Let this process count as started by no launcher, because a child of it is the rank."""
-    while names := launch().names:
-        for name in names:
-            del os.environ[name]
-
-
 def _in_slurm_shell() -> bool:
     """Whether this is a process of `srun --pty` or of salloc's shell that can reach no other rank.
     """

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from benchmarks.methods import settings_table
 from pipeinfer.cli.main import main
-from pipeinfer.cli.options import parse
+from pipeinfer.cli.options import JOB, parse, words_of
 from pipeinfer.cluster.generate import grammar_text
 from pipeinfer.config import (
     BASIC,
@@ -155,6 +155,17 @@ def test_help_shows_what_people_need_and_help_all_shows_the_rest():
         assert bool(line.search(few)) == (name in BASIC), name
     assert "more options: " in few
     assert len(few.splitlines()) < 80
+
+
+def test_the_words_of_a_command_give_another_one_the_same_options(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text("threads = 3\n")
+    for words in ([], ["-m", "x.gguf", "-c", "512", "--offline", "--proposer", "prompt-lookup",
+                       "--proposer", "lookahead", "--set", "credit=4", "--config", str(file)]):
+        one = parse(words, *JOB)
+        other = parse(words_of(one, *JOB), *JOB)
+        assert (other.config, other.own) == (one.config, one.own)
+        assert other.origin == one.origin
 
 
 def test_the_page_has_the_table_of_settings():

@@ -1,25 +1,25 @@
-"""`pipeinfer chat`: a conversation in the terminal, with a server or with ranks of its own.
+"""`pipeinfer chat`: a conversation in the terminal, with a running server or one of its own.
 
-A `Partner` answers; the conversation is in `chat_loop`, the terminal in `chat_terminal`.
+The conversation is in `chat_loop`, the terminal in `chat_terminal`, its own server in
+`chat_server`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 from typing_extensions import override
 
 from pipeinfer import host
-from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Partner, Wishes
-from pipeinfer.cli.chat_terminal import INPUT, TERMINAL, own_terminal
-from pipeinfer.cli.options import JOB, config_options
-from pipeinfer.cli.terminal import INTERRUPTED, Stopped, note_forwarded_input
-from pipeinfer.config import AUTO, Config, JobConfig, Resolved, SamplingConfig
+from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Wishes
+from pipeinfer.cli.chat_terminal import own_terminal
+from pipeinfer.cli.options import JOB, config_options, words_of
+from pipeinfer.cli.terminal import INTERRUPTED, Stopped
+from pipeinfer.config import AUTO, Config, Resolved
 from pipeinfer.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -37,8 +37,11 @@ _FIELDS = {
 
 @config_options(*JOB, "sampling", "grammar", model=AUTO)
 @click.option("--url", default="", metavar="URL",
-              help=f"Server to talk to [default: {DEFAULT_URL}, unless -m or a launcher starts "
-                   "ranks here].")
+              help=f"Server to talk to [default: {DEFAULT_URL}, unless -m, --ranks or --hosts "
+                   "starts one].")
+@click.option("--ranks", type=click.IntRange(1), metavar="N",
+              help="Start a server over so many ranks.")
+@click.option("--hosts", metavar="HOSTFILE", help="Start a server over these hosts.")
 @click.option("--api-key", default="", envvar="PIPEINFER_API_KEY",
               help="Key for that server. PIPEINFER_API_KEY keeps it off the command line.")
 @click.option("--system", default="", metavar="TEXT", help="System prompt.")
@@ -46,43 +49,41 @@ _FIELDS = {
               help="Maximum number of tokens of an answer.")
 @click.option("--plain", is_flag=True, help="Show answers as they come, not as Markdown.")
 def chat_command(
-    resolved: Resolved, url: str, api_key: str, system: str, n_predict: int, plain: bool
+    resolved: Resolved, url: str, ranks: int | None, hosts: str | None, api_key: str, system: str,
+    n_predict: int, plain: bool,
 ) -> None:
     """Talk to a model in the terminal.
 
     \b
     pipeinfer chat --url http://head:8080
     pipeinfer chat -m model.gguf
-    launch/run 4 chat -m big.gguf -md small.gguf
+    pipeinfer run -np 4 chat -m big.gguf -md small.gguf
     """
-    config = resolved.config
-    named = resolved.origin["model"] != "default"
-    own = named or (host.launched() and not url)
-    if named and url:
-        raise UsageError("--url talks to a running server and -m loads a model here: give only one "
-                         "of them")
+    config, named = resolved.config, resolved.origin["model"] != "default"
+    own = named or bool(ranks or hosts)
+    if own and url:
+        raise UsageError("--url talks to a running server; -m, --ranks and --hosts start one: give "
+                         "only one of them")
+    if host.launched() and not url:
+        raise UsageError("chat starts its ranks itself: write `pipeinfer run -np N chat` instead "
+                         "of `mpirun -np N pipeinfer chat`, with --hosts FILE before chat for "
+                         "other hosts")
     if host.launched_rank() > 0:
-        if own:
-            from pipeinfer.cluster.launch import join
-
-            join(config.job).serve()
         return
-    if not {INPUT, TERMINAL} & set(os.environ):
-        note_forwarded_input("launch/run")
-
-    def fields() -> dict[str, Any]:
-        return request_fields(config, resolved.origin) | {"max_tokens": n_predict}
-
+    fields = request_fields(config, resolved.origin) | {"max_tokens": n_predict}
     interrupts = Interrupts()
-    with own_terminal() as (lines, out), contextlib.ExitStack() as stack:
+    lines, out = own_terminal()
+    with contextlib.ExitStack() as stack:
         if own:
-            partner: Partner = stack.enter_context(
-                _own_ranks(config.job, config.sampling, fields))
+            from pipeinfer.cli.chat_server import OwnServer
+
+            partner: ServerConnection = OwnRanks(stack.enter_context(
+                OwnServer(words_of(resolved, *JOB), ranks, hosts)), fields)
         else:
             from pipeinfer.cli.client import Remote
 
             remote = Remote(url or DEFAULT_URL, api_key.split(",")[0], config.job.cluster.timeout)
-            partner = ServerConnection(remote, fields())
+            partner = ServerConnection(remote, fields)
         formatted = lines.by_hand and out.isatty() and host.moves_cursor()
         try:
             failed = ChatLoop(partner, lines, out, interrupts, system, config.sampling.seed,
@@ -98,7 +99,7 @@ def chat_command(
 
 
 class ServerConnection:
-    """A `Partner` behind a URL. fields: added to every request."""
+    """What answers: a server. fields: added to every request."""
 
     def __init__(self, remote: Remote, fields: dict[str, Any]) -> None:
         """Wait until the server is ready. Raises RequestError."""
@@ -167,11 +168,8 @@ def _summary(count: int | None, speed: float | None, reason: str) -> str:
     return ", ".join(parts)
 
 
-# --- own ranks --------------------------------------------------------------------------------
-
-
 class OwnRanks(ServerConnection):
-    """A `Partner` behind this job's own server."""
+    """What answers: this command's own server."""
 
     def __init__(self, server: OwnServer, fields: dict[str, Any]) -> None:
         """Wait until the server is ready. Raises SystemExit if the job ends before that."""
@@ -193,25 +191,3 @@ class OwnRanks(ServerConnection):
             if self._server.has_failed():  # the job prints why
                 raise SystemExit(self._server.joined()) from None
             raise
-
-
-@contextlib.contextmanager
-def _own_ranks(job: JobConfig, sampling: SamplingConfig, fields: Callable[[], dict[str, Any]]
-               ) -> Iterator[Partner]:
-    """Yield a job of this command's own, and end it with the exit status of the conversation.
-
-    fields: returns what every request has.
-    """
-    from pipeinfer.cli.chat_server import OwnServer
-
-    server, status = OwnServer(job, sampling), 0
-    try:
-        yield OwnRanks(server, fields())
-    except Stopped:
-        status = INTERRUPTED
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        server.end(INTERRUPTED)
-        raise
-    raise SystemExit(server.end(status))

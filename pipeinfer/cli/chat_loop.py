@@ -70,7 +70,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.count = 0
         self._first: type[BaseException] = Stopped
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
         sys.unraisablehook = stop_again
 

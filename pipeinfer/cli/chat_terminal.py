@@ -11,28 +11,22 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from pipeinfer.errors import UsageError
 from pipeinfer.host import moves_cursor
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from rich.live import Live
 
-#: variables with HOST:PATH of the supervisor's standard input, if that is no terminal, and of its
-#: terminal
-INPUT, TERMINAL = "PIPEINFER_INPUT", "PIPEINFER_TERMINAL"
 _FRAMES_PER_SECOND = 12.0
 _NARROWEST = 20  #: columns
 #: control characters except line ends and tabs
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-Opened = TypeVar("Opened")
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 
 
@@ -50,43 +44,10 @@ class InputSource(Protocol):
         """
 
 
-@contextlib.contextmanager
-def own_terminal() -> Iterator[tuple[InputSource, TextIO]]:
-    """Yield the source of lines and the output for answers: standard input and output, or under
-    launch/run those that it names, because mpirun forwards no standard input and only whole lines.
-
-    Raises UsageError if they are on another host, or cannot be opened.
-    """
-    if path := _named(INPUT):
-        with socket.socket(socket.AF_UNIX) as source:
-            _open(INPUT, lambda: source.connect(path))
-            yield TypedLines(source.fileno()), sys.stdout
-    elif path := _named(TERMINAL):
-        descriptor = _open(TERMINAL, lambda: os.open(path, os.O_RDWR | os.O_NOCTTY))
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as out:
-            yield Editor(out) if moves_cursor() else TypedLines(descriptor), out
-    else:
-        edits = moves_cursor() and sys.stdin.isatty() and sys.stdout.isatty()
-        yield Editor() if edits else TypedLines(0), sys.stdout
-
-
-def _named(variable: str) -> str:
-    """Return the path in a variable, "" if it is not set. Raises UsageError if it is another
-    host's."""
-    where, _, path = os.environ.get(variable, "").partition(":")
-    if path and where != socket.gethostname():
-        raise UsageError(f"rank 0 runs on {socket.gethostname()}, but the conversation is typed on "
-                         f"{where}: put {where} on the first line of the hostfile, or use "
-                         "`pipeinfer serve` there and `pipeinfer chat --url` here")
-    return path
-
-
-def _open(variable: str, call: Callable[[], Opened]) -> Opened:
-    try:
-        return call()
-    except OSError as error:
-        raise UsageError(f"cannot read the conversation from {os.environ[variable]}: "
-                         f"{error.strerror}; start the job again") from error
+def own_terminal() -> tuple[InputSource, TextIO]:
+    """Return the source of lines and the output for answers: standard input and output."""
+    edits = moves_cursor() and sys.stdin.isatty() and sys.stdout.isatty()
+    return Editor() if edits else TypedLines(0), sys.stdout
 
 
 class TypedLines:
@@ -121,21 +82,17 @@ class TypedLines:
 
 class Editor:
     """Reads messages at a terminal: Enter sends, Alt-Enter begins a line, pasted lines stay
-    together.
-
-    terminal: open for reading and writing; None: standard input and output
-    """
+    together."""
 
     by_hand = True
 
-    def __init__(self, terminal: TextIO | None = None) -> None:
-        self._terminal = terminal
+    def __init__(self) -> None:
         self._session: PromptSession[str] | None = None
 
     def next(self, prompt: str, write: Callable[[str], None], text: str = "") -> str | None:
         """Return the next line without its end, None at the end of the input."""
         if self._session is None:
-            self._session = _session(self._terminal)
+            self._session = _session()
         try:
             return self._session.prompt(prompt, default=text)
         except EOFError:
@@ -149,7 +106,7 @@ def history_path() -> Path:
     return Path(base) / "pipeinfer" / "chat"
 
 
-def _session(terminal: TextIO | None) -> PromptSession[str]:
+def _session() -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -170,15 +127,8 @@ def _session(terminal: TextIO | None) -> PromptSession[str]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
         history = FileHistory(str(path))
-    streams: dict[str, Any] = {}
-    if terminal is not None:
-        from prompt_toolkit.input.vt100 import Vt100Input
-        from prompt_toolkit.output.vt100 import Vt100_Output
-
-        source = os.fdopen(terminal.fileno(), encoding="utf-8", closefd=False)
-        streams = {"input": Vt100Input(source), "output": Vt100_Output.from_pty(terminal)}
     return PromptSession(history=history, key_bindings=keys, multiline=True,
-                         prompt_continuation=". ", enable_open_in_editor=False, **streams)
+                         prompt_continuation=". ", enable_open_in_editor=False)
 
 
 # --- answers ----------------------------------------------------------------------------------

@@ -342,6 +342,15 @@ def hydra_hostfile(entries: Sequence[HostEntry]) -> str:
                    for name, entry in zip(names, entries, strict=True))
 
 
+def check_head(hostfile: str) -> None:
+    """Raise UsageError unless the first host is this one."""
+    first = read_hostfile(hostfile)[0].host
+    if not is_here(first):
+        raise UsageError(f"the first host of {hostfile} is {first}, which is not this one: rank 0 "
+                         "and the HTTP process run here, so list this host first, call this there, "
+                         "or leave out --hosts to use this machine alone")
+
+
 def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
     """Return the hostfile of these hosts in Open MPI's format, with all numbers of slots."""
     return "".join(f"{entry.user + '@' if entry.user else ''}{name_for_launcher(entry.host)} "

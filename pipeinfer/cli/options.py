@@ -93,6 +93,25 @@ def resolve(context: click.Context, sections: Sequence[str], values: dict[str, A
     return Resolved(config, origin, everyone)
 
 
+def words_of(resolved: Resolved, *sections: str) -> list[str]:
+    """Return the words that give another command the options of these sections that this one's
+    command line has; of a config file its name. Variables are inherited."""
+    values, words = {**resolved.config.values(), **resolved.own}, []
+    if file := next((origin.removeprefix("file ") for origin in resolved.origin.values()
+                     if origin.startswith("file ")), ""):
+        words += ["--config", file]
+    for name, option in declared(*sections).items():
+        if resolved.origin[name] != "command line":
+            continue
+        if option.kind == "flag" and option.flags:
+            words.append(option.flags[-1] if values[name] else str(option.off_flag))
+            continue
+        for value in values[name] if option.kind == "list" else (values[name],):
+            words += [option.flags[-1], str(value)] if option.flags else [
+                "--set", f"{name}={value}"]
+    return words
+
+
 class _Command(click.Command):
     """Shows the basic options under --help and all, by section, under --help-all."""
 

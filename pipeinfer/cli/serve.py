@@ -115,14 +115,16 @@ def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
 
 def _show(config: ServeConfig, settings: Settings, child: http_process.Child, session: Session
           ) -> None:
-    click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
-               f"stage{'s' * (session.n_stages != 1)}", err=True)
+    is_private = child.url.startswith(http_process.UNIX)
+    if not is_private:  # else the command that has made its name shows it
+        click.echo(f"pipeinfer: {settings.name} on {child.url} with {session.n_stages} "
+                   f"stage{'s' * (session.n_stages != 1)}", err=True)
     for text in filter(None, [session.fatal, *session.notes]):
         note(text)
     if settings.remember_answers and not session.looks_up:
         note("--remember-answers has no effect without prompt lookup: add --proposer "
              "prompt-lookup")
-    if not settings.api_keys and config.host not in _LOCAL:
+    if not settings.api_keys and config.host not in _LOCAL and not is_private:
         note("anyone who can reach this address can use the server; require keys with "
              "--api-key-file")
 

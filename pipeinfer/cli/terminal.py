@@ -20,6 +20,7 @@ from pipeinfer.errors import ClusterError, PipeinferError, StageFailed
 from pipeinfer.models.locate import fetch, may_fetch
 
 INTERRUPTED = 130
+TERMINAL = "PIPEINFER_TERMINAL"  #: host:path of the terminal of a job's supervisor
 _AGAIN = 0.05  #: seconds, in which a finaliser has ended
 
 
@@ -126,7 +127,7 @@ def own_terminal() -> int | None:
     It is the controlling terminal, or the one that launch/run names (its mpirun has a session of
     its own) when rank 0 is on the same host.
     """
-    where, _, path = os.environ.get("PIPEINFER_TERMINAL", "").partition(":")
+    where, _, path = os.environ.get(TERMINAL, "").partition(":")
     for candidate in ("/dev/tty", path if where == socket.gethostname() else ""):
         if candidate.startswith("/dev/"):
             with contextlib.suppress(OSError):

@@ -79,7 +79,8 @@ class ServeConfig:
     """Options of the HTTP server (`pipeinfer serve`)."""
 
     host: str = opt("127.0.0.1", "--host", kind="str", fixed=True,
-                    help="Address to listen on; 0.0.0.0: all networks of this host.")
+                    help="Address to listen on; 0.0.0.0: all networks of this host; unix:PATH: "
+                         "a Unix socket for programs of this user.")
     port: int = opt(8080, "--port", low=0, high=65535, fixed=True,
                     help="Port to listen on; 0: choose a free one and print it.")
     api_key: tuple[str, ...] = opt((), "--api-key", kind="list", secret=True,

@@ -38,6 +38,7 @@ _WORDS_SECONDS = 2.0
 _ENTER_SECONDS = 20.0
 _HANDOVER_SECONDS = 45.0  #: less than other ranks wait in MPI_Init
 _LOOK_SECONDS, _HEALTH_SECONDS, _MOST_HEALTH = 0.3, 2.0, 1 << 16
+UNIX = "unix:"  #: before the path of a socket
 DOOR = "PIPEINFER_DOOR"  #: host:path of the supervisor's HTTP process
 T = TypeVar("T")
 
@@ -82,10 +83,13 @@ class Child:
 
 
 def listen(host: str, port: int, client_timeout: float) -> socket.socket:
-    """Return a listening TCP socket. Raises UsageError when the address cannot be used.
+    """Return a listening socket. Raises UsageError when the address cannot be used.
 
+    host: a name or address, or unix:PATH for a Unix socket that only this user can use.
     client_timeout: seconds after which a connection with unacknowledged data is closed.
     """
+    if host.startswith(UNIX):
+        return _listen_privately(host.removeprefix(UNIX))
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -112,8 +116,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
     return sock
 
 
-def listen_privately(path: str) -> socket.socket:
-    """Return a listening Unix socket that only this user can use. Raises UsageError."""
+def _listen_privately(path: str) -> socket.socket:
     mask = os.umask(0o177)
     try:
         return entrance(path)
@@ -161,8 +164,8 @@ def entrance(path: str) -> socket.socket:
         sock.bind(path)
     except OSError as error:
         sock.close()
-        raise UsageError(f"cannot make the socket {path}: {error}; set TMPDIR to another folder "
-                         "with a short name") from error
+        raise UsageError(f"cannot make the socket {path}: {error.strerror or error}; remove "
+                         "it, or set TMPDIR to another folder with a short name") from error
     sock.listen(4)
     return sock
 
@@ -249,7 +252,7 @@ def _exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
 def url_of(listener: socket.socket, settings: Settings) -> str:
     """Return the address for clients, "unix:PATH" for a Unix socket."""
     if listener.family == socket.AF_UNIX:
-        return f"unix:{listener.getsockname()}"
+        return f"{UNIX}{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.certificate else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,7 +27,7 @@ from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.entrance import Entrance, Guest
-from pipeinfer.server.http_process import url_of
+from pipeinfer.server.http_process import UNIX, url_of
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 from pipeinfer.server.orders import Order, OrderServer, Report
@@ -125,6 +126,8 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
         task.cancel()
     await orders.close()
     await answers.close()
+    if client.url.startswith(UNIX):
+        Path(client.url.removeprefix(UNIX)).unlink(missing_ok=True)
     return int(failed)
 
 

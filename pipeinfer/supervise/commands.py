@@ -158,7 +158,9 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
 def _ask_hosts(serving: Serving, hosts: str, ranks: int | None, all_hosts: bool,
                say: Callable[[str], None]) -> None:
     """Use the hosts of a hostfile that answer. Raises UsageError if they are not enough."""
-    _check_head(hosts)
+    from pipeinfer.cli.doctor_hosts import check_head
+
+    check_head(hosts)
     for line in serving.ask_hosts():
         say(line)
     if ranks and serving.wanted < ranks:
@@ -166,17 +168,6 @@ def _ask_hosts(serving: Serving, hosts: str, ranks: int | None, all_hosts: bool,
                          f"{serving.wanted} slots: give more slots, or fewer ranks")
     if all_hosts and serving.ranks < serving.wanted:
         raise UsageError("hosts are missing (--all-hosts)")
-
-
-def _check_head(hostfile: str) -> None:
-    from pipeinfer.cli.doctor_hosts import is_here
-    from pipeinfer.nodes import read_hostfile
-
-    first = read_hostfile(hostfile)[0].host
-    if not is_here(first):
-        raise UsageError(f"the first host of {hostfile} is {first}, which is not this one: rank 0 "
-                         "and the HTTP process run here, so list this host first, call this there, "
-                         "or leave out --hosts to use this machine alone")
 
 
 def _show(rank: int | None, text: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pipeinfer.cli.chat_terminal import TERMINAL
+from pipeinfer.cli.terminal import TERMINAL
 from pipeinfer.errors import UsageError
 from pipeinfer.host import SECRET_NAMES, SECRETS
 from pipeinfer.transport.settings import mpi_settings

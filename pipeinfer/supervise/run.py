@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from pipeinfer.supervise.hosts import JobPlace, Roster
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher
-from pipeinfer.supervise.standard_input import passed_on
 from pipeinfer.supervise.supervisor import JobSource, Supervisor
 
 #: gets the environment of a job, to which it may add; returns the launcher's command line
@@ -73,6 +71,10 @@ def run_command(ranks: int | None, hosts: str | None, restarts: int, name: str,
     first, keeps keys from the launcher, lets the text end cleanly after Ctrl-C, and reads a prompt
     from standard input (`-f -`).
     """
+    if words[0] == "chat":  # has the terminal, and starts its ranks itself
+        over = [*(("--ranks", str(ranks)) if ranks else ()), *(("--hosts", hosts) if hosts else ())]
+        command = [*launchers.program(), "chat", *over, *words[1:]]
+        os.execv(command[0], command)
     environ = launchers.settings()
     launcher = launchers.needed(environ)
     with _spooled(words) as words, tempfile.TemporaryDirectory(prefix="pipeinfer-hosts-") as folder:
@@ -89,12 +91,9 @@ def supervised(line: Line, environ: dict[str, str], command: str, roster: Roster
     environ[VARIABLE] = name or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
     launchers.name_terminal(environ)
     door = HttpDoor(environ, _say) if restarts and command == "serve" else None
-    source, chats = _Command(environ[VARIABLE], line, environ, roster), command == "chat"
     try:
-        with passed_on(environ) if chats else contextlib.nullcontext():
-            return asyncio.run(Supervisor(
-                source, restarts, door, _say,
-                last=(signal.SIGHUP, signal.SIGTERM) if chats else ()).run())
+        return asyncio.run(Supervisor(
+            _Command(environ[VARIABLE], line, environ, roster), restarts, door, _say).run())
     except ChildProcessError as error:
         _say(str(error))
         return 127

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -125,16 +125,14 @@ class Supervisor:
 
     restarts: how often a failed job is started again. door: the HTTP process, None if there is
         none.
-    say: prints a line for the user. last: signals that end the job at once. The others let what
-        runs complete first; a conversation would wait for the next message.
+    say: prints a line for the user.
     changed: called when `phase` or `history` has changed.
     """
 
     def __init__(self, source: JobSource, restarts: int, door: HttpDoor | None,
                  say: Callable[[str], None], *,
-                 last: Sequence[signal.Signals] = (),
                  changed: Callable[[], None] = lambda: None) -> None:
-        self.source, self.door, self.say, self._last = source, door, say, last
+        self.source, self.door, self.say = source, door, say
         self.phase, self.patience = Phase.STARTING, Patience.of(restarts)
         self.number = 0  #: of the last start
         self.running = 0  #: number of the job that runs, 0 if none does
@@ -372,7 +370,7 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if number != signal.SIGHUP or not self._hung_up:  # the shell sends a second one
             self._hung_up |= number == signal.SIGHUP
-            self.stop(at_once=number in self._last)
+            self.stop()
 
     async def clean(self, name: str, hosts: list[str]) -> None:
         """Kill the remaining processes of an earlier job, here and on its hosts, so that none

@@ -92,7 +92,7 @@ def test_a_schema_reaches_the_server(server):
     (["--url", "gopher://x"], 2, "not an address such as"),
     (["--url", "http://x:port"], 2, "--url http://x:port"),
     (["--url", "{url}", "-m", "x.gguf"], 2,
-     "--url talks to a running server and -m loads a model here"),
+     "--url talks to a running server; -m, --ranks and --hosts start one"),
     (["--url", "{url}", "--api-key", "sesame", "-j", "{{"], 2, "--json-schema is not valid JSON"),
     (["-m", "/nowhere.gguf"], 3, "/nowhere.gguf"),
     (["-m", str(EMBEDDED / "target.gguf"), "--grammar", "root ::= ("], 5, "the grammar cannot"),
@@ -178,7 +178,7 @@ def test_an_interrupt_stops_the_answer_and_a_second_one_leaves(server, own):
 
 @contextlib.contextmanager
 def own_ranks():
-    """A conversation with a model of its own that has answered; its process, that which is rank 0,
+    """A conversation with a model of its own that has answered; its process, that of its server,
     and the folder for temporary files."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short enough for a socket's name
         process = launch.start([*CHAT, "-m", str(EMBEDDED / "target.gguf"), *GREEDY], timeout=90,
@@ -197,8 +197,7 @@ def own_ranks():
 
 def test_own_ranks_are_reached_by_nobody_else_and_end_with_their_terminal():
     with own_ranks() as (process, rank, folder):
-        (path,) = folder.glob("pipeinfer-chat-*/socket")
-        assert path.parent.stat().st_mode & 0o777 == 0o700
+        (path,) = folder.glob("pipeinfer-chat-*")
         assert path.stat().st_mode & 0o777 == 0o600
         family = [rank, *rank.children(recursive=True)]
         assert any("pipeinfer.server" in one.cmdline() for one in family)
@@ -213,12 +212,29 @@ def test_a_job_that_dies_ends_the_conversation_with_its_exit_code():
         rank.kill()
         _, err = process.communicate("another one\n", timeout=30)
         assert process.returncode == 137
-        assert "rank 0 has ended with exit code 137: killed by signal 9 (SIGKILL), maybe" in err
+        assert "the server has ended with exit code 137: killed by signal 9 (SIGKILL), maybe" in err
+
+
+def test_a_request_to_end_ends_a_conversation_that_waits():
+    with own_ranks() as (process, rank, folder):
+        process.send_signal(signal.SIGTERM)  # once, as `timeout` does
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        assert psutil.wait_procs([rank], timeout=30)[1] == []
+        assert list(folder.glob("pipeinfer-chat-*")) == []
+
+
+@pytest.mark.mpi
+def test_a_launcher_around_it_is_told_what_to_write():
+    done = launch.run(2, CHAT, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("write `pipeinfer run -np N chat` instead") == 1
 
 
 @pytest.mark.mpi
 def test_through_a_pipe_and_the_launch_script():
-    """What is piped in reaches rank 0 whole, and its end ends the conversation."""
+    """What is piped in is read whole, and its end ends the conversation."""
     done = launch.run(1, [str(launch.ROOT / "launch" / "run"), "2", "chat", *GREEDY],
                       stdin="def fib(n):\n/seed 7\n", timeout=60)
     other = launch.run(1, [*PIPEINFER, "generate", "--chat", "-p", "def fib(n):", *GREEDY,
@@ -231,7 +247,6 @@ def test_through_a_pipe_and_the_launch_script():
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [full("1"), "2"])
 def test_lines_are_edited_at_a_terminal_through_the_launch_script(ranks, tmp_path):
-    """launch/run gives its job no standard input: the terminal is found by its name."""
     env = launch.environment(MPIEXEC_TIMEOUT="80", TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1",
                              XDG_STATE_HOME=str(tmp_path))
     master, slave = pty.openpty()

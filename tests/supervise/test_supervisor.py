@@ -132,21 +132,20 @@ def test_a_job_that_fails_starts_again_on_the_hosts_that_answer():
     assert said[0].startswith("the job has ended with exit code 6: starting again in 1 s (1 more")
 
 
-@pytest.mark.parametrize(("last", "at_once"), [((), False), ((signal.SIGHUP,), True)])
-def test_a_hang_up_counts_once_and_lets_requests_end_unless_it_is_a_chat(last, at_once):
+def test_a_hang_up_counts_once_and_lets_requests_end():
     """The terminal's end and the shell each send one."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     asked = []
 
     async def run():
-        supervisor = Supervisor(Jobs(None), 0, None, [].append, last=last)
+        supervisor = Supervisor(Jobs(None), 0, None, [].append)
         running = asyncio.create_task(supervisor.run())
         await until_it_runs(supervisor, 1)
         supervisor._job.interrupt = lambda *, at_once: asked.append(at_once)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGHUP)
             await asyncio.sleep(0.05)
-        assert asked == [at_once]
+        assert asked == [False]
         supervisor._job.end()
         return await asyncio.wait_for(running, 30)
 
