@@ -126,7 +126,7 @@ class Server:
                 wanted, _ = body.to_chat()
                 return len(chat.tokens_of(wanted, tokenizer, self._compiler(tokenizer)))
 
-        return Reply(replies.InputTokens(input_tokens=await asyncio.to_thread(count)))
+        return Reply({"input_tokens": await asyncio.to_thread(count)})
 
     async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
         """Embed texts, with a model that is made for it."""
@@ -218,16 +218,16 @@ class Server:
 
     async def models(self) -> Response:
         """List the served model with its context length and capabilities."""
-        return Reply(replies.ModelList(object="list", data=[self._model()]))
+        return Reply({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
         """Return the served model if it has this name, otherwise 404."""
         self._check_model(name)
         return Reply(self._model())
 
-    def _model(self) -> replies.Model:
-        model: replies.Model = {"id": self.settings.name, "object": "model",
-                                "created": self.created, "owned_by": "pipeinfer"}
+    def _model(self) -> dict[str, Any]:
+        model = {"id": self.settings.name, "object": "model",
+                 "created": self.created, "owned_by": "pipeinfer"}
         if self.client.state == "ready" and self.client.tokenizer is not None:
             template = self.client.tokenizer.chat_template or ""
             model["context_length"] = self._n_ctx
@@ -319,24 +319,25 @@ class Server:
             if methods == "GET" and path != "/pipeline":  # which has no end
                 self.app.add_api_route(path, call, methods=["HEAD"], include_in_schema=False)
 
-        for path, call, model, more in (
-                ("/v1/completions", self.completions, replies.Completion, _STREAM),
-                ("/v1/chat/completions", self.chat_completions, replies.ChatCompletion, _STREAM),
-                ("/v1/responses", self.responses, dict[str, Any], _STREAM),
-                ("/v1/messages", self.messages, dict[str, Any], {**_STREAM, **_MESSAGE_ERRORS})):
-            route("POST", path, call, model, more)
-            route("GET", f"{path}/{{name}}", self.again.retrieve, model, _STREAM)
+        official = dict[str, Any]  # as OpenAI's and Anthropic's own description says
+        for path, call, more in (
+                ("/v1/completions", self.completions, _STREAM),
+                ("/v1/chat/completions", self.chat_completions, _STREAM),
+                ("/v1/responses", self.responses, _STREAM),
+                ("/v1/messages", self.messages, {**_STREAM, **_MESSAGE_ERRORS})):
+            route("POST", path, call, official, more)
+            route("GET", f"{path}/{{name}}", self.again.retrieve, official, _STREAM)
             route("DELETE", f"{path}/{{name}}", self.again.delete, replies.Deleted)
-        route("POST", "/v1/messages/count_tokens", self.count_tokens, replies.InputTokens,
+        route("POST", "/v1/messages/count_tokens", self.count_tokens, official,
               _MESSAGE_ERRORS)
-        route("POST", "/v1/embeddings", self.embed, replies.EmbeddingList)
+        route("POST", "/v1/embeddings", self.embed, official)
         route("POST", "/tokenize", self.tokenize, replies.Tokens)
         route("POST", "/detokenize", self.detokenize, replies.Content)
         route("POST", "/rebalance", self.rebalance, replies.RebalanceReply)
         route("POST", "/race", self.race, None, _SSE)
         route("POST", "/apply-template", self.apply_template, replies.Prompt)
-        route("GET", "/v1/models", self.models, replies.ModelList)
-        route("GET", "/v1/models/{name:path}", self.model, replies.Model)
+        route("GET", "/v1/models", self.models, official)
+        route("GET", "/v1/models/{name:path}", self.model, official)
         route("GET", "/health", self.health, replies.Health, {503: {"model": replies.Health}})
         route("GET", "/props", self.props, replies.Props)
         route("GET", "/rebalance/plan", self.rebalance_plan, replies.RebalancePlan)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from pipeinfer.server import prompts
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.choice import Generation
 from pipeinfer.server.requests import EngineRequest
-from pipeinfer.server.schema_replies import EmbeddingList, InputEmbedding
 
 
 def inputs_of(request: schema.EmbeddingRequest, tokenizer: Tokenizer, n_ctx: int
@@ -47,10 +47,10 @@ def vector_of(generation: Generation) -> FloatArray:
 
 
 def answer(vectors: Sequence[FloatArray], n_tokens: int, model: str, in_base64: bool
-           ) -> EmbeddingList:
+           ) -> dict[str, Any]:
     """Return the answer with these embeddings. n_tokens: of all inputs."""
-    data = [InputEmbedding(object="embedding", index=index,
-                           embedding=_base64(vector) if in_base64 else vector.tolist())
+    data = [{"object": "embedding", "index": index,
+             "embedding": _base64(vector) if in_base64 else vector.tolist()}
             for index, vector in enumerate(vectors)]
     return {"object": "list", "data": data, "model": model,
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}

@@ -183,7 +183,7 @@ class ItemWriter(ResponsesWriter):
         usage = self.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": dict(usage["prompt_tokens_details"]),
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],

@@ -19,26 +19,7 @@ from pipeinfer.server.choice import AnswerPiece, Delta, Generation, PromptProgre
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import family_of
 from pipeinfer.server.requests import EngineRequest
-from pipeinfer.server.schema_replies import (
-    Alternative,
-    ChatChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprob,
-    ChatLogprobs,
-    Chunk,
-    Completion,
-    Detail,
-    End,
-    Finish,
-    MessageDelta,
-    ReplyMessage,
-    TextChoice,
-    TextDelta,
-    TextLogprobs,
-    Timings,
-    Usage,
-)
+from pipeinfer.server.schema_replies import Detail, End, Finish, Timings, Usage
 from pipeinfer.server.tools import Call, More, Part, Thought, Words, joined
 
 _ENDS: dict[str, End] = {"context": "length", "length": "length", "stop": "stop"}
@@ -150,16 +131,17 @@ class ResponsesWriter:
         """Return the last chunk of a stream that failed."""
         return error.body()
 
-    def _delta(self, choice: ResponseChoice, delta: MessageDelta, reason: Finish | None = None
-               ) -> Chunk:
-        return self._chunk([ChatDelta(
-            index=choice.generation.index, delta=delta, logprobs=None, finish_reason=reason)])
+    def _delta(self, choice: ResponseChoice, delta: dict[str, Any],
+               reason: Finish | None = None) -> dict[str, Any]:
+        return self._chunk([{"index": choice.generation.index, "delta": delta, "logprobs": None,
+                             "finish_reason": reason}])
 
-    def _text(self, choice: ResponseChoice, text: str, reason: End | None = None) -> Chunk:
-        return self._chunk([TextDelta(
-            index=choice.generation.index, text=text, logprobs=None, finish_reason=reason)])
+    def _text(self, choice: ResponseChoice, text: str, reason: End | None = None
+              ) -> dict[str, Any]:
+        return self._chunk([{"index": choice.generation.index, "text": text, "logprobs": None,
+                             "finish_reason": reason}])
 
-    def _read(self, choice: ResponseChoice) -> Chunk:
+    def _read(self, choice: ResponseChoice) -> dict[str, Any]:
         """Return the chunk, as llama.cpp's server has it, that says how much of the prompt is
         computed."""
         progress = choice.progress = choice.generation.progress
@@ -170,49 +152,34 @@ class ResponsesWriter:
                                     "processed": progress.processed, "time_ms": round(spent)}
         return chunk
 
-    def _piece(self, choice: ResponseChoice, delta: Delta, content: str) -> Chunk:
-        index = choice.generation.index
-        if self.is_chat:
-            chunk = self._chunk([ChatDelta(
-                index=index, finish_reason=None, logprobs=self._chat_logprobs(delta),
-                delta={"content": content})])
-        else:
-            chunk = self._chunk([TextDelta(
-                index=index, finish_reason=None,
-                logprobs=self._text_logprobs(delta, len(choice.text)), text=content)])
+    def _piece(self, choice: ResponseChoice, delta: Delta, content: str) -> dict[str, Any]:
+        chunk = self._delta(choice, {"content": content}) if self.is_chat else (
+            self._text(choice, content))
+        chunk["choices"][0]["logprobs"] = self._logprobs(choice, delta)
         if self.asked.detail:
             chunk["pipeinfer"] = _detail(delta.pieces)
         return chunk
 
-    def _chunk(self, choices: list[TextDelta] | list[ChatDelta]) -> Chunk:
-        chunk = Chunk(
-            id=self.answer_id,
-            object="chat.completion.chunk" if self.is_chat else "text_completion",
-            created=self.created, model=self.model, system_fingerprint=None, choices=choices)
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion", choices)
         if self.asked.usage:
             chunk["usage"] = None
         return chunk
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model,
+                "system_fingerprint": None, "choices": choices}
 
     # --- whole answers ------------------------------------------------------------------------
 
     def whole(self) -> Mapping[str, Any]:
         """Return the answer once every choice has ended without failure."""
         deltas = [choice.reading.take() for choice in self.choices]
-        each = list(zip(self.choices, deltas, strict=True))
-        spent = timings([choice.generation for choice in self.choices])
-        answer: Completion | ChatCompletion
-        if self.is_chat:
-            answer = ChatCompletion(
-                id=self.answer_id, object="chat.completion", created=self.created,
-                model=self.model, system_fingerprint=None,
-                choices=[self._chat_choice(*one) for one in each], usage=self.usage(),
-                timings=spent)
-        else:
-            answer = Completion(
-                id=self.answer_id, object="text_completion", created=self.created,
-                model=self.model, system_fingerprint=None,
-                choices=[self._text_choice(*one) for one in each], usage=self.usage(),
-                timings=spent)
+        kind, write = ("chat.completion", self._chat_choice) if self.is_chat else (
+            "text_completion", self._text_choice)
+        answer = self._head(kind, [write(*one) for one in zip(self.choices, deltas, strict=True)])
+        answer |= {"usage": self.usage(),
+                   "timings": timings([choice.generation for choice in self.choices])}
         if self.asked.notes:
             answer["notes"] = self.asked.notes
         if self.asked.detail:
@@ -220,22 +187,21 @@ class ResponsesWriter:
             answer["pipeinfer"] = details[0] if len(details) == 1 else {"choices": details}
         return answer
 
-    def _chat_choice(self, choice: ResponseChoice, delta: Delta) -> ChatChoice:
+    def _chat_choice(self, choice: ResponseChoice, delta: Delta) -> dict[str, Any]:
         parts = self._split(choice, delta, ended=True)
         content, thought = _text_of(Words, parts), _text_of(Thought, parts)
         calls = [call for call in parts if isinstance(call, Call)]
-        message: ReplyMessage = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if thought:
             message["reasoning_content"] = thought
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [call.to_json() for call in calls]
-        return {"index": choice.generation.index, "logprobs": self._chat_logprobs(delta),
+        return {"index": choice.generation.index, "logprobs": self._logprobs(choice, delta),
                 "finish_reason": self._reason(choice), "message": message}
 
-    def _text_choice(self, choice: ResponseChoice, delta: Delta) -> TextChoice:
-        return {"index": choice.generation.index,
-                "logprobs": self._text_logprobs(delta, len(choice.text)),
+    def _text_choice(self, choice: ResponseChoice, delta: Delta) -> dict[str, Any]:
+        return {"index": choice.generation.index, "logprobs": self._logprobs(choice, delta),
                 "finish_reason": _end(choice), "text": choice.text + delta.text}
 
     def usage(self) -> Usage:
@@ -288,10 +254,15 @@ class ResponsesWriter:
         end = _end(choice)
         return "tool_calls" if choice.called and end == "stop" else end
 
-    def _text_logprobs(self, delta: Delta, shift: int) -> TextLogprobs | None:
+    def _logprobs(self, choice: ResponseChoice, delta: Delta) -> dict[str, Any] | None:
         if not self.asked.logprobs:
             return None
-        offset, offsets = delta.offset + shift, []
+        if self.is_chat:
+            return {"content": [{
+                **self._alternative(p.token, p.logprob),
+                "top_logprobs": [self._alternative(*pair) for pair in p.top]}
+                for p in delta.pieces], "refusal": None}
+        offset, offsets = delta.offset + len(choice.text), []
         for piece in delta.pieces:
             offsets.append(offset)
             offset += len(piece.text)
@@ -302,16 +273,7 @@ class ResponsesWriter:
             "text_offset": offsets,
         }
 
-    def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        if not self.asked.logprobs:
-            return None
-        return {"content": [self._chat_logprob(p) for p in delta.pieces], "refusal": None}
-
-    def _chat_logprob(self, piece: AnswerPiece) -> ChatLogprob:
-        return {**self._alternative(piece.token, piece.logprob),
-                "top_logprobs": [self._alternative(*pair) for pair in piece.top]}
-
-    def _alternative(self, token: int, logprob: float | None) -> Alternative:
+    def _alternative(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self._name(token), "logprob": logprob,
                 "bytes": list(self.tokenizer.piece(token, special=True))}
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pipeinfer.models.text.grammar import target
-from pipeinfer.server.schema_replies import ReplyCall, ReplyMore
 
 #: parameters of a function that has none
 NONE: dict[str, Any] = {"type": "object", "properties": {}}
@@ -56,10 +55,10 @@ class Call:
     arguments: str
     call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
-    def to_json(self, index: int | None = None) -> ReplyCall:
+    def to_json(self, index: int | None = None) -> dict[str, Any]:
         """Return the call in the form of the OpenAI API. index: its number, in streams."""
-        call: ReplyCall = {"id": self.call_id, "type": "function",
-                           "function": {"name": self.name, "arguments": self.arguments}}
+        call = {"id": self.call_id, "type": "function",
+                "function": {"name": self.name, "arguments": self.arguments}}
         return call if index is None else {"index": index, **call}
 
 
@@ -69,7 +68,7 @@ class More:
 
     arguments: str
 
-    def to_json(self, index: int) -> ReplyMore:
+    def to_json(self, index: int) -> dict[str, Any]:
         """Return the piece of call number `index` in the form of the OpenAI API."""
         return {"index": index, "function": {"arguments": self.arguments}}
 

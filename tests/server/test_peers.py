@@ -5,13 +5,16 @@ from __future__ import annotations
 import http.client
 import time
 
+import anthropic
 import pytest
+from openai import pagination, types
+from openai.types import chat, responses
 
 from pipeinfer.lab import random_model
 from pipeinfer.server import http_server
 from pipeinfer.server.frames import Submit
 from tests.rig.server_peer import front
-from tests.server.test_http import MODEL, error
+from tests.server.test_http import MODEL, error, events
 from tests.server.test_tools import CALL, OTHER, TOOL
 
 pytestmark = pytest.mark.slow
@@ -177,3 +180,52 @@ def test_connections_outlive_the_pools_of_clients():
         assert client.sock is kept
         assert kept.recv(4096) == b""
         client.close()
+
+
+def official(kind, answer):
+    """Check an answer, which has every field of the official client's type in its own type."""
+    found = kind.model_validate(answer, strict=True)
+    assert found.model_dump(exclude_unset=True) == answer
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}, {"tools": [TOOL], "say": CALL},
+    {"stream_options": {"include_usage": True}}])
+def test_chats_have_the_official_types(server, more):
+    more = dict(more)
+    say = more.pop("say", "Hello.")
+    server.peer.answer = lambda frame: server.peer.say(frame.id, say)
+    body = {"messages": [USER], **more}
+    if "stream_options" not in more:
+        official(chat.ChatCompletion, server.post("/v1/chat/completions", body).json())
+    chunks, last = events(server.post("/v1/chat/completions", {**body, "stream": True},
+                                      stream=True))
+    for chunk in chunks:
+        official(chat.ChatCompletionChunk, chunk)
+    assert last == [b"data: [DONE]"]
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"n": 2, "echo": True}])
+def test_completions_have_the_official_types(server, more):
+    body = {"prompt": "def f(", **more}
+    official(types.Completion, server.post("/v1/completions", body).json())
+    chunks, _ = events(server.post("/v1/completions", {**body, "stream": True}, stream=True))
+    for chunk in chunks:
+        assert {choice["finish_reason"] for choice in chunk["choices"]} <= {None, "stop"}
+        for choice in chunk["choices"]:  # the type is that of whole answers
+            choice["finish_reason"] = "stop"
+        official(types.Completion, chunk)
+
+
+def test_responses_messages_and_models_have_the_official_types(server):
+    server.peer.answer = lambda frame: server.peer.say(frame.id, CALL)
+    tool = {"type": "function", **TOOL["function"], "strict": True}
+    official(responses.Response, server.post(
+        "/v1/responses", {"input": "x", "tools": [tool]}).json())
+    tool = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
+    official(anthropic.types.Message, server.post("/v1/messages", {
+        "messages": [USER], "max_tokens": 50, "tools": [tool]}).json())
+    official(anthropic.types.MessageTokensCount, server.post(
+        "/v1/messages/count_tokens", {"messages": [USER]}).json())
+    official(pagination.SyncPage[types.Model], server.get("/v1/models").json())
+    official(types.Model, server.get("/v1/models/m").json())
