@@ -18,9 +18,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
-from msgspec import Struct, field, structs
+import msgspec
+from msgspec import Meta, Struct, field, structs
 
 from pipeinfer import host
 from pipeinfer.config import ClusterConfig, JobConfig, Resolved
@@ -29,17 +30,22 @@ from pipeinfer.errors import UsageError
 from pipeinfer.files import parse_bytes, read_toml
 from pipeinfer.host import Place
 
-ROLES = ("auto", "head", "stage", "draft", "spare")
-NUMA = ("", "distribute", "isolate", "numactl", "per-rank")
 _MAX_SLOTS = 1 << 16
 _KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
 #: settings that stand in for options of the same name
-_DEVICE = r"(cpu|per-rank|gpu(:[0-9]+)?)?"
 _OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa", "backend")
 OWN_HOST = "host"
-BACKENDS = ("", "auto", "llamacpp", "torch")
 _ALL_LAYERS = 100_000
-_NAME = 64  #: characters of a group's name
+_NUMA = ("distribute", "isolate", "numactl", "per-rank")
+_NO_CONTROLS = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
+Role: TypeAlias = Literal["auto", "head", "stage", "draft", "spare"]
+Backend: TypeAlias = Literal["", "auto", "llamacpp", "torch"]
+Numa: TypeAlias = Annotated[str, Meta(pattern=rf"\A({'|'.join(_NUMA)}|[0-9]*)\Z")]
+Device: TypeAlias = Annotated[str, Meta(pattern=r"\A(cpu|per-rank|gpu(:[0-9]+)?)?\Z")]
+Name: TypeAlias = Annotated[str, Meta(pattern=_NO_CONTROLS, max_length=4096)]
+ShortName: TypeAlias = Annotated[str, Meta(pattern=_NO_CONTROLS, max_length=64)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=_ALL_LAYERS)]
+Table: TypeAlias = dict[str, Any]
 
 
 class HostEntry(Struct, frozen=True):
@@ -60,7 +66,7 @@ class NodeSettings(Struct, frozen=True):
     threads_draft: of the draft
     numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the
         host's first rank on node 0, its second on node 1)
-    role: one of ROLES
+    role: head, stage, draft (its ranks propose tokens) or spare
     proposer: of --proposer's names, which its ranks run instead of holding layers
     draft: model that they run as a draft
     memory: bytes that the job may fill on this host
@@ -73,21 +79,21 @@ class NodeSettings(Struct, frozen=True):
         with each other); OWN_HOST: only with each other
     """
 
-    profile: str = ""
-    device: str = ""
-    threads: int = 0
-    threads_draft: int = 0
-    numa: str = ""
-    role: str = "auto"
-    proposer: str = ""
-    draft: str = ""
+    profile: Name = ""
+    device: Device = ""
+    threads: Count = 0
+    threads_draft: Count = 0
+    numa: Numa = ""
+    role: Role = "auto"
+    proposer: Name = ""
+    draft: Name = ""
     memory: int | None = None
     gpu_memory: int | None = None
-    layers: int | None = None
-    gpu_layers: int | None = None
-    gpu_layers_draft: int | None = None
-    backend: str = ""
-    group: str = ""
+    layers: Count | None = None
+    gpu_layers: Count | None = None
+    gpu_layers_draft: Count | None = None
+    backend: Backend = ""
+    group: ShortName = ""
 
     @property
     def drafts(self) -> bool:
@@ -302,92 +308,51 @@ def nodes_file_beside(hostfile: str | Path) -> Path | None:
     return beside if beside.is_file() else None
 
 
+class _NodesFile(Struct, forbid_unknown_fields=True):
+    layers: Annotated[list[Count], Meta(min_length=1)] | None = None
+    link: str = ""
+    defaults: Table = {}
+    node: dict[Name, Table] = {}
+    rank: dict[Annotated[int, Meta(ge=0, le=_MAX_SLOTS)], Table] = {}
+
+
 def read_nodes(path: str | Path) -> Nodes:
     """Return the nodes file `path`. Raises UsageError with the file, the table and the key."""
-    data = read_toml(path, "nodes file")
     where = f"nodes file {path}"
-    known = ("layers", "link", "defaults", "node", "rank")
-    for key in data:
-        if key not in known:
-            raise UsageError(f"{where} has an unknown key {key!r}{near(key, known)} (known: "
-                             f"{', '.join(known)})")
-    layers, link = data.get("layers"), data.get("link", "")
-    if layers is not None and not (isinstance(layers, list) and layers and
-                                   all(_is_int(n) and 0 <= n <= _ALL_LAYERS for n in layers)):
-        raise UsageError(f"{where}: layers must be a list of numbers, one per stage, such as [10, "
-                         "12]")
-    if not isinstance(link, str):
-        raise UsageError(f"{where}: link must be the name of a link profile, such as \"gigabit\"")
-    tables, by_rank = data.get("node", {}), data.get("rank", {})
-    if not all(isinstance(one, dict) for one in (tables, by_rank, data.get("defaults", {}))):
-        raise UsageError(f"{where}: defaults, node and rank must be tables: write "
-                         "[defaults], [node.\"NAME\"] and [rank.NUMBER]")
-    defaults = _settings(data.get("defaults", {}), f"{where}, [defaults]")
-    parsed = []
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise UsageError(f"{where}: node.{name if name.isprintable() else repr(name)} is not a "
-                             "table: write [node.\"NAME\"]")
-        if not name.isprintable():
-            raise UsageError(f"{where}: {name!r} is not a valid host name")
-        parsed.append((name, _settings(table, f"{where}, [node.\"{name}\"]")))
-    ranks = {}
-    for name, table in by_rank.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= len(str(_MAX_SLOTS))
-                and isinstance(table, dict)):
-            raise UsageError(f"{where}: rank.{name if name.isprintable() else repr(name)} is no "
-                             "table of a rank: write [rank.NUMBER], such as [rank.3]")
-        ranks[int(name)] = _settings(table, f"{where}, [rank.{name}]")
-    return Nodes(str(path), None if layers is None else tuple(layers), link,
-                 NodeSettings(**defaults), tuple(parsed), ranks)
+    try:
+        found = msgspec.convert(read_toml(path, "nodes file"), _NodesFile, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}; it has layers, link, [defaults], [node.\"NAME\"] and "
+                         "[rank.NUMBER]") from error
+    return Nodes(str(path), None if found.layers is None else tuple(found.layers), found.link,
+                 NodeSettings(**_settings(found.defaults, f"{where}, [defaults]")),
+                 tuple((name, _settings(table, f"{where}, [node.\"{name}\"]"))
+                       for name, table in found.node.items()),
+                 {rank: _settings(table, f"{where}, [rank.{rank}]")
+                  for rank, table in found.rank.items()})
 
 
-def _settings(table: dict[str, Any], where: str) -> dict[str, Any]:
+_TYPES = get_type_hints(NodeSettings, include_extras=True)
+
+
+def _settings(table: Table, where: str) -> Table:
     """Return the checked values of a table."""
-    names = [f.name for f in structs.fields(NodeSettings)]
-    values: dict[str, Any] = {}
+    values: Table = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name not in names:
-            raise UsageError(f"{where} has an unknown key {key!r}{near(name, names)}")
-        values[name] = _setting(name, value, f"{where}: {key}")
+        if name not in _TYPES:
+            raise UsageError(f"{where} has an unknown key {key!r}{near(name, _TYPES)}")
+        if name in ("memory", "gpu_memory"):
+            value = parse_bytes(value, f"{where}: {key}")
+        elif name == "numa" and type(value) is int:
+            value = str(value)
+        try:
+            values[name] = msgspec.convert(value, _TYPES[name])
+        except msgspec.ValidationError as error:
+            known = [*_NUMA, *get_args(Role), *get_args(Backend)]
+            raise UsageError(f"{where}: {key} is {repr(value)[:80]}{near(value, known)}: {error}"
+                             ) from error
     return values
-
-
-def _setting(name: str, value: Any, where: str) -> Any:
-    match name:
-        case "role":
-            if value not in ROLES:
-                raise UsageError(f"{where} is {value!r}{near(value, ROLES)}; choose from "
-                                 f"{', '.join(ROLES)}")
-        case "numa":
-            value = str(value) if _is_int(value) else value
-            if value not in NUMA and not (isinstance(value, str) and value.isdigit()):
-                raise UsageError(f"{where} is {value!r}{near(value, NUMA)}; choose from "
-                                 f"{', '.join(filter(None, NUMA))} or a NUMA node's number")
-        case "device":
-            if not isinstance(value, str) or not re.fullmatch(_DEVICE, value):
-                raise UsageError(f"{where} is {value!r}; choose from cpu, per-rank, gpu, gpu:0, "
-                                 "gpu:1, ...")
-        case "backend":
-            if value not in BACKENDS:
-                raise UsageError(f"{where} is {value!r}{near(value, BACKENDS)}; choose from "
-                                 f"{', '.join(filter(None, BACKENDS))}")
-        case "memory" | "gpu_memory":
-            value = parse_bytes(value, where)
-        case "profile" | "proposer" | "draft":
-            if not isinstance(value, str) or not value.isprintable():
-                what = "path of a model" if name == "draft" else f"name of a {name}"
-                raise UsageError(f"{where} must be the {what}, not {repr(value)[:80]}")
-        case "group":
-            if not isinstance(value, str) or not value.isprintable() or len(value) > _NAME:
-                raise UsageError(f"{where} must be a name, such as \"rack1\", or \"{OWN_HOST}\" "
-                                 f"for the ranks of one host, not {repr(value)[:80]}")
-        case _:
-            if not _is_int(value) or not 0 <= value <= _ALL_LAYERS:
-                raise UsageError(f"{where} must be a whole number from 0 to {_ALL_LAYERS}, not "
-                                 f"{repr(value)[:80]}")
-    return value
 
 
 # --- use --------------------------------------------------------------------------------------
@@ -423,10 +388,6 @@ def check_head(nodes: Nodes, hosts: Sequence[str]) -> None:
             raise UsageError(
                 f"{nodes.path} makes {name} the head, but rank 0 runs on {hosts[0]} (rank {rank} "
                 f"on {name}): put {name} on the hostfile's first line, or change its role")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def near(word: Any, known: Iterable[str]) -> str:
