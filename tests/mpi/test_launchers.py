@@ -159,6 +159,17 @@ def test_a_native_build_is_not_asked_for_the_prebuilt_library():
     assert "xllamacpp" in found
 
 
+def test_the_unit_of_a_machine_that_joins_is_what_systemd_understands(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze")
+    unit = (launch.ROOT / "launch" / "pipeinfer-join@.service").read_text()
+    path = tmp_path / "pipeinfer-join@.service"
+    path.write_text(unit.replace("%h/pipeinfer", str(launch.ROOT)))
+    done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True,
+                          text=True, check=False, timeout=60)
+    assert not [line for line in done.stderr.splitlines() if "pipeinfer" in line], done.stderr
+
+
 def test_the_unit_is_what_systemd_understands(tmp_path):
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze")

@@ -8,10 +8,7 @@ import datetime
 import json
 import os
 import secrets
-import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,19 +29,6 @@ TOKEN = "PIPEINFER_JOIN_TOKEN"  #: variable with the token
 SOURCE = "source"  #: folder with the head's source
 TAKEN = "PIPEINFER_JOIN_SOURCE"  #: variable with the digest of the source that was taken last
 _END = 20.0  #: seconds for an agent to end
-_UNIT = """[Unit]
-Description=pipeinfer: this machine is a member of {head}
-After=network-online.target
-
-[Service]
-ExecStart={command}
-Restart=always
-RestartSec=5
-RestartPreventExitStatus=2
-
-[Install]
-WantedBy=default.target
-"""
 _name = click.option("--name", default="default", show_default=True,
                      help="Which one, where this user has several up.")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -69,10 +53,8 @@ def address_of(text: str, port: int = PORT) -> tuple[str, int]:
 @click.option("--role", type=click.Choice(get_args(Role)), help="What ranks do here.")
 @click.option("--same-version", is_flag=True, help="If the head has another version, take its "
               "source, install it into a folder of its own, and join with that.")
-@click.option("--install-service", is_flag=True, help="Join now and after each start of this "
-                                                      "machine (systemd, for this user).")
 def join_command(head: str, token_file: str | None, memory: str | None, threads: int | None,
-                 role: Role | None, same_version: bool, install_service: bool) -> None:
+                 role: Role | None, same_version: bool) -> None:
     """Give this machine to the cluster of another one, which runs `pipeinfer up --join`.
 
     \b
@@ -87,9 +69,6 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
     folder = Folder(f"{host}-{port}".replace(":", "_"), JOINED)
     folder.make()
     token = _token(folder, token_file)
-    if install_service:
-        _install(folder, head)
-        return
     if not folder.lock():
         raise UsageError(f"this machine has joined {head} already (process "
                          f"{folder.read().get('pid', '?')}): `pipeinfer leave` ends that")
@@ -178,8 +157,7 @@ def _words() -> list[str]:
     """Return this command's words without those that are for its start alone."""
     words = sys.argv[1:]
     return [word for i, word in enumerate(words)
-            if not word.startswith(("--token-file", "--install-service"))
-            and words[i - 1:i] != ["--token-file"]]
+            if not word.startswith("--token-file") and words[i - 1:i] != ["--token-file"]]
 
 
 def _join_with(data: bytes, folder: Path) -> NoReturn:
@@ -193,29 +171,6 @@ def _join_with(data: bytes, folder: Path) -> NoReturn:
     os.execvpe("bash", ["bash", str(unpack(data, folder)), *_words()[1:]], environ)
 
 
-def _install(folder: Folder, head: str) -> None:
-    """Write a unit of systemd that joins at each start of this machine, and start it."""
-    from pipeinfer.supervise.launcher import program
-
-    words = _words()
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
-    unit = home / "systemd" / "user" / f"pipeinfer-join-{folder.name}.service"
-    unit.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join('"' + word.replace("%", "%%").replace('"', '\\"') + '"'
-                       for word in [*program(), *words])
-    unit.write_text(_UNIT.format(head=head, command=command), encoding="utf-8")
-    for words in (["systemctl", "--user", "daemon-reload"],
-                  ["systemctl", "--user", "enable", "--now", unit.name],
-                  ["loginctl", "enable-linger"]):
-        found = shutil.which(words[0])
-        done = subprocess.run(words, capture_output=True, text=True, check=False) if found else None
-        if done is None or done.returncode:
-            why = done.stderr.strip() if done else f"there is no {words[0]}"
-            raise RequestError(f"{unit} is written, but `{shlex.join(words)}` failed: {why}")
-    click.echo(f"pipeinfer: {unit} joins at each start of this machine; `journalctl --user -u "
-               f"{unit.stem}` shows what it does, `pipeinfer leave` ends it", err=True)
-
-
 @click.command("leave")
 @click.argument("head", metavar="[ADDRESS[:PORT]]", required=False)
 def leave_command(head: str | None) -> None:
@@ -225,10 +180,6 @@ def leave_command(head: str | None) -> None:
         raise UsageError("this machine has joined no cluster" if not names else
                          f"name one of the heads that it has joined: {', '.join(names)}")
     folder = Folder(names[0], JOINED)
-    unit = f"pipeinfer-join-{folder.name}.service"
-    if shutil.which("systemctl"):
-        subprocess.run(["systemctl", "--user", "disable", "--now", unit], capture_output=True,
-                       check=False)
     deadline = time.monotonic() + _END
     while folder.alive:
         if pid := _agent(folder):
