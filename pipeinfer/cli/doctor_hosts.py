@@ -119,7 +119,7 @@ def check_hosts(hostfile: str, n_ranks: int = 0) -> list[Finding]:
     return found + judged
 
 
-def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
+def living(hostfile: str) -> tuple[list[HostEntry], dict[str, Finding]]:
     """Return the hosts that can run ranks now, and the problems of the others.
 
     Raises UsageError when a file cannot be used, or rank 0's host is not among them.
@@ -128,11 +128,12 @@ def living(hostfile: str) -> tuple[list[HostEntry], list[Finding]]:
     beside = nodes_file_beside(hostfile)
     judged = _ask_all(entries, {entry.host: entry.slots for entry in entries},
                       read_nodes(beside) if beside else None)
-    gone = [finding for _, finding in judged if finding.level == "fail"]
+    gone = {entry.host: finding for entry, finding in judged if finding.level == "fail"}
     found = [entry for entry, finding in judged if finding.level != "fail"]
     if entries[0] not in found:
         none = "" if found else f": no host of {hostfile} can run ranks; {_THIS_HOST}"
-        raise UsageError(f"{gone[0].what}, on which rank 0 runs, {gone[0].detail}{none}")
+        first = gone[entries[0].host]
+        raise UsageError(f"{first.what}, on which rank 0 runs, {first.detail}{none}")
     return found, gone
 
 

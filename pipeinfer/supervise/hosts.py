@@ -12,8 +12,8 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.cli import doctor_hosts
@@ -30,23 +30,18 @@ class JobPlace:
     """Where a job runs.
 
     asked: requested number of ranks, 0 for one per slot.
-    hosts: that answer, none for this host alone. gone: the problems of the others.
+    hosts: that answer, none for this host alone. gone: the others, and the problem of each.
     """
 
     asked: int
     hosts: tuple[HostEntry, ...] = ()
-    gone: tuple[Finding, ...] = ()
+    gone: Mapping[str, Finding] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
         """The number of ranks: one per slot, at most the requested number."""
         slots = sum(entry.slots for entry in self.hosts)
         return min(self.asked or slots, slots) if self.hosts else self.asked
-
-    @property
-    def absent(self) -> dict[str, str]:
-        """The reason why each of the other hosts is not used, by its name."""
-        return {one.what.removeprefix("host "): one.detail for one in self.gone}
 
     @property
     def used(self) -> list[HostEntry]:
@@ -82,7 +77,7 @@ class Roster:
         Raises UsageError when the file cannot be used, or rank 0's host does not answer.
         """
         entries, gone = doctor_hosts.living(self.hostfile)
-        return JobPlace(asked, tuple(entries), tuple(gone))
+        return JobPlace(asked, tuple(entries), gone)
 
     def take(self, place: JobPlace) -> None:
         """Use these hosts for the next job. Raises UsageError if the hostfile cannot be written."""
@@ -103,8 +98,8 @@ class Roster:
 
     def notes(self, place: JobPlace) -> list[str]:
         """Return notes for the user about the hosts that a place lacks."""
-        lines = [f"note: {finding.what} {finding.detail}: going on without it"
-                 + (f" ({finding.remedy})" if finding.remedy else "") for finding in place.gone]
+        lines = [f"note: {one.what} {one.detail}: going on without it"
+                 + (f" ({one.remedy})" if one.remedy else "") for one in place.gone.values()]
         if place.ranks != (wanted := self._slots(place.asked)):
             lines.append(f"{place.ranks} ranks instead of {wanted}")
         return lines

@@ -26,7 +26,7 @@ from pipeinfer.supervise.commands_socket import (
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.join.server import JoinServer
 from pipeinfer.supervise.moves import carry_out
-from pipeinfer.supervise.rules import Comeback
+from pipeinfer.supervise.rules import MissingHosts
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
 from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Move, Phase, Supervisor
@@ -54,12 +54,10 @@ class Keeper:
         self._http = HttpDoor(serving.environ, say)
         self._supervisor = Supervisor(serving, restarts, self._http, say, changed=self._write)
         self._left, self._joins = left, joins
-        self._comeback = Comeback(every, new_hosts=joins is not None)
+        self._missing = MissingHosts(every, new_hosts=joins is not None)
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
-        self._quiet_since = self._back_since = 0.0
-        self._absent: dict[str, str] = {}
-        self._back: set[str] = set()
+        self._quiet_since = 0.0
         self._since = time.time()
         self._moving: asyncio.Task[None] | None = None
         self._written: dict[str, Any] = {}
@@ -105,6 +103,13 @@ class Keeper:
                 self._model, self._quiet_since = identity(seen.model), time.monotonic()
         if seen.open:
             self._quiet_since = time.monotonic()
+        if self._is(Phase.READY):
+            roster, missing = self._serving.roster, self._serving.hosts_of(seen.lost)
+            why: dict[str, str] = {}
+            if roster is not None:
+                missing |= {entry.host: entry for entry in roster.missing}
+                why = {host: one.detail for host, one in roster.place.gone.items()}
+            self._missing.update(missing, why, time.monotonic())
 
     def _is(self, *phases: Phase) -> bool:
         return self._supervisor.phase in phases
@@ -114,36 +119,24 @@ class Keeper:
         if not self._is(Phase.READY):
             return
         now, roster = time.monotonic(), self._serving.roster
-        entries = self._serving.hosts_of(self._seen.lost)
-        if roster is not None:
-            entries |= {entry.host: entry for entry in roster.missing}
-        known = {entry.host for entry in roster.place.used} if roster is not None else {"this host"}
-        for host in {*known, *self._absent} - set(entries):
-            self._comeback.present(host)
-        why = roster.place.absent if roster is not None else {}
-        self._absent = {host: self._absent.get(host) or why.get(host, "") for host in entries}
-        self._back &= set(entries)
-        for host in entries:
-            self._comeback.missing(host, now)
-        due = [host for host in self._comeback.due(now) if host in entries]
-        asked = [entry for host in due if (entry := entries[host]) is not None]
+        due = self._missing.due(now)
+        asked = [one.entry for one in due.values() if one.entry is not None]
         found = await asyncio.to_thread(roster.troubles, asked) if roster and asked else {}
-        for host in due:
-            trouble = self._absent[host] = found.get(host, "")
-            if trouble:
-                self._back.discard(host)
-            elif host not in self._back:
-                self._back_since = self._back_since if self._back else now
-                self._back.add(host)
+        for host, one in due.items():
+            one.why = found.get(host, "")
+            if one.why:
+                one.back = None
+            elif one.back is None:
+                one.back = now
                 when = "at the next quiet moment" if self._auto else "when you say so"
                 called = f"host {roster.called(host)}" if roster else host
                 self._say(f"{called} can take ranks: the job moves {when}; `pipeinfer rescale` "
                           "moves it now")
 
     def _move_if_quiet(self) -> None:
-        now = time.monotonic()
-        quiet = now - self._quiet_since > _QUIET or now - self._back_since > _LATEST
-        if self._back and self._auto and quiet and self._is(Phase.READY) and \
+        now, back = time.monotonic(), self._missing.back
+        if back and self._auto and self._is(Phase.READY) and \
+                (now - self._quiet_since > _QUIET or now - min(back) > _LATEST) and \
                 (self._moving is None or self._moving.done()):
             self._moving = asyncio.create_task(self._move())
 
@@ -192,7 +185,6 @@ class Keeper:
             for line in serving.roster.notes(place) if serving.roster else ():
                 report(line)
             if (place.ranks, place.used) == (now.ranks, now.used) and not self._seen.lost:
-                self._back.clear()
                 return f"nothing to move: the job has all {now.ranks} ranks that it can"
             waits = "with slices another number of ranks may compute otherwise" \
                 if is_wide(serving.values) else ""
@@ -202,10 +194,7 @@ class Keeper:
         try:
             return await carry_out(self._supervisor, self._http, report, plan)
         finally:  # a further loss, or a job that does not start, lengthens the next wait
-            for host in self._back:
-                self._comeback.present(host)
-            self._back.clear()
-            self._absent.clear()
+            self._missing.take_back()
 
     async def _reload(self, command: Reload, report: Report) -> str:
         serving = self._serving
@@ -242,21 +231,9 @@ class Keeper:
         seen, supervisor = self._seen, self._supervisor
         words, ranks, entries = self._serving.served
         more = f", {supervisor.patience.left} more after that" * self._is(Phase.PAUSING)
-        used = [{"host": e.host, "slots": e.slots, "state": "used", "why": ""} for e in entries]
-        names = {one["host"] for one in used}
-        for one in used:
-            if one["host"] in self._absent:
-                one["state"] = "lost"
-        hosts = used + [{"host": host, "slots": 0, "state": "missing", "why": why}
-                        for host, why in self._absent.items()
-                        if host not in names and host != "this host"]
-        for one in hosts:
-            if one["host"] in self._back:
-                one |= {"state": "back", "why": ""}
-            elif one["state"] != "used":
-                one["why"] = self._absent.get(str(one["host"]), "")
-            if self._serving.roster is not None:
-                one["host"] = self._serving.roster.called(str(one["host"]))
+        missing = self._missing.hosts
+        slots = {e.host: e.slots for e in entries} | {
+            host: 0 for host in missing if host not in {"this host", *(e.host for e in entries)}}
         return {"name": self._folder.name, "pid": os.getpid(), "job": self._serving.name,
                 "since": self._since, "phase": supervisor.phase.value + more,
                 "ready": self._is(*_SERVES),
@@ -264,8 +241,17 @@ class Keeper:
                 "open": seen.open, "held": seen.waiting,
                 "door_pid": self._http.pid, "words": words, "ranks": ranks,
                 "wanted": self._serving.wanted, "not_moved": supervisor.failed_move,
-                "lost": list(seen.lost), "hosts": hosts, "starts": supervisor.history,
+                "lost": list(seen.lost), "starts": supervisor.history,
+                "hosts": [self._host(host, count) for host, count in slots.items()],
                 "logs": str(self._folder.path / "logs")}
+
+    def _host(self, host: str, slots: int) -> dict[str, Any]:
+        """Return what users see of a host. slots: of its ranks in the job, 0 for none."""
+        one, roster = self._missing.hosts.get(host), self._serving.roster
+        state = "used" if one is None else "back" if one.back is not None else (
+            "lost" if slots else "missing")
+        return {"host": roster.called(host) if roster is not None else host, "slots": slots,
+                "state": state, "why": one.why if one is not None else ""}
 
     def _write(self) -> None:
         state = self._state()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from pipeinfer.nodes import HostEntry
 
 SUCCESS = 600.0  #: seconds of life after which all restarts are available again
 ALIVE = 20.0  #: seconds of life after which a failure does not count as a failed start
 LONGEST = 30.0  #: most seconds between two starts
 INTERRUPTED = 130
 _NEVER_AGAIN = (0, 2, INTERRUPTED)  #: a normal end, what cannot be used as it is, an interrupt
-_HOUR = 3600.0
+_HOUR, _DAY = 3600.0, 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +62,61 @@ def outcome(launcher: int, said: str, *, asked: bool) -> int:
     return 1 if status == 0 and word else status
 
 
-class Comeback:
-    """Decides when missing hosts are checked again.
+@dataclass(slots=True)
+class MissingHost:
+    """A host that is not in the job.
+
+    entry: its line of the hostfile, None for this host. due: when it is checked next.
+    why: it cannot take ranks, "" if that is unknown or it can. back: since when it can, None.
+    """
+
+    entry: HostEntry | None
+    due: float
+    why: str = ""
+    back: float | None = None
+
+
+class MissingHosts:
+    """The hosts that are not in the job, and when each is checked.
 
     Checks are `every` seconds apart. With each loss of the same host its first check comes later,
-    up to an hour after the loss, since each move costs a pause. new_hosts: whether a host that is
-    missing for the first time is checked at once. Times are those of the caller's clock.
+    up to an hour after the loss, since each move costs a pause; a day without a loss makes it a new
+    host again. new_hosts: whether a host that is missing for the first time is checked at once.
+    Times are those of the caller's clock.
     """
 
     def __init__(self, every: float, *, new_hosts: bool = False) -> None:
+        self.hosts: dict[str, MissingHost] = {}
         self._every, self._new_hosts = every, new_hosts
-        self._due: dict[str, float] = {}
-        self._losses: dict[str, int] = {}
+        self._losses: dict[str, tuple[int, float]] = {}  # their number, and when the last one was
 
-    def missing(self, host: str, now: float) -> None:
-        """Record that a host is not in the job; repeated calls have no effect."""
-        if host not in self._due:
-            count = self._losses[host] = self._losses.get(host, 0) + 1
-            pause = min(self._every * 2 ** (count - 1), max(_HOUR, self._every))
-            self._due[host] = now + (0.0 if self._new_hosts and count == 1 else pause)
+    def update(self, missing: Mapping[str, HostEntry | None], why: Mapping[str, str], now: float
+               ) -> None:
+        """Record which hosts are missing now, and why as far as the last start knows it."""
+        self.hosts = {host: self.hosts.get(host) or MissingHost(
+            entry, self._first_check(host, now)) for host, entry in missing.items()}
+        for host, one in self.hosts.items():
+            one.why = one.why or why.get(host, "") if one.back is None else ""
 
-    def present(self, host: str) -> None:
-        """Record that a host is in the job."""
-        self._due.pop(host, None)
+    def _first_check(self, host: str, now: float) -> float:
+        count, last = self._losses.get(host, (0, now))
+        count = count + 1 if now - last < _DAY else 1
+        self._losses[host] = count, now
+        pause = min(self._every * 2 ** (count - 1), max(_HOUR, self._every))
+        return now + (0.0 if self._new_hosts and count == 1 else pause)
 
-    def due(self, now: float) -> list[str]:
+    def due(self, now: float) -> dict[str, MissingHost]:
         """Return the hosts to check now; they are due again after `every` seconds."""
-        if self._every <= 0:
-            return []
-        found = [host for host, due in self._due.items() if due <= now]
-        for host in found:
-            self._due[host] = now + self._every
+        found = {host: one for host, one in self.hosts.items() if one.due <= now and self._every}
+        for one in found.values():
+            one.due = now + self._every
         return found
+
+    @property
+    def back(self) -> list[float]:
+        """Since when each of those can take ranks that can."""
+        return [one.back for one in self.hosts.values() if one.back is not None]
+
+    def take_back(self) -> None:
+        """Count those that are back as in the job; if the move has failed, each is lost anew."""
+        self.hosts = {host: one for host, one in self.hosts.items() if one.back is None}

@@ -17,7 +17,6 @@ from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.doctor_hosts import check_hosts, common_network, is_here
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry
-from pipeinfer.supervise import commands
 from tests.rig import launch
 
 OWN = doctor_hosts._own_facts()
@@ -193,7 +192,7 @@ def test_an_example_hostfile_leads_to_the_one_of_this_machine(tmp_path, fake_ssh
     with pytest.raises(UsageError, match="take hostfiles/localhost"):
         doctor_hosts.living(write(tmp_path, text))
     with pytest.raises(UsageError, match="leave out --hosts to use this machine alone"):
-        commands._check_head(write(tmp_path, text))
+        doctor_hosts.check_head(write(tmp_path, text))
     assert "hostfiles/localhost" in (launch.ROOT / "README.md").read_text()
 
 
@@ -224,7 +223,7 @@ def test_a_job_that_starts_again_takes_the_hosts_that_answer(tmp_path, monkeypat
     monkeypatch.setenv("PIPEINFER_SSH_ARGS", "-o ProxyCommand=false")  # nobody else does
     here, gone = doctor_hosts.living(write(tmp_path, "head slots=2\nnode2 slots=3\nnode3\n"))
     assert [entry.host for entry in here] == ["head"]
-    assert [finding.what for finding in gone] == ["host node2", "host node3"]
+    assert [finding.what for finding in gone.values()] == ["host node2", "host node3"]
     with pytest.raises(UsageError, match="host node2, on which rank 0 runs, "):
         doctor_hosts.living(write(tmp_path, "node2\nhead\n"))
 

@@ -39,7 +39,8 @@ def test_a_job_starts_on_the_hosts_that_answer(tmp_path, answering):
     notes = roster.ask()
     assert [note.partition(" does")[0] for note in notes] == [
         "note: host b", "note: host c", "2 ranks instead of 4"]
-    assert roster.place.absent == dict.fromkeys("bc", "does not answer")
+    assert {host: one.detail for host, one in roster.place.gone.items()} == dict.fromkeys(
+        "bc", "does not answer")
     assert (roster.place.ranks, roster.wanted, out.read_text()) == (2, 4, "head slots=2\n")
     assert [entry.host for entry in roster.missing] == ["b", "c"]
     answering.add("b")

@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.cli.options import parse
 from pipeinfer.supervise.changes import is_wide, kept, risky
 from pipeinfer.supervise.logs import Splitter
-from pipeinfer.supervise.rules import Comeback, Patience, outcome
+from pipeinfer.supervise.rules import MissingHosts, Patience, outcome
 
 
 def pauses(patience, *ends):
@@ -44,27 +44,41 @@ def test_the_exit_status_is_rank_0s_own_where_it_left_one(launcher, said, asked,
     assert outcome(launcher, said, asked=asked) == status
 
 
+def missing(hosts, host, *moments):
+    """At which of these moments a host that is missing is checked."""
+    found = []
+    for now in moments:
+        hosts.update({host: None}, {}, now)
+        found += [now] * bool(hosts.due(now))
+    return found
+
+
 def test_a_host_that_keeps_getting_lost_is_left_alone_for_longer():
-    comeback = Comeback(60)
-    comeback.missing("a", 0)
-    comeback.missing("a", 30)
-    assert comeback.due(59) == []
-    assert comeback.due(60) == ["a"]
-    assert comeback.due(61) == []
-    assert comeback.due(120) == ["a"]
-    comeback.present("a")
-    comeback.missing("a", 200)
-    assert comeback.due(319) == []
-    assert comeback.due(320) == ["a"]
-    joined = Comeback(60, new_hosts=True)
-    joined.missing("b", 10)
-    assert joined.due(10) == ["b"]  # at once, the first time
-    joined.present("b")
-    joined.missing("b", 100)
-    assert (joined.due(219), joined.due(220)) == ([], ["b"])
-    never = Comeback(0)
-    never.missing("a", 0)
-    assert never.due(10**9) == []
+    hosts = MissingHosts(60)
+    assert missing(hosts, "a", 0, 30, 59, 60, 61, 120) == [60, 120]
+    hosts.update({}, {}, 130)
+    assert missing(hosts, "a", 200, 319, 320) == [320]
+    hosts.hosts["a"].back = 320
+    hosts.take_back()  # it is lost at once again
+    assert missing(hosts, "a", 330, 569, 570) == [570]
+    hosts.update({}, {}, 600)
+    day = 330 + 86_400  # after the last loss it counts as a new host
+    assert missing(hosts, "a", day, day + 59, day + 60) == [day + 60]
+    joined = MissingHosts(60, new_hosts=True)
+    assert missing(joined, "b", 10) == [10]  # at once, the first time
+    joined.update({}, {}, 20)
+    assert missing(joined, "b", 100, 219, 220) == [220]
+    assert missing(MissingHosts(0), "a", 0, 10**9) == []
+
+
+def test_why_a_host_is_missing_is_what_was_found_last():
+    hosts = MissingHosts(60)
+    hosts.update({"a": None}, {}, 0)
+    hosts.update({"a": None}, {"a": "no answer"}, 1)
+    assert (hosts.hosts["a"].why, hosts.back) == ("no answer", [])
+    hosts.hosts["a"].back = 2
+    hosts.update({"a": None}, {"a": "no answer"}, 3)
+    assert (hosts.hosts["a"].why, hosts.back) == ("", [2])
 
 
 @pytest.mark.parametrize(("new", "names"), [

@@ -47,8 +47,8 @@ class JoinedRoster(Roster):
 
     def found(self, asked: int) -> JobPlace:
         """Return where a job with so many ranks would run now; 0 for one rank per machine."""
-        gone = tuple(Finding("fail", f"host {one.address}", one.gone)
-                     for one in self._server.members.values() if one.gone)
+        gone = {one.address: Finding("fail", f"host {one.address}", one.gone)
+                for one in self._server.members.values() if one.gone}
         there = (_entry(one.address) for one in self._server.present)
         return JobPlace(asked, (self._own(), *there), gone)
 

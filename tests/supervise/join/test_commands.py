@@ -30,7 +30,6 @@ def test_addresses_that_are_none(text):
 def test_leave_ends_no_process_that_has_got_the_number_of_an_agent(tmp_path, monkeypatch):
     """On a full disk the state is that of an earlier agent."""
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
-    monkeypatch.setattr(commands.shutil, "which", lambda _: None)
     folder = Folder("192.0.2.1-7700", JOINED)
     folder.make()
     assert folder.lock()
