@@ -338,7 +338,7 @@ def test_every_key_is_compared_in_whole_whatever_was_sent(monkeypatch):
     compared = []
     monkeypatch.setattr(middleware.hmac, "compare_digest",
                         lambda a, b: compared.append((a, b)) or a == b)
-    guard = middleware.Guard(None, Settings("m", "m", api_keys=(KEY, "short")), frozenset())
+    guard = middleware.Guard(None, Settings("m", "m", api_keys=(KEY, "short")), frozenset(), {})
     for given in ({}, {b"x-api-key": b"short"}, {b"authorization": b"Bearer " + KEY.encode()}):
         compared.clear()
         with contextlib.suppress(middleware.ApiError):

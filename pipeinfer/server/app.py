@@ -96,7 +96,8 @@ class Server:
     def asgi(self) -> ASGIApp:
         """The application with its middleware."""
         public = frozenset({"/health", *self.files})
-        return surround(self.app, self.settings, self.client.metrics, public)
+        return surround(self.app, self.settings, self.client.metrics, public,
+                        self.client.meters)
 
     # --- requests for answers -----------------------------------------------------------------
 

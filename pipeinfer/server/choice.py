@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.asker import Asker
 from pipeinfer.server.errors import Failure
+from pipeinfer.server.keys import METER, NO_KEY
 
 if TYPE_CHECKING:
     from pipeinfer.server.frames import Submit
@@ -87,7 +87,7 @@ class Generation:
         self.before = False  #: whether an earlier HTTP process had begun it
         self.restarts = 0  #: how often a new job has continued it
         self.same_bits = True  #: whether all of these computed as the first one did
-        self.asker = Asker()  # nobody pays
+        self.meter = METER.get(NO_KEY)  #: of the key that pays
         self._changed, self._stops = changed, stops
 
     @property
@@ -110,7 +110,7 @@ class Generation:
         counts.output += 1
         counts.last = time.monotonic()
         counts.first = counts.first or counts.last
-        self.asker.used(1)
+        self.meter.used(1, counts.last)
         self._search(row)
         self._changed(self)
         return self.stopped

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, assert_never
 
 from msgspec import structs
 
+from pipeinfer.errors import ClusterError
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.orders import Hold, Look, Move, Order, ServerState
 
 
 def obey(client: EngineClient, order: Order) -> dict[str, Any]:
-    """Execute an order; return the fields of the state after it."""
+    """Execute an order; return the fields of the state after it. Raises ClusterError for an order
+    that comes too late: its supervisor has gone on without it."""
+    if time.monotonic() > order.until:
+        raise ClusterError("the order came too late")
     match order:
         case Look():
             pass

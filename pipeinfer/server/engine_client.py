@@ -17,7 +17,6 @@ from msgspec import structs
 
 from pipeinfer.errors import PipeinferError
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.asker import current
 from pipeinfer.server.choice import Generation, PromptProgress
 from pipeinfer.server.engines import ConnectedEngine, vocabulary
 from pipeinfer.server.errors import ApiError, Failure
@@ -45,6 +44,7 @@ from pipeinfer.server.frames import (
     Watch,
     loading_text,
 )
+from pipeinfer.server.keys import Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
@@ -87,6 +87,7 @@ class EngineClient:
         self.status: dict[str, Any] = {}
         self.tokenizer: Tokenizer | None = None
         self.open: dict[int, Generation] = {}  #: choices that have not ended
+        self.meters: dict[str, Meter] = {}  #: by API key; a reload changes none that stays
         self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
         self.waiting = 0  #: requests that wait for admission
         self._ids = itertools.count(1)
@@ -171,15 +172,15 @@ class EngineClient:
     def add(self, generation: Generation, request: EngineRequest) -> None:
         """Send a choice of a request to the engine."""
         request_id, (prompt, params) = generation.request_id, request.choice(generation.index)
-        asker = generation.asker = current()
-        # what a process before this one had begun has no asker here
-        pool = asker.pool if self.settings.remember_answers and not generation.before else 0
+        meter = generation.meter
+        # what a process before this one had begun has no client here
+        pool = meter.number if self.settings.remember_answers and not generation.before else 0
         generation.frame = Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
             request.decompose, pool=pool)
         self.open[request_id] = generation
         if not generation.index % request.n:  # a prompt counts once for all its choices
-            asker.used(generation.counts.prompt)
+            meter.used(generation.counts.prompt, time.monotonic())
         if self.state == "ready":
             self._hand_over(generation)
 

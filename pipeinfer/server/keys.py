@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 
 from msgspec import Struct
 
@@ -82,8 +83,8 @@ class Bucket:
 
     def take(self, amount: float, now: float) -> None:
         """Use an amount, even if less is left."""
-        self.left(now)
-        self._left -= amount
+        if self.size:
+            self._left = self.left(now) - amount
 
     def wait(self, amount: float, now: float) -> float:
         """Return the seconds until the amount is available, 0 if it is."""
@@ -99,8 +100,8 @@ class Bucket:
 class Meter:
     """The usage of a key.
 
-    number: of the key, from 1. open: its running requests for answers. connected: its open
-        requests of any kind.
+    number: of the key, from 1: prompt lookup may copy from answers to the same key. open: its
+        running requests for answers. connected: its open requests of any kind.
 
     A key may save up a minute's requests and tokens, and use them at once. Tokens are counted when
     they exist, so a request may use more than were left; then the next one waits.
@@ -111,6 +112,14 @@ class Meter:
         self.allowance, self.open, self.connected = allowance, 0, 0
         self.requests = Bucket(allowance.per_minute)
         self.tokens = Bucket(allowance.tokens_per_minute)
+
+    def allow(self, allowance: Allowance, number: int) -> None:
+        """Let the key do this from now on. What it has used counts on while its limits stay."""
+        self.number = number
+        if allowance != self.allowance:
+            self.allowance = allowance
+            self.requests = Bucket(allowance.per_minute)
+            self.tokens = Bucket(allowance.tokens_per_minute)
 
     def wait(self, now: float) -> float:
         """Return the seconds until one more request may come; if 0, it is counted."""
@@ -142,6 +151,11 @@ class Meter:
                     ("limit", str(bucket.size)),
                     ("remaining", str(max(0, int(bucket.left(now))))),
                     ("reset", duration(bucket.refill(now))))]
+
+
+#: of the key with which this task's request came
+METER: ContextVar[Meter] = ContextVar("meter")
+NO_KEY = Meter(Allowance())  #: where there is none
 
 
 def duration(seconds: float) -> str:

@@ -24,9 +24,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeinfer.server.asker import asking
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.keys import LIMIT_HEADERS, Allowance, Meter
+from pipeinfer.server.keys import LIMIT_HEADERS, METER, Allowance, Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.origins import Origins
 from pipeinfer.server.settings import Settings
@@ -106,13 +105,15 @@ class Guard:
     """Refuses pages of other sites, requests without a key, and requests that are too long or
     too slow."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, public: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, public: frozenset[str],
+                 meters: dict[str, Meter]) -> None:
         self._app, self._public = app, public
         self._salt = secrets.token_bytes(32)
         self._keys = [self._digest(key.encode()) for key in settings.api_keys]
         allowed = settings.allowances + (Allowance(),) * len(self._keys)
-        self._meters = [Meter(one, number)
-                        for number, one in enumerate(allowed[:len(self._keys)], 1)]
+        self._meters = [meters.setdefault(key, Meter(Allowance())) for key in settings.api_keys]
+        for number, (meter, one) in enumerate(zip(self._meters, allowed, strict=False), 1):
+            meter.allow(one, number)
         self._origins = Origins(settings.hosts, settings.check_hosts, settings.cors_origins)
         self._max_body, self._seconds = settings.max_body, settings.client_timeout
 
@@ -143,10 +144,11 @@ class Guard:
             return
         meter.connected += 1
         meter.open += counted
+        token = METER.set(meter)
         try:
-            with asking(meter=meter):
-                await self._app(scope, self._bounded(scope, receive), _counting(meter, send))
+            await self._app(scope, self._bounded(scope, receive), _counting(meter, send))
         finally:
+            METER.reset(token)
             meter.connected -= 1
             meter.open -= counted
 
@@ -308,9 +310,11 @@ def as_meant(scope: Scope) -> Scope:
     return {**scope, "path": path, "headers": headers}
 
 
-def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str]) -> ASGIApp:
-    """Return the application with all middleware. public: paths that need no key."""
-    inner: ASGIApp = Guard(app, settings, public)
+def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str],
+             meters: dict[str, Meter]) -> ASGIApp:
+    """Return the application with all middleware. public: paths that need no key. meters: of the
+    keys; gets those that are new."""
+    inner: ASGIApp = Guard(app, settings, public, meters)
     if settings.cors_origins:
         inner = CORSMiddleware(
             inner, allow_origins=settings.cors_origins, allow_headers=["*"],

@@ -10,11 +10,12 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipeinfer.errors import PipeinferError
 
@@ -23,8 +24,11 @@ _READ = 10.0  #: seconds for an order to arrive
 Report: TypeAlias = Callable[[str], None]
 
 
-class _Order(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_fields=True):
-    pass
+class _Order(Struct, frozen=True, tag_field="op", tag=str.lower, forbid_unknown_fields=True,
+             kw_only=True):
+    """until: when the supervisor waits no longer (`time.monotonic`), so that it must not happen."""
+
+    until: float = float("inf")
 
 
 class Look(_Order, frozen=True):
@@ -126,8 +130,12 @@ class OrderServer:
             return {"error": f"{type(error).__name__}: {error} (this is a bug)"}
 
 
-async def ask(path: str, order: Order) -> ServerState:
-    """Send an order to the HTTP process; return its state. Raises OSError, ValueError."""
+async def ask(path: str, order: Order, seconds: float) -> ServerState:
+    """Send an order to the HTTP process; return its state. Raises OSError, ValueError.
+
+    seconds: until it is too late for it.
+    """
+    order = structs.replace(order, until=time.monotonic() + seconds)
     reader, writer = await asyncio.open_unix_connection(path, limit=MOST_LINE)
     try:
         writer.write(msgspec.json.encode(order) + b"\n")

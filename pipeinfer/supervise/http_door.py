@@ -85,7 +85,7 @@ class HttpDoor:
             return ServerState()
         try:
             async with asyncio.timeout(_ANSWER):
-                found = await orders.ask(str(self._folder / "control"), order)
+                found = await orders.ask(str(self._folder / "control"), order, _ANSWER)
         except (OSError, ValueError):  # TimeoutError is the former, errors of msgspec the latter
             return ServerState()
         self._answered = True

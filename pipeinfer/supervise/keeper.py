@@ -154,7 +154,8 @@ class Keeper:
                 return self._state()
             case Down(now):
                 report(f"{self._seen.open} requests are open")
-                self._supervisor.stop(at_once=now)
+                if now or not self._is(Phase.ENDING):  # a second stop would end them at once
+                    self._supervisor.stop(at_once=now)
                 return {"message": "ending"}
             case Rescale(ranks, wait):
                 return {"message": await self._rescale(report, ranks or 0, wait)}

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeinfer.server.orders import is_ours
 
 VARIABLE = "PIPEINFER_STATE"  #: the folder of all supervisors of this user
 JOINED = ".join"  #: its folder with one for each head that this machine has joined
+_TRIES, _PAUSE = 10, 0.02  #: to lock a folder, and seconds between two of them
 _SOCKET, _LOCK, _STATE = "control", "lock", "state.json"
 
 
@@ -62,12 +64,14 @@ class Folder:
     def lock(self) -> bool:
         """Lock the folder until this process ends; return whether that succeeded."""
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            return False
-        return True
+        for _ in range(_TRIES):  # who looks whether it is locked (`alive`) has it for that moment
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                time.sleep(_PAUSE)
+        os.close(self._lock)
+        return False
 
     @property
     def alive(self) -> bool:
@@ -77,7 +81,7 @@ class Folder:
         except OSError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others may look as well
         except OSError:
             return True
         finally:

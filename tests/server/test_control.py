@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 
-from pipeinfer.errors import ModelError
+from pipeinfer.errors import ClusterError, ModelError
 from pipeinfer.server import engine_client, orders
+from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
@@ -66,11 +68,11 @@ def test_an_order_is_answered_also_one_that_fails_or_is_long(tmp_path):
         server = orders.OrderServer(orders.Order, execute)
         await server.start(entrance(path))
         client.move = None
-        failed = await orders.ask(path, Move("x", False))
+        failed = await orders.ask(path, Move("x", False), 30)
         assert failed.error.startswith("TypeError: ")
         del client.move
         client.handle(Ready(FACTS))
-        assert len((await orders.ask(path, Move("x" * 100_000, False))).reason) == 100_000
+        assert len((await orders.ask(path, Move("x" * 100_000, False), 30)).reason) == 100_000
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(b'{"op":"hold","on":"yes"}\n')
         assert b'"error": "there is no such command' in await reader.readline()
@@ -79,6 +81,15 @@ def test_an_order_is_answered_also_one_that_fails_or_is_long(tmp_path):
         client._patience.cancel()
 
     asyncio.run(run())
+
+
+def test_an_order_that_comes_too_late_changes_nothing():
+    """The supervisor has gone on: a move would take a job for one that ends."""
+    client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
+    client.handle(Ready(FACTS))
+    with pytest.raises(ClusterError, match="too late"):
+        obey(client, Move("to more hosts", False, until=time.monotonic() - 1))
+    assert client.state == "ready"
 
 
 @pytest.mark.parametrize(("error", "reason"), [
@@ -94,7 +105,7 @@ def test_every_error_while_the_vocabulary_loads_is_shown(monkeypatch, caplog, er
         monkeypatch.setattr(engine_client, "vocabulary", fails)
         client = EngineClient(SETTINGS, Metrics(), outlives=False, url="http://h")
         await client.load(SETTINGS)
-        answer = await Server(client).health()
+        answer = await Server(Answers(client)).health()
         assert answer.status_code == 503
         assert json.loads(answer.body) == {"status": "failed", "reason": reason}
         assert [record.message for record in caplog.records] == [reason]

@@ -11,7 +11,8 @@ from pipeinfer.cli.serve import api_keys
 from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
-from pipeinfer.server.middleware import scopes_of
+from pipeinfer.server.middleware import Guard, scopes_of
+from pipeinfer.server.settings import Settings
 from tests.rig.server_peer import SECONDS
 from tests.server.test_http import MODEL, error, front
 
@@ -63,6 +64,25 @@ def test_tokens_may_be_overdrawn_once_and_are_waited_for_then():
         b"x-ratelimit-limit-tokens": b"60", b"x-ratelimit-remaining-tokens": b"60",
         b"x-ratelimit-reset-tokens": b"0ms"}
     assert Meter(Allowance()).headers(1.0) == []
+
+
+def test_a_reload_leaves_what_a_key_has_used_while_its_limits_stay():
+    meters, limits = {}, Allowance(per_minute=2, at_once=1)
+
+    def guard(*allowances):
+        names = ("a", "b")[:len(allowances)]
+        return Guard(None, Settings("m", "m", api_keys=names, allowances=allowances),
+                     frozenset(), meters)
+
+    guard(limits, limits)
+    a, b = meters["a"], meters["b"]
+    a.open = 1
+    assert [a.wait(100.0), a.wait(100.0), b.wait(100.0)] == [0, 0, 0]
+    guard(limits, Allowance(per_minute=9))
+    assert meters == {"a": a, "b": b}
+    assert a.full
+    assert a.wait(100.0) > 0
+    assert [b.wait(100.0) for _ in range(9)] == [0] * 9
 
 
 @pytest.mark.parametrize(("seconds", "text"), [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from pipeinfer.server.orders import OrderServer
 from pipeinfer.supervise import state
 from pipeinfer.supervise.commands import lines_of
 from pipeinfer.supervise.commands_socket import Command, Down, Rescale, call
+from pipeinfer.supervise.keeper import Keeper
 from pipeinfer.supervise.logs import Logs
 from pipeinfer.supervise.state import Folder
 
@@ -58,6 +61,17 @@ def test_only_one_supervisor_has_it(folder):
     assert other.alive
     with pytest.raises(UsageError, match=r"nothing is up here: .*; running: one"):
         Folder("two").connect()
+
+
+def test_who_looks_at_it_keeps_nobody_from_locking_it(folder, monkeypatch):
+    other = Folder("one")
+    assert other.lock()
+    os.close(other._lock)
+    looking = os.open(folder.path / "lock", os.O_RDWR)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    assert not folder.alive  # two may look
+    monkeypatch.setattr(state, "time", SimpleNamespace(sleep=lambda _: os.close(looking)))
+    assert folder.lock()
 
 
 def serve(folder, commands):
@@ -171,3 +185,16 @@ def test_a_status_for_people():
     assert any(line.endswith("3 ranks, after 3.5 s exit code 137: killed by signal 9 (SIGKILL), "
                              "maybe by the kernel for want of memory") for line in found)
     assert any(line.endswith("after 3 s exit code 3: no such file") for line in found)
+
+def test_down_twice_ends_no_request_that_runs(tmp_path, monkeypatch):
+    """An impatient user, or a script, says it again."""
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
+    keeper = Keeper(SimpleNamespace(environ={}), 0, Folder("one"), print, left=("", []), every=0,
+                    auto=False)
+    supervisor = keeper._supervisor
+    supervisor._job = SimpleNamespace(interrupt=lambda *, at_once: asked.append(at_once))
+    monkeypatch.setattr(supervisor, "_changed", lambda: None)
+    asked = []
+    for command in (Down(), Down(), Down(now=True)):
+        asyncio.run(keeper._execute(command, print))
+    assert asked == [False, True]
