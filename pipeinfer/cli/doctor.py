@@ -17,23 +17,29 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import click
 from msgspec import structs
 
 from pipeinfer import host
+from pipeinfer.backends.exact_width import MOST_CELLS, MOST_ROWS, exact_width
+from pipeinfer.backends.factory import EXACT_LIMIT, llama_options
 from pipeinfer.backends.llamacpp import huge_pages
 from pipeinfer.backends.llamacpp.eval_callback import compiled_filter
-from pipeinfer.cli.findings import Finding
+from pipeinfer.cli.doctor_hosts import Finding
 from pipeinfer.cluster import launch
 from pipeinfer.cluster.handshake import hello
 from pipeinfer.cluster.shutdown import part
 from pipeinfer.config import JobConfig
-from pipeinfer.errors import BackendError, UsageError
+from pipeinfer.errors import BackendError, PipeinferError, UsageError
 from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import model_paths
 
 _PROBE_SECONDS = 60
 _ALIKE = 0.05  #: of the largest logit, as far as a GPU's may be from the processor's
@@ -63,8 +69,6 @@ def doctor_command(hostfile: str, ranks: int, exact: bool, model: str, as_json: 
     if findings is None:
         return
     if exact:
-        from pipeinfer.cli.doctor_exact import check_exact
-
         findings += check_exact(JobConfig.of(model=model))
     if as_json:
         click.echo(json.dumps({"findings": [dataclasses.asdict(f) for f in findings]}))
@@ -323,6 +327,40 @@ def _probe() -> None:
         print(json.dumps({"offloaded": _AS_HERE if away < _ALIKE else
                           f"logits differ from the processor's by {away:.1%}"}))
         there.close()
+
+
+def check_exact(config: JobConfig) -> list[Finding]:
+    """Search R in the whole model, which takes minutes for a large one, and in its excerpt.
+
+    A start trusts the excerpt, so one that allows more rows than the whole model is an error.
+    """
+    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+    from pipeinfer.backends.llamacpp.excerpt import LoadedExcerpt
+
+    try:
+        path, _ = model_paths(config)
+        model, threads = ModelFile(path), config.model.threads or len(os.sched_getaffinity(0))
+        with closing(LlamaCppBackend.load(
+                path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True,
+                last=True, n_ctx=MOST_CELLS, n_seq_max=3, n_batch=MOST_ROWS, n_threads=threads,
+                options=llama_options(config.model))) as backend:
+            begun = time.monotonic()
+            whole = exact_width(backend, EXACT_LIMIT)
+            took = time.monotonic() - begun
+            text = f"R = {whole} over all {model.n_layers} layers ({took:.1f} s)"
+            with LoadedExcerpt.opened(path, backend) as excerpt:
+                if excerpt is None:
+                    return [Finding("ok", "exact", f"{text}; a start of this architecture measures "
+                                    "all layers, too")]
+                begun = time.monotonic()
+                found = excerpt.width(EXACT_LIMIT, None)
+                text += f", {found} over the excerpt ({time.monotonic() - begun:.1f} s)"
+    except PipeinferError as error:
+        return [Finding("fail", "exact", str(error))]
+    if found <= whole:
+        return [Finding("ok", "exact", text)]
+    return [Finding("fail", "exact", text, "report this model and processor; until then start with "
+                    "--policy iterative, or --exact off for tokens up to near-ties")]
 
 
 if __name__ == "__main__":

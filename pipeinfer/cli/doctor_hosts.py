@@ -26,7 +26,6 @@ from typing import Any
 
 import psutil
 
-from pipeinfer.cli.findings import Finding
 from pipeinfer.errors import UsageError
 from pipeinfer.host import package_version
 from pipeinfer.llama.library import NO_LIBRARY, llama_version
@@ -356,3 +355,13 @@ def openmpi_hostfile(entries: Sequence[HostEntry]) -> str:
     """Return the hostfile of these hosts in Open MPI's format, with all numbers of slots."""
     return "".join(f"{entry.user + '@' if entry.user else ''}{name_for_launcher(entry.host)} "
                    f"slots={entry.slots}\n" for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. level: ok, warn or fail."""
+
+    level: str
+    what: str
+    detail: str
+    remedy: str = ""

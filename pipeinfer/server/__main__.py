@@ -2,7 +2,7 @@
 
 ENTRANCE is a listening Unix socket, at which engines enter: rank 0 connects and sends its settings;
 the first one also passes the listening socket for clients. Rank 0 starts the process, or a
-supervisor does, with CONTROL, by which it controls it (`control`).
+supervisor does, with CONTROL, by which it controls it (`orders`).
 
 With a supervisor the process outlives the job: when a job has ended, requests wait for the next
 one, which continues them. It ends after
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from pipeinfer import host
 from pipeinfer.loading import uncollected
-from pipeinfer.server.entrance import Entrance, Guest
+from pipeinfer.server.http_process import Entrance, Guest
 
 
 def main() -> int:

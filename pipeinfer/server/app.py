@@ -31,7 +31,7 @@ from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.answers import Answers, Reader
 from pipeinfer.server.asking_again import AnswerRoutes, Kind
-from pipeinfer.server.errors import ApiError
+from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.families import knows_tools
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
@@ -40,7 +40,6 @@ from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.streaming import ClientLeft, EventStream, finished, pipeline
-from pipeinfer.server.validation import explain
 
 WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
@@ -417,3 +416,25 @@ def _defaults(params: SamplingParams) -> dict[str, Any]:
 
 def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
     return "" if token is None else tokenizer.token_text(token).decode("utf-8", "replace")
+
+
+def explain(error: RequestValidationError) -> ApiError:
+    """Return a validation error as one message with the first wrong field."""
+    found = error.errors()
+    # Every alternative of a union reports an error; that of the right type is the most specific.
+    first = max((e for e in found if e["loc"][:2] == found[0]["loc"][:2]),
+                key=lambda e: (not e["type"].endswith("_type"), len(e["loc"])))
+    path = [part for part in first["loc"] if part not in ("body", "path", "query")]
+    if first["type"] == "json_invalid":
+        return bad(f"the request is not valid JSON: {first['ctx']['error']}")
+    if not path:
+        return bad("the request is not a JSON object; is its Content-Type application/json?")
+    param = ".".join([str(part) for part in path if not _is_branch(part)] or [str(path[-1])])
+    return bad(f"{param}: {first['msg']}", param)
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of a location names an alternative of a union and no field."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
+        or part.startswith("constrained-"))

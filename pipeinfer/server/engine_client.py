@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, assert_never
 
 from msgspec import structs
@@ -48,7 +50,6 @@ from pipeinfer.server.keys import Meter
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
-from pipeinfer.server.watcher import Watcher
 
 State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
 _MOST_WATCHERS = 64
@@ -471,3 +472,19 @@ def _nothing() -> None:
 
 async def _no_work(_: Tokenizer) -> None:
     pass
+
+
+_FRAMES = 64  #: most frames that wait for a slow client
+
+
+@dataclass(slots=True, eq=False)
+class Watcher:
+    """A client of the pipeline page. The oldest frames are dropped if it is too slow."""
+
+    frames: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_FRAMES))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def push(self, frame: dict[str, Any]) -> None:
+        """Queue a frame for the client and wake its stream."""
+        self.frames.append(frame)
+        self.news.set()

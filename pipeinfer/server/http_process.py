@@ -1,4 +1,5 @@
-"""Starts the HTTP process, enters it as rank 0, and ends it.
+"""The HTTP process from both sides: rank 0 starts it, enters it and ends it; the process lets
+engines in at its `Entrance`.
 
 Rank 0 starts one in a session of its own, or enters that of the supervisor, which outlives the job.
 It is started before MPI, because a process that uses MPI must not fork. It receives its settings
@@ -7,11 +8,13 @@ over the link, so that keys are on no command line and in no environment.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import http.client
 import ipaddress
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,14 +24,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from msgspec import structs
 
-from pipeinfer.errors import ClusterError, UsageError
-from pipeinfer.server.frames import GREETING, HEADER, Failed, Kinds, decode, encode
+from pipeinfer.errors import ClusterError, ProtocolError, UsageError
+from pipeinfer.server.frames import FIRST, GREETING, HEADER, Failed, Kinds, Welcome, decode, encode
 from pipeinfer.server.link import Link
+from pipeinfer.server.orders import is_ours
 from pipeinfer.server.settings import Settings
 
 _BACKLOG = 1024
@@ -267,3 +272,66 @@ def _send_settings(link: socket.socket, settings: Settings, url: str,
     body = encode(structs.replace(settings, check_hosts=True) if local else settings)
     sent = socket.send_fds(link, [body], [listener.fileno()] if listener is not None else [])
     link.sendall(body[sent:])
+
+
+_SETTINGS_SECONDS = 30.0  #: for the settings of a rank 0 that enters
+_log = logging.getLogger("pipeinfer.server")
+
+
+class Guest(NamedTuple):
+    """A rank 0 that has connected: the link to it, its settings, and the listening socket if it
+    passed one."""
+
+    link: socket.socket
+    settings: Settings
+    listener: socket.socket | None
+
+
+class Entrance:
+    """The listening socket for engines."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._socket = listener
+
+    def first(self) -> Guest | None:
+        """Wait for one rank 0; None if it cannot enter."""
+        return self.admit(self._socket.accept()[0], "")
+
+    async def next(self, url: str) -> Guest:
+        """Wait for the next rank 0. url: the address for clients."""
+        self._socket.setblocking(False)
+        while True:
+            link, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            if (guest := await asyncio.to_thread(self.admit, link, url)) is not None:
+                return guest
+
+    def close(self) -> None:
+        """Remove the socket and its folder."""
+        path = Path(self._socket.getsockname())
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
+            path.parent.rmdir()
+
+    def admit(self, link: socket.socket, url: str) -> Guest | None:
+        """Accept a rank 0; None for another user's process or an invalid message."""
+        try:
+            return _enter(link, url)
+        except (OSError, EOFError, ProtocolError) as error:
+            _log.warning("a rank 0 could not enter: %s", error)
+            link.close()
+            return None
+
+
+def _enter(link: socket.socket, url: str) -> Guest:
+    link.settimeout(_SETTINGS_SECONDS)
+    if not is_ours(link):
+        raise EOFError("it belongs to another user")
+    link.sendall(encode(Welcome(url)))
+    begun, files, _, _ = socket.recv_fds(link, HEADER.size, 1)
+    listener = socket.socket(fileno=files[0]) if files else None
+    if listener is None and not url:
+        raise EOFError("it sends no socket for clients")
+    settings = first_frame(link, FIRST, begun)
+    link.setblocking(False)
+    return Guest(link, settings, listener)

@@ -11,26 +11,27 @@ import logging
 import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import uvicorn
 import uvloop
+from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
+from pipeinfer.errors import ClusterError
 from pipeinfer.models.text import chat_template
 from pipeinfer.server import tls
 from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
-from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
-from pipeinfer.server.entrance import Entrance, Guest
-from pipeinfer.server.http_process import UNIX, url_of
+from pipeinfer.server.http_process import UNIX, Entrance, Guest, url_of
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
-from pipeinfer.server.orders import Order, OrderServer, Report
+from pipeinfer.server.orders import Hold, Look, Move, Order, OrderServer, Report, ServerState
 
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
@@ -136,3 +137,25 @@ async def _follow(client: EngineClient, entrance: Entrance, guest: Guest) -> Non
     while True:
         client.enter(await ConnectedEngine.over(guest.link, guest.settings))
         guest = await entrance.next(client.url)
+
+
+def obey(client: EngineClient, order: Order) -> dict[str, Any]:
+    """Execute an order; return the fields of the state after it. Raises ClusterError for an order
+    that comes too late: its supervisor has gone on without it."""
+    if time.monotonic() > order.until:
+        raise ClusterError("the order came too late")
+    match order:
+        case Look():
+            pass
+        case Hold(on):
+            client.hold(on)
+        case Move(why, new_model):
+            client.move(why, new_model)
+        case _:
+            assert_never(order)
+    loads = client.tokenizer is None and client.state == "ready"
+    return structs.asdict(ServerState(
+        state="loading" if loads else client.state,
+        reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
+        waiting=client.waiting, model=client.settings.model, name=client.settings.name,
+        lost=tuple(client.facts.get("lost", ()))))

@@ -110,7 +110,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
           all_hosts: bool, every: float, stay: bool, joined: str | None) -> int:
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.hosts import Roster, others
-    from pipeinfer.supervise.join.joining import Joining
+    from pipeinfer.supervise.join.roster import Joining
     from pipeinfer.supervise.keeper import Keeper
     from pipeinfer.supervise.logs import Logs
     from pipeinfer.supervise.serving import Serving
@@ -203,7 +203,7 @@ def _go_into_the_background(folder: Folder, *, joined: bool) -> None:
             click.echo(f"pipeinfer: {folder.name!r} is process {process.pid}; `pipeinfer status` "
                        f"shows it, its logs are in {folder.path / _LOGS}", err=True)
             if joined:
-                from pipeinfer.supervise.join.joining import show_token
+                from pipeinfer.supervise.join.roster import show_token
 
                 line = call(folder, _report, 20.0, JoinedHosts())["line"]
                 click.echo(f"pipeinfer: on each other machine: {line}", err=True)

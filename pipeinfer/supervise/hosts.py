@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.cli import doctor_hosts
-from pipeinfer.cli.findings import Finding
+from pipeinfer.cli.doctor_hosts import Finding
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, nodes_file_beside, read_hostfile

@@ -1,11 +1,13 @@
-"""Decides when a job is started again, and what its end means, without a clock or processes."""
+"""Decides when a job starts again, what its end means, when missing hosts are checked, and what
+changed options do, without a clock or processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from pipeinfer.nodes import HostEntry
+from pipeinfer.config import options
 
 SUCCESS = 600.0  #: seconds of life after which all restarts are available again
 ALIVE = 20.0  #: seconds of life after which a failure does not count as a failed start
@@ -70,7 +72,7 @@ class MissingHost:
     why: it cannot take ranks, "" if that is unknown or it can. back: since when it can, None.
     """
 
-    entry: HostEntry | None
+    entry: Any
     due: float
     why: str = ""
     back: float | None = None
@@ -90,9 +92,9 @@ class MissingHosts:
         self._every, self._new_hosts = every, new_hosts
         self._losses: dict[str, tuple[int, float]] = {}  # their number, and when the last one was
 
-    def update(self, missing: Mapping[str, HostEntry | None], why: Mapping[str, str], now: float
-               ) -> None:
-        """Record which hosts are missing now, and why as far as the last start knows it."""
+    def update(self, missing: Mapping[str, Any], why: Mapping[str, str], now: float) -> None:
+        """Record which hosts are missing now, with their entries, and why as far as the last start
+        knows it."""
         self.hosts = {host: self.hosts.get(host) or MissingHost(
             entry, self._first_check(host, now)) for host, entry in missing.items()}
         for host, one in self.hosts.items():
@@ -120,3 +122,30 @@ class MissingHosts:
     def take_back(self) -> None:
         """Count those that are back as in the job; if the move has failed, each is lost anew."""
         self.hosts = {host: one for host, one in self.hosts.items() if one.back is None}
+
+
+def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the options that differ and on which tokens of an open request may depend. Keys,
+    limits and sampling affect later requests only."""
+    later = options("serve", "sampling", "request")
+    same = {name for name, option in options().items() if not option.changes_tokens}
+    names = {name for name in {*old, *new} if old.get(name) != new.get(name)}
+    return sorted(names - same - set(later))
+
+
+def kept(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return an error text if options differ that belong to the HTTP process, which a new job
+    does not replace; else ""."""
+    differ = {name: option for name, option in options("serve").items()
+              if option.fixed and old.get(name) != new.get(name)}
+    if not differ:
+        return ""
+    as_now = " ".join(option.given(name, old[name]) for name, option in differ.items())
+    called = ", ".join(option.called(name) for name, option in differ.items())
+    return (f"{called} cannot change while the HTTP process keeps its clients: "
+            f"give {as_now} as before, or `pipeinfer down` and `pipeinfer up` with other ones")
+
+
+def is_wide(values: Mapping[str, Any]) -> bool:
+    """Whether layers are cut into slices: another number of ranks may cut them differently."""
+    return bool(values["grid"] or values["slices"])

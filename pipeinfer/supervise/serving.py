@@ -15,11 +15,11 @@ from pipeinfer.cli.serve import PARALLEL
 from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry, ranks_of
-from pipeinfer.supervise.changes import kept, risky
 from pipeinfer.supervise.hosts import JobPlace, Roster, clean_by_ssh
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, needed, program
 from pipeinfer.supervise.logs import Logs
+from pipeinfer.supervise.rules import kept, risky
 from pipeinfer.supervise.supervisor import JobSource
 
 COMMAND = "serve"

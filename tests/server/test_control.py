@@ -13,12 +13,12 @@ from pipeinfer.errors import ClusterError, ModelError
 from pipeinfer.server import engine_client, orders
 from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
-from pipeinfer.server.control import obey
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, Loading, Ready, encode
 from pipeinfer.server.http_process import entrance
+from pipeinfer.server.http_server import obey
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.orders import Hold, Look, Move
 from pipeinfer.server.settings import Settings

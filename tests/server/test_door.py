@@ -18,7 +18,7 @@ import requests
 
 from pipeinfer.errors import ClusterError
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.server import entrance, http_process, orders
+from pipeinfer.server import http_process, orders
 from pipeinfer.server.frames import (
     GREETING,
     Abort,
@@ -300,7 +300,7 @@ def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
     path = str(tmp_path / "door")
     with http_process.entrance(path) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(path)
-        assert entrance.Entrance(listener).first() is None
+        assert http_process.Entrance(listener).first() is None
         assert stranger.recv(100) == b""  # not even a greeting
     assert "belongs to another user" in caplog.text
 

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from pipeinfer.cli.options import parse
-from pipeinfer.supervise.changes import is_wide, kept, risky
 from pipeinfer.supervise.logs import Splitter
-from pipeinfer.supervise.rules import MissingHosts, Patience, outcome
+from pipeinfer.supervise.rules import MissingHosts, Patience, is_wide, kept, outcome, risky
 
 
 def pauses(patience, *ends):

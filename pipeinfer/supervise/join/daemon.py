@@ -1,22 +1,30 @@
-"""The launcher's daemon on a machine that has joined: its command line.
+"""The launcher's daemon on a machine that has joined: its command line, and what a launcher on the
+head calls in place of ssh to start it:
 
-The head says of what kind the daemon is and gives its arguments; program, paths and environment
-are those of this machine. Who controls the head can run programs here through the daemon.
+    python -m pipeinfer.supervise.join.daemon NAME [OPTIONS] HOST COMMAND...
+
+NAME is that of the supervisor, which passes the order on. Options of ssh are ignored. The head says
+of what kind the daemon is and gives its arguments; program, paths and environment are those of
+this machine. Who controls the head can run programs here through the daemon.
 """
 
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeinfer.errors import UsageError
+from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.host import MPI_PREFIX
+from pipeinfer.supervise.commands_socket import LaunchDaemon, call
 from pipeinfer.supervise.launcher import Kind, Launcher
+from pipeinfer.supervise.state import Folder
 
 _PROGRAMS: dict[Kind, str] = {"openmpi": "prted", "hydra": "hydra_pmi_proxy"}
 #: this machine starts no further daemons, and its own stays this process's child
 _LEFT_OUT = {"--daemonize": 1, "--launcher-exec": 2}
+_SECONDS = 40.0
 _LEFT_OUT_PARAMETERS = ("plm_ssh_agent", "plm_ssh_args")
 
 
@@ -62,3 +70,21 @@ def environment_of(launcher: Launcher, environ: dict[str, str]) -> dict[str, str
     libraries = [f"{prefix}/lib", *filter(None, [environ.get("LD_LIBRARY_PATH", "")])]
     return environ | {"PRTE_PREFIX": prefix, "PMIX_PREFIX": prefix, "OPAL_PREFIX": prefix,
                       MPI_PREFIX: prefix, "LD_LIBRARY_PATH": ":".join(libraries)}
+
+
+def main() -> int:
+    """Start the daemon; return the exit status for the launcher."""
+    name, *words = sys.argv[1:]
+    while words and words[0].startswith("-"):
+        words.pop(0)
+    try:
+        kind, arguments = arguments_of(" ".join(words[1:]))
+        call(Folder(name), lambda _: None, _SECONDS, LaunchDaemon(words[0], kind, arguments))
+    except PipeinferError as error:
+        sys.stderr.write(f"pipeinfer: {words[0] if words else 'a host'}: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
