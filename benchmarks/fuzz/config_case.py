@@ -131,11 +131,11 @@ def prepare() -> None:
     """Import what cases use."""
     import pipeinfer.cli.main
     import pipeinfer.cli.serve
-    import pipeinfer.cli.timeline
     import pipeinfer.cluster.generate
     import pipeinfer.cluster.launch
     import pipeinfer.lab.commands.compare
     import pipeinfer.lab.emulation.profiles
+    import pipeinfer.lab.timeline
     import pipeinfer.nodes  # noqa: F401
 
     seeds()
@@ -221,7 +221,7 @@ def _schema(path: Path) -> None:
 
 
 def _trace(path: Path) -> None:
-    from pipeinfer.cli.timeline import read_trace
+    from pipeinfer.lab.timeline import read_trace
 
     read_trace(path)
 

@@ -205,7 +205,7 @@ def _report(
 
 
 def _write_trace(path: Path, session: Session) -> None:
-    from pipeinfer.cli.timeline import chrome_trace
+    from pipeinfer.cli.summary import chrome_trace
     from pipeinfer.files import write_atomically
 
     seen = session.head.trace

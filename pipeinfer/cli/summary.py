@@ -1,4 +1,4 @@
-"""The summary that ends `pipeinfer generate`."""
+"""What `pipeinfer generate` reports: the summary that ends it, and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -96,3 +96,49 @@ def name_of(node: int, stage: Mapping[str, Any]) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def chrome_trace(
+    issues: list[tuple[int, float, bool, int]], cancels: list[tuple[float, tuple[int, ...]]],
+    results: list[tuple[int, float]], reports: Mapping[int, Mapping[str, Any]],
+    fates: Mapping[int, str],
+) -> dict[str, Any]:
+    """Return Chrome-trace JSON: one track per stage, one slice per run, marks for the head's
+    actions.
+
+    issues, cancels, results: see `RunTrace`. reports: of the stages, by node.
+    fates: what became of each run's tokens, by run id. Times of different hosts are by their own
+        clocks.
+    """
+    events: list[dict[str, Any]] = [_name(0, "head")]
+    starts = [t for _, t, _, _ in issues] or [0.0]
+    zero = min(starts)
+    for run_id, at, _, rows in issues:
+        events.append(_mark(f"issue {run_id}", at - zero, {"run": run_id, "rows": rows}))
+    for at, ids in cancels:
+        events.append(_mark(f"cancel {','.join(map(str, ids))}", at - zero, {"runs": list(ids)}))
+    for run_id, at in results:
+        events.append(_mark(f"result {run_id}", at - zero, {"run": run_id}))
+    for node, report in sorted(reports.items()):
+        stage = f"stage {report.get('stage', node)}"
+        if report.get("n_sums") is not None:
+            stage += f" member {report['member']}"
+        events.append(_name(node, f"{stage} ({report.get('host', '')})"))
+        for run_id, start, end, fate, rows, *waited in report.get("events", ()):
+            kind = fates.get(run_id, "prompt") if fate == "computed" else fate
+            args = {"run": run_id, "fate": kind, "rows": rows}
+            if sum(waited):
+                args["waited_ms"] = 1e3 * sum(waited)  # for the other members, in all sums
+            events.append({
+                "name": f"run {run_id}", "cat": kind, "ph": "X", "pid": 1, "tid": node,
+                "ts": (start - zero) * 1e6, "dur": (end - start) * 1e6, "args": args,
+            })
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(node: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": 1, "tid": node, "args": {"name": name}}
+
+
+def _mark(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "i", "s": "t", "pid": 1, "tid": 0, "ts": at * 1e6, "args": args}

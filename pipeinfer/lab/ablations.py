@@ -118,7 +118,7 @@ def as_text(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Bars of the ratios. Raises UsageError without matplotlib."""
-    from pipeinfer.cli.timeline import pyplot
+    from pipeinfer.lab.timeline import pyplot
 
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.0, 0.42 * len(rows) + 1.4), layout="constrained")

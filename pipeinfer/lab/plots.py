@@ -15,7 +15,7 @@ def draw(out: Path, title: str, table: Sequence[Mapping[str, Any]]) -> list[str]
 
     Raises UsageError without matplotlib.
     """
-    from pipeinfer.cli.timeline import pyplot
+    from pipeinfer.lab.timeline import pyplot
 
     plt = pyplot()
     names = [row["method"] for row in table]

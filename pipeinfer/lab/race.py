@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from msgspec import Struct
 
-from pipeinfer.cli.timeline import FATES
 from pipeinfer.core.policy import Policy
+from pipeinfer.lab.timeline import FATES
 from pipeinfer.text_table import aligned
 
 #: who races, in order: the policy and its name here

@@ -9,11 +9,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from pipeinfer.cli.files import shard
 from pipeinfer.errors import UsageError
 from pipeinfer.lab import grids
 from pipeinfer.lab.commands import compare, sample
 from pipeinfer.lab.commands.bench import bench_command
+from pipeinfer.lab.commands.files import shard
 from pipeinfer.lab.commands.plan import plan_command
 from pipeinfer.lab.forecast import file_view
 from pipeinfer.lab.random_model import tiny, write_random_model

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import cli
-from pipeinfer.cli.summary import memory_figures, summary
-from pipeinfer.cli.timeline import FATES, chrome_trace, draw_timeline
+from pipeinfer.cli.summary import chrome_trace, memory_figures, summary
 from pipeinfer.cluster.generate import Generated, run_request, sampling_params
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ContextOverflow, UsageError
+from pipeinfer.lab.timeline import FATES, draw_timeline
 from pipeinfer.scheduler.events import LaneStats
 
 

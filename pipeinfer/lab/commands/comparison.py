@@ -240,7 +240,7 @@ def prepare(out: Path, *, plots: bool) -> None:
     """Find out before any question is asked whether `write` can do its work. Raises UsageError
     without matplotlib, PipeinferError."""
     if plots:
-        from pipeinfer.cli.timeline import check_drawing
+        from pipeinfer.lab.timeline import check_drawing
 
         check_drawing(", or give --no-plots")
     try:

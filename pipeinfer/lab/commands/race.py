@@ -160,7 +160,7 @@ def _run(session: Session, base: JobConfig, prompt: list[int], params: SamplingP
 
 def _show(base: JobConfig, session: Session, race: list[Finished], request: RequestConfig,
           events: bool, picture: Path | None) -> None:
-    from pipeinfer.cli.timeline import chrome_trace
+    from pipeinfer.cli.summary import chrome_trace
 
     seen = session.head.trace
     assert seen is not None

@@ -47,7 +47,7 @@ def shard(model: str, stages: int) -> None:
               help="Milliseconds to show.")
 def trace(trace_file: Path, output: Path, start_ms: float, span_ms: float) -> None:
     """Draw a trace: stages against time, runs coloured by fate."""
-    from pipeinfer.cli.timeline import draw_timeline
+    from pipeinfer.lab.timeline import draw_timeline
 
     draw_timeline(trace_file, output, start_ms=start_ms, span_ms=span_ms)
     click.echo(f"wrote {output}")
