@@ -8,12 +8,11 @@ freed but copied to one more sequence id, the grave, which no row attends to. Ce
 all living ones (the only case without side branches) are freed at once. When the cache is full, the
 grave is emptied and the living cells are moved together, in their order.
 
-`CellOrder` is a model of llama.cpp's allocation, checked against it by tests; `OccupiedCells` applies
-it
-to the real cache. Layers with a sliding window have a cache of their own. There llama.cpp treats a
-cell as free if it is behind the window and only one id holds it, so a second grave holds dead
-cells, and after a restored state living ones have a second id, the guard, while llama.cpp looks for
-free cells.
+`CellOrder` is a model of llama.cpp's allocation, checked against it by tests; `OccupiedCells`
+applies it to the real cache. Layers with a sliding window have a cache of their own. There
+llama.cpp treats a cell as free if it is behind the window and only one id holds it, so a second
+grave holds dead cells, and after a restored state living ones have a second id, the guard, while
+llama.cpp looks for free cells.
 """
 
 from __future__ import annotations
