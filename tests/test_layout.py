@@ -1,4 +1,4 @@
-"""What pyproject.toml's import contracts do not say: no pickle, a light scheduler, a budget."""
+"""What pyproject.toml's import contracts do not say: no pickle, a light scheduler, ceilings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cli.options import declared
-from pipeinfer.config import SECTIONS
-
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 ROOT = PACKAGE.parent
-#: the most lines of code (no blanks, docstrings, full-line comments) of each part, options, and
-#: words of documentation
-BUDGET = ROOT / "tests" / "budget.toml"
+CEILINGS = ROOT / "tests" / "ceilings.toml"
+#: groups of rooms that have a ceiling; all others of the product are its entries
+GROUPS = {"core": ("scheduler", "strategies", "runtime", "core", "cluster", "planning"),
+          "models": ("models", "backends", "llama", "transport")}
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 50
 
 
@@ -62,43 +60,27 @@ def code(path):
                   and number not in docstrings for number, line in enumerate(text.splitlines(), 1)]
 
 
-def parts():
-    """The files of each part that has a budget."""
-    lab = set((PACKAGE / "lab").rglob("*.py"))
-    return {"product": set(PACKAGE.rglob("*.py")) - lab, "lab": lab,
-            "benchmarks": set((ROOT / "benchmarks").rglob("*.py")),
-            "tests": set((ROOT / "tests").rglob("*.py"))}
+def product():
+    return sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "lab").rglob("*.py")))
 
 
-def documentation():
-    """Words of README, changelog and docs, of the page of benchmarks, and lines of [Unreleased]."""
-    docs = ROOT / "docs"
-    pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md",
-                                           *docs.rglob("*.md"))]
-    top = pages[1].partition("## [Unreleased]")[2].partition("\n## ")[0]
-    return {"docs_words": sum(len(text.split()) for text in pages),
-            "benchmarks_page_words": len((docs / "benchmarks.md").read_text().split()),
-            "unreleased_lines": sum(bool(line) for line in top.splitlines())}
+def test_no_group_of_rooms_exceeds_its_ceiling():
+    ceilings = tomllib.loads(CEILINGS.read_text())
+    found = dict.fromkeys(("entries", *GROUPS), 0) | {"files": len(product())}
+    for path in product():
+        room = path.relative_to(PACKAGE).parts[0]
+        group = next((name for name, rooms in GROUPS.items() if room in rooms), "entries")
+        found[group] += sum(code(path)[1])
+    assert found.keys() == ceilings.keys()
+    assert {name: (count, ceilings[name]) for name, count in found.items()
+            if count > ceilings[name]} == {}
 
 
-def test_every_part_stays_within_its_budget():
-    """The numbers may fall in any commit."""
-    found = {name: sum(sum(code(path)[1]) for path in paths) for name, paths in parts().items()}
-    found |= documentation()
-    sections = [name for name in SECTIONS if name not in ("grammar", "request")]
-    found["options"] = sum(bool(option.flags) for option in declared(*sections).values())
-    budget = tomllib.loads(BUDGET.read_text())
-    assert {name: (count, budget[name]) for name, count in found.items()
-            if count > budget[name]} == {}
-    assert found.keys() == budget.keys()
-
-
-def test_a_budget_rises_only_in_a_commit_of_its_own():
-    """It says what was considered for deletion, and its subject begins with `budget:`."""
+def test_a_ceiling_only_falls():
     if not (ROOT / ".git").exists():
         pytest.skip("no history here")
     git = ["git", "-C", str(ROOT)]
-    name = str(BUDGET.relative_to(ROOT))
+    name = str(CEILINGS.relative_to(ROOT))
     log = subprocess.run([*git, "log", "--reverse", "--first-parent", "--format=%H %s", "--", name],
                          capture_output=True, text=True, check=True).stdout.splitlines()
     before, rises = {}, []
@@ -106,8 +88,7 @@ def test_a_budget_rises_only_in_a_commit_of_its_own():
         text = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, text=True,
                               check=False).stdout
         now = tomllib.loads(text)
-        if any(now[key] > value for key, value in before.items() if key in now) \
-                and not subject.startswith("budget:"):
+        if any(now[key] > value for key, value in before.items() if key in now):
             rises.append(f"{commit[:8]} {subject}")
         before = now
     assert rises == []
@@ -115,7 +96,7 @@ def test_a_budget_rises_only_in_a_commit_of_its_own():
 
 def test_files_and_functions_stay_short():
     long = []
-    for path in parts()["product"]:
+    for path in product():
         tree, lines = code(path)
         if sum(lines) > MOST_LINES_OF_A_FILE:
             long.append(f"{path}: {sum(lines)} lines")
