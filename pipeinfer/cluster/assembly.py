@@ -200,6 +200,7 @@ class Assembly:
         began, causes, cause = time.monotonic(), [str(loss)], loss
         before = {holding.rank: holding for holding in self.held}
         gone: set[int] = set()
+        # a further rank may die while the others load: then it starts over without that one, too
         while True:
             gone |= self._cut_out(loss)
             if self._whole:
@@ -354,6 +355,7 @@ class Assembly:
         able = [rank for rank in self._members if not self._hosts[rank].settings.drafts]
         last = able[len(able) - self._config.cluster.spares :]
         done: set[int] = set()
+        # again after a loss: the stages, and so the shards of a spare, are others then
         while self._survives:
             batch = {self._hosts[rank].host: rank for rank in reversed(self.spares)
                      if rank not in done
@@ -437,6 +439,7 @@ class Assembly:
         Raises TransportTimeout for a node that has sent nothing for the job's timeout.
         """
         port, states, grid = self._port, self.states, self.grid
+        # shards are sent in the same loop: a stage that waits for its layers is never ready
         while not all(state.ready for state in states.values()):
             envelope = take_result(port)
             busy = sender.pump()
@@ -494,6 +497,7 @@ def greet(port: Port, grid: Grid, timeout: float) -> None:
     """
     watch, began = LinkWatch(port, grid, min(_PATIENCE, UNDER_WAY * timeout)), time.monotonic()
     watch.greet()
+    # two living stages with a cut link show only by what passes between them
     while not watch.all_reached:
         envelope = take_result(port)
         if envelope is not None:

@@ -51,6 +51,7 @@ def end(job: str) -> list[int]:
     Zombies, which a slow init has not reaped yet, have no environment, and are not found.
     """
     killed, deadline = set[int](), time.monotonic() + _SECONDS
+    # a killed process may have started another one just before
     while (found := processes_of(job)) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.Error):

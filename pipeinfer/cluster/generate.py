@@ -212,6 +212,7 @@ def run_request(
 
     head.submit(request, decompose)
     asked_to_end = False
+    # short waits, so that Ctrl-C ends a request of which no token comes
     while True:
         if interrupted() and not asked_to_end:
             asked_to_end = True

@@ -82,6 +82,7 @@ class HeadPulse:
         self._socket.close()
 
     def _listen(self) -> None:
+        # its own thread: the head's may be busy with a run for longer than a rank may be silent
         while not self._closed:
             try:
                 data, source = self._socket.recvfrom(64)
@@ -131,6 +132,7 @@ class RankPulse:
         targets: Sequence[str] = self._meeting.addresses
         pause = self._meeting.seconds / _BEATS
         answered: float | None = None
+        # its own thread: the main one may compute for longer than the head waits
         while not self._closed:
             beat = self._token + _BODY.pack(self._rank, self._pulse.patient)
             for address in targets:
@@ -140,6 +142,7 @@ class RankPulse:
             time.sleep(pause)
             now = time.monotonic()
             self._pulse.slept(pause, now - asleep)
+            # the address that answers is used from then on; the others may be unreachable
             while (found := self._answer()) is not None:
                 answered, targets = now, (found,)
             if answered is None:

@@ -257,6 +257,7 @@ def _await_verdict(port: Port) -> None:
     without it (Dismissed). Returns if rank 0 does neither; then this rank ends the job."""
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     with contextlib.suppress(ClusterError):  # rank 0 has died
+        # rank 0 prints the error first; a rank that left at once would make mpirun kill it
         while time.monotonic() < deadline and 0 not in port.gone:
             with contextlib.suppress(Regrouped):
                 port.take(Tag.TRANSACTION)

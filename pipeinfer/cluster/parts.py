@@ -98,6 +98,7 @@ def _hear_region(port: Port, timeout: float, leader: int, early: list[Part]) -> 
     messages from two senders is undefined. Raises TransportTimeout.
     """
     deadline = time.monotonic() + timeout
+    # parts of faster members may come before the leader's message, and are kept
     while True:
         envelope = port.take(Tag.SUM)
         match envelope.message if envelope else None:

@@ -320,6 +320,7 @@ def await_place(config: JobConfig, place: Place) -> Placed:
     """
     from pipeinfer.transport import mpi_job
 
+    # how many measurements rank 0 wants depends on what the ranks have told it
     while True:
         match mpi_job.hear(place.comm, 0, config.cluster.start_timeout):
             case Placed() as placed:

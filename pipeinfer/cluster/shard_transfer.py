@@ -257,6 +257,7 @@ def await_answer(port: Port, timeout: float, awaited: str, peer: int = 0) -> Mes
     awaited: the message's name, for the error. Raises TransportTimeout after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
+    # bounded: a head that sends no layers may itself wait for a lost rank
     while (envelope := port.take(Tag.TRANSACTION)) is None:
         if time.monotonic() > deadline:
             raise TransportTimeout(rank=port.rank_of(port.node), peer=port.rank_of(peer),
@@ -323,6 +324,7 @@ def _fill(port: Port, part: Path, file: BinaryIO, total: int, timeout: float, re
             "directory")
     port.send(0, Tag.RESULT, ShardHave(port.node, have, hasher.digest()))
     arrived = 0
+    # each chunk is acknowledged, so that the head sends no more than a stage can store
     while True:
         match await_answer(port, timeout, "ShardChunk"):
             case ShardChunk(offset, data):

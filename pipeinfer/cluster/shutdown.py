@@ -128,6 +128,7 @@ def put_off(number: signal.Signals, seconds: float = _PUT_OFF_SECONDS) -> None:
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    # a thread, because Python runs a handler only between two instructions of the main one
     threading.Thread(target=end, name="signals", daemon=True).start()
     signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(bell, warn_on_full_buffer=False)  # at once, even in the midst of a C call

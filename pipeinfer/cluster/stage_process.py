@@ -112,6 +112,7 @@ class StageProcess:
 
         Raises Dismissed when the job continues, or ends, without this rank.
         """
+        # an epoch ends when stages are rearranged; this rank then gets other layers, or none
         while True:
             try:
                 self._epoch()
@@ -160,6 +161,7 @@ class StageProcess:
         Raises Dismissed.
         """
         deadline = time.monotonic() + self._config.cluster.timeout
+        # the head decides who is lost; it may need its own timeout to find that out
         while time.monotonic() < deadline:
             try:
                 self._port.take(Tag.TRANSACTION)
@@ -177,6 +179,7 @@ class StageProcess:
         drafting = self._drafting = self._drafting or DraftRank(
             self._port, self._place.rank, DraftLoader(self._config, self._place, self._hooks),
             self._pulse)
+        # polls both duties of an idle rank; it sleeps in `wait` until a message comes
         while True:
             self._port.take(Tag.TRANSACTION)
             self._pulse.beat("waits")
@@ -226,6 +229,7 @@ class StageProcess:
     def _await_setup(self) -> Setup | Receive:
         seconds = self._config.cluster.start_timeout
         deadline = time.monotonic() + seconds
+        # messages of the epoch before may still arrive; what counts is the first setup
         while True:
             envelope = self._port.take(Tag.TRANSACTION)
             if envelope is not None and isinstance(envelope.message, Setup | Receive):

@@ -78,6 +78,7 @@ class Watchdog:
             self._process.wait(1.0)
 
     def _beat(self) -> None:
+        # its own thread: it goes on while the main one computes, and tells whether that hangs
         while self._pipe >= 0:
             if doing := self._pulse.hangs:
                 _kill(os.getpid(), f"{self._name} on {_host()} {doing} for more than "
@@ -106,6 +107,7 @@ def watch(pipe: int, pid: int, seconds: float, name: str, start: float = START_S
         return
     heard, allowed = time.monotonic(), _PATIENT * seconds if data == _PATIENCE else seconds
     pause, late, late_until, waited = seconds / _BEATS, 0.0, 0.0, _Waiting(pid)
+    # apart from the rank, as a process that hangs in C code cannot watch over itself
     while True:
         asleep = time.monotonic()
         ready, _, _ = select.select([pipe], (), (), pause)

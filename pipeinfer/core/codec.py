@@ -90,9 +90,9 @@ def encode(message: Message) -> bytes:
             flags, column = _encode_taps(taps)
             return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices), *column,
                           flags=flags, run_id=run_id, n_rows=len(choices), n_spans=len(spans))
-        case Part(member, turn, run_id, place, verdict, data):
+        case Part(member, number, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
-            return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, turn, member, 0, place,
+            return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, number, member, 0, place,
                                 data.size, data.nbytes, 0) + data.tobytes()
         case RunCancelled(run_id, spans):
             return _frame(Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,

@@ -187,7 +187,7 @@ class Part(Struct, frozen=True, eq=False):
     """A member's partial results for one sum of a wide stage, or a verdict without them.
 
     member: the sender
-    turn: number of this sum within the epoch; all members count alike
+    round: number of this sum within the epoch; all members count alike
     run_id: the run that the sum belongs to
     place: which sum of the model this is (`eval_callback.place_of`), so that members notice when
         they are at different sums
@@ -197,7 +197,7 @@ class Part(Struct, frozen=True, eq=False):
     """
 
     member: int
-    turn: int
+    round: int
     run_id: int
     place: int
     verdict: Verdict
@@ -207,8 +207,8 @@ class Part(Struct, frozen=True, eq=False):
         if not isinstance(other, Part):
             return NotImplemented
         mine, theirs = self.data, other.data
-        return (self.member, self.turn, self.run_id, self.place, self.verdict, mine.dtype,
-                mine.tobytes()) == (other.member, other.turn, other.run_id, other.place,
+        return (self.member, self.round, self.run_id, self.place, self.verdict, mine.dtype,
+                mine.tobytes()) == (other.member, other.round, other.run_id, other.place,
                                     other.verdict, theirs.dtype, theirs.tobytes())
 
     __hash__ = None  # type: ignore[assignment]

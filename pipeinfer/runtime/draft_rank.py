@@ -117,6 +117,7 @@ class DraftRank:
     # --- receiving ----------------------------------------------------------------------------
 
     def _hear(self) -> None:
+        # also during a job: a DraftStop may be among them
         while (post := self._port.take_post()) is not None:
             self._heard = time.monotonic()
             self._sort(*post)

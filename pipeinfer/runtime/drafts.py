@@ -131,6 +131,7 @@ class DraftWorker:
         if self._failure is not None and not self.lost:
             self.lose(f"the draft on rank 0 failed: {type(self._failure).__name__}: "
                       f"{self._failure}")
+        # a result may belong to a job that was withdrawn while its thread computed
         while self._results:
             found = self._results.popleft()
             if found.job_id in self._waiting:  # neither withdrawn nor answered by `lose`
@@ -165,6 +166,7 @@ class DraftWorker:
 
     def _run(self) -> None:
         try:
+            # sleeps until a job comes: a draft that polled would take time from the stages
             while not self._closing:
                 self._wanted.wait()
                 self._wanted.clear()
@@ -206,6 +208,7 @@ class DraftPosts:
 
     def take(self, rank: int) -> Message | None:
         """Return the oldest message of a rank, or None."""
+        # posts of all draft ranks share one port: each is kept for the draft that it belongs to
         while (post := self.port.take_post()) is not None:
             self._of.setdefault(post[0], deque()).append(post[1])
         return found.popleft() if (found := self._of.get(rank)) else None
@@ -267,6 +270,7 @@ class RemoteDraft:
         failed.
         """
         deadline = time.monotonic() + timeout
+        # a draft may load for long, so a dead rank is noticed before the deadline
         while not self.lost and len(self.ready) < len(self._ranks):
             if dead := self._port.gone.intersection(self._ranks):
                 raise RankLost(min(dead), "is dead")
@@ -336,6 +340,7 @@ class RemoteDraft:
         return known
 
     def _hear(self) -> None:
+        # all at once: an answer to a former draft may stand before the one that is awaited
         while (message := self._next()) is not None:
             match message:
                 case DraftDone(job_id, proposals, rows, seconds):
@@ -547,6 +552,7 @@ class DraftTeam:
     def take(self) -> Drafted | None:
         """Return the next answer, or None."""
         for k, one in enumerate(self._members):
+            # every member first: a better answer that is there already belongs to the same job
             while (found := one.take()) is not None:
                 self._add(k, found)
         for asked in self._open.values():

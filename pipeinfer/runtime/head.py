@@ -192,6 +192,7 @@ class Head:
         A draft that is late instead is given up.
         """
         deadline = time.monotonic() + timeout
+        # messages of an instant are handled before it sleeps: each may end the wait
         while not self._news:
             left = deadline - time.monotonic()
             if not self._receive() and (left <= 0 or self._woken):
@@ -226,6 +227,7 @@ class Head:
         timeout: seconds. Raises TransportTimeout after it, and what `next_news` raises for losses.
         """
         deadline = time.monotonic() + timeout
+        # runs of ended requests still occupy ids and cells, which the next job needs
         while self.scheduler.runs:
             if not self._receive():
                 if time.monotonic() > deadline:
@@ -242,6 +244,7 @@ class Head:
         self._first(Shutdown())
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
+        # a report is worth a short wait, and a rank that sends none must not hold the exit up
         while len(reports) < self._grid.n_nodes and time.monotonic() < deadline:
             try:
                 message = self._take()
@@ -280,6 +283,7 @@ class Head:
 
     def _handle_mail(self) -> bool:
         some = False
+        # all that has arrived: what follows from one result may make another one useless
         while (message := self._take()) is not None:
             some = True
             match message:
@@ -296,6 +300,7 @@ class Head:
                     pass  # of an earlier epoch
                 case _:
                     raise ProtocolError(f"the head cannot handle {type(message).__name__}")
+        # after the results, which may have decided what a draft was asked
         while self._draft is not None and (drafted := self._draft.take()) is not None:
             some = True
             self._last_result = time.monotonic()

@@ -1,6 +1,6 @@
 """All-reduce between the members of a wide stage by messages between ranks.
 
-    every member    Part(turn, run, place, GO, numbers) to each other member, at each sum
+    every member    Part(round, run, place, GO, numbers) to each other member, at each sum
     the leader      Part(.., SKIP or STOP) instead, to leave a run out or to stop it
     a failed one    Part(.., FAILED)
 
@@ -59,8 +59,8 @@ class PortTeam:
         self.shape = shape
         self.waited, self.count = 0.0, 0
         self._port, self._nodes, self._watch = port, tuple(nodes), watch
-        self._turn, self.run_id = 0, -1
-        self._arrived = {(part.turn, part.member): part for part in early}
+        self._round, self.run_id = 0, -1
+        self._arrived = {(part.round, part.member): part for part in early}
         self._should_stop: Callable[[], bool] | None = None
         self._error: BaseException | None = None
         self._meeting = _Meeting(shape.own)
@@ -70,14 +70,14 @@ class PortTeam:
         self.run_id, self._error = run_id, None
         if self.shape.leads:
             if cancelled:
-                self._turn += 1
+                self._round += 1
                 self._say(Verdict.SKIP)
             return cancelled
         self._collect()
-        said = self._arrived.get((self._turn + 1, 0))
+        said = self._arrived.get((self._round + 1, 0))
         if said is None or said.verdict is not Verdict.SKIP or said.run_id != run_id:
             return False
-        self._turn += 1
+        self._round += 1
         return True
 
     def part(self, index: int) -> _PortPart:
@@ -106,7 +106,7 @@ class PortTeam:
         """Notify the other members that slice `index` cannot go on; called by the thread of that
         slice."""
         if index == self.shape.own[0]:
-            self._turn += 1
+            self._round += 1
             self._say(Verdict.FAILED)
         self._meeting.give_up()
 
@@ -147,7 +147,7 @@ class PortTeam:
 
     def _sum(self, own: npt.NDArray[Any], place: int) -> npt.NDArray[np.float32] | None:
         shape = self.shape
-        self._turn += 1
+        self._round += 1
         if self._stops(place):
             self._say(Verdict.STOP)
             return None
@@ -155,7 +155,7 @@ class PortTeam:
         if len(self._nodes) > 2 and own.nbytes >= _MUCH:
             return self._sum_by_shares(mine, place)
         # the caller overwrites this buffer with the sum, perhaps before the message has left
-        self._send(Part(shape.member, self._turn, self.run_id, place, Verdict.GO,
+        self._send(Part(shape.member, self._round, self.run_id, place, Verdict.GO,
                         mine[0].copy() if len(mine) == 1 else np.concatenate(mine)))
         parts: dict[int, npt.NDArray[Any]] = dict(zip(shape.own, mine, strict=True))
         for member, held in enumerate(shape.holders):
@@ -179,7 +179,7 @@ class PortTeam:
         for member, (low, high) in enumerate(ranges):
             if member != shape.member:
                 self._port.send(self._nodes[member], Tag.SUM, Part(
-                    shape.member, self._turn, self.run_id, place, Verdict.GO,
+                    shape.member, self._round, self.run_id, place, Verdict.GO,
                     np.concatenate([part[low:high] for part in mine])))
         low, high = ranges[shape.member]
         parts = {index: part[low:high] for index, part in zip(shape.own, mine, strict=True)}
@@ -190,8 +190,8 @@ class PortTeam:
                     return None
                 parts |= zip(held, np.split(heard.data, len(held)), strict=True)
         share = add_up([parts[index] for index in range(shape.n_slices)], shape.kind)
-        self._turn += 1
-        self._send(Part(shape.member, self._turn, self.run_id, place, Verdict.GO,
+        self._round += 1
+        self._send(Part(shape.member, self._round, self.run_id, place, Verdict.GO,
                         shorten(share, shape.kind)))
         total = np.empty(size, np.float32)
         total[low:high] = share
@@ -206,11 +206,11 @@ class PortTeam:
 
     def _gather(self, mine: Sequence[FloatArray]) -> FloatArray | None:
         shape = self.shape
-        self._turn += 1
+        self._round += 1
         if not shape.leads:
             flat = np.concatenate([one.ravel() for one in mine])
             self._port.send(self._nodes[0], Tag.SUM, Part(
-                shape.member, self._turn, self.run_id, GATHER, Verdict.GO, flat))
+                shape.member, self._round, self.run_id, GATHER, Verdict.GO, flat))
             return None
         n = len(mine[0])
         columns = dict(zip(shape.own, mine, strict=True))
@@ -235,7 +235,7 @@ class PortTeam:
     # --- messages -----------------------------------------------------------------------------
 
     def _say(self, verdict: Verdict) -> None:
-        self._send(Part(self.shape.member, self._turn, self.run_id, 0, verdict, _NOTHING))
+        self._send(Part(self.shape.member, self._round, self.run_id, 0, verdict, _NOTHING))
 
     def _send(self, part: Part) -> None:
         for member, node in enumerate(self._nodes):
@@ -243,24 +243,26 @@ class PortTeam:
                 self._port.send(node, Tag.SUM, part)
 
     def _collect(self) -> None:
-        """Receive all parts that have arrived; drop those of turns that are over."""
+        """Receive all parts that have arrived; drop those of rounds that are over."""
+        # a faster member may be a round ahead: its part is kept until this one gets there
         while (envelope := self._port.take(Tag.SUM)) is not None:
             part = envelope.message
             if not isinstance(part, Part) or not 0 <= part.member < len(self._nodes):
                 raise ProtocolError(f"a member of a stage was sent {type(part).__name__} as a part "
                                     "of a sum")
-            if part.turn >= self._turn:
-                self._arrived[part.turn, part.member] = part
-            if len(self._arrived) > _MANY:  # verdicts of turns that were never awaited
-                self._arrived = {k: one for k, one in self._arrived.items() if k[0] >= self._turn}
+            if part.round >= self._round:
+                self._arrived[part.round, part.member] = part
+            if len(self._arrived) > _MANY:  # verdicts of rounds that were never awaited
+                self._arrived = {k: one for k, one in self._arrived.items() if k[0] >= self._round}
 
     def _await(self, member: int, place: int, count: int) -> Part | None:
-        """Wait for a member's part of this turn; None if the leader skips or stops the run.
+        """Wait for a member's part of this round; None if the leader skips or stops the run.
 
         Raises PeerFailed if the member has failed, ProtocolError if it is at another sum.
         """
-        key, leader = (self._turn, member), (self._turn, 0)
+        key, leader = (self._round, member), (self._round, 0)
         start = time.monotonic()
+        # the leader may skip or stop the run meanwhile, and a member may die: both end the wait
         while True:
             self._collect()
             said = self._arrived.get(leader)
@@ -304,6 +306,7 @@ class _Meeting:
 
     def __init__(self, own: Sequence[int]) -> None:
         self._own = tuple(own)
+        # one lock for all: a slice sees either the sum of this place or none
         self._changed = threading.Condition()
         self._brought: dict[int, npt.NDArray[Any]] = {}
         self._total: npt.NDArray[np.float32] | None = None
@@ -348,6 +351,7 @@ class _Meeting:
         if len(self._own) == 1:
             return [part]
         with self._changed:
+            # short waits, as another member may have failed while this one's slices compute
             while not self._changed.wait_for(
                     lambda: self._over or (not self._takers and len(self._brought)
                                            == len(self._own) - 1), _NAP):

@@ -168,6 +168,7 @@ class HeadMember:
 
     def _follow(self) -> None:
         """Compute the runs of a job."""
+        # DraftStop ends the job: the leader alone knows how many runs it takes
         while isinstance(run := self._next(), Decode):
             assert self._head is not None  # jobs come when all members have loaded
             for op in run.ops:
@@ -184,6 +185,7 @@ class HeadMember:
     def _answers(self, number: int) -> list[Part]:
         """Wait for the other members' logits of a run."""
         found: list[Part] = []
+        # parts of an earlier run may still arrive, after the leader had no cells for it
         while len(found) < len(self._others):
             if isinstance(part := self._next(), Part) and part.run_id == number:
                 found.append(part)
@@ -191,6 +193,7 @@ class HeadMember:
 
     def _next(self) -> Message:
         deadline = time.monotonic() + self._timeout
+        # bounded, so that a silent member is replaced like one of the stage
         while (envelope := self._port.take(Tag.DRAFT)) is None:
             if time.monotonic() > deadline:
                 raise PeerSilent(rank=self._slices.rank, peer=self._port.rank_of(self._leader),

@@ -229,6 +229,7 @@ class Stage:
 
     def _serve_lent(self, lent: LentLoop) -> None:
         try:
+            # while the head's thread runs the loop itself, this thread only watches over it
             while self._running:
                 if not lent.own(self._turn, self._timeout):
                     self._port.wait(1.0, live=bool(self._lanes))
@@ -256,6 +257,7 @@ class Stage:
     def _receive(self) -> Message:
         """Wait for the next transaction, and handle cancellations meanwhile."""
         start = time.monotonic()
+        # cancellations arrive while it waits; without open lanes it may wait for ever
         while True:
             if (message := self._take()) is not None:
                 return message
@@ -275,6 +277,7 @@ class Stage:
         return None if envelope is None else envelope.message
 
     def _take_cancels(self) -> None:
+        # before each transaction: a run that was cancelled in time costs nothing
         while (envelope := self._port.take(Tag.CANCEL)) is not None:
             message = envelope.message
             if isinstance(message, RollCall):
