@@ -19,17 +19,7 @@ from msgspec import Struct, field, structs
 
 from pipeinfer.cluster.shard_transfer import Sender, SourceOf
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import (
-    PortName,
-    Progress,
-    Ready,
-    Receive,
-    Received,
-    Rehearse,
-    Setup,
-    ShardWanted,
-    Standing,
-)
+from pipeinfer.core import control
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import ShardHave, Tag
 from pipeinfer.core.types import CURVE_ROWS
@@ -69,7 +59,7 @@ class StageState(Struct):
     total: int = 0
     since: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
-    ready: Ready | Received | None = None
+    ready: control.Ready | control.Received | None = None
 
 
 class Change(Struct, frozen=True):
@@ -106,7 +96,7 @@ class Terms(Struct, frozen=True):
 _PATIENCE = 10.0  #: most seconds for the message: nothing is computed
 
 ProgressHook = Callable[[dict[int, StageState]], None]
-SetupOf = Callable[[Holding], Setup]
+SetupOf = Callable[[Holding], control.Setup]
 
 
 class Assembly:
@@ -148,10 +138,10 @@ class Assembly:
         return Grid(widths_of(self.held))
 
     @property
-    def ready(self) -> dict[int, Ready]:
+    def ready(self) -> dict[int, control.Ready]:
         """The Ready message of each stage, by node."""
         return {node: state.ready for node, state in self.states.items()
-                if isinstance(state.ready, Ready)}
+                if isinstance(state.ready, control.Ready)}
 
     @property
     def spares(self) -> tuple[int, ...]:
@@ -347,7 +337,8 @@ class Assembly:
             return
         for rank in self.spares:
             fitting = [one for one in self.held if self._has_room(rank, one)]
-            self._port.order(rank, Rehearse(tuple(self._setup(one, rank) for one in fitting)))
+            self._port.order(rank, control.Rehearse(tuple(
+                self._setup(one, rank) for one in fitting)))
 
     def _supply_spares(self) -> None:
         """Send the requested spares the shards of all stages, before there are requests. Spares
@@ -379,7 +370,7 @@ class Assembly:
         nodes = here + spares
         self._group(tuple(Holding(rank, 0, 0) for rank in nodes))
         try:
-            self._prepare({node: Receive(PortName(node), setups.get(rank, ()))
+            self._prepare({node: control.Receive(control.PortName(node), setups.get(rank, ()))
                            for node, rank in enumerate(nodes, 1)})
         except RankLost as error:
             loss = error
@@ -397,7 +388,7 @@ class Assembly:
             return False
         return True
 
-    def _setup(self, holding: Holding, rank: int) -> Setup:
+    def _setup(self, holding: Holding, rank: int) -> control.Setup:
         """Return the Setup for one of `held`, with the settings of this rank."""
         agreed, grid = self._terms, self.grid
         name = grid.name(self.held.index(holding) + 1)
@@ -423,10 +414,10 @@ class Assembly:
         if self.grid.n_stages > 1:
             greet(self._port, self.grid, self._config.cluster.timeout)
 
-    def _prepare(self, setups: Mapping[int, Setup | Receive]) -> None:
+    def _prepare(self, setups: Mapping[int, control.Setup | control.Receive]) -> None:
         """Send each node its setup and wait until all are ready."""
         self.states = {
-            node: StageState(self.held[node - 1].rank if isinstance(setup, Receive) else 0)
+            node: StageState(self.held[node - 1].rank if isinstance(setup, control.Receive) else 0)
             for node, setup in setups.items()}
         sender = Sender(self._port, self._source_of)
         for node, setup in setups.items():
@@ -455,11 +446,12 @@ class Assembly:
                     if have.node in states:
                         states[have.node].heard = time.monotonic()
                     sender.hear(have)
-                case ShardWanted(port=name) as wanted if (node := grid.node(name)) in states:
+                case control.ShardWanted(port=name) as wanted if (
+                        node := grid.node(name)) in states:
                     assert node is not None
                     states[node].heard = time.monotonic()
                     sender.offer(node, wanted.start, wanted.stop, wanted.piece)
-                case (Progress() | Ready() | Received()) as news if (
+                case (control.Progress() | control.Ready() | control.Received()) as news if (
                         node := grid.node(news.port)) in states:
                     assert node is not None
                     self._hear(states[node], news)
@@ -475,14 +467,15 @@ class Assembly:
                     rank=0, peer=rank, tag=f"Ready (rank {rank} is {state.phase} since "
                     f"{now - state.since:.0f} s)", run_id=None, seconds=timeout)
 
-    def _hear(self, state: StageState, news: Progress | Ready | Received) -> None:
+    def _hear(self, state: StageState,
+              news: control.Progress | control.Ready | control.Received) -> None:
         state.heard = time.monotonic()
         match news:
-            case Progress(phase=phase, done=done, total=total):
+            case control.Progress(phase=phase, done=done, total=total):
                 if phase != state.phase:
                     state.since = state.heard
                 state.phase, state.done, state.total = phase, done, total
-            case Ready() | Received():
+            case control.Ready() | control.Received():
                 state.phase, state.ready = "ready", news
         if self._progress is not None:
             self._progress(self.states)
@@ -501,7 +494,7 @@ def greet(port: Port, grid: Grid, timeout: float) -> None:
     while not watch.all_reached:
         envelope = take_result(port)
         if envelope is not None:
-            if isinstance(envelope.message, Standing):
+            if isinstance(envelope.message, control.Standing):
                 watch.hear(envelope.message)
             continue
         seconds = time.monotonic() - began

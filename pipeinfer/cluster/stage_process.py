@@ -52,15 +52,7 @@ from pipeinfer.cluster.parts import (
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
 from pipeinfer.config import JobConfig
-from pipeinfer.core.control import (
-    PortName,
-    Progress,
-    Ready,
-    Receive,
-    Received,
-    Rehearse,
-    Setup,
-)
+from pipeinfer.core import control
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import Tag, WorkerFailed
 from pipeinfer.core.types import ALL_SEQS, END
@@ -99,7 +91,7 @@ class StageProcess:
         self._whole: WideBackend | None = None  #: all slices held here, while there is a team
         self._options: object = None  #: what else the parts depend on
         self._stage: Stage | None = None
-        self._name = PortName(0)
+        self._name = control.PortName(0)
         self._drafting: DraftRank | None = None
         self._head_slices = HeadSlices(place.rank, DraftLoader(config, place, self._hooks))
         self._head: HeadMember | None = None
@@ -145,9 +137,9 @@ class StageProcess:
             self._wait()
         setup = self._await_setup()
         self._name = setup.port
-        if isinstance(setup, Receive):
+        if isinstance(setup, control.Receive):
             self._rehearse([msgspec.structs.replace(one, port=setup.port) for one in setup.setups])
-            self._port.send(0, Tag.RESULT, Received(self._name, self._place.rank))
+            self._port.send(0, Tag.RESULT, control.Received(self._name, self._place.rank))
             self._wait()
         stage = self._prepare(setup)
         self._stage = stage
@@ -183,12 +175,12 @@ class StageProcess:
         while True:
             self._port.take(Tag.TRANSACTION)
             self._pulse.beat("waits")
-            if isinstance(order := self._port.take_order(), Rehearse):
+            if isinstance(order := self._port.take_order(), control.Rehearse):
                 self._rehearse(order.setups)
             if not drafting.step():
                 self._port.wait(1.0, live=drafting.live)
 
-    def _rehearse(self, setups: Sequence[Setup]) -> None:
+    def _rehearse(self, setups: Sequence[control.Setup]) -> None:
         """Load the stages' shards once, so that they are in the page cache and measured."""
         report = functools.partial(self._report, ", ahead of time")
         for setup in setups:
@@ -214,7 +206,7 @@ class StageProcess:
         now = time.monotonic()
         if self._port.node > 0 and (phase != self._reported[0] or now - self._reported[1] > _OFTEN):
             self._reported = phase, now
-            self._port.send(0, Tag.RESULT, Progress(self._name, phase, done, total))
+            self._port.send(0, Tag.RESULT, control.Progress(self._name, phase, done, total))
 
     def _tell(self, error: Exception) -> None:
         code = error.exit_code if isinstance(error, PipeinferError) else ClusterError.exit_code
@@ -226,13 +218,14 @@ class StageProcess:
                 self._port.node, host_name(),
                 -1 if self._stage is None else self._stage.current_run, summary, trace, code))
 
-    def _await_setup(self) -> Setup | Receive:
+    def _await_setup(self) -> control.Setup | control.Receive:
         seconds = self._config.cluster.start_timeout
         deadline = time.monotonic() + seconds
         # messages of the epoch before may still arrive; what counts is the first setup
         while True:
             envelope = self._port.take(Tag.TRANSACTION)
-            if envelope is not None and isinstance(envelope.message, Setup | Receive):
+            if envelope is not None and isinstance(
+                    envelope.message, control.Setup | control.Receive):
                 return envelope.message
             if time.monotonic() > deadline:
                 raise TransportTimeout(rank=self._port.rank_of(self._port.node), peer=0,
@@ -242,7 +235,7 @@ class StageProcess:
 
     # --- loading ------------------------------------------------------------------------------
 
-    def _prepare(self, setup: Setup) -> Stage:
+    def _prepare(self, setup: control.Setup) -> Stage:
         """Load what is missing, send Ready, and return the stage."""
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         report = self._hooks.progress(functools.partial(self._report, ""))
@@ -292,10 +285,10 @@ class StageProcess:
             },
         )
 
-    def _ready(self, setup: Setup, backend: Backend, widths: Widths, team: Team | None, kind: str,
-               config: JobConfig) -> Ready:
+    def _ready(self, setup: control.Setup, backend: Backend, widths: Widths, team: Team | None,
+               kind: str, config: JobConfig) -> control.Ready:
         info, parts = backend.info, self._parts
-        return Ready(
+        return control.Ready(
             self._name, self._place.rank, host_name(), (setup.start, setup.stop), kind,
             widths.exact, widths.row_cost, tuple(widths.curve), info.weight_bytes,
             info.cache_bytes, max(part.threads for part in parts),
@@ -304,7 +297,7 @@ class StageProcess:
             "" if team is None else "memory" if team.shares_memory else "messages",
             self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost)
 
-    def _join_team(self, config: JobConfig, setup: Setup) -> Team | None:
+    def _join_team(self, config: JobConfig, setup: control.Setup) -> Team | None:
         """Meet the other members of this stage; None for a stage of whole layers."""
         self._part_team()
         if not setup.cut:
@@ -328,7 +321,7 @@ class StageProcess:
         self._whole = self._team = self._head = None
         self._sum_seconds = 0.0
 
-    def _wide(self, loader: PartLoader, setup: Setup, team: Team) -> tuple[Backend, Widths]:
+    def _wide(self, loader: PartLoader, setup: control.Setup, team: Team) -> tuple[Backend, Widths]:
         """Return the member's slices as one backend, with the worst of their widths."""
         chains = [[cast("SliceBackend", part.backend) for part in self._parts
                    if part.piece == piece] for piece in pieces_of(setup)]
@@ -337,7 +330,7 @@ class StageProcess:
                                   embedding)
         return self._whole, worst(self._parts)
 
-    def _threads(self, config: JobConfig, setup: Setup) -> int:
+    def _threads(self, config: JobConfig, setup: control.Setup) -> int:
         """Return the threads of the stage; bind this rank to more cores if idle ranks lend it
         theirs."""
         own = threads_of(config.model.threads, self._place)
@@ -369,7 +362,7 @@ class StageProcess:
         for part in parts:
             part.backend.close()
 
-def _tapped(backend: Backend, setup: Setup) -> Callable[[], npt.NDArray[Any]] | None:
+def _tapped(backend: Backend, setup: control.Setup) -> Callable[[], npt.NDArray[Any]] | None:
     """Return a function for the rows that a head reads of this stage; None without any."""
     last = setup.stop == setup.n_layers
     if not any(setup.start <= one < setup.stop or (last and one >= setup.stop)

@@ -25,22 +25,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core import messages
 from pipeinfer.core.control import pack, unpack_by
 from pipeinfer.core.drafting import FeedDraft
-from pipeinfer.core.messages import (
-    NO_RUN,
-    CacheOps,
-    ControlMessage,
-    Decode,
-    Message,
-    Op,
-    Part,
-    RunCancelled,
-    RunFinished,
-    ShardChunk,
-    Spans,
-    Verdict,
-)
 from pipeinfer.core.types import (
     ALL_SEQS,
     Choice,
@@ -68,9 +55,10 @@ _VIEWS = 8  # rows attend to other ids than they are stored under
 _TAPS = 16  # inputs of layers follow, also in a RUN_FINISHED frame
 _HALF_TAPS = 32  # in float16
 _FLAGS = 63  # all of them
-_PART = int(Op.PART)
-_control: msgspec.json.Decoder[ControlMessage] = msgspec.json.Decoder(ControlMessage)
-_VERDICTS = tuple(Verdict)
+_PART = int(messages.Op.PART)
+_control: msgspec.json.Decoder[messages.ControlMessage] = msgspec.json.Decoder(
+    messages.ControlMessage)
+_VERDICTS = tuple(messages.Verdict)
 _FLOAT, _HALF = np.dtype("<f4"), np.dtype("<u2")
 _SHORT = 4  # flag of a PART frame: numbers of 16 bits; the two lower bits hold the verdict
 _MAX_SECONDS = 1e11  # since the epoch
@@ -78,38 +66,39 @@ _MAX_COUNT = 1 << 24
 _MAX_PAYLOAD = 1 << 30
 
 
-def encode(message: Message) -> bytes:
+def encode(message: messages.Message) -> bytes:
     """Return the frame of `message`, header and body.
 
     Raises ProtocolError for an object that is not a message, and for one over the size limit.
     """
     match message:
-        case Decode():
+        case messages.Decode():
             return _encode_decode(message)
-        case RunFinished(run_id, choices, spans, taps):
+        case messages.RunFinished(run_id, choices, spans, taps):
             flags, column = _encode_taps(taps)
-            return _frame(Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices), *column,
-                          flags=flags, run_id=run_id, n_rows=len(choices), n_spans=len(spans))
-        case Part(member, number, run_id, place, verdict, data):
+            return _frame(messages.Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
+                          *column, flags=flags, run_id=run_id, n_rows=len(choices), n_spans=len(spans))
+        case messages.Part(member, number, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
             return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, number, member, 0, place,
                                 data.size, data.nbytes, 0) + data.tobytes()
-        case RunCancelled(run_id, spans):
-            return _frame(Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
+        case messages.RunCancelled(run_id, spans):
+            return _frame(messages.Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
                           n_spans=len(spans))
-        case CacheOps(ops):
-            return _frame(Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
-        case ShardChunk(offset, chunk):
-            return _frame(Op.SHARD_CHUNK, chunk, run_id=offset)
+        case messages.CacheOps(ops):
+            return _frame(messages.Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
+        case messages.ShardChunk(offset, chunk):
+            return _frame(messages.Op.SHARD_CHUNK, chunk, run_id=offset)
         case FeedDraft(lane, index, rows):
             flags, column = _encode_taps(rows)
-            return _frame(Op.FEED_DRAFT, *column, flags=flags, run_id=index, parent_id=lane)
-    if isinstance(message, ControlMessage):
-        return _frame(Op.CONTROL, pack(message))
+            return _frame(messages.Op.FEED_DRAFT, *column, flags=flags, run_id=index,
+                          parent_id=lane)
+    if isinstance(message, messages.ControlMessage):
+        return _frame(messages.Op.CONTROL, pack(message))
     raise ProtocolError(f"cannot encode {type(message).__name__}")
 
 
-def decode(frame: bytes | bytearray | memoryview) -> Message:
+def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
     """Return the message in `frame`; its arrays are views into the frame.
 
     Raises ProtocolError for a damaged frame and for another protocol version.
@@ -132,31 +121,31 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
     if op == _PART:  # first, because about two hundred such frames arrive per token
         if size != d * (2 if flags & _SHORT else 4) or n_ids or n_spans or flags > 7:
             raise ProtocolError(f"a part of a sum announces {d} numbers in {size} bytes")
-        return Part(n_rows, parent_id, run_id, n_ops, _VERDICTS[flags & 3],
+        return messages.Part(n_rows, parent_id, run_id, n_ops, _VERDICTS[flags & 3],
                     np.frombuffer(body, _HALF if flags & _SHORT else _FLOAT))
     reader = _Reader(body)
     spans = _read_spans(reader, run_id, n_spans) if n_spans else ()
-    message: Message
+    message: messages.Message
     match op:
-        case Op.DECODE:
+        case messages.Op.DECODE:
             message = _decode_decode(
                 reader, flags, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
             )
-        case Op.CACHE_OPS:
-            message = CacheOps(_read_ops(reader, n_ops))
-        case Op.RUN_FINISHED:
+        case messages.Op.CACHE_OPS:
+            message = messages.CacheOps(_read_ops(reader, n_ops))
+        case messages.Op.RUN_FINISHED:
             choices = _decode_choices(reader, n_rows)
-            message = RunFinished(run_id, choices, spans, _read_taps(reader, flags))
-        case Op.RUN_CANCELLED:
-            message = RunCancelled(run_id, spans)
-        case Op.SHARD_CHUNK:
-            message = ShardChunk(run_id, reader.rest())
-        case Op.FEED_DRAFT:
+            message = messages.RunFinished(run_id, choices, spans, _read_taps(reader, flags))
+        case messages.Op.RUN_CANCELLED:
+            message = messages.RunCancelled(run_id, spans)
+        case messages.Op.SHARD_CHUNK:
+            message = messages.ShardChunk(run_id, reader.rest())
+        case messages.Op.FEED_DRAFT:
             tapped = _read_taps(reader, flags)
             if tapped is None or run_id < 0:
                 raise ProtocolError("rows for a prediction head came without rows or index")
             message = FeedDraft(parent_id, run_id, tapped)
-        case Op.CONTROL:
+        case messages.Op.CONTROL:
             message = unpack_by(_control, reader.rest())
         case _:
             raise ProtocolError(f"unknown operation {op}")
@@ -165,7 +154,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Message:
 
 
 def check_decode(
-    run: Decode, n_seq: int, n_positions: int, n_tokens: int | None = None,
+    run: messages.Decode, n_seq: int, n_positions: int, n_tokens: int | None = None,
     width: int | None = None, lanes: Collection[int] | None = None,
 ) -> None:
     """Raise ProtocolError for a run that this stage cannot evaluate.
@@ -216,14 +205,14 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
             raise ProtocolError(f"an operation outside {n_seq} sequences: {op}")
 
 
-def _encode_spans(spans: Spans) -> bytes:
+def _encode_spans(spans: messages.Spans) -> bytes:
     flat = [value for span in spans for value in span]
     if len(flat) != 3 * len(spans):
         raise ProtocolError(f"timings (spans) are not three of each stage: {spans}")
     return struct.pack(f"<{len(flat)}d", *flat)
 
 
-def _read_spans(reader: _Reader, run_id: int, count: int) -> Spans:
+def _read_spans(reader: _Reader, run_id: int, count: int) -> messages.Spans:
     values = reader.array("<f8", 3 * count).tolist()
     for value in values:
         if not 0.0 <= value < _MAX_SECONDS:
@@ -257,8 +246,8 @@ class _Reader:
 
 
 def _frame(
-    op: Op, *body: bytes | memoryview, flags: int = 0, run_id: int = NO_RUN,
-    parent_id: int = NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
+    op: messages.Op, *body: bytes | memoryview, flags: int = 0, run_id: int = messages.NO_RUN,
+    parent_id: int = messages.NO_RUN, n_rows: int = 0, n_ids: int = 0, n_ops: int = 0, d: int = 0,
     n_spans: int = 0,
 ) -> bytes:
     size = sum(len(part) for part in body)
@@ -269,7 +258,7 @@ def _frame(
     return b"".join((header, *body))
 
 
-def _encode_decode(m: Decode) -> bytes:
+def _encode_decode(m: messages.Decode) -> bytes:
     rows, n = m.rows, len(m.rows)
     ids = [i for group in rows.seq_ids for i in group]
     offsets = [0, *itertools.accumulate(map(len, rows.seq_ids))]
@@ -297,15 +286,15 @@ def _encode_decode(m: Decode) -> bytes:
     tapped, column = _encode_taps(m.taps)
     flags |= tapped
     parts += column
-    return _frame(Op.DECODE, *parts, flags=flags, run_id=m.run_id,
+    return _frame(messages.Op.DECODE, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
                   n_spans=len(m.spans))
 
 
 def _decode_decode(
     reader: _Reader, flags: int, run_id: int, parent_id: int,
-    counts: tuple[int, int, int, int], spans: Spans,
-) -> Decode:
+    counts: tuple[int, int, int, int], spans: messages.Spans,
+) -> messages.Decode:
     n, n_ids, n_ops, d = counts
     tokens, positions, lanes = reader.array("<i4", 3 * n).reshape(3, n)
     numbers = reader.array("<i4", n + 1 + n_ids).tolist()
@@ -324,7 +313,7 @@ def _decode_decode(
     taps = _read_taps(reader, flags)
     if taps is not None and len(taps) != n:
         raise ProtocolError(f"run {run_id} has {len(taps)} tapped rows for {n} rows")
-    return Decode(
+    return messages.Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views),
         tuple(lanes.tolist()), ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),

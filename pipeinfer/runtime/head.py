@@ -16,21 +16,10 @@ from typing import Any, NoReturn
 
 from msgspec import Struct
 
+from pipeinfer.core import messages
 from pipeinfer.core.control import DraftStop, Pace, Progress, Ready, Received, Report, Standing
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
-from pipeinfer.core.messages import (
-    CacheOps,
-    Cancel,
-    Decode,
-    LaneClose,
-    LaneOpen,
-    Message,
-    RunCancelled,
-    RunFinished,
-    Shutdown,
-    Tag,
-)
 from pipeinfer.core.messages import WorkerFailed as WorkerFailedMessage
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.types import ALL_SEQS, END, Request, SeqRemove
@@ -46,18 +35,8 @@ from pipeinfer.errors import (
 from pipeinfer.runtime.drafts import Drafts
 from pipeinfer.runtime.link_watch import UNDER_WAY, LinkWatch
 from pipeinfer.runtime.observers import LiveRuns, RunObserver, RunTrace, StageTimes, Tuner
+from pipeinfer.scheduler import events
 from pipeinfer.scheduler.controller import Controller
-from pipeinfer.scheduler.events import (
-    AbortRequest,
-    Emit,
-    Enqueue,
-    Event,
-    Finish,
-    Instruction,
-    Refuse,
-    Restart,
-    RunDone,
-)
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.base import Decomposer
@@ -96,7 +75,7 @@ class Head:
         self.scheduler = scheduler
         self._port, self._grid, self._draft = port, grid, draft
         self._cancel_path, self._timeout = cancel_path, timeout
-        self._news: deque[Emit | Finish | Refuse] = deque()
+        self._news: deque[events.Emit | events.Finish | events.Refuse] = deque()
         self._last_result = time.monotonic()
         self._woken = False
         self.trace = RunTrace() if trace else None
@@ -166,7 +145,7 @@ class Head:
         self._set_controller(controller)
         for observer in self._observers:
             observer.restarted()
-        self._feed(Restart(limits, reason))
+        self._feed(events.Restart(limits, reason))
         self._last_result = time.monotonic()  # loading has its own deadline
 
     def submit(self, request: Request, decompose: Callable[[], Decomposer] | None = None,
@@ -176,13 +155,13 @@ class Head:
         decompose: makes the decomposer of a response in threads.
         output: tokens that an earlier job has already returned; they are not returned again.
         """
-        self._feed(Enqueue(request, output, decompose))
+        self._feed(events.Enqueue(request, output, decompose))
 
     def abort(self, request_id: int, reason: str) -> None:
         """End a request now. No effect if it has ended already."""
-        self._feed(AbortRequest(request_id, reason))
+        self._feed(events.AbortRequest(request_id, reason))
 
-    def next_news(self, timeout: float) -> Emit | Finish | Refuse | None:
+    def next_news(self, timeout: float) -> events.Emit | events.Finish | events.Refuse | None:
         """Return the next token or terminal event.
 
         timeout: seconds to wait for it; after that, or after `wake`, None is returned.
@@ -241,7 +220,7 @@ class Head:
         timeout: seconds to wait for the reports. Those that come later are missing from the
             result.
         """
-        self._first(Shutdown())
+        self._first(messages.Shutdown())
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout
         # a report is worth a short wait, and a rank that sends none must not hold the exit up
@@ -287,10 +266,10 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case RunFinished(run_id, choices, taps=taps):
-                    self._returned(message, RunDone(run_id, choices, taps))
-                case RunCancelled(run_id):
-                    self._returned(message, RunDone(run_id, None))
+                case messages.RunFinished(run_id, choices, taps=taps):
+                    self._returned(message, events.RunDone(run_id, choices, taps))
+                case messages.RunCancelled(run_id):
+                    self._returned(message, events.RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):
                     self.times.pace.reported(self._grid.node(port), runs, compute, waited)
                 case Standing():
@@ -313,11 +292,12 @@ class Head:
             self._feed(drafted)
         return some
 
-    def _take(self) -> Message | None:
+    def _take(self) -> messages.Message | None:
         envelope = take_result(self._port)
         return None if envelope is None else envelope.message
 
-    def _returned(self, message: RunFinished | RunCancelled, event: RunDone) -> None:
+    def _returned(self, message: messages.RunFinished | messages.RunCancelled,
+                  event: events.RunDone) -> None:
         self._last_result, when = time.monotonic(), time.time()
         run = self.scheduler.runs.get(message.run_id)
         self._feed(event)  # before the observers: a stage may be waiting for the next run
@@ -350,12 +330,12 @@ class Head:
 
     def _raise_timeout(self, seconds: float) -> NoReturn:
         peer = self._port.rank_of(self._grid.leaders[-1])
-        raise TransportTimeout(rank=0, peer=peer, tag=Tag.RESULT.name,
+        raise TransportTimeout(rank=0, peer=peer, tag=messages.Tag.RESULT.name,
                                run_id=min(self.scheduler.runs, default=None), seconds=seconds)
 
     # --- schedule and send --------------------------------------------------------------------
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: events.Event) -> None:
         start = time.perf_counter()
         if self.scheduler.idle:
             self._last_result = time.monotonic()
@@ -365,15 +345,15 @@ class Head:
             observer.handled(self.scheduler.runs, time.time())
         self.stats.busy += time.perf_counter() - start
 
-    def _execute(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case Decode(run_id):
+            case messages.Decode(run_id):
                 for observer in self._observers:
                     observer.issued(self.scheduler.runs[run_id], time.time())
                 self._first(instruction)
-            case CacheOps() | LaneOpen() | LaneClose():
+            case messages.CacheOps() | messages.LaneOpen() | messages.LaneClose():
                 self._first(instruction)
-            case Cancel():
+            case messages.Cancel():
                 self._cancel(instruction)
             case StartDraft():
                 if self._draft is None:
@@ -386,24 +366,24 @@ class Head:
             case DraftStop(job_id):
                 if self._draft is not None:
                     self._draft.stop(job_id)
-            case Emit() | Finish() | Refuse():
+            case events.Emit() | events.Finish() | events.Refuse():
                 self._news.append(instruction)
             case _:
                 raise ProtocolError(f"unknown instruction {instruction!r}")
 
-    def _first(self, message: Message) -> None:
+    def _first(self, message: messages.Message) -> None:
         for node in self._grid.successors(0):
-            self._port.send(node, Tag.TRANSACTION, message)
+            self._port.send(node, messages.Tag.TRANSACTION, message)
 
     def _forget_caches(self) -> None:
-        self._first(CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
+        self._first(messages.CacheOps((SeqRemove(ALL_SEQS, 0, END),)))
 
-    def _cancel(self, cancel: Cancel) -> None:
+    def _cancel(self, cancel: messages.Cancel) -> None:
         for observer in self._observers:
             observer.cancelled(cancel.run_ids, time.time())
         leaders = self._grid.leaders[::-1]
         for node in leaders if self._cancel_path is CancelPath.DIRECT else leaders[:1]:
-            self._port.send(node, Tag.CANCEL, cancel)
+            self._port.send(node, messages.Tag.CANCEL, cancel)
 
 
 def take_result(port: Port) -> Envelope | None:
@@ -411,12 +391,12 @@ def take_result(port: Port) -> Envelope | None:
 
     Raises WorkerFailed if a node has reported a failure, RankLost if a rank is newly found dead.
     """
-    failure = port.take(Tag.ERROR)
+    failure = port.take(messages.Tag.ERROR)
     if failure is not None and isinstance(failure.message, WorkerFailedMessage):
         raise_worker_failed(failure.message, port.rank_of(failure.message.node))
     if lost := port.new_losses():
         raise RankLost(min(lost), "is dead")
-    return port.take(Tag.RESULT)
+    return port.take(messages.Tag.RESULT)
 
 
 def raise_worker_failed(message: WorkerFailedMessage, rank: int) -> None:

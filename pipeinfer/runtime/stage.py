@@ -20,23 +20,11 @@ from msgspec import Struct, field
 
 from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
+from pipeinfer.core import messages
 from pipeinfer.core.codec import check_decode, check_ops
 from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
-from pipeinfer.core.messages import (
-    CacheOps,
-    Cancel,
-    Decode,
-    LaneClose,
-    LaneOpen,
-    Message,
-    RunCancelled,
-    RunFinished,
-    Shutdown,
-    Spans,
-    Tag,
-)
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.sampling import choose, likeliest
 from pipeinfer.core.types import (
@@ -67,7 +55,7 @@ class PooledRows:
     def __init__(self) -> None:
         self._sums: dict[int, Any] = {}  # mean: float64[n_embd]
 
-    def add(self, backend: Backend, run: Decode, pooling: Pooling) -> FloatArray:
+    def add(self, backend: Backend, run: messages.Decode, pooling: Pooling) -> FloatArray:
         """Evaluate a run of one prompt.
 
         Returns float32[k, n_embd] for the k rows with an output: at the prompt's end its embedding.
@@ -254,7 +242,7 @@ class Stage:
 
     # --- receiving ----------------------------------------------------------------------------
 
-    def _receive(self) -> Message:
+    def _receive(self) -> messages.Message:
         """Wait for the next transaction, and handle cancellations meanwhile."""
         start = time.monotonic()
         # cancellations arrive while it waits; without open lanes it may wait for ever
@@ -265,35 +253,36 @@ class Stage:
             if live and time.monotonic() - start > self._timeout:
                 raise TransportTimeout(
                     rank=self._port.rank_of(self._port.node),
-                    peer=self._port.rank_of(self._before), tag=Tag.TRANSACTION.name,
+                    peer=self._port.rank_of(self._before), tag=messages.Tag.TRANSACTION.name,
                     run_id=self._last_run + 1, seconds=self._timeout,
                 )
             self._port.wait(1.0, live=live)
 
-    def _take(self) -> Message | None:
+    def _take(self) -> messages.Message | None:
         self._pulse.beat("waits")
         self._take_cancels()
-        envelope = self._port.take(Tag.TRANSACTION)
+        envelope = self._port.take(messages.Tag.TRANSACTION)
         return None if envelope is None else envelope.message
 
     def _take_cancels(self) -> None:
         # before each transaction: a run that was cancelled in time costs nothing
-        while (envelope := self._port.take(Tag.CANCEL)) is not None:
+        while (envelope := self._port.take(messages.Tag.CANCEL)) is not None:
             message = envelope.message
             if isinstance(message, RollCall):
                 self._answer_call(message)
                 continue
-            if not isinstance(message, Cancel):
+            if not isinstance(message, messages.Cancel):
                 raise ProtocolError(f"{type(message).__name__} came on the tag for Cancel")
             if self._cancel_path is CancelPath.BACKWARD and self._leader_before:
-                self._port.send(self._leader_before, Tag.CANCEL, message)
+                self._port.send(self._leader_before, messages.Tag.CANCEL, message)
             self._cancelled.update(i for i in message.run_ids if i > self._last_run)
 
     def _answer_call(self, call: RollCall) -> None:
         idle = 0.0 if self._at_work else time.monotonic() - self._done_at
-        self._port.send(0, Tag.RESULT, Standing(self._name, call.number, self._received, idle))
+        self._port.send(0, messages.Tag.RESULT,
+                        Standing(self._name, call.number, self._received, idle))
 
-    def _handle(self, message: Message) -> bool:
+    def _handle(self, message: messages.Message) -> bool:
         """Handle one message; return whether to continue."""
         self._received += 1
         self._at_work = True
@@ -301,20 +290,20 @@ class Stage:
         self._at_work, self._done_at = False, time.monotonic()
         return goes_on
 
-    def _do(self, message: Message) -> bool:
+    def _do(self, message: messages.Message) -> bool:
         match message:
-            case Decode():
+            case messages.Decode():
                 self._decode(message)
-            case CacheOps(ops):
+            case messages.CacheOps(ops):
                 check_ops(ops, self._backend.info.n_seq_max)
                 self._forward(message)
                 self._apply(ops)
-            case LaneOpen(lane, params):
+            case messages.LaneOpen(lane, params):
                 self._forward(message)
                 if params.grammar and self._answers:
                     self._constraints.of(lane, params.grammar)
                 self._lanes[lane] = params
-            case LaneClose(lane):
+            case messages.LaneClose(lane):
                 self._forward(message)
                 self._lanes.pop(lane, None)
                 self._pooled.forget(lane)
@@ -327,9 +316,9 @@ class Stage:
             case RollCall():
                 self._forward(message)
                 self._answer_call(message)
-            case Shutdown():
+            case messages.Shutdown():
                 self._forward(message)
-                self._port.send(0, Tag.RESULT, self._report())
+                self._port.send(0, messages.Tag.RESULT, self._report())
                 return False
             case _:
                 raise ProtocolError(
@@ -337,13 +326,13 @@ class Stage:
                 )
         return True
 
-    def _forward(self, message: Message) -> None:
+    def _forward(self, message: messages.Message) -> None:
         for node in self._next:
-            self._port.send(node, Tag.TRANSACTION, message)
+            self._port.send(node, messages.Tag.TRANSACTION, message)
 
     # --- runs ---------------------------------------------------------------------------------
 
-    def _decode(self, run: Decode) -> None:
+    def _decode(self, run: messages.Decode) -> None:
         start, clock = time.time(), time.monotonic()  # the former may jump
         check_decode(run, *self._bounds, lanes=self._lanes)
         self._apply(run.ops)
@@ -377,9 +366,10 @@ class Stage:
         elif self._answers:
             choices = self._choose(run, result)
             spans = _extended(run.spans, start, time.monotonic() - clock, waited)
-            self._port.send(0, Tag.RESULT, RunFinished(run.run_id, choices, spans, taps))
+            self._port.send(0, messages.Tag.RESULT,
+                            messages.RunFinished(run.run_id, choices, spans, taps))
         elif not self._last:
-            self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
+            self._forward(messages.Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, hidden=result,
                                  spans=_extended(run.spans, start, computed, waited), taps=taps))
         self._last_run = run.run_id
@@ -390,7 +380,7 @@ class Stage:
                 and computed < _BRIEF_SECONDS
             self._lent.lend(self._turn if brief else None)
 
-    def _embeds(self, run: Decode) -> bool:
+    def _embeds(self, run: messages.Decode) -> bool:
         """Whether the run's result is an embedding. A prompt's rows have runs of their own, so all
         rows belong to one lane."""
         params = self._lanes[run.lanes[0]]
@@ -401,7 +391,7 @@ class Stage:
     def _waited(self) -> float:
         return 0.0 if self._team is None else self._team.waited
 
-    def _is_dead(self, run: Decode) -> bool:
+    def _is_dead(self, run: messages.Decode) -> bool:
         """Whether the run is to be skipped here. In a wide stage the leader decides for all
         members."""
         # A child of a skipped run reads cells that were never made: skip it as well.
@@ -411,14 +401,14 @@ class Stage:
         return cancelled if self._team is None else self._team.begin(
             run.run_id, cancelled=cancelled)
 
-    def _skip(self, run: Decode, spans: Spans) -> None:
+    def _skip(self, run: messages.Decode, spans: messages.Spans) -> None:
         self._skipped.add(run.run_id)
         if len(self._skipped) > _REMEMBER:
             self._skipped = {i for i in self._skipped if i > run.run_id - _REMEMBER}
         if self._answers:
-            self._port.send(0, Tag.RESULT, RunCancelled(run.run_id, spans))
+            self._port.send(0, messages.Tag.RESULT, messages.RunCancelled(run.run_id, spans))
         elif not self._last:
-            self._forward(Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
+            self._forward(messages.Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
                                  speculative=run.speculative, skipped=True,
                                  spans=spans))
 
@@ -445,7 +435,7 @@ class Stage:
             if self._history is not None:
                 self._history.apply(op)
 
-    def _choose(self, run: Decode, logits: FloatArray) -> tuple[Choice, ...]:
+    def _choose(self, run: messages.Decode, logits: FloatArray) -> tuple[Choice, ...]:
         assert self._history is not None
         self._history.write(run.rows)
         tokens, positions, outputs = run.rows.lists
@@ -473,7 +463,7 @@ class Stage:
 
     # --- figures ------------------------------------------------------------------------------
 
-    def _note(self, run: Decode, fate: Fate, start: float, seconds: tuple[float, float],
+    def _note(self, run: messages.Decode, fate: Fate, start: float, seconds: tuple[float, float],
               waited: float) -> None:
         """Count a run.
 
@@ -495,7 +485,8 @@ class Stage:
                                  waited))
         runs = sum(stats.runs.values())
         if self._team is not None and runs % _PACE == 0:
-            self._port.send(0, Tag.RESULT, Pace(self._name, runs, stats.compute, stats.waited))
+            self._port.send(0, messages.Tag.RESULT,
+                            Pace(self._name, runs, stats.compute, stats.waited))
 
     def _report(self) -> Report:
         stats, info = self.stats, self._backend.info
@@ -511,6 +502,6 @@ def _beside(before: npt.NDArray[Any] | None, own: npt.NDArray[Any]) -> npt.NDArr
     return own if before is None else np.concatenate([before, own], axis=1)
 
 
-def _extended(spans: Spans, start: float, seconds: float, waited: float) -> Spans:
+def _extended(spans: messages.Spans, start: float, seconds: float, waited: float) -> messages.Spans:
     """Return `spans` with one more span."""
     return (*spans, (start, seconds, min(waited, seconds)))

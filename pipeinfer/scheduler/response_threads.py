@@ -21,20 +21,7 @@ from pipeinfer.scheduler.lanes import Lane, QueuedRequest
 from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.token_tree import Node
-from pipeinfer.strategies.decomposers.base import (
-    MAIN,
-    Action,
-    Close,
-    CutThread,
-    Decomposer,
-    Feed,
-    Fork,
-    GiveUp,
-    Halt,
-    Join,
-    Skip,
-    TextPiece,
-)
+from pipeinfer.strategies.decomposers import base
 
 
 class Response(Struct, eq=False):
@@ -54,9 +41,9 @@ class Response(Struct, eq=False):
     """
 
     ticket: QueuedRequest
-    decomposer: Decomposer
+    decomposer: base.Decomposer
     lanes: dict[int, Lane] = field(default_factory=dict)
-    pending: list[tuple[Fork, int]] = field(default_factory=list)
+    pending: list[tuple[base.Fork, int]] = field(default_factory=list)
     chosen: dict[int, list[tuple[Choice, bool]]] = field(default_factory=dict)
     past: dict[int, list[Choice]] = field(default_factory=dict)
     muted: int = 0
@@ -102,7 +89,7 @@ class Threads:
         ticket = lane.ticket
         assert ticket.decompose is not None
         response = Response(ticket, ticket.decompose(), past=ticket.past, muted=len(ticket.output))
-        response.lanes[MAIN] = lane
+        response.lanes[base.MAIN] = lane
         self.responses[ticket.order] = response
         ticket.stats.gave_up = 0  # a replay counts again
         lane.own = structs.replace(ticket.request, params=structs.replace(
@@ -147,7 +134,7 @@ class Threads:
             response.pending[:0] = [(fork, step) for fork, step in waiting
                                     if not self._open(response, fork, step)]
 
-    def hand_out(self, response: Response, pieces: Iterable[TextPiece]) -> None:
+    def hand_out(self, response: Response, pieces: Iterable[base.TextPiece]) -> None:
         """Emit the pieces that the client has not received yet."""
         for piece in pieces:
             choice, guessed = response.chosen[piece.thread][piece.number]
@@ -172,29 +159,29 @@ class Threads:
 
     # --- actions ------------------------------------------------------------------------------
 
-    def _execute(self, response: Response, actions: list[Action]) -> None:
+    def _execute(self, response: Response, actions: list[base.Action]) -> None:
         for action in actions:
             match action:
-                case Fork():
+                case base.Fork():
                     parent = response.lanes[action.parent]
                     response.pending.append((action, parent.step))
-                case Feed(thread, tokens, skip):
+                case base.Feed(thread, tokens, skip):
                     response.lanes[thread].step = max(response.lanes[thread].step, response.step)
                     self._feed(response.lanes[thread], tokens, skip)
-                case Skip(thread, count):
+                case base.Skip(thread, count):
                     self._skip(response.lanes[thread], count)
-                case Halt():
+                case base.Halt():
                     pass
-                case GiveUp():
+                case base.GiveUp():
                     response.ticket.stats.gave_up += 1
-                case CutThread(thread, keep):
+                case base.CutThread(thread, keep):
                     self._cut(response.lanes[thread], keep)
-                case Join(thread, others):
+                case base.Join(thread, others):
                     self._join(response, response.lanes[thread], others)
-                case Close(thread, True):
+                case base.Close(thread, True):
                     self._last_row(response.lanes[thread])
                     response.settling.append(thread)
-                case Close(thread, _):
+                case base.Close(thread, _):
                     if thread in response.lanes:
                         lane = response.lanes.pop(thread)
                         response.step = max(response.step, lane.step)
@@ -290,7 +277,7 @@ class Threads:
         into.joined += len(lane.accepted) - lane.base + lane.joined
         self._close(lane, False)
 
-    def _open(self, response: Response, fork: Fork, step: int) -> bool:
+    def _open(self, response: Response, fork: base.Fork, step: int) -> bool:
         """Open a lane for a fork; False if its parent's rows are not issued or there is no room."""
         parent = response.lanes[fork.parent]
         limits, ticket = self._state.limits, response.ticket
@@ -312,10 +299,10 @@ class Threads:
         return True
 
 
-def _keeps_back(action: Action, thread: int) -> bool:
+def _keeps_back(action: base.Action, thread: int) -> bool:
     """Whether the thread's newest token is not to be issued by itself."""
     return action.thread == thread and (
-        isinstance(action, Halt | Feed | CutThread) or action == Close(thread))
+        isinstance(action, base.Halt | base.Feed | base.CutThread) or action == base.Close(thread))
 
 
 def _is_issued(lane: Lane) -> bool:

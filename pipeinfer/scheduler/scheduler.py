@@ -25,20 +25,8 @@ from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.messages import NO_RUN, CacheOps, LaneClose, LaneOpen
 from pipeinfer.core.types import NO_TOKEN, REPLAYED_ROWS, Choice, Request, make_rows
 from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError, RequestError
+from pipeinfer.scheduler import events
 from pipeinfer.scheduler.admission import Admission
-from pipeinfer.scheduler.events import (
-    AbortRequest,
-    Drafted,
-    Emit,
-    Enqueue,
-    Event,
-    Finish,
-    Instruction,
-    LaneStats,
-    Refuse,
-    Restart,
-    RunDone,
-)
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest, Run
 from pipeinfer.scheduler.published import repeat_tip
 from pipeinfer.scheduler.response_threads import Threads
@@ -69,7 +57,7 @@ class Scheduler:
         self.speculation = Speculation(self.state, rows, drafts=drafts)
         self.lanes, self.runs = self.state.lanes, self.state.runs
         self.calibration = self.speculation.calibration
-        self.totals = LaneStats()  # of all requests; only the counters of tokens are used
+        self.totals = events.LaneStats()  # of all requests; only the counters of tokens are used
         self.most_cells: int | None = None  # peak of cells in use; None: not recorded
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
         self.story = Story(self.state)
@@ -130,7 +118,7 @@ class Scheduler:
         """Use other sizes, credits and cutoffs from now on, at any time."""
         self.state.limits = self.admission.limits = self.limits.tuned(tuning)
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: events.Event) -> list[events.Instruction]:
         """Advance by one event; return the instructions to execute, in order.
 
         Raises ProtocolError for an unknown event, and for a run that was not in flight, was skipped
@@ -147,17 +135,17 @@ class Scheduler:
         self.story.instructions(instructions)
         return instructions
 
-    def _advance(self, event: Event) -> None:
+    def _advance(self, event: events.Event) -> None:
         match event:
-            case Enqueue(request, output, decompose):
+            case events.Enqueue(request, output, decompose):
                 self._submit(request, output, decompose)
-            case RunDone(run_id, choices, taps):
+            case events.RunDone(run_id, choices, taps):
                 self._run_done(run_id, choices, taps)
-            case Drafted(job_id, proposals, rows):
+            case events.Drafted(job_id, proposals, rows):
                 self.speculation.drafted(job_id, proposals, rows)
-            case AbortRequest(request_id, reason):
+            case events.AbortRequest(request_id, reason):
                 self._abort(request_id, reason)
-            case Restart(limits, reason):
+            case events.Restart(limits, reason):
                 self._restart(limits, reason)
             case _:
                 raise ProtocolError(f"unknown event {event!r}")
@@ -212,7 +200,7 @@ class Scheduler:
                 decompose: Callable[[], Decomposer] | None) -> None:
         n = len(request.prompt)
         if n + 1 > self.limits.n_ctx:
-            self.state.emit(Refuse(request.request_id, ContextOverflow(
+            self.state.emit(events.Refuse(request.request_id, ContextOverflow(
                 f"the prompt has {n} tokens, but the context holds {self.limits.n_ctx}: shorten "
                 f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
             )))
@@ -305,7 +293,7 @@ class Scheduler:
         for ticket in self.waiting:
             if ticket.request.request_id == request_id:
                 self.waiting.remove(ticket)
-                self.state.emit(Finish(request_id, reason, ticket.stats))
+                self.state.emit(events.Finish(request_id, reason, ticket.stats))
                 return
         for lane in list(self.lanes.values()):
             if lane.request.request_id == request_id and not lane.thread:
@@ -332,7 +320,7 @@ class Scheduler:
         for stop in stops:
             self.state.emit(stop)
         for ticket in ended:
-            self.state.emit(Finish(ticket.request.request_id, reason, ticket.stats))
+            self.state.emit(events.Finish(ticket.request.request_id, reason, ticket.stats))
 
     # --- the walk -----------------------------------------------------------------------------
 
@@ -348,7 +336,7 @@ class Scheduler:
                 break
             if choice.token == NO_TOKEN:
                 self._give_up(lane)
-                self.state.emit(Refuse(request.request_id, RequestError(
+                self.state.emit(events.Refuse(request.request_id, RequestError(
                     f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
                     "token of the vocabulary, or became too complex")))
                 break
@@ -370,7 +358,7 @@ class Scheduler:
             if threaded:
                 self.threads.accepted(lane, choice, survivor, self._miss)
             else:
-                self.state.emit(Emit(request.request_id, choice, survivor is not None))
+                self.state.emit(events.Emit(request.request_id, choice, survivor is not None))
             if lane.done or lane.closing:
                 pass
             elif self._n_chosen(lane) >= request.max_tokens:
@@ -430,7 +418,7 @@ class Scheduler:
             if reason != "length":
                 self.threads.hand_out(response, response.decomposer.flush())
         self._give_up(lane)
-        self.state.emit(Finish(ticket.request.request_id, reason, ticket.stats))
+        self.state.emit(events.Finish(ticket.request.request_id, reason, ticket.stats))
 
     def _close(self, lane: Lane, useless: bool = True) -> None:
         """Take a lane out of the pipeline; with `useless`, cancel all that it has in flight."""
