@@ -77,7 +77,8 @@ def encode(message: messages.Message) -> bytes:
         case messages.RunFinished(run_id, choices, spans, taps):
             flags, column = _encode_taps(taps)
             return _frame(messages.Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
-                          *column, flags=flags, run_id=run_id, n_rows=len(choices), n_spans=len(spans))
+                          *column, flags=flags, run_id=run_id, n_rows=len(choices),
+                          n_spans=len(spans))
         case messages.Part(member, number, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
             return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, number, member, 0, place,
