@@ -58,7 +58,8 @@ HOST_NAME = "PIPEINFER_HOST_NAME"  #: by which the cluster calls this host, if n
 MPI_PREFIX = "PIPEINFER_MPI_PREFIX"  #: where this host has MPI, if not at rank 0's path
 SECRETS = "PIPEINFER_SECRETS"  #: host:path of the file with secrets, until rank 0 has read it
 #: variables that hold keys or tokens: no launcher has them, nor any rank but the first
-SECRET_NAMES = ("PIPEINFER_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+SECRET_NAMES = ("PIPEINFER_API_KEY", "PIPEINFER_JOIN_TOKEN", "HF_TOKEN",
+                "HUGGING_FACE_HUB_TOKEN")
 
 
 class Place(Struct):

@@ -11,6 +11,7 @@ import pytest
 
 from pipeinfer.cli import doctor_hosts
 from pipeinfer.errors import UsageError
+from pipeinfer.host import SECRET_NAMES
 from pipeinfer.supervise.hosts import Roster, others
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher
@@ -94,12 +95,13 @@ def test_on_a_full_disk_the_hosts_of_before_stay(tmp_path, answering, monkeypatc
 
 @pytest.mark.parametrize("kind", ["openmpi", "hydra"])
 def test_keys_go_to_no_other_host(kind, tmp_path):
-    environ = {"PIPEINFER_API_KEY": "secret", "PIPEINFER_CACHE": "/c", "HF_TOKEN": "secret"}
+    secrets = {*SECRET_NAMES, "PIPEINFER_API_KEY", "PIPEINFER_JOIN_TOKEN", "HF_TOKEN"}
+    environ = {"PIPEINFER_CACHE": "/c"} | dict.fromkeys(secrets, "secret")
     words = Launcher("/opt/bin/mpirun", kind).command(
         4, ["serve"], environ, hosts=str(tmp_path / "hosts"))
     assert any("PIPEINFER_CACHE" in word for word in words)
     assert not any(name in word for word in words
-                   for name in ("PIPEINFER_API_KEY", "HF_TOKEN", "secret"))
+                   for name in (*secrets, "secret"))
 
 
 RANK = """
