@@ -107,6 +107,14 @@ def test_the_readme_leads_to_the_index():
                                           for link in links(ROOT / "README.md")]
 
 
+def test_the_readme_begins_with_the_two_commands_that_set_all_up():
+    """One for the main job and one for the tests, which CI calls."""
+    commands = [line.split("#")[0].strip() for line in (ROOT / "README.md").read_text().splitlines()
+                if line.startswith("    ./launch/")]
+    assert commands[:2] == ["./launch/demo", "./launch/test"]
+    assert "exec ./launch/test" in (ROOT / ".ci" / "run").read_text()
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))],
                          ids=lambda path: path.name)
 def test_pages_are_linked_rather_than_named(path):
