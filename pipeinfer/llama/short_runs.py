@@ -87,6 +87,8 @@ def begin(functions: Mapping[str, Any]) -> None:
     # with AVX-512 llama.cpp is faster on prompts than kernels of AVX2, and with AMX than all
     slower = avx512 is None or not avx512() or (
         "avx512_vnni" in flags and "amx_int8" not in flags)
+    # repacked Q4_0 is faster here than there, but for AVX-512 without VNNI, which was not tried
+    slower_anew = avx512 is None or not avx512() or "avx512_vnni" in flags
     own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every)
@@ -99,7 +101,8 @@ def begin(functions: Mapping[str, Any]) -> None:
     def begin_with(most: int, prompts: bool) -> list[str]:
         kernels = in_files(most, prompts and slower)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
-                *([_REPACKED] if laid_out_anew(own_kernels and most > 0) else []),
+                *([_REPACKED] if laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
+                  else []),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
                     for_attention, attends and most > 0) else [])]
 
@@ -139,7 +142,7 @@ def _compiled() -> Any | None:
         for name, result, pointers, more in (
                 ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS,
                  (ctypes.c_int, ctypes.c_uint32, yes)),
-                ("pipeinfer_repacked_runs", yes, REPACKED_FUNCTIONS, (yes,))):
+                ("pipeinfer_repacked_runs", yes, REPACKED_FUNCTIONS, (yes, yes))):
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [*[ctypes.c_void_p] * len(pointers), *more]

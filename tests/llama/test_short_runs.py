@@ -171,9 +171,9 @@ class Repacked:
         self._kept += [forward, *own]
         begin = self.library.pipeinfer_repacked_runs
         begin.restype = ctypes.c_bool
-        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_bool]
+        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_bool, ctypes.c_bool]
         assert begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (*own, *self._kept[4:5],
-                                                                  *self._kept[:4])), True)
+                                                                  *self._kept[:4])), True, True)
 
     def run(self, product):
         self.product = product
@@ -204,7 +204,8 @@ def called(function, length, to, apart, x, y, rows, weights):
              ctypes.c_void_p(y), ctypes.c_int(rows), ctypes.c_int(weights))
 
 
-@given(eights=st.integers(1, 9), rows=st.integers(1, 23), blocks=st.integers(1, 9),
+@given(eights=st.integers(1, 9), rows=st.integers(1, 23) | st.sampled_from(
+           [32, 48, 63, 64, 65, 100, 128, 257, 512]), blocks=st.integers(1, 9),
        chunks=st.integers(1, 3), known=st.sampled_from(["all", "experts", "planes", "strides"]),
        seed=st.integers(0, 2**16))
 def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, known, seed):

@@ -19,7 +19,7 @@ static method *their_forward;
 static int64_t (*rows_of)(const void *tensor);
 static bool (*is_matrix)(const void *tensor), (*is_contiguous)(const void *tensor);
 static const char *(*name_of)(const void *tensor);
-static bool used;
+static bool used, prompts_too;
 
 /* Rows left after the groups of four in the present product; 0: unknown */
 static _Thread_local int rest;
@@ -179,8 +179,12 @@ void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
                              int rows, int weights)
 {
 #ifdef X86
-    if (used && rows <= MOST_ROWS && fits(length)) {
-        fours(rows, length, to, apart, x, y, weights);
+    if (used && (rows <= MOST_ROWS || prompts_too) && fits(length)) {
+        const int64_t bytes = length / 32 * Q8_0_BYTES;
+        int row;
+        for (row = 0; row < rows; row += MOST_ROWS) /* more would not stay in the first cache */
+            fours(rows - row < MOST_ROWS ? rows - row : MOST_ROWS, length, to + row * apart, apart, x,
+                  (const uint8_t *)y + row * bytes, weights);
         return;
     }
 #endif
@@ -255,12 +259,12 @@ static bool agree(const struct traits *partner)
 
 #endif
 
-/* Begins to make these products if `wanted` and their bits are the library's own; returns whether. The
-   library's functions: the first three are needed, without the rest two or three rows go one by one. */
+/* Begins to make these products if `wanted` and their bits are the library's own; returns whether.
+   `prompts`: those of more than MOST_ROWS rows as well. The library's functions: the first three are needed, without the rest two or three rows go one by one. */
 bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
                              method *forward, int64_t (*rows)(const void *),
                              bool (*matrix)(const void *), bool (*contiguous)(const void *),
-                             const char *(*name)(const void *), bool wanted)
+                             const char *(*name)(const void *), bool wanted, bool prompts)
 {
     their_gemv = gemv;
     their_gemm = gemm;
@@ -270,6 +274,7 @@ bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *
     is_contiguous = contiguous;
     name_of = name;
     used = false;
+    prompts_too = prompts;
 #ifdef X86
     used = wanted && has_avx2() && agree(traits_of(Q8_0));
 #else
