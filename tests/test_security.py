@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import resource
+import signal
 import socket
 import tempfile
 import time
@@ -449,3 +450,14 @@ def test_every_threat_names_a_test_that_is_there(row):
 
 def _called(decorator):
     return decorator.func if isinstance(decorator, ast.Call) else decorator
+
+
+def test_a_helper_that_does_not_read_is_late_and_replaced():
+    """A pipe holds 64 KiB; more would be written for ever."""
+    assert chat_template.render("a", {}) == "a"
+    process = chat_template._helper._process
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(helper.HelperLate, match="not taken within"):
+        chat_template._helper.ask({"template": "x" * 400_000}, 0.2)
+    assert process.poll() is not None
+    assert chat_template.render("b", {}) == "b"

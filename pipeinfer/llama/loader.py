@@ -108,8 +108,9 @@ def _named(path: Path) -> Library:
         raise BackendError(f"{LIBRARY_VARIABLE}={path}: not the absolute path of a file")
     like = NATIVE.newest
     known = tuple(layout for package in (NATIVE, PREBUILT) for _, layout in package.layouts)
-    # other libraries in the same folder may be parts of the build
-    built = max(one.stat().st_mtime_ns for one in (path, *path.parent.glob("*.so*")))
+    # other libraries in the same folder may be parts of the build; a link may lead nowhere
+    built = max(one.stat().st_mtime_ns for one in (path, *path.parent.glob("*.so*"))
+                if one.exists())
     return Library(str(path), f"as {NATIVE.name} {like}", path, known, compiled=True,
                    stamp=str(built))
 

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
@@ -407,13 +407,11 @@ class ModelFile:
     @cached_property
     def layer_reads(self) -> tuple[int, ...]:
         """The bytes of each layer that one row reads: of a mixture's experts those that it uses."""
-        sizes = list(map(float, self.layer_bytes))
-        experts, drawn = self.arch_get("expert_count"), self.arch_get("expert_used_count")
-        if isinstance(experts, int) and isinstance(drawn, int) and 0 < drawn < experts:
-            for tensor in self.tensors.values():
-                if "_exps." in tensor.name and tensor.layer is not None \
-                        and tensor.layer < self.n_layers:
-                    sizes[tensor.layer] -= tensor.nbytes * (1 - drawn / experts)
+        sizes, drawn = list(map(float, self.layer_bytes)), drawn_shares(self)
+        for tensor in self.tensors.values():
+            if "_exps." in tensor.name and tensor.layer is not None \
+                    and tensor.layer < self.n_layers:
+                sizes[tensor.layer] -= tensor.nbytes * (1 - drawn[tensor.layer])
         return tuple(map(round, sizes))
 
     def read_tensor(self, tensor: TensorInfo, chunk: int = _CHUNK) -> Iterator[bytes]:
@@ -472,6 +470,21 @@ class ModelFile:
                 f"1 to {most}; the file is damaged or not a language model"
             )
         return value
+
+
+def per_layer(model: Any, key: str, default: int) -> list[int]:
+    """Return a number of each layer: metadata has one for all, or a list. model: also a folder."""
+    value = model.arch_get(key)
+    values = value if isinstance(value, list) else [value or default] * model.n_layers
+    return [int(one) for one in values]
+
+
+def drawn_shares(model: Any) -> list[float]:
+    """Return for each layer the share of its experts that a row uses; 1 without experts."""
+    counts = zip(*(per_layer(model, f"expert_{kind}", 0) for kind in ("used_count", "count")),
+                 strict=False)
+    found = [drawn / count if 0 < drawn < count else 1.0 for drawn, count in counts]
+    return found + [1.0] * (model.n_layers - len(found))
 
 
 def _later_part(path: Path, number: int) -> _Part:

@@ -18,10 +18,8 @@ _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w./-]+))?", re.ASCII)
 _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|MXFP4\w*))"
                     r"(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE | re.ASCII)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf$", re.ASCII)
-#: in names of GGUF files that go along with a model
 MTP_FILE, EAGLE_FILE = "mtp-", "eagle3-"  #: how names of prediction heads start
 BLOCK_FILES = ("dflash-", "dspark-")
-_NO_MODEL = ("mmproj", "imatrix", MTP_FILE, EAGLE_FILE, *BLOCK_FILES)
 _MOST_NAMES = 40
 
 
@@ -61,8 +59,14 @@ def quant_of(path: str) -> str:
 def models_in(files: Mapping[str, int]) -> list[str]:
     """Return the GGUF files that are models; of those in several parts the first."""
     return [path for path in sorted(files) if path.endswith(".gguf")
-            and not any(word in path.rsplit("/", 1)[-1] for word in _NO_MODEL)
+            and not _goes_along(path.rsplit("/", 1)[-1])
             and ((part := _PART.match(path)) is None or int(part[2]) == 1)]
+
+
+def _goes_along(name: str) -> bool:
+    """Whether a GGUF file goes along with a model. A model may have "mtp" inside its name."""
+    return "mmproj" in name or "imatrix" in name or name.startswith(
+        (MTP_FILE, EAGLE_FILE, *BLOCK_FILES))
 
 
 def name_of(repo: str, path: str) -> str:

@@ -24,7 +24,7 @@ from pipeinfer.core.types import Pooling
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.architectures import declared, keys
 from pipeinfer.models.architectures.declaration import by_layer, number, values_of
-from pipeinfer.models.gguf import STRING, ModelFile
+from pipeinfer.models.gguf import STRING, ModelFile, per_layer
 from pipeinfer.models.gguf_parts import entry
 from pipeinfer.models.hf_folder import ModelDir
 
@@ -112,8 +112,7 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
     Layers with a state have one for each of `n_ids` sequences in its place, or in addition; those
     that read the cache of others have none.
     """
-    heads = per_layer(model, "attention.head_count", 1)
-    kv_heads = per_layer(model, keys.KV_HEADS, 0)
+    heads, kv = per_layer(model, "attention.head_count", 1), kv_heads(model)
     near, own = per_layer(model, keys.PATTERN, 0), declared(model.architecture)
     found: list[float] = []
     for i, layer_keeps in enumerate(layer_kinds(model)):
@@ -125,26 +124,28 @@ def cache_bytes(model: Any, n_cells: int, item_bytes: int = 2, n_ids: int = 1) -
             continue
         state = layer_keeps in (LayerKind.STATE, LayerKind.BOTH)
         found.append(n_ids * own.state_bytes(model) if state else 0.0)
-        if layer_keeps not in (LayerKind.CACHE, LayerKind.BOTH):
+        if not kv[i]:
             continue
         size, width = model.n_embd // heads[i], 0
         for kind in ("key",) if has_latent_cache(model) else ("key", "value"):
             wide = model.arch_get(f"attention.{kind}_length_swa") if near[i] else None
             width += int(wide or model.arch_get(f"attention.{kind}_length", size) or size)
-        found[i] += n_cells * (kv_heads[i] or heads[i]) * width * item_bytes
+        found[i] += n_cells * kv[i] * width * item_bytes
     return found
+
+
+def kv_heads(model: Any) -> list[int]:
+    """Return the KV heads of each layer; 0 for one that stores no keys and values of its own."""
+    heads, given = per_layer(model, keys.HEADS, 1), per_layer(model, keys.KV_HEADS, 0)
+    last = model.n_layers - number(model, keys.SHARED)
+    return [(given[i] or heads[i]) * (
+        layer_keeps in (LayerKind.CACHE, LayerKind.BOTH) and i < last)
+        for i, layer_keeps in enumerate(layer_kinds(model))]
 
 
 def has_latent_cache(model: Any) -> bool:
     """Return whether all heads read one compressed cache, in which values are part of the keys."""
     return model.arch_get("attention.key_length_mla") is not None
-
-
-def per_layer(model: Any, key: str, default: int) -> list[int]:
-    """Return a number of each layer: metadata has one for all, or a list."""
-    value = model.arch_get(key)
-    values = value if isinstance(value, list) else [value or default] * model.n_layers
-    return [int(one) for one in values]
 
 
 def positive(model: ModelFile | ModelDir, key: str, default: int | None = None) -> int:

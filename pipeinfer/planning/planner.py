@@ -19,7 +19,8 @@ from msgspec import Struct, structs
 from pipeinfer.backends.factory import backends_of
 from pipeinfer.config import ClusterConfig, JobConfig
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.models.layers import barred, cache_bytes, has_latent_cache, per_layer, row_width
+from pipeinfer.models.gguf import per_layer
+from pipeinfer.models.layers import barred, cache_bytes, has_latent_cache, row_width
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import (

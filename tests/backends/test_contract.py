@@ -15,11 +15,12 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import has_gpu
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
+from tests.rig import cut_check
 from tests.rig.toy import ToyBackend, ToySpec, draft_of
 
 N_LAYERS = 4
@@ -460,3 +461,15 @@ def test_rows_that_llama_does_not_check():
         check_rows(make_rows([(1, 0, (0,), True), (2, 1, (0, 1), True)]), 2)
     with pytest.raises(BackendError, match="second row"):
         check_rows(make_rows([(1, 0, (0,), True), (2, 0, (0,), True)]), 2)
+
+
+@pytest.mark.parametrize(("name", "layers", "bytes_of_a_cell"), [
+    # keys and values of q8_0: 34 bytes for 32 elements
+    ("qwen35", 3, 2 * 2 * 64 * 34 // 32), ("nemotron_h", 2, 2 * 2 * 64 * 34 // 32),
+    ("deepseek2", 4, 128 * 34 // 32)])
+def test_only_layers_with_attention_count_in_the_cache(name, layers, bytes_of_a_cell, tmp_path):
+    """The first of a hybrid may have a state; latent attention stores no values."""
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
+    whole = cut_check.load(model.path, (0, model.n_layers), model.n_layers)
+    assert whole.info.cache_bytes == layers * bytes_of_a_cell * whole.info.n_ctx
+    whole.close()

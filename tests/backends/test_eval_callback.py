@@ -90,3 +90,12 @@ def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path, monkeypatch):
         assert eval_callback.compiled_filter() is None
     finally:
         eval_callback.compiled.cache_clear()
+
+
+def test_a_copy_of_a_layers_output_is_no_fault(monkeypatch):
+    """ggml names a copy after its source."""
+    callback = eval_callback.EvalCallback(N_LAYERS - 1)
+    callback.arm(lambda: False, np.empty((1, 8), np.float32))
+    monkeypatch.setattr(eval_callback.binding, "ggml_get_name", lambda tensor: b"l_out-0 (copy)")
+    assert callback._call(0, True, None)
+    assert callback.error is None

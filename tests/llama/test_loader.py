@@ -99,6 +99,8 @@ def test_a_library_named_by_its_path(monkeypatch, tmp_path):
     beside.touch()
     os.utime(beside, ns=(1, path.stat().st_mtime_ns + 1))
     assert find_library().stamp != found.stamp
+    path.with_name("libggml.so").symlink_to("nowhere")
+    assert find_library().path == path
     for wrong in (tmp_path / "none.so", tmp_path, Path("libllama.so")):
         monkeypatch.setenv("PIPEINFER_LLAMA_LIBRARY", str(wrong))
         with pytest.raises(BackendError, match="not the absolute path of a file"):

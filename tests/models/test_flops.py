@@ -6,10 +6,12 @@ import math
 from types import SimpleNamespace
 
 from pipeinfer.cli.summary import flops_of
+from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.flops import row_flops
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.events import LaneStats
+from tests.support.gguf_files import altered
 
 
 def test_a_row_is_multiplied_with_every_matrix_once():
@@ -41,3 +43,14 @@ class Mixture:
 
 def test_of_a_mixture_the_experts_that_are_drawn_count():
     assert row_flops(Mixture()) == (2 * (36 + 16 + 4 * 6 * 2), 4 * 6)
+
+
+def test_a_mixture_may_draw_other_numbers_in_each_layer(tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny("qwen3moe", n_layer=2))
+    model = ModelFile(altered(path, tmp_path / "n.gguf",
+                              numbers={"qwen3moe.expert_used_count": [1, 4]}))
+    assert model.layer_reads[0] < model.layer_reads[1] == model.layer_bytes[1]
+    experts = sum(math.prod(one.shape) for one in model.tensors.values() if "_exps" in one.name)
+    every = sum(math.prod(one.shape) for name, one in model.tensors.items()
+                if len(one.shape) > 1 and name != "token_embd.weight")
+    assert row_flops(model)[0] == 2 * (every - experts / 2 * (1 - 1 / 4))

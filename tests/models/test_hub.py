@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from pipeinfer.models import hub_files
 from pipeinfer.models.gguf import ModelFile
 from tests.rig import launch
 from tests.rig.block_files import write_block_draft
@@ -387,3 +388,8 @@ def test_a_token_is_the_hubs_alone(hub, home):
     assert done.returncode == 0, done.stderr
     assert {one.token for one in hub.asked if not one.path.startswith("/cdn/")} >= {"good"}
     assert {one.token for one in hub.fetched()} == {""}
+
+
+def test_a_model_with_its_head_inside_is_a_model():
+    files = {"qwen3.5-9b-mtp-q8_0.gguf": 9, "mtp-qwen3.5-9b.gguf": 1, "model-mmproj-f16.gguf": 1}
+    assert hub_files.models_in(files) == ["qwen3.5-9b-mtp-q8_0.gguf"]

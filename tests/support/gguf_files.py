@@ -34,7 +34,7 @@ def with_template(path: Path, template: str) -> Path:
 
 
 def altered(source: Path, target: Path, tensors: dict[str, Any] | None = None,
-            numbers: dict[str, int] | None = None) -> Path:
+            numbers: dict[str, int | list[int]] | None = None) -> Path:
     """The file at `source` with these tensors added or replaced (floats as they are; a pair of
     rows and type for others) and these metadata numbers."""
     reader = gguf.GGUFReader(source)
@@ -47,7 +47,10 @@ def altered(source: Path, target: Path, tensors: dict[str, Any] | None = None,
         else:
             writer.add_key_value(name, field.contents(), field.types[0])
     for name, number in (numbers or {}).items():
-        writer.add_uint32(name, number)
+        if isinstance(number, list):
+            writer.add_array(name, number)
+        else:
+            writer.add_uint32(name, number)
     changed = dict(tensors or {})
     for tensor in reader.tensors:
         new = changed.pop(tensor.name, (np.ascontiguousarray(tensor.data), tensor.tensor_type))

@@ -42,6 +42,7 @@ from pipeinfer.errors import BackendError, ModelError, NoCells
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.layers import kv_heads
 from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
@@ -131,29 +132,32 @@ class LlamaCppBackend:
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa, own_prompts=options.own_prompts)
-        name = path.name if isinstance(path, ShardSource) else os.fspath(path)
-        file = path.model.path if isinstance(path, ShardSource) else path
-        earlier = mappings(file)
+        if isinstance(path, ShardSource):
+            name, file, those = path.name, path.model, slice(*layers)
+        else:
+            name, file, those = os.fspath(path), ModelFile(path), slice(None)
+        earlier = mappings(file.path)
         model = load_model(path, options, progress)
         try:
             n_layers = binding.llama_model_n_layer(model)
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(f"{name}: has {n_layers} layers, but layers {layers[0]} to "
                                  f"{layers[1]} were expected")
-            loaded = LoadedModel(model, head=bool(options.head))
+            loaded = LoadedModel(model, None if options.head else sum(kv_heads(file)[those]),
+                                 head=bool(options.head))
             options = options.resolved(
                 head_size(model), head_size(model, "key"), one_type=latent(model))
             if (more := loaded.further_ids) or options.gaps:
                 options = structs.replace(options, streams=False)
             chooses = loaded.chooses_experts(file, options)
-            callback = loaded.callback(file, layers, options, last=last, chooses_experts=chooses,
-                                 kind=cls.callback_type)
+            callback = loaded.callback(file.path, layers, options, last=last,
+                                       chooses_experts=chooses, kind=cls.callback_type)
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
             more += not (options.streams or loaded.own.whole)  # dead cells': see `cells`
             sizes = (n_ctx, n_seq_max + more, n_batch, n_threads)
-            context = make_context(name, model, callback, sizes, options)
+            context = make_context(name, loaded, callback, sizes, options)
         except BaseException:
             binding.llama_model_free(model)
             raise
@@ -164,14 +168,14 @@ class LlamaCppBackend:
         backend._use_huge_pages(file, earlier, progress)
         return backend
 
-    def _use_huge_pages(self, path: str | os.PathLike[str], earlier: list[Mapping],
-                        progress: LoadProgress) -> None:
+    def _use_huge_pages(self, file: ModelFile, earlier: list[Mapping], progress: LoadProgress
+                        ) -> None:
         options = self.options
         if options.huge_pages and options.on_cpu and not (options.use_mlock or options.numa):
             try:
-                into_huge_pages(path, earlier, read=self._read_once, wholes=[
-                    (one.offset, one.offset + one.nbytes) for name, one in ModelFile(
-                        path).tensors.items() if "exps" in name and one.part == 0],
+                into_huge_pages(file.path, earlier, read=self._read_once, wholes=[
+                    (one.offset, one.offset + one.nbytes) for name, one in file.tensors.items()
+                    if "exps" in name and one.part == 0],
                     progress=lambda: progress("loading", 1.0))
             except BaseException:
                 self.close()
@@ -433,7 +437,7 @@ def _info(loaded: LoadedModel, context: Any, options: LlamaOptions, **given: Any
         n_vocab=int(metadata(model, "pipeinfer.vocab_size") or loaded.n_tokens),
         n_ctx=n_ctx,
         weight_bytes=binding.llama_model_size(model),
-        cache_bytes=cache_bytes(model, n_ctx, options),
+        cache_bytes=cache_bytes(loaded, n_ctx, options),
         **given,
     )
 

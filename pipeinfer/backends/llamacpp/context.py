@@ -26,6 +26,7 @@ from pipeinfer.llama import binding, stream
 from pipeinfer.llama.library import clear_log, gpus, has_gpu, last_log, model_params
 from pipeinfer.llama.loader import find_library
 from pipeinfer.models.architectures import declared
+from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 from pipeinfer.models.shard import ShardSource
@@ -272,12 +273,12 @@ def _is_cached(file: int, *places: int) -> bool:
 
 def make_context(
     name: str,
-    model: Any,
+    loaded: LoadedModel,
     callback: EvalCallback | None,
     sizes: tuple[int, int, int, int],
     options: LlamaOptions,
 ) -> Any:
-    """Make a context with a cache for `model`.
+    """Make a context with a cache for a loaded model.
 
     name: for error messages
     callback: llama.cpp's eval callback of the context; None: it gets none
@@ -286,6 +287,7 @@ def make_context(
     Raises BackendError where the cache does not fit, or llama.cpp refuses it.
     """
     clear_log()
+    model = loaded.handle
     n_ctx, n_seq_max, n_batch, n_threads = sizes
     n_batch = max(n_batch, n_seq_max)  # fewer rows than sequences: llama.cpp aborts the process
     params = binding.llama_context_default_params()
@@ -302,7 +304,8 @@ def make_context(
     if callback is not None:
         params.cb_eval, params.cb_eval_user_data = callback.function, callback.data
     # llama.cpp clears the cache, so the OOM killer would end the process at one that is too large.
-    wanted, memory, where = cache_bytes(model, n_ctx, options), physical_memory(), "this machine"
+    wanted = cache_bytes(loaded, n_ctx, options)
+    memory, where = physical_memory(), "this machine"
     if not options.on_cpu:
         there = sum(one.free for one in gpus())
         every = not 0 <= options.n_gpu_layers < binding.llama_model_n_layer(model)
@@ -343,16 +346,15 @@ def metadata(model: Any, key: str) -> str:
     return buffer.value.decode() if length >= 0 else ""
 
 
-def cache_bytes(model: Any, n_ctx: int, options: LlamaOptions) -> int:
+def cache_bytes(loaded: LoadedModel, n_ctx: int, options: LlamaOptions) -> int:
     """Return the bytes of a cache of `n_ctx` cells with these (resolved) options."""
-    heads = binding.llama_model_n_head_kv(model)
     total = 0
     parts: tuple[tuple[Literal["key", "value"], str], ...] = (
         ("key", options.type_k), ("value", options.type_v))
-    for part, kind in parts:
+    for part, kind in parts[:1 if latent(loaded.handle) else 2]:
         _, size, block = CACHE_TYPES[kind]
-        total += heads * head_size(model, part) * size // block
-    return total * n_ctx * int(binding.llama_model_n_layer(model))
+        total += loaded.kv_heads * head_size(loaded.handle, part) * size // block
+    return total * n_ctx
 
 
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
@@ -361,15 +363,18 @@ _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows nee
 class LoadedModel:
     """A model, a shard or a slice; head: or a head that drafts.
 
-    handle: llama.cpp's. own: its architecture's declaration. keeps_state: whether its layers have a
-    state of the text so far. n_tokens: of the file's vocabulary; a slice of the output matrix has a
-    part. row_parts: rows of the model's width that cross a cut for each token. enters, again:
-    whether callbacks put rows in, and once more. further_ids: sequence ids that it needs besides
-    those of the rows and the grave.
+    kv_heads: of all layers together; None: as many in each as in the first, since llama.cpp does
+    not tell of lists. handle: llama.cpp's. own: its architecture's declaration. keeps_state:
+    whether its layers have a state of the text so far. n_tokens: of the file's vocabulary; a slice
+    of the output matrix has a part. row_parts: rows of the model's width that cross a cut for each
+    token. enters, again: whether callbacks put rows in, and once more. further_ids: sequence ids
+    that it needs besides those of the rows and the grave.
     """
 
-    def __init__(self, handle: Any, *, head: bool = False) -> None:
+    def __init__(self, handle: Any, kv_heads: int | None = None, *, head: bool = False) -> None:
         self.handle, self._head = handle, head
+        self.kv_heads = int(binding.llama_model_n_head_kv(handle)
+                            * binding.llama_model_n_layer(handle)) if kv_heads is None else kv_heads
         self.architecture = metadata(handle, "general.architecture")
         self.own = own = declared(self.architecture)
         self.is_slice = bool(metadata(handle, "pipeinfer.piece"))
@@ -384,10 +389,10 @@ class LoadedModel:
         self.further_ids = 0 if own.whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
 
-    def chooses_experts(self, path: str | os.PathLike[str], options: LlamaOptions) -> bool:
+    def chooses_experts(self, file: ModelFile, options: LlamaOptions) -> bool:
         """Return whether pipeinfer's own code computes the routers of this mixture."""
         return self.has_experts and not self._head and options.on_cpu \
-            and eval_callback.single_row_dot() is not None and eval_callback.of_floats(path)
+            and eval_callback.single_row_dot() is not None and eval_callback.of_floats(file)
 
     def most_rows(self, *, chooses_experts: bool) -> int:
         """Return the most rows of a trial that this kind of model allows."""

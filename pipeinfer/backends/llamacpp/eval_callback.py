@@ -249,7 +249,7 @@ class EvalCallback:
             if ask:
                 return name == self.last_name or (
                     self.should_stop is not None and name.startswith(b"l_out-")
-                    and (int(name[6:]) + 1) % self._filter.stride == 0)
+                    and (int(name[6:].split()[0]) + 1) % self._filter.stride == 0)
             if name == self.last_name and self.hidden is not None:
                 n_bytes = binding.ggml_nbytes(tensor)
                 if n_bytes != self.hidden.nbytes:
@@ -477,8 +477,7 @@ def by_rows(tensor: int, source: int) -> None:
                 row + 4 * k * length, 0, 1)
 
 
-def of_floats(path: str | os.PathLike[str]) -> bool:
-    """Return whether all routers of the file at `path` are float32. Raises ModelError."""
-    tensors = ModelFile(path).tensors
-    return all(tensor.type == _FLOAT32 for name, tensor in tensors.items()
+def of_floats(file: ModelFile) -> bool:
+    """Return whether all routers of the file are float32."""
+    return all(tensor.type == _FLOAT32 for name, tensor in file.tensors.items()
                if name.encode().endswith(_NAMES))

@@ -65,7 +65,7 @@ def excerpt_of(backend: LlamaCppBackend, n_layers: int, kind: type[Kind]) -> Kin
         chooses_experts=own is not None and own.chooses_experts, kind=kind.callback_type)
     sizes = (info.n_ctx, info.n_seq_max + 1 + loaded.further_ids, info.n_batch,
              backend.most_threads)
-    context = make_context(info.architecture, loaded.handle, callback, sizes, options)
+    context = make_context(info.architecture, loaded, callback, sizes, options)
     found = kind(loaded, context, callback, info, options)
     found._owned, found.exact_limit = False, backend.exact_limit
     return found

@@ -74,7 +74,7 @@ class Helper:
                     if "error" in begun:
                         raise RequestError(str(begun["error"]))
                     self._greeted = True
-                self._send(question)
+                self._send(question, seconds)
                 answer = self._receive(seconds)
             except BaseException:  # also an interrupt: the next request must not get this response
                 self._stop()
@@ -93,24 +93,31 @@ class Helper:
             return
         self._stop()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module], stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", self._module], stdin=subprocess.PIPE, bufsize=0,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        os.set_blocking(process.stdin.fileno(), False)  # type: ignore[union-attr]
         self._process, self._greeted = process, False
         self._finalizer = weakref.finalize(self, _end, process)
-        self._send(self._hello())
+        self._send(self._hello(), _START_SECONDS)
 
     def _stop(self) -> None:
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any], seconds: float) -> None:
         assert self._process is not None
         writer = self._process.stdin
         assert writer is not None
-        with contextlib.suppress(OSError):  # `_receive` notices that the process has ended
-            writer.write(json.dumps(message).encode() + b"\n")
-            writer.flush()
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(OSError), selectors.DefaultSelector() as selector:
+            selector.register(writer, selectors.EVENT_WRITE)
+            while left:  # a helper that is stopped never empties its pipe
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise HelperLate(f"it was not taken within {seconds:g} s")
+                left = left[os.write(writer.fileno(), left):]
+        # `_receive` notices a process that has ended
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         assert self._process is not None
