@@ -158,7 +158,7 @@ FAR = 560  #: a context beyond the 512 cells from which some kernels split a row
 _PROBE = 5  #: version of the search; raise it when it finds more
 _CONTEXT_ID, _CHILD, _OTHER = range(3)  #: sequence ids of the search
 #: options on which neither bits nor times of a decode depend
-_NO_BITS = ("rows", "layer_callbacks", "lend", "use_mlock", "validate")
+_NO_BITS = ("rows", "layer_callbacks", "lend", "use_mlock")
 
 
 Progress = Callable[[int, int], None]

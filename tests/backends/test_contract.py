@@ -11,7 +11,7 @@ import pytest
 from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import context, eval_callback
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, check_rows
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
@@ -21,6 +21,7 @@ from pipeinfer.llama.library import has_gpu
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from tests.rig import cut_check
+from tests.rig.checked import CheckedLlama, check_rows
 from tests.rig.toy import ToyBackend, ToySpec, draft_of
 
 N_LAYERS = 4
@@ -62,11 +63,10 @@ def make(request, tiny_model, shard_cache, monkeypatch):
 
     def llama(start, stop, n_ctx, n_seq_max, n_batch):
         path = extract_shard(ModelFile(tiny_model), start, stop, cache_dir=shard_cache)
-        return LlamaCppBackend.load(
+        return CheckedLlama.load(
             path, layers=(start, stop), n_layers_total=N_LAYERS, first=start == 0,
             last=stop == N_LAYERS, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch,
-            n_threads=1, options=LlamaOptions(validate=True),
-        )
+            n_threads=1)
 
     def factory(start=0, stop=N_LAYERS, n_ctx=256, n_seq_max=8, n_batch=32):
         sizes = (n_ctx, n_seq_max, n_batch)
@@ -74,12 +74,12 @@ def make(request, tiny_model, shard_cache, monkeypatch):
             backend = ToyBackend.load(ToySpec(), start, stop, n_ctx=n_ctx, n_seq_max=n_seq_max,
                                       n_batch=n_batch)
         elif request.param == "torch":
-            from pipeinfer.backends.pytorch.backend import TorchBackend
             from pipeinfer.backends.pytorch.options import TorchOptions
+            from tests.rig.checked_torch import CheckedTorch
 
-            backend = TorchBackend.load(
+            backend = CheckedTorch.load(
                 tiny_model, layers=(start, stop), n_ctx=n_ctx, n_seq_max=n_seq_max,
-                n_batch=n_batch, n_threads=1, options=TorchOptions(device="cpu", validate=True))
+                n_batch=n_batch, n_threads=1, options=TorchOptions(device="cpu"))
         elif request.param == "chain" and stop - start > 1:
             middle = (start + stop + 1) // 2
             backend = Chain([llama(start, middle, *sizes), llama(middle, stop, *sizes)])

@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.cells import CellOrder
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
@@ -25,6 +24,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
+from tests.rig.checked import CheckedLlama
 from tests.rig.toy import ToyBackend
 from tests.support.kv_oracle import KvOracle, from_scratch
 
@@ -169,12 +169,12 @@ class ToyMachine(KvMachine):
 class LlamaMachine(KvMachine):
     path = None
     loaded: tuple = ()
-    options = LlamaOptions(validate=True)
+    options = LlamaOptions()
 
     def load(self):
         if not LlamaMachine.loaded:
             LlamaMachine.loaded = tuple(
-                LlamaCppBackend.load(
+                CheckedLlama.load(
                     self.path, layers=(0, 2), n_layers_total=2, first=True, last=True, n_ctx=512,
                     n_seq_max=N_SEQS, n_batch=32, n_threads=1, options=self.options,
                 )
@@ -263,9 +263,9 @@ def test_a_cache_full_of_dead_cells_is_moved_together(tmp_path, options, layers)
     path = extract_shard(ModelFile(path), *layers, cache_dir=tmp_path)
 
     def load(n_ctx):
-        return LlamaCppBackend.load(
+        return CheckedLlama.load(
             path, layers=layers, n_layers_total=2, first=True, last=layers[1] == 2, n_ctx=n_ctx,
-            n_seq_max=4, n_batch=16, n_threads=1, options=LlamaOptions(validate=True, **options),
+            n_seq_max=4, n_batch=16, n_threads=1, options=LlamaOptions(**options),
         )
 
     small, plain = load(256), load(1024)

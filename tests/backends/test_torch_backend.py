@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import (
@@ -284,16 +283,13 @@ def test_impossible_layers_and_sizes(models):
         load(path, n_ctx=2**50)
 
 
-def test_capabilities_follow_the_options(models):
+def test_positions_and_views_are_free(models):
     path = models("llama")[1]
     free = load(path).capabilities
     assert free.free_positions
     assert free.separate_views
-    strict = TorchBackend.load(path, n_ctx=64, n_seq_max=2, n_batch=8, n_threads=1,
-                               options=TorchOptions("cpu", validate=True)).capabilities
-    assert not strict.free_positions
-    assert strict.embedding_rows
-    assert strict.stops_inside
+    assert free.embedding_rows
+    assert free.stops_inside
 
 
 def test_options_become_what_the_machine_has():

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.base import ALL_IDS
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_model import tiny, write_random_model
+from tests.rig.checked import CheckedLlama
 from tests.support.sample import matrix
 
 _SEQS, _CELLS = 6, 256
 
 
 def load(path, spec, *, n_seq_max=_SEQS, **options):
-    return LlamaCppBackend.load(
+    return CheckedLlama.load(
         path, layers=(0, spec.n_layer), n_layers_total=spec.n_layer, first=True, last=True,
         n_ctx=_CELLS, n_seq_max=n_seq_max, n_batch=64, n_threads=1,
-        options=LlamaOptions(validate=True, **options))
+        options=LlamaOptions(**options))
 
 
 class Walk:

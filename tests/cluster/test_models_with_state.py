@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.lab.random_architectures import ALONE, STATEFUL
@@ -20,6 +18,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig import launch
+from tests.rig.checked import CheckedLlama
 from tests.rig.served import serve
 from tests.support.references import GREEDY, alone, seeded
 from tests.support.sample import full, mostly_full
@@ -38,9 +37,9 @@ def model(request, tmp_path):
 
 def load(model, n_seq_max=4):
     n = model.n_layers
-    return LlamaCppBackend.load(
+    return CheckedLlama.load(
         model.path, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=256,
-        n_seq_max=n_seq_max, n_batch=16, n_threads=1, options=LlamaOptions(validate=True))
+        n_seq_max=n_seq_max, n_batch=16, n_threads=1)
 
 
 def test_nothing_of_a_state_is_taken_back_or_copied_in_silence(model):

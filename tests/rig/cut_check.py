@@ -16,6 +16,7 @@ from pipeinfer.core.types import FloatArray, Rows, make_rows
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred, keeps_state
 from pipeinfer.models.shard import extract_shard, stage_layers
+from tests.rig.checked import CheckedLlama
 
 Cut = list[tuple[int, int]]
 
@@ -23,10 +24,10 @@ Cut = list[tuple[int, int]]
 def load(path: str | os.PathLike[str], layers: tuple[int, int], total: int, **options: Any
          ) -> LlamaCppBackend:
     """A stage in one thread."""
-    return LlamaCppBackend.load(
+    return CheckedLlama.load(
         path, layers=layers, n_layers_total=total, first=layers[0] == 0, last=layers[1] == total,
         n_ctx=512, n_seq_max=4, n_batch=64, n_threads=1,
-        options=LlamaOptions(validate=True, **options))
+        options=LlamaOptions(**options))
 
 
 def cuts_of(model: ModelFile) -> list[Cut]:

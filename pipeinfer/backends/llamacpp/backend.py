@@ -45,7 +45,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import kv_heads
 from pipeinfer.models.shard import ShardSource
 
-__all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "check_rows", "ensure_llama"]
+__all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "ensure_llama"]
 
 _STATE = ("layers of this model keep a state of the text, of which no part can be taken back or "
           "copied: only whole sequences can")
@@ -207,8 +207,6 @@ class LlamaCppBackend:
             raise BackendError(f"a decode of {n} rows: this backend takes 1 to {info.n_batch}")
         if rows.views is not None:
             raise BackendError(NO_VIEWS)
-        if self.options.validate:
-            check_rows(rows, info.n_seq_max)
         keep = self._batch.fill(rows, hidden)
         long = rows.lists.positions[0] >= _LONG
         if long != self._all_at_work:
@@ -305,7 +303,7 @@ class LlamaCppBackend:
             raise BackendError(f"llama.cpp refused to remove positions from {p0} on")
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Add `dst` to cells of `src`. With `validate`, positions that `dst` has raise.
+        """Add `dst` to cells of `src`.
 
         Raises BackendError for a part of a state, and for an id whose state would be replaced.
         """
@@ -313,13 +311,6 @@ class LlamaCppBackend:
             return
         if self.keeps_state and not self._copies_whole(src, dst, p0, p1):
             raise BackendError(_STATE)
-        if self.options.validate:
-            low = binding.llama_memory_seq_pos_min(self._memory, dst)
-            high = binding.llama_memory_seq_pos_max(self._memory, dst)
-            if low >= 0 and low < p1 and high >= p0:
-                raise BackendError(
-                    f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}"
-                )
         if self._whole:
             p0, p1 = -1, END
         binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
@@ -445,28 +436,3 @@ def _info(loaded: LoadedModel, context: Any, options: LlamaOptions, **given: Any
 def _upper(p1: int) -> int:
     """llama.cpp's end of a range."""
     return -1 if p1 >= END else p1
-
-
-def check_rows(rows: Rows, n_seq_max: int) -> None:
-    """Raise BackendError when rows break a rule that llama.cpp does not check.
-
-    An id holds one row per position. The ids of a row are a subset of those of every earlier row
-    that shares one of them; otherwise the row would attend through its first id to cells that its
-    other ids never held.
-    """
-    seen: set[tuple[int, int]] = set()
-    earlier: list[set[int]] = []
-    for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
-        own = set(ids)
-        if not own or len(own) != len(ids) or min(own) < 0 or max(own) >= n_seq_max:
-            raise BackendError(f"row {i} has bad sequence ids {ids}")
-        for seq_id in ids:
-            if (seq_id, pos) in seen:
-                raise BackendError(f"row {i} is a second row of sequence {seq_id} at "
-                                   f"position {pos}")
-            seen.add((seq_id, pos))
-        for other in earlier:
-            if own & other and not own <= other:
-                raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an "
-                                   "earlier row")
-        earlier.append(own)

@@ -64,8 +64,6 @@ class LlamaOptions(Struct, frozen=True):
     streams: whether each sequence has a part of the cache for itself, see `padded`; not with a
         state, sliding windows or gaps
     repack: whether weights are rearranged for faster kernels; "auto": wherever that is safe
-    validate: whether to check the rules about sequence ids that llama.cpp does not check (slower;
-        for tests)
     gaps: whether the file is one that `models.gaps` made, whose positions may leave gaps
     lend: whether logits that `decode` returns are llama.cpp's own memory, which the next decode
         overwrites
@@ -89,7 +87,6 @@ class LlamaOptions(Struct, frozen=True):
     keep_order: bool = True
     streams: bool = False
     repack: Literal["auto", "on", "off"] = "auto"
-    validate: bool = False
     gaps: bool = False
     lend: bool = False
     head: Literal["", "mtp", "eagle3", "dflash"] = ""

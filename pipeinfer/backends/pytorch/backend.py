@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
+from pipeinfer.backends.base import Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp.eval_callback import PartSum
 from pipeinfer.backends.pytorch.attention import CellStore, Reading, reading
-from pipeinfer.backends.pytorch.cells import CellTable, check_rows
+from pipeinfer.backends.pytorch.cells import CellTable
 from pipeinfer.backends.pytorch.linear import DecodeAborted, Summing, Tiling, sum_up, tile
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.backends.pytorch.weights import Shard, load_shard
@@ -40,9 +40,7 @@ class TorchBackend:
     ) -> None:
         self.info, self.options = info, options
         self.capabilities = Capabilities(
-            free_positions=not options.validate, separate_views=not options.validate,
-            embedding_rows=True, stops_inside=True,
-        )
+            free_positions=True, separate_views=True, embedding_rows=True, stops_inside=True)
         #: rows that are computed as single ones are; see `exact_width.exact_width`
         self.exact_limit = options.rows
         self._shard: Shard | None = shard
@@ -112,7 +110,7 @@ class TorchBackend:
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
         """Evaluate `rows`. A hidden row on the first shard is what enters its first layer
-        (an embedding as the model scales it). Positions are free unless `validate`."""
+        (an embedding as the model scales it). Positions are free."""
         shard, n, info = self._shard, len(rows), self.info
         if shard is None:
             raise BackendError("decode on a closed backend")
@@ -126,8 +124,6 @@ class TorchBackend:
             self._check_tokens(rows)
         if (rows.positions < 0).any():
             raise BackendError("a row has a negative position")
-        if self.options.validate:
-            self._validate(rows)
         cells = self._table.claim(rows)
         done = False
         try:
@@ -158,14 +154,9 @@ class TorchBackend:
             self._table.remove(seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Add `dst` to cells of `src`. With `validate`, positions that `dst` has raise."""
+        """Add `dst` to cells of `src`."""
         if p0 >= p1 or src == dst or self._shard is None:
             return
-        if self.options.validate:
-            bounds = self._table.bounds(dst)
-            if bounds is not None and bounds[0] < p1 and bounds[1] >= p0:
-                raise BackendError(f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up "
-                                   f"to {bounds[1]}")
         self._table.copy(src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
@@ -318,15 +309,6 @@ class TorchBackend:
         top = self.info.n_vocab + self._n_extra
         if ((rows.tokens < 0) | (rows.tokens >= top)).any():
             raise BackendError("a token id is outside the vocabulary")
-
-    def _validate(self, rows: Rows) -> None:
-        if rows.views is not None:
-            raise BackendError(NO_VIEWS)
-        ids = {seq_id for group in rows.seq_ids for seq_id in group}
-        if ids and not 0 <= min(ids) <= max(ids) < self.info.n_seq_max:
-            raise BackendError(f"sequence ids {sorted(ids)} outside 0 to "
-                               f"{self.info.n_seq_max - 1}")
-        check_rows(rows, [(seq_id, self._table.bounds(seq_id)) for seq_id in ids])
 
 
 def _backend_error(what: str, error: RuntimeError) -> BackendError:

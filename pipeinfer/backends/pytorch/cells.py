@@ -10,7 +10,7 @@ Uses numpy only; independent of models, tensors of keys, and runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -263,26 +263,3 @@ class CellTable:
 def views_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
     """Return the ids that each row attends to."""
     return rows.seq_ids if rows.views is None else rows.views
-
-
-def check_rows(rows: Rows, tips: Iterable[tuple[int, tuple[int, int] | None]]) -> None:
-    """Raise BackendError for rows that llama.cpp would refuse or compute wrongly.
-
-    rows: each id must continue without a gap from its last cell; the ids of a row are a subset of
-        those of every earlier row that shares one
-    tips: (id, bounds of its cells) for all ids of the rows
-    """
-    ends = {seq_id: None if bounds is None else bounds[1] for seq_id, bounds in tips}
-    earlier: list[set[int]] = []
-    for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
-        own = set(ids)
-        for seq_id in ids:
-            end = ends[seq_id]
-            if end is not None and pos != end + 1:
-                raise BackendError(f"row {i} at position {pos} does not continue sequence "
-                                   f"{seq_id}, which ends at {end}")
-            ends[seq_id] = pos
-        if any(own & other and not own <= other for other in earlier):
-            raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an earlier "
-                               "row")
-        earlier.append(own)

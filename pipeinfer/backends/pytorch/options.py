@@ -32,14 +32,12 @@ class TorchOptions(Struct, frozen=True):
     dtype: of weights, cache and arithmetic
     tile: rows of one matrix product; None: what makes decodes exact; 0: any number
     rows: most rows of a decode that are computed as single ones are
-    validate: whether to check that rows continue their sequences, as llama.cpp would
     """
 
     device: str = "auto"
     dtype: str = "auto"
     tile: int | None = None
     rows: int = 16
-    validate: bool = False
 
     def resolved(self, has_cuda: bool) -> TorchOptions:
         """Return the options with every auto replaced. Raises UsageError for a GPU that is not
