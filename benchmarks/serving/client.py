@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.transport import http_client
+from pipeinfer.lab import http_async
 
 _SILENCE = 600.0  #: seconds without a byte after which an answer is given up
 
@@ -50,7 +50,7 @@ class Answer:
 
 async def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     """Status and body of a GET."""
-    answer = await http_client.ask_async("GET", f"http://{host}:{port}{path}", timeout=_SILENCE)
+    answer = await http_async.ask("GET", f"http://{host}:{port}{path}", timeout=_SILENCE)
     return answer.status, answer.text
 
 
@@ -68,15 +68,15 @@ async def complete(
     answer = Answer()
     begin = time.perf_counter()
     try:
-        async with http_client.stream_async("POST", f"http://{host}:{port}{path}", body,
+        async with http_async.stream("POST", f"http://{host}:{port}{path}", body,
                                             timeout=_SILENCE) as response:
             answer.status, answer.headers = response.status_code, dict(response.headers)
-            if not http_client.is_stream(response):
+            if not http_async.is_stream(response):
                 await response.aread()
                 answer.body = response.json() if response.content else {}
                 answer.error = answer.body.get("error", {})
                 return answer
-            async with contextlib.aclosing(http_client.events_async(response)) as events:
+            async with contextlib.aclosing(http_async.events(response)) as events:
                 async for chunk in events:
                     if "error" in chunk:
                         answer.error = chunk["error"]

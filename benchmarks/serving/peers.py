@@ -30,9 +30,9 @@ from benchmarks.methods.prompts import PROMPTS
 from benchmarks.peers.programs import SERVER, find
 from benchmarks.serving.campaigns import server
 from benchmarks.serving.client import get
+from pipeinfer.lab import http_async
 from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 
 _SILENCE = 300.0
@@ -64,12 +64,12 @@ async def ask(port: int, prompt: list[int] | str, tokens: int) -> Answered:
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
     answer, begin = Answered(), time.perf_counter()
-    async with http_client.stream_async(
+    async with http_async.stream(
             "POST", f"http://127.0.0.1:{port}/v1/completions", body, timeout=_SILENCE) as response:
-        if not http_client.is_stream(response):
+        if not http_async.is_stream(response):
             await response.aread()
             raise HttpFailure(f"{response.status_code}: {response.text[:300]}")
-        async with contextlib.aclosing(http_client.events_async(response)) as events:
+        async with contextlib.aclosing(http_async.events(response)) as events:
             async for chunk in events:
                 pieces = [choice.get("text") or "" for choice in chunk.get("choices", [])]
                 if piece := "".join(pieces):

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx2
@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from pipeinfer.errors import RequestError
 
-_MOST_EVENT = 64 << 20  #: bytes of one event: the log-probabilities of a long answer
+MOST_EVENT = 64 << 20  #: bytes of one event: the log-probabilities of a long answer
 _PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading certificates takes longer than a request
-_END = "[DONE]"  #: the last event of a whole stream
+END = "[DONE]"  #: the last event of a whole stream
 _FAILURES = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 
@@ -62,7 +62,7 @@ def ask(method: str, url: str, body: Any = None, *, timeout: float,
     """
     with stream(method, url, body, timeout=timeout, headers=headers, proxies=proxies,
                 socket_path=socket_path) as response:
-        return _whole(response, response.read())
+        return whole(response, response.read())
 
 
 @contextlib.contextmanager
@@ -71,60 +71,26 @@ def stream(method: str, url: str, body: Any = None, *, timeout: float,
            socket_path: str = "") -> Iterator[httpx2.Response]:
     """Send one request and yield the response before its body is read. Parameters as for `ask`;
     leaving the context early closes the connection."""
-    options = _options(url, timeout, proxies)
+    given = options(url, timeout, proxies)
     if socket_path:
-        options["transport"] = httpx2.HTTPTransport(uds=socket_path)
-    with _failures(), httpx2.Client(**options) as client, client.stream(
-            method, url, headers=_headers(headers, body), content=_content(body)) as response:
+        given["transport"] = httpx2.HTTPTransport(uds=socket_path)
+    with failures(), httpx2.Client(**given) as client, client.stream(
+            method, url, headers=headers_of(headers, body), content=content_of(body)) as response:
         yield response
 
 
 def events(response: httpx2.Response) -> Iterator[dict[str, Any]]:
     """Yield the events of a stream as they arrive. Raises HttpFailure if it breaks off before
     its end."""
-    with _failures():
-        for sent in httpx2.EventSource(response, _MOST_EVENT):
-            if sent.data == _END:
+    with failures():
+        for sent in httpx2.EventSource(response, MOST_EVENT):
+            if sent.data == END:
                 return
-            yield _event(sent.data)
+            yield event(sent.data)
     raise HttpFailure("the stream ended early")
 
 
-async def ask_async(method: str, url: str, body: Any = None, *, timeout: float,
-                    headers: Mapping[str, str] | None = None) -> HttpAnswer:
-    """Like `ask`, for use in an event loop."""
-    async with stream_async(method, url, body, timeout=timeout, headers=headers) as response:
-        return _whole(response, await response.aread())
-
-
-@contextlib.asynccontextmanager
-async def stream_async(method: str, url: str, body: Any = None, *, timeout: float,
-                       headers: Mapping[str, str] | None = None
-                       ) -> AsyncIterator[httpx2.Response]:
-    """Like `stream`, for use in an event loop."""
-    with _failures():
-        async with (httpx2.AsyncClient(**_options(url, timeout, False)) as client,
-                    client.stream(method, url, headers=_headers(headers, body),
-                                  content=_content(body)) as response):
-            yield response
-
-
-async def events_async(response: httpx2.Response) -> AsyncGenerator[dict[str, Any], None]:
-    """Like `events`, for use in an event loop."""
-    with _failures():
-        async for sent in httpx2.EventSource(response, _MOST_EVENT):
-            if sent.data == _END:
-                return
-            yield _event(sent.data)
-    raise HttpFailure("the stream ended early")
-
-
-def is_stream(response: httpx2.Response) -> bool:
-    """Whether the answer is a stream of events."""
-    return str(response.headers.get("content-type", "")).startswith("text/event-stream")
-
-
-def _options(url: str, timeout: float, proxies: bool) -> dict[str, Any]:
+def options(url: str, timeout: float, proxies: bool) -> dict[str, Any]:
     secure = proxies or url.startswith("https:")
     return {"timeout": timeout, "trust_env": proxies, "verify": _trusted() if secure else _PLAIN}
 
@@ -136,20 +102,20 @@ def _trusted() -> ssl.SSLContext | bool:
     return ssl.create_default_context(cafile=file, capath=folder) if file or folder else True
 
 
-def _headers(given: Mapping[str, str] | None, body: Any) -> dict[str, str]:
+def headers_of(given: Mapping[str, str] | None, body: Any) -> dict[str, str]:
     kind = {} if body is None else {"Content-Type": "application/json"}
     return {"Connection": "close", **kind, **(given or {})}
 
 
-def _content(body: Any) -> bytes | None:
+def content_of(body: Any) -> bytes | None:
     return None if body is None else json.dumps(body).encode()
 
 
-def _whole(response: httpx2.Response, body: bytes) -> HttpAnswer:
+def whole(response: httpx2.Response, body: bytes) -> HttpAnswer:
     return HttpAnswer(response.status_code, dict(response.headers), body)
 
 
-def _event(data: str) -> dict[str, Any]:
+def event(data: str) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -160,7 +126,7 @@ def _event(data: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def failures() -> Iterator[None]:
     try:
         yield
     except _FAILURES as error:

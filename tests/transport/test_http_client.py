@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from pipeinfer.lab import http_async
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 
@@ -61,14 +62,14 @@ def server(*parts, hold=False):
 
 def sync_events(url, timeout=5.0):
     with http_client.stream("POST", url, {"a": "é"}, timeout=timeout) as response:
-        assert http_client.is_stream(response)
+        assert http_async.is_stream(response)
         yield from http_client.events(response)
 
 
 def async_events(url, timeout=5.0):
     async def collect(out):
-        async with http_client.stream_async("POST", url, {"a": "é"}, timeout=timeout) as response:
-            async for event in http_client.events_async(response):
+        async with http_async.stream("POST", url, {"a": "é"}, timeout=timeout) as response:
+            async for event in http_async.events(response):
                 out.append(event)
 
     found = []
@@ -83,7 +84,7 @@ def whole(url, timeout=5.0):
 
 
 def whole_async(url, timeout=5.0):
-    return asyncio.run(http_client.ask_async("GET", url, timeout=timeout, headers={"X-A": "b"}))
+    return asyncio.run(http_async.ask("GET", url, timeout=timeout, headers={"X-A": "b"}))
 
 
 @pytest.mark.parametrize("ask", [whole, whole_async])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeinfer.transport import http_client
+from pipeinfer.lab import http_async
 from pipeinfer.transport.http_client import HttpFailure
 
 _SILENCE = 600.0  #: seconds without a byte after which an answer is given up; pings come sooner
@@ -61,7 +61,7 @@ async def get(url: str, path: str, timeout: float = 10.0) -> tuple[int, Any]:
     """Status and JSON (or text) of a GET; (0, None) when nobody answers in time."""
     try:
         async with asyncio.timeout(timeout):
-            answer = await http_client.ask_async("GET", url + path, timeout=timeout)
+            answer = await http_async.ask("GET", url + path, timeout=timeout)
     except (HttpFailure, TimeoutError):
         return 0, None
     try:
@@ -84,15 +84,15 @@ async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = 
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     headers = {"Idempotency-Key": key} if key else {}
     try:
-        async with http_client.stream_async("POST", url + path, _asked(body), timeout=_SILENCE,
+        async with http_async.stream("POST", url + path, _asked(body), timeout=_SILENCE,
                                             headers=headers) as response:
             got.status = response.status_code
-            if not http_client.is_stream(response):
+            if not http_async.is_stream(response):
                 raw = await response.aread()
                 got.trouble = f"status {got.status}: {raw[:300].decode('utf-8', 'replace')}"
                 return got
             got.trouble = "the answer is not whole"
-            async with contextlib.aclosing(http_client.events_async(response)) as events:
+            async with contextlib.aclosing(http_async.events(response)) as events:
                 async for chunk in events:
                     if "error" in chunk:
                         error = chunk["error"]
