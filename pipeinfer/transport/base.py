@@ -153,7 +153,7 @@ class Wakeup:
         if not self._is_set:
             self._is_set = True
             with contextlib.suppress(RuntimeError):  # another thread has released it
-                self._silence.release()
+                self._silence.release()  # behind the mark, by which `wait` decides to sleep
 
     def clear(self) -> None:
         """Discard all calls of `set` so far."""
@@ -215,7 +215,7 @@ class Mailbox:
 
     def take(self, tag: Tag) -> Envelope | None:
         """Return the oldest message of `tag`, or None."""
-        frames = self._frames[tag]
+        frames = self._frames[tag]  # without the lock: only the reader takes and enters
         if not frames:  # faster than to catch IndexError
             return None
         source, frame = frames.popleft()

@@ -51,7 +51,7 @@ class LocalPort:
 
     def adopt(self) -> None:
         """Enter the newest epoch; `node` becomes this port's node there."""
-        self._epoch = self._called
+        self._epoch = self._called  # read once: another thread may announce the next meanwhile
         self._own.enter(self._epoch)
 
     def send(self, dest: int, tag: Tag, message: Message) -> None:
@@ -107,8 +107,8 @@ class LocalPort:
     def wait(self, timeout: float, *, live: bool = True, tag: Tag | None = None) -> None:
         """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed."""
         del live
-        deadline = time.monotonic() + timeout
-        while not self._own.has(tag):
+        deadline = time.monotonic() + timeout  # so that the caller can look for losses
+        while not self._own.has(tag):  # messages of other tags and `wake` end a sleep, too
             left = deadline - time.monotonic()
             if left <= 0 or self._called != self._epoch:
                 break

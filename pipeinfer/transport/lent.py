@@ -39,7 +39,7 @@ class LentLoop:
         """
         kept, self._turn = self._turn is not None and turn is None, turn
         self._mailbox.rings = turn is None
-        if kept:
+        if kept:  # a message may have come just before, when arrivals did not ring
             self._mailbox.arrived.set()
 
     def work(self) -> bool:
@@ -48,6 +48,7 @@ class LentLoop:
         An error in the turn is raised in the node's own thread.
         """
         turn = self._turn
+        # never waits for the lock: the own thread holds it for as long as its turn takes
         if turn is None or self._mailbox.empty or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -65,7 +66,7 @@ class LentLoop:
         Raises the error of a turn in the other thread; TimeoutError if that turn does not end
         within `timeout` seconds.
         """
-        if not self._lock.acquire(timeout=timeout):
+        if not self._lock.acquire(timeout=timeout):  # the other thread's turn may hang
             raise TimeoutError
         try:
             error, self._error = self._error, None

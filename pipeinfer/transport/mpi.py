@@ -162,6 +162,7 @@ class MpiPort:
         for rank in range(1, self.comm.Get_size()):
             self.order(rank, Place(layout.rank_of, layout.epoch, tuple(sorted(self.gone))))
         self._move_to(layout)
+        # last: a node of this rank that adopts the epoch needs the mailboxes of `_move_to`
         for port in self._local:
             port.call(layout.epoch)
 
@@ -208,6 +209,7 @@ class MpiPort:
     def take(self, tag: Tag) -> Envelope | None:
         """Return the oldest message of `tag`, or None. Raises ClusterError when rank 0 is dead."""
         self.pump()
+        # before the mailbox: messages of an epoch that has ended must not be acted on
         if self._dismissed:
             raise Dismissed
         if self._called is not None:
@@ -218,17 +220,17 @@ class MpiPort:
         """Sleep until a message arrives, `wake` is called or `timeout` seconds have passed."""
         start = time.monotonic()
         cap = _LIVE_CAP if live else IDLE_CAP
-        while True:
+        while True:  # MPI cannot wake a thread, so it is polled, ever less often
             self.pump()
             rung = self._own.arrived.is_set()
-            if rung:
+            if rung:  # cleared before the look below: what comes behind it ends the sleep
                 self._own.arrived.clear()
             if self._own.has(tag) or (rung and tag is None) or self._has_orders:
                 return
             waited = time.monotonic() - start
             if waited >= timeout:
                 return
-            if waited < self._spin:
+            if waited < self._spin:  # a neighbour's reply comes sooner than a sleep ends
                 os.sched_yield()
             elif self._neighbours is not None:
                 if not self._heard():
@@ -256,7 +258,7 @@ class MpiPort:
             if waited > _RING_SECONDS:  # no: its message had been received before the ring
                 bell.rung = self._received
         if bell.rung == self._received and self._all_near and not self._pending:
-            return _BELL_CAP
+            return _BELL_CAP  # whoever sends rings; polled all the same, as a ring may be lost
         return min(max(waited * SHARE, MIN_SLEEP), cap)
 
     def wake(self) -> None:
@@ -267,7 +269,7 @@ class MpiPort:
 
     def close(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for queued sends to leave."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout  # a rank that hangs never takes what it is sent
         while (self._pending or self._outbox) and time.monotonic() < deadline:
             self.pump()
             time.sleep(_LIVE_CAP)
@@ -277,16 +279,18 @@ class MpiPort:
 
         Raises ClusterError when rank 0 is dead.
         """
-        while self._outbox:
+        while self._outbox:  # filled by other threads, which must not call MPI
             dest, tag, relayed, epoch = self._outbox.popleft()
             if epoch == self._layout.epoch:
                 self._isend(dest, tag, relayed)
+        # the oldest alone is tested: sends end roughly in order, and each test costs a call of MPI
         while self._pending and self._done(first := self._pending[0]):
             if self._pending and self._pending[0] is first:  # else its rank has just been given up
                 self._pending.popleft()
         for rank in list(self._arriving):
             self._collect(rank)
         status = self._status
+        # until nothing is left: a cancellation may lie behind activations
         while (probe := self._probe(status)) is not None:
             frame = bytearray(status.Get_count(MPI.BYTE))
             rank = status.Get_source()
@@ -298,7 +302,7 @@ class MpiPort:
     # --- messages -----------------------------------------------------------------------------
 
     def _probe(self, status: MPI.Status) -> MPI.Message | None:
-        while True:
+        while True:  # an error reports deaths; the probe is repeated once they are acknowledged
             try:
                 return self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
             except MPI.Exception as error:
@@ -316,6 +320,7 @@ class MpiPort:
     def _collect(self, rank: int) -> None:
         """Deliver the messages of a rank that have arrived completely, in order."""
         arriving = self._arriving.get(rank)
+        # in the order of sending: a short message may be complete before a long one ahead of it
         while arriving and self._done(arriving[0]):
             pending = arriving.popleft()
             if pending.tag >= 0 and rank not in self.gone:
@@ -333,7 +338,7 @@ class MpiPort:
             return
         place, kind = divmod(tag, _TAGS_PER_NODE)
         epoch, node = divmod(place, _MAX_NODES)
-        if epoch > self._layout.epoch:
+        if epoch > self._layout.epoch:  # its sender has heard of the epoch first
             self._later.append((rank, tag, frame))
             return
         if epoch < self._layout.epoch:
@@ -392,7 +397,7 @@ class MpiPort:
         self._layout = layout
         nodes = layout.local_nodes(self.rank)
         boxes = {node: self._mailboxes.get(node) or Mailbox(layout.epoch) for node in nodes[1:]}
-        self._mailboxes.clear()
+        self._mailboxes.clear()  # changed in place: the local ports have this very dict
         self._mailboxes.update({node: self._own for node in nodes[:1]} | boxes)
         self.node = nodes[0] if nodes else -1
         self._own.enter(layout.epoch)
@@ -406,7 +411,7 @@ class MpiPort:
         """Record the ranks that have died. Raises ClusterError for an error of another kind."""
         if error.Get_error_class() not in DEATH:
             raise ClusterError(f"rank {self.rank}: {error.Get_error_string()}") from error
-        self.comm.Ack_failed()
+        self.comm.Ack_failed()  # first: until then every probe of any source fails again
         self.give_up(failed_ranks(self.comm))
 
     def give_up(self, ranks: Iterable[int]) -> None:

@@ -177,7 +177,7 @@ def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,
     Raises TransportTimeout or RankLost with the first rank that has not sent, RankRefused for a
     rank that takes no part.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout  # one for all: the ranks start at the same time
     if comm.Get_rank() > 0:
         with _bounded(timeout + _GRACE, comm.Get_rank(), 0):
             request = comm.Isend([text.encode(), MPI.BYTE], dest=0, tag=ORDER_TAG)
@@ -219,7 +219,7 @@ def receive_json(comm: MPI.Comm, source: int, timeout: float) -> str:
 
     _until(arrived, comm, source, start + timeout, timeout, "start-up")
     frame = bytearray(status.Get_count(MPI.BYTE))
-    found[0].Recv([frame, MPI.BYTE])
+    found[0].Recv([frame, MPI.BYTE])  # what was matched has arrived: this does not block
     if source == 0 and frame == _LEAVE:
         raise Dismissed
     if frame.startswith(_REFUSAL):
@@ -280,7 +280,7 @@ def dismiss(comm: MPI.Comm, timeout: float = 60.0, *, heard: bool = False) -> bo
     told, deadline = True, time.monotonic() + timeout
     send = comm.Issend if heard else comm.Isend
     requests = {}
-    for rank in range(1, comm.Get_size()):
+    for rank in range(1, comm.Get_size()):  # all before any wait: a dead rank delays no other
         try:
             with _bounded(timeout + _GRACE, 0, rank):
                 requests[rank] = send([_LEAVE, MPI.BYTE], dest=rank, tag=ORDER_TAG)
@@ -358,7 +358,7 @@ def _until(
     what: str,
 ) -> None:
     start, spins = time.monotonic(), 0
-    while True:
+    while True:  # MPI has no wait with a deadline
         try:
             if test():
                 return
@@ -370,7 +370,7 @@ def _until(
             raise TransportTimeout(rank=comm.Get_rank(), peer=peer, tag=what, run_id=None,
                                    seconds=timeout)
         spins += 1
-        if spins > 50:
+        if spins > 50:  # an answer of the same host comes within some polls
             time.sleep(min(max((now - start) * SHARE, MIN_SLEEP), IDLE_CAP))
 
 
