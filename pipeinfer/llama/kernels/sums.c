@@ -205,11 +205,6 @@ static void shorten(int32_t kind, float *to, const float *from, size_t count)
         memcpy(to, from, count * sizeof(float));
 }
 
-void pipeinfer_sums_shorten(int32_t kind, float *values, size_t count)
-{
-    shorten(kind, values, values, count);
-}
-
 static uint16_t bits_of_f16(float value)
 {
     uint32_t bits = bits_of(to_f16(value)), size = bits & 0x7fffffff;
