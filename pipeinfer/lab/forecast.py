@@ -289,7 +289,7 @@ def file_view(path: Path, ctx: int, length: int = 0) -> View:
     load = planner.with_text(load, model, length)
     return View(path.name, kind, row_width(model), load,
                 whole + load.first_bytes + load.last_bytes, cells, moved=moved, path=path,
-                alone=declared(model.architecture).alone)
+                alone=declared(model.architecture).one_sequence)
 
 
 def report_of(

@@ -46,7 +46,7 @@ def keeps_state(model: ModelFile | ModelDir) -> bool:
     Those of recurrent models and of hybrids have.
     """
     own = isinstance(model, ModelFile) and declared(model.architecture)
-    return bool(own and own.whole) or _has_states(model)
+    return bool(own and own.copied_whole) or _has_states(model)
 
 
 def _has_states(model: ModelFile | ModelDir) -> bool:
@@ -64,7 +64,7 @@ def layer_kinds(model: ModelFile) -> list[LayerKind]:
     own = declared(arch)
     if not _has_states(model):
         return [LayerKind.CACHE] * n
-    if own.both or own.cell_bytes:
+    if own.state_and_cache or own.cell_bytes:
         return [LayerKind.BOTH] * n
     if model.is_array(f"{arch}.{keys.RECURRENT}"):
         states = [bool(value) for value in values_of(model, keys.RECURRENT)][:n]
@@ -224,16 +224,16 @@ def check_range(model: ModelFile, start: int, stop: int) -> None:
         raise PlanError(
             f"{model.path.name}: a stage cannot begin at layer {start}, which reads the positions "
             "that a layer before it has chosen; give other counts to --layers, or none")
-    if cut.near_first or cut.period < 0:
+    if cut.window_first or cut.period < 0:
         kinds = windows_of(model, cut.period)[start:stop]
         # so no part of a stage that a rank loads later, in addition to its own, has one kind only
-        if kinds[0] is (cut.period < 0) or (cut.far and len(set(kinds)) < 2):
+        if kinds[0] is (cut.period < 0) or (cut.both_kinds and len(set(kinds)) < 2):
             first, other = ("without", "with") if cut.period < 0 else ("with", "without")
             raise PlanError(
                 f"{model.path.name}: layers {start} to {stop - 1} of a {model.architecture} cannot "
                 f"be a stage: llama.cpp needs one {first} a window first"
-                f"{f', and one {other}' if cut.far else ''}; give other counts to --layers, or "
-                "none")
+                f"{f', and one {other}' if cut.both_kinds else ''}; give other counts to "
+                "--layers, or none")
     key, value = cut.ends
     ends = values_of(model, key) if key else []
     if ends and (value not in ends[start:stop] or (start and ends[start - 1] != value)):

@@ -78,7 +78,7 @@ def check_numbers(model: ModelFile, *, head: bool = False) -> None:
     _integers(model, keys.WINDOW, int(own.chunked), _MOST_WIDTH)
     if own.cut.ends[0]:
         _check_compressed(model, *own.cut.ends)
-    if own.varied:
+    if own.varied_heads:
         _check_shared_caches(model)
     if not own.headless:  # sizes are divided by their number
         heads = _integers(model, "attention.head_count", 0, _MOST_HEADS)
@@ -166,7 +166,7 @@ def _check_heads(model: ModelFile) -> None:
     else:
         _check_rotation(model, heads[0], "")
         key = (_integers(model, "attention.key_length", 1, 1 << 16) or [1 << 16])[0]
-        if declared(model.architecture).varied:
+        if declared(model.architecture).varied_heads:
             _check_rotation(model, heads[0], "_swa")
         elif any(size % 2 for size in _integers(model, "rope.dimension_count_swa", 1, key)):
             raise _bad(model, f"{model.architecture}.rope.dimension_count_swa", "an odd number")
@@ -181,9 +181,9 @@ def _check_rotation(model: ModelFile, heads: int, kind: str) -> None:
                   for part in ("key", "value"))
     rotated = (_integers(model, f"rope.dimension_count{kind}", 1, 1 << 16) or [key])[0]
     arch, own = model.architecture, declared(model.architecture)
-    fits = rotated <= key if own.partly else rotated == key
-    if (key != value and not own.unequal) or not fits or rotated % 2:
-        rule = "the first two must be equal, the last even and no more" if own.partly \
+    fits = rotated <= key if own.partly_rotated else rotated == key
+    if (key != value and not own.unequal_heads) or not fits or rotated % 2:
+        rule = "the first two must be equal, the last even and no more" if own.partly_rotated \
             else "these must be equal and even"
         raise ModelError(
             f"{model.path}: heads of {key} and {value} elements of which {rotated} are "

@@ -548,7 +548,7 @@ def sizes_of(model: ModelFile | ModelDir) -> Sizes:
     heads, mixture = positive(model, "attention.head_count"), mixture_of(model)
     layers: tuple[tuple[int, int], ...] = ()
     own = declared(model.architecture)
-    if own.varied:
+    if own.varied_heads:
         layers = _varied(model)
         kv_heads = min(kv_heads for kv_heads, _ in layers)
     else:
@@ -690,7 +690,8 @@ def numbers_of(model: ModelFile, piece: Slice, sizes: Sizes, given: Collection[s
     }
     numbers = {key: value for key, value in numbers.items()
                if key.removeprefix(f"{arch}.") not in given}
-    if not (declared(arch).latent or declared(arch).varied):  # whose lengths are others, or differ
+    # theirs are others, or differ
+    if not (declared(arch).latent or declared(arch).varied_heads):
         numbers |= {
             f"{arch}.attention.key_length": sizes.key,
             f"{arch}.attention.value_length": sizes.value,

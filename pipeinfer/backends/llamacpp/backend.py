@@ -80,7 +80,7 @@ class LlamaCppBackend:
         #: whether the number of threads changes no bits; with f16 it does, in layers that stay here
         self.any_threads = self.exact_limit > 1 and not partly
         own, self.keeps_state = loaded.own, loaded.keeps_state
-        self._enters, self._again, self._whole = loaded.enters, loaded.again, own.whole
+        self._enters, self._again, self._whole = loaded.enters, loaded.again, own.copied_whole
         self._until_norm = False  # see `norms`
         self._taps: Taps | None = None
         self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
@@ -155,7 +155,7 @@ class LlamaCppBackend:
             if n_seq_max + more > ALL_IDS:
                 raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
                                    f"{ALL_IDS - more} sequences")
-            more += not (options.streams or loaded.own.whole)  # dead cells': see `cells`
+            more += not (options.streams or loaded.own.copied_whole)  # dead cells': see `cells`
             sizes = (n_ctx, n_seq_max + more, n_batch, n_threads)
             context = make_context(name, loaded, callback, sizes, options)
         except BaseException:

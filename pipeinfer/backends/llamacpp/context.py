@@ -377,13 +377,13 @@ class LoadedModel:
         self.is_slice = bool(metadata(handle, "pipeinfer.piece"))
         self.has_experts = int(metadata(handle, f"{self.architecture}.expert_count") or 0) > 0
         self.has_windows = not head and bool(binding.llama_model_n_swa(handle) > 0)
-        self.keeps_state = not head and (own.whole or bool(
+        self.keeps_state = not head and (own.copied_whole or bool(
             binding.llama_model_is_recurrent(handle) or binding.llama_model_is_hybrid(handle)))
         self.n_tokens = int(binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(handle)))
         self.row_parts = own.row_parts(lambda key: metadata(handle, f"{self.architecture}.{key}"))
         self.enters = bool(own.entry) and not head
-        self.again = bool(own.again) and not head and self.row_parts > 1
-        self.further_ids = 0 if own.whole else (
+        self.again = bool(own.reads_again) and not head and self.row_parts > 1
+        self.further_ids = 0 if own.copied_whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
 
     def chooses_experts(self, file: ModelFile, options: LlamaOptions) -> bool:
@@ -393,7 +393,7 @@ class LoadedModel:
 
     def most_rows(self, *, chooses_experts: bool) -> int:
         """Return the most rows of a trial that this kind of model allows."""
-        if self.own.alone:
+        if self.own.one_sequence:
             return 1  # a trial has several sequences
         if not self.has_experts:
             return 1 << 16
@@ -428,7 +428,7 @@ class LoadedModel:
         inner = "%d" not in output and count < binding.llama_model_n_layer(self.handle)
         callback = kind(count - 1, layers[0], own.entry, "l_out-%d" if inner else output)
         if self.again:
-            callback.enter_again(own.again)
+            callback.enter_again(own.reads_again)
         callback.sum_experts_at(self._expert_sum())
         if metadata(self.handle, "pipeinfer.experts"):
             if not chooses_experts:

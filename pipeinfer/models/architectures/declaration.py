@@ -36,10 +36,10 @@ class Cut(Struct, frozen=True):
     always: str = "attn_norm"  #: a matrix or norm that every layer has
     norm: str = "output_norm"  #: the norm behind the last layer
     least: int = 1  #: layers that a header has to announce at least
-    #: a stage has to begin with a layer with a window (near_first), and to have layers with and
-    #: without (far). llama.cpp ends the process where a graph reads an input nowhere
-    near_first: bool = False
-    far: bool = False
+    #: a stage has to begin with a layer with a window, and to have layers with and without
+    #: (both_kinds). llama.cpp ends the process where a graph reads an input nowhere
+    window_first: bool = False
+    both_kinds: bool = False
     far_only: tuple[str, ...] = ()  #: tensors outside layers that only layers without windows read
     #: why this model cannot be cut although its architecture can; "" if it can
     refuses: Callable[[ModelFile], str] = lambda _: ""
@@ -90,25 +90,26 @@ class Architecture(Struct, frozen=True):
     # --- layers
     #: one of so many has attention and the others a state, where the file does not list them
     interval: int = 0
-    both: bool = False  #: every layer has a state and attention
+    state_and_cache: bool = False  #: every layer has a state and attention
     parted: bool = False  #: a layer is a state, attention or a feed forward alone
     state_bytes: Callable[[Any], float] = scan_bytes  #: of a layer's state of one sequence
     latent: bool = False  #: all heads read one compressed cache
-    whole: bool = False  #: llama.cpp copies its sequences as a whole alone
-    alone: bool = False  #: it computes plain decoding's tokens only while there is one sequence
+    copied_whole: bool = False  #: llama.cpp copies its sequences as a whole alone
+    #: it computes the tokens of plain decoding only while there is one sequence
+    one_sequence: bool = False
     #: bytes of a layer's cache of one sequence, where each has one for itself, by the model, the
     #: layer, the cells and the bytes of an element
     cell_bytes: Callable[[Any, int, int, int], float] | None = None
     #: layers with a sliding window have other heads than the rest, and the last ones may read the
     #: cache of others
-    varied: bool = False
+    varied_heads: bool = False
     scaled: bool = False  #: tokens' rows are multiplied by the root of their size
     embedding_scale: float = 0.0  #: or by this, where the file has no factor
 
     # --- checks before loading (`llama_rules`)
     checked: bool = True  #: they cover the graph wholly
-    partly: bool = False  #: heads may be rotated in part
-    unequal: bool = False  #: heads of values may have another size than those of keys
+    partly_rotated: bool = False  #: heads may be rotated in part
+    unequal_heads: bool = False  #: heads of values may have another size than those of keys
     fills_width: bool = False  #: heads have to add up to the model's width
     chunked: bool = False  #: a window of 0 ends the process
     headless: bool = False  #: there are no attention heads
@@ -141,7 +142,7 @@ class Architecture(Struct, frozen=True):
     older_output: str = ""  #: in the library that --native compiles
     #: the node behind which nodes read the entry as the embeddings of tokens, which cross a cut
     #: beside the hidden rows then
-    again: str = ""
+    reads_again: str = ""
     sections: bool = False  #: positions have four sections
     #: how many rows of the model's width cross a cut for each token, by a function that returns
     #: metadata
