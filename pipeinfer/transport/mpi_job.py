@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 from mpi4py import MPI
 from msgspec import Struct, field
 
-from pipeinfer.core.control import Bell, Leave, Placed, Refused, StartMessage, pack, unpack
+from pipeinfer.core.control import Bell, Leave, Refused, StartMessage, pack, unpack
 from pipeinfer.errors import ClusterError, ProtocolError, RankLost, RankRefused, TransportTimeout
 from pipeinfer.transport.base import Dismissed
 from pipeinfer.transport.doorbell import Doorbell
@@ -151,21 +151,6 @@ def library_version() -> str:
 _GRACE = 5.0  #: seconds beyond the deadline of a send, in which MPI returns
 _LEAVE = pack(Leave())
 _REFUSAL = b'{"type":"Refused",'
-
-
-def introduce(comm: MPI.Comm) -> None:
-    """Exchange doorbells, for programs whose start-up does not do so in another message."""
-    mine = Placed((), None, (own_bell(),))
-    texts = gather_json(comm, pack(mine).decode())
-    if texts is None:
-        placed = hear(comm, 0, 60.0)
-    else:
-        bells = [one.bells[0] for text in texts if isinstance(one := unpack(text.encode()), Placed)]
-        placed = Placed((), None, tuple(bells))
-        for rank in range(1, comm.Get_size()):
-            say(comm, rank, placed)
-    assert isinstance(placed, Placed)
-    meet(placed.bells)
 
 
 def gather_json(comm: MPI.Comm, text: str, timeout: float = 60.0, *,

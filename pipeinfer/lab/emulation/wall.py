@@ -146,6 +146,24 @@ class PacedDraft:
         self._model.close()
 
 
+def _introduce(comm: Any) -> None:
+    """Exchange doorbells, as jobs do in a message of their start-up."""
+    from pipeinfer.core.control import Placed, pack, unpack
+    from pipeinfer.transport import mpi_job
+
+    mine = Placed((), None, (mpi_job.own_bell(),))
+    texts = mpi_job.gather_json(comm, pack(mine).decode())
+    if texts is None:
+        placed = mpi_job.hear(comm, 0, 60.0)
+    else:
+        bells = [one.bells[0] for text in texts if isinstance(one := unpack(text.encode()), Placed)]
+        placed = Placed((), None, tuple(bells))
+        for rank in range(1, comm.Get_size()):
+            mpi_job.say(comm, rank, placed)
+    assert isinstance(placed, Placed)
+    mpi_job.meet(placed.bells)
+
+
 def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | None = None
             ) -> WallResult | None:
     """Run a scenario on the ranks of this job, one per stage and one for the head (rank 0).
@@ -156,7 +174,7 @@ def emulate(scenario: Scenario, scale: float = 1.0, controller: Controller | Non
     from pipeinfer.transport import mpi, mpi_job  # only ranks of a job load MPI
 
     comm = mpi_job.world()
-    mpi_job.introduce(comm)
+    _introduce(comm)
     n_stages = len(scenario.stages)
     if comm.Get_size() != n_stages + 1:
         raise UsageError(f"{n_stages} stages and a head need {n_stages + 1} ranks, but there are "
