@@ -172,7 +172,7 @@ class GridPlanner(Struct, frozen=True):
 
         choice: with teams. Raises PlanError, UsageError, UnsupportedArchitecture.
         """
-        from pipeinfer.models.slices import cut_of
+        from pipeinfer.models.slices import slices_of
 
         teams, model, cluster = choice.teams, self.model, self.config.cluster
         assert teams is not None
@@ -189,7 +189,7 @@ class GridPlanner(Struct, frozen=True):
                              "for each")
         cuts = choice.cuts
         if cuts is None:
-            cuts = tuple(tuple(one.name for one in cut_of(model, shares)) if shares else ()
+            cuts = tuple(tuple(one.name for one in slices_of(model, shares)) if shares else ()
                          for shares in teams.shares)
         return structs.replace(plan, teams=teams, cuts=cuts)
 

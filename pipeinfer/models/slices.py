@@ -38,7 +38,7 @@ def widths_of(model: ModelFile | ModelDir) -> tuple[int, ...]:
     return _possible(sizes_of(model))
 
 
-def cut_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice, ...]:
+def slices_of(model: ModelFile | ModelDir, shares: Sequence[float]) -> tuple[Slice, ...]:
     """Return one slice per share, in order; together they cover the model.
 
     shares: each slice's share of the work, in any unit; equal numbers for equal slices

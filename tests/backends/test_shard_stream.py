@@ -16,7 +16,7 @@ from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import stream
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
-from pipeinfer.models.slices import cut_of
+from pipeinfer.models.slices import slices_of
 from tests.support.sample import mostly_full
 
 pytestmark = pytest.mark.skipif(not stream.available(), reason="no streams here")
@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_file(model, name, layers, slices, tmp_path):
     """Also of a slice, which has columns of some tensors, and of columns of a table."""
     if name:
         model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0")))
-    piece = cut_of(model, [1] * slices)[-1] if slices > 1 else None
+    piece = slices_of(model, [1] * slices)[-1] if slices > 1 else None
     source = ShardSource(model, *layers, piece)
     whole = extract_shard(model, *layers, piece=piece, cache_dir=tmp_path).read_bytes()
     with closing(source.opened()) as opened:

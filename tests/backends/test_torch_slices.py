@@ -17,7 +17,7 @@ from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.slice_parts import Slice, sizes_of
-from pipeinfer.models.slices import cut_of, widths_of
+from pipeinfer.models.slices import slices_of, widths_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
 from tests.support.gguf_files import write_sliceable
@@ -60,7 +60,7 @@ class Stage:
 
     def __init__(self, path, holders, shares=None, layers=None, way="messages", **sizes):
         model = open_model(path)
-        self.cut = cut_of(model, shares or [1.0] * sum(map(len, holders)))
+        self.cut = slices_of(model, shares or [1.0] * sum(map(len, holders)))
         start, stop = layers or (0, model.n_layers)
         last = stop == model.n_layers
         vocabulary = tuple(one.vocab for one in self.cut) if last else ()
@@ -286,7 +286,7 @@ def test_a_slice_that_fails_ends_the_decode_everywhere(models, stage, monkeypatc
 
 def test_a_slice_holds_its_part_and_no_embedding(models):
     _, path = models("llama-tied-bias")
-    cut = cut_of(open_model(path), [1, 1])
+    cut = slices_of(open_model(path), [1, 1])
     whole, halves = load(path), [load(path, piece=one) for one in cut]
     assert all(not one.info.first and one.info.last for one in halves)
     assert all(one.info.n_vocab == VOCAB for one in halves)
@@ -324,9 +324,10 @@ def test_folders_can_be_cut_at_any_head(models, tmp_path):
     sizes = sizes_of(model)
     assert (sizes.heads, sizes.kv_heads, sizes.key, sizes.ff, sizes.vocab) == (4, 2, 16, 96, 97)
     assert widths_of(model) == (1, 2, 3, 4)
-    assert [one.name for one in cut_of(model, [2, 1])] == ["h0-1.f0-64.v0-64", "h1-2.f64-96.v64-97"]
+    assert [one.name for one in slices_of(model, [2, 1])] == [
+        "h0-1.f0-64.v0-64", "h1-2.f64-96.v64-97"]
     with pytest.raises(PlanError, match="cannot be cut into 5 slices: possible are 1, 2, 3, 4"):
-        cut_of(model, [1] * 5)
+        slices_of(model, [1] * 5)
     for name, shape, error, says in (
             ("mlp.experts.0.up.weight", (4, 4), UnsupportedArchitecture, "not known how to slice"),
             ("mlp.down_proj.weight", (96, 64), ModelError, r"\[64, 96\] expected"),

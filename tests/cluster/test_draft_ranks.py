@@ -26,7 +26,7 @@ from pipeinfer.errors import ClusterError, PlanError, UsageError
 from pipeinfer.host import Place
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import EMBEDDED, open_model
-from pipeinfer.models.slices import cut_of
+from pipeinfer.models.slices import slices_of
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.planner import asked_counts
@@ -151,7 +151,7 @@ def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_l
 
 def job_of(model, ranks, *, n_stages=1, sum_seconds=0.0, memory=1 << 30, run=1e-3, gpu=""):
     """What `sliced` gets of a job whose layers these ranks have in slices."""
-    names = tuple(one.name for one in cut_of(model, [1] * len(ranks)))
+    names = tuple(one.name for one in slices_of(model, [1] * len(ranks)))
     held = [Holding(rank, k * (n_stages > 1), 4, k, names, (k,)) for k, rank in enumerate(ranks)]
     ready = {rank: Ready(PortName(1, k), rank, "h", (0, 4), "llamacpp", 4, 0.3, (1.0,), 1 << 20,
                          1 << 20, 1, 0, ((0, 4),), sum_seconds=sum_seconds, gpu=gpu)

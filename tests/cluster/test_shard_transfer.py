@@ -30,7 +30,7 @@ from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
-from pipeinfer.models.slices import cut_of
+from pipeinfer.models.slices import slices_of
 from pipeinfer.transport.inproc import local_ports
 from tests.support.sample import examples
 
@@ -273,7 +273,7 @@ def staged(setup, model, timeout=10.0):
 def test_a_host_gets_its_slice_and_the_embedding_only_where_it_is_asked_for(tmp_path, monkeypatch):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=2)))
     elsewhere = tmp_path / "elsewhere.gguf"
-    for number, piece in enumerate((*(p.name for p in cut_of(model, [1, 1])), "embedding")):
+    for number, piece in enumerate((*(p.name for p in slices_of(model, [1, 1])), "embedding")):
         received, cut = tmp_path / f"received{number}", tmp_path / f"cut{number}"
         monkeypatch.setenv("PIPEINFER_CACHE", str(received))
         path, n_bytes = staged(setup_of(model, 0, 2, piece, elsewhere), model)

@@ -19,7 +19,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.models.slice_parts import Slice, check_fits, sizes_of
-from pipeinfer.models.slices import cut_of, widths_of
+from pipeinfer.models.slices import slices_of, widths_of
 from tests.support.gguf_files import altered, write_sliceable
 from tests.support.sample import examples
 
@@ -76,8 +76,8 @@ def test_a_cut_covers_the_model_at_blocks_and_near_its_shares(tmp_path_factory, 
     assert widths == tuple(range(1, len(widths) + 1))
     n = data.draw(st.integers(1, min(len(widths), 12)))
     shares = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
-    cut = cut_of(model, shares)
-    assert cut == cut_of(model, [7.5 * share for share in shares])  # any unit
+    cut = slices_of(model, shares)
+    assert cut == slices_of(model, [7.5 * share for share in shares])  # any unit
     assert len(cut) == n
     for piece in cut:
         check_fits(model, piece)
@@ -101,21 +101,21 @@ def test_a_cut_covers_the_model_at_blocks_and_near_its_shares(tmp_path_factory, 
 
 def test_unequal_shares():
     model = ModelFile(TARGET)  # 2 KV heads, 768 FFN columns, 4096 words
-    assert [p.name for p in cut_of(model, [1.0])] == ["h0-2.f0-768.v0-4096"]
-    assert [p.name for p in cut_of(model, [1, 1])] == [
+    assert [p.name for p in slices_of(model, [1.0])] == ["h0-2.f0-768.v0-4096"]
+    assert [p.name for p in slices_of(model, [1, 1])] == [
         "h0-1.f0-384.v0-2048", "h1-2.f384-768.v2048-4096"]
-    assert [p.name for p in cut_of(model, [3, 1])] == [
+    assert [p.name for p in slices_of(model, [3, 1])] == [
         "h0-1.f0-576.v0-3072", "h1-2.f576-768.v3072-4096"]
-    assert [p.name for p in cut_of(model, [1, 100])] == [
+    assert [p.name for p in slices_of(model, [1, 100])] == [
         "h0-1.f0-32.v0-32", "h1-2.f32-768.v32-4096"]
 
 
 def test_kv_heads_are_repeated_where_there_are_more_slices():
     model = ModelFile(TARGET)  # 2 query heads for each of 2 KV heads
     assert widths_of(model) == (1, 2, 3, 4)
-    assert [(p.heads, p.queries) for p in cut_of(model, [1, 1, 1, 1])] == [
+    assert [(p.heads, p.queries) for p in slices_of(model, [1, 1, 1, 1])] == [
         ((0, 1), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 3)), ((1, 2), (3, 4))]
-    assert [(p.heads, p.queries) for p in cut_of(model, [1, 1, 2])] == [
+    assert [(p.heads, p.queries) for p in slices_of(model, [1, 1, 2])] == [
         ((0, 1), (0, 1)), ((0, 1), (1, 2)), ((1, 2), None)]
 
 
@@ -129,7 +129,7 @@ def test_columns_are_cut_where_every_layer_can_be(tmp_path):
                               {"blk.1.attn_output.weight": (blocks, kind)}))
     assert GGML_QUANT_SIZES[kind][0] == 32
     assert widths_of(model) == (1, 2, 3, 4)
-    assert [p.heads for p in cut_of(model, [1] * 3)] == [(0, 4), (4, 6), (6, 8)]
+    assert [p.heads for p in slices_of(model, [1] * 3)] == [(0, 4), (4, 6), (6, 8)]
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -139,23 +139,23 @@ def test_too_many_slices(tmp_path):
     with pytest.raises(PlanError, match=r"target.gguf cannot be cut into 5 slices: possible are "
                        r"1, 2, 3, 4 slices \(2 KV heads of 2 query heads of 64 elements in blocks "
                        r"of 32 columns\); lower --slices and use more stages$"):
-        cut_of(ModelFile(TARGET), [1] * 5)
+        slices_of(ModelFile(TARGET), [1] * 5)
     k_quants = write_sliceable(tmp_path / "k.gguf", qtype="Q4_K_M", n_embd=256, n_head=4)
     with pytest.raises(PlanError, match=r"only 1 is possible .* or a file of the model in Q8_0"):
-        cut_of(k_quants, [1, 1])
+        slices_of(k_quants, [1, 1])
     narrow = write_sliceable(tmp_path / "n.gguf", qtype="Q8_0", n_ff=64)
     with pytest.raises(PlanError, match=r"1, 2 slices \(64 FFN columns in blocks of 32\)"):
-        cut_of(narrow, [1, 1, 1])
+        slices_of(narrow, [1, 1, 1])
     with pytest.raises(PlanError, match=r"possible are 1, 2, 3, ... 16 slices"):
-        cut_of(write_sliceable(tmp_path / "w.gguf", n_head=16, n_embd=256), [1] * 17)
+        slices_of(write_sliceable(tmp_path / "w.gguf", n_head=16, n_embd=256), [1] * 17)
 
 
 def test_experts_limit_the_slices(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("glm4moe", qtype="Q8_0")))
-    assert [piece.name for piece in cut_of(model, [3, 1])] == [
+    assert [piece.name for piece in slices_of(model, [3, 1])] == [
         "h0-1.f0-96.e0-32.v0-256", "h1-2.f96-128.e32-64.v256-320"]
     with pytest.raises(PlanError, match=r"1, 2 slices \(64 columns of each expert in blocks of 32"):
-        cut_of(model, [1, 1, 1])
+        slices_of(model, [1, 1, 1])
 
 
 @pytest.mark.parametrize(("columns", "slices", "expected"), [
@@ -169,7 +169,7 @@ def test_with_more_slices_than_blocks_the_experts_are_divided(tmp_path, columns,
         "qwen3moe", qtype="Q4_K_M", n_layer=1, n_embd=1024, n_head=16, n_head_kv=4,
         expert_ff=columns)))
     assert widths_of(model) == {512: (1, 2, 4), 768: (1, 2, 3, 4), 256: (1, 2)}[columns]
-    cut = cut_of(model, slices)
+    cut = slices_of(model, slices)
     assert [piece.name.partition(".")[2].rpartition(".v")[0] for piece in cut] == expected
     for piece in cut:
         check_fits(model, piece)
@@ -181,7 +181,7 @@ def test_with_more_slices_than_blocks_the_experts_are_divided(tmp_path, columns,
 def test_the_slices_of_the_first_experts_have_the_shared_one(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(
         "granitemoe", qtype="Q8_0", n_ff=64, n_head=4, n_head_kv=4)))
-    cut = cut_of(model, [1] * 4)
+    cut = slices_of(model, [1] * 4)
     assert [(piece.among, piece.shared) for piece in cut] == [
         ((0, 2), (0, 64)), ((0, 2), (64, 96)), ((2, 4), None), ((2, 4), None)]
     for piece in cut:
@@ -194,9 +194,9 @@ def test_the_slices_of_the_first_experts_have_the_shared_one(tmp_path):
 def test_groups_of_heads_of_a_scan_limit_the_slices(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("nemotron_h")))
     with pytest.raises(PlanError, match=r"only 1 is possible \(1 key heads or groups of heads of "):
-        cut_of(model, [1, 1])
+        slices_of(model, [1, 1])
     model = ModelFile(write_random_model(tmp_path / "g.gguf", tiny("nemotron_h-groups")))
-    file = ModelFile(extract_shard(model, 0, 7, piece=cut_of(model, [1, 1])[1],
+    file = ModelFile(extract_shard(model, 0, 7, piece=slices_of(model, [1, 1])[1],
                                    cache_dir=tmp_path))
     assert file.arch_get("attention.head_count_kv") == [0, 0, 1, 0, 0, 1, 0]
     assert file.arch_get("feed_forward_length") == [0, 64, 0, 0, 64, 0, 0]
@@ -206,7 +206,7 @@ def test_groups_of_heads_of_a_scan_limit_the_slices(tmp_path):
 @pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [float("nan")], [float("inf"), 1]])
 def test_impossible_shares(shares):
     with pytest.raises(PlanError, match="give each slice a number above 0"):
-        cut_of(ModelFile(TARGET), shares)
+        slices_of(ModelFile(TARGET), shares)
 
 
 def test_models_that_cannot_be_sliced(tmp_path):
@@ -222,7 +222,7 @@ def test_models_that_cannot_be_sliced(tmp_path):
             write_sliceable(tmp_path / "q.gguf", architecture="qwen2").path, tmp_path / "o.gguf",
             {"output.bias": np.zeros(320, np.float32)}))),
     ):
-        for attempt in (lambda m=refused: cut_of(m, [1, 1]), lambda m=refused: widths_of(m),
+        for attempt in (lambda m=refused: slices_of(m, [1, 1]), lambda m=refused: widths_of(m),
                         lambda m=refused: extract_shard(m, 0, 1, piece=piece, cache_dir=tmp_path)):
             with pytest.raises(UnsupportedArchitecture, match=said) as caught:
                 attempt()

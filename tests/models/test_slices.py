@@ -20,7 +20,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import ShardSource, extract_shard, shard_bytes
 from pipeinfer.models.slice_parts import sizes_of
-from pipeinfer.models.slices import cut_of, widths_of
+from pipeinfer.models.slices import slices_of, widths_of
 from tests.support.gguf_files import altered, write_sliceable
 from tests.support.sample import matrix
 
@@ -56,7 +56,7 @@ def load(path, layers, total, *, n_ctx=256, **options):
     *matrix(ARCHITECTURES, TYPES, ["equal", "unequal", "most"])])
 def test_slices_put_together_are_the_whole(tmp_path, architecture, qtype, shares):
     model = write_sliceable(tmp_path / "m.gguf", architecture=architecture, qtype=qtype)
-    cut = cut_of(model, {"equal": [1, 1], "unequal": [3, 1],
+    cut = slices_of(model, {"equal": [1, 1], "unequal": [3, 1],
                          "most": [1.0] * widths_of(model)[-1]}[shares])
     files = [ModelFile(extract_shard(model, 0, 2, piece=piece, cache_dir=tmp_path))
              for piece in cut]
@@ -97,7 +97,7 @@ def test_slices_put_together_are_the_whole(tmp_path, architecture, qtype, shares
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_only_the_last_stage_has_the_head_and_none_the_embedding(tmp_path, architecture):
     model = write_sliceable(tmp_path / "m.gguf", architecture=architecture, tied=True)
-    piece = cut_of(model, [1, 1])[1]
+    piece = slices_of(model, [1, 1])[1]
     first, last = (ModelFile(extract_shard(model, i, i + 1, piece=piece, cache_dir=tmp_path))
                    for i in range(2))
     assert first.n_vocab == 1
@@ -108,7 +108,7 @@ def test_only_the_last_stage_has_the_head_and_none_the_embedding(tmp_path, archi
     for file, (start, stop) in ((first, (0, 1)), (last, (1, 2))):
         assert sum(t.nbytes for t in file.tensors.values()) == shard_bytes(
             model, start, stop, piece)
-    both = sum(shard_bytes(model, 0, 2, part) for part in cut_of(model, [1, 1]))
+    both = sum(shard_bytes(model, 0, 2, part) for part in slices_of(model, [1, 1]))
     assert both < 1.1 * shard_bytes(model, 0, 2)
 
 
@@ -117,7 +117,7 @@ def test_biases_of_summed_products_are_in_every_slice(tmp_path):
     extra = {f"blk.{i}.attn_output.bias": np.full(128, i + 1, np.float32) for i in range(2)}
     extra["output.bias"] = np.arange(320, dtype=np.float32)
     model = ModelFile(altered(plain, tmp_path / "b.gguf", extra))
-    for piece in cut_of(model, [2, 1]):
+    for piece in slices_of(model, [2, 1]):
         file = ModelFile(extract_shard(model, 0, 2, piece=piece, cache_dir=tmp_path))
         assert np.array_equal(array(file, "blk.1.attn_output.bias"), np.full(128, 2))
         assert np.array_equal(array(file, "output.bias"), np.arange(*piece.vocab))
@@ -126,7 +126,7 @@ def test_biases_of_summed_products_are_in_every_slice(tmp_path):
 @pytest.mark.parametrize("name", ["gpt-oss", "glm4moe", "granitemoe"])
 def test_slices_of_every_expert_put_together_are_the_expert(tmp_path, name):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0")))
-    cut = cut_of(model, [2, 1])
+    cut = slices_of(model, [2, 1])
     files = [ModelFile(extract_shard(model, 0, 4, piece=piece, cache_dir=tmp_path))
              for piece in cut]
     axes = {"gate_exps.weight": 1, "up_exps.weight": 1, "down_exps.weight": 2,
@@ -153,7 +153,7 @@ def test_slices_of_a_delta_net_have_the_value_heads_of_their_key_heads(tmp_path)
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen35", qtype="Q8_0")))
     keys, values, size = 2, 4, 64
     files = [ModelFile(extract_shard(model, 0, 12, piece=piece, cache_dir=tmp_path))
-             for piece in cut_of(model, [1, 1])]
+             for piece in slices_of(model, [1, 1])]
     for head, file in enumerate(files):
         own = np.arange(head, values, keys)  # value heads of this key head
         rows = (size * own[:, None] + np.arange(size)).ravel()
@@ -174,7 +174,7 @@ def test_slices_of_a_delta_net_have_the_value_heads_of_their_key_heads(tmp_path)
 
 def test_the_bytes_of_a_slice_are_those_that_are_sent(model, tmp_path):
     for start, stop in ((0, 1), (1, 2), (0, 2)):
-        for piece in cut_of(model, [1, 1, 1]):
+        for piece in slices_of(model, [1, 1, 1]):
             source = ShardSource(model, start, stop, piece)
             path = extract_shard(model, start, stop, piece=piece, cache_dir=tmp_path)
             assert path.name == source.name
@@ -183,7 +183,7 @@ def test_the_bytes_of_a_slice_are_those_that_are_sent(model, tmp_path):
 
 
 def test_files_of_different_slices_never_collide(model, tmp_path):
-    cuts = [piece for n in widths_of(model) for piece in cut_of(model, [1.0] * n)]
+    cuts = [piece for n in widths_of(model) for piece in slices_of(model, [1.0] * n)]
     names = {(start, stop, piece): ShardSource(model, start, stop, piece).name
              for start, stop in ((0, 1), (1, 2), (0, 2)) for piece in (*cuts, None)}
     assert len(set(names.values())) == 3 * len({*cuts, None})
@@ -193,13 +193,13 @@ def test_files_of_different_slices_never_collide(model, tmp_path):
 @pytest.mark.parametrize("damage", ["short", "header", "byte"])
 def test_a_damaged_slice_is_made_again_and_its_neighbours_stay(model, tmp_path, damage):
     paths = [extract_shard(model, 0, 1, piece=piece, cache_dir=tmp_path)
-             for piece in cut_of(model, [1, 1])]
+             for piece in slices_of(model, [1, 1])]
     good = [path.read_bytes() for path in paths]
     bad = {"short": good[0][:-1], "header": b"x" + good[0][1:],
            "byte": good[0][:-40] + b"\xff" + good[0][-39:]}[damage]
     paths[0].write_bytes(bad)
     before = paths[1].stat().st_mtime_ns
-    for path, content, piece in zip(paths, good, cut_of(model, [1, 1]), strict=True):
+    for path, content, piece in zip(paths, good, slices_of(model, [1, 1]), strict=True):
         assert extract_shard(model, 0, 1, piece=piece, cache_dir=tmp_path) == path
         assert path.read_bytes() == content
     assert paths[1].stat().st_mtime_ns == before
@@ -209,7 +209,7 @@ def test_a_source_that_shrinks_is_an_error(model, tmp_path):
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(model.path.read_bytes())
     short = ModelFile(copy)
-    piece = cut_of(short, [1, 1])[0]
+    piece = slices_of(short, [1, 1])[0]
     _ = short.fingerprint
     copy.write_bytes(copy.read_bytes()[:len(copy.read_bytes()) // 2])
     with pytest.raises(ModelError, match="was truncated while it was being read"):
@@ -305,7 +305,7 @@ def test_one_slice_of_everything_gives_the_bits_of_the_whole(tmp_path, architect
     """Also where the slice is written under another architecture."""
     model = write_sliceable(tmp_path / "m.gguf", architecture=architecture, qtype=qtype)
     steps = steps_of(model)
-    got = logits_of_slices(model, cut_of(model, [1.0]), [(0, 1), (1, 2)], tmp_path, steps)
+    got = logits_of_slices(model, slices_of(model, [1.0]), [(0, 1), (1, 2)], tmp_path, steps)
     assert np.array_equal(got, logits_of_whole(model, steps))
 
 
@@ -317,7 +317,7 @@ def test_sums_of_slices_give_the_whole_but_for_rounding(tmp_path, architecture, 
     model = write_sliceable(tmp_path / "m.gguf", architecture=architecture)
     steps = steps_of(model)
     options = {"type_k": "f32", "type_v": "f32", "flash_attn": "off"}
-    got = logits_of_slices(model, cut_of(model, shares), [(0, 1), (1, 2)], tmp_path, steps,
+    got = logits_of_slices(model, slices_of(model, shares), [(0, 1), (1, 2)], tmp_path, steps,
                            **options)
     whole = logits_of_whole(model, steps, **options)
     assert whole.std() > 0.5
@@ -328,7 +328,7 @@ def test_sums_of_slices_give_the_whole_but_for_rounding(tmp_path, architecture, 
 def test_slices_of_the_embedded_target_choose_its_tokens(tmp_path):
     model = ModelFile(TARGET)
     steps = steps_of(model)
-    got = logits_of_slices(model, cut_of(model, [2, 1]), [(0, 5), (5, 12)], tmp_path, steps)
+    got = logits_of_slices(model, slices_of(model, [2, 1]), [(0, 5), (5, 12)], tmp_path, steps)
     whole = logits_of_whole(model, steps)
     assert np.abs(got - whole).max() < 0.2 * whole.std()
     assert np.mean(got.argmax(1) == whole.argmax(1)) > 0.9

@@ -14,7 +14,7 @@ from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred
 from pipeinfer.models.shard import extract_shard
-from pipeinfer.models.slices import cut_of, widths_of
+from pipeinfer.models.slices import slices_of, widths_of
 from tests.models.test_slices import logits_of_slices, logits_of_whole, steps_of
 from tests.support.embeddings import extract_embedding
 from tests.support.sample import FULL, matrix, mostly_full
@@ -41,7 +41,7 @@ def stages_of(model):
 def test_one_slice_of_everything_gives_the_bits_of_the_whole(name, qtype, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype=qtype)))
     steps = steps_of(model)
-    got = logits_of_slices(model, cut_of(model, [1.0]), stages_of(model), tmp_path, steps)
+    got = logits_of_slices(model, slices_of(model, [1.0]), stages_of(model), tmp_path, steps)
     assert np.array_equal(got, logits_of_whole(model, steps))
 
 
@@ -58,7 +58,7 @@ def test_sums_of_slices_give_the_whole_but_for_rounding(name, tmp_path):
     for shares in ((3.0, 1.0), (1.0, 1.0, 1.0)):
         if len(shares) not in widths_of(model):
             continue
-        got = logits_of_slices(model, cut_of(model, shares), stages_of(model), tmp_path, steps,
+        got = logits_of_slices(model, slices_of(model, shares), stages_of(model), tmp_path, steps,
                                **options)
         assert np.abs(got - whole).max() < near * whole.std()
 
@@ -75,7 +75,7 @@ def test_slices_of_some_experts_add_up_to_all(name, qtype, columns, shares, tmp_
     spec = RandomSpec("llama", n_embd=256, n_ff=columns, qtype=qtype, n_expert=4) \
         if name == "llama-experts" else tiny(name, qtype=qtype, expert_ff=columns)
     model = ModelFile(write_random_model(tmp_path / "m.gguf", spec))
-    steps, cut = steps_of(model), cut_of(model, shares)
+    steps, cut = steps_of(model), slices_of(model, shares)
     assert all(piece.among is not None for piece in cut)
     options = {"type_k": "f32", "type_v": "f32", "flash_attn": "off"}
     whole = logits_of_whole(model, steps, **options)
@@ -86,7 +86,7 @@ def test_slices_of_some_experts_add_up_to_all(name, qtype, columns, shares, tmp_
 
 def test_a_slice_without_its_routers_is_refused(tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen3moe", expert_ff=1)))
-    path = extract_shard(model, 0, 4, piece=cut_of(model, [1, 1])[1], cache_dir=tmp_path)
+    path = extract_shard(model, 0, 4, piece=slices_of(model, [1, 1])[1], cache_dir=tmp_path)
     assert Routers(path).own == (2, 2)
     arrays = [weights for weights, _ in slice_parts.read_routers(ModelFile(path))]
     assert np.array_equal(arrays[3], np.frombuffer(b"".join(model.read_tensor(
@@ -101,7 +101,7 @@ def test_a_slice_without_its_routers_is_refused(tmp_path):
 def test_the_others_are_refused_with_the_reason(name, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
     with pytest.raises(UnsupportedArchitecture, match=r"not sliced.*without --grid") as caught:
-        cut_of(model, [1, 1])
+        slices_of(model, [1, 1])
     assert "not known" not in str(caught.value)
 
 

@@ -18,14 +18,14 @@ from pipeinfer.core.types import ALL_SEQS, END, FloatArray, make_rows
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from pipeinfer.models.slices import cut_of
+from pipeinfer.models.slices import slices_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
 from tests.rig.plain_loop import FEW, PlainLoop
 
 
 class SlicedLoop(PlainLoop):
-    """Stages of slices. layers: of each stage. shares: of each stage's slices (see `cut_of`)."""
+    """Stages of slices. layers: of each stage. shares: of each stage's slices (see `slices_of`)."""
 
     def __init__(self, path: str | os.PathLike[str], layers: Sequence[int],
                  shares: Sequence[Sequence[float]], *, n_ctx: int = 2048, n_batch: int = 64,
@@ -38,7 +38,7 @@ class SlicedLoop(PlainLoop):
         self.n_vocab = model.n_vocab
         self._alone = FEW if model.arch_get("expert_count") else 1
         for (start, stop), parts in zip(itertools.pairwise(bounds), shares, strict=True):
-            cut = cut_of(model, parts)
+            cut = slices_of(model, parts)
             last = stop == model.n_layers
             slices = [LlamaCppBackend.load(
                 extract_shard(model, start, stop, piece=one, cache_dir=cache_dir),

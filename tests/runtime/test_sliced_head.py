@@ -20,7 +20,7 @@ from pipeinfer.errors import PlanError
 from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import CompletedHead, HeadSource, SmallVocabulary
-from pipeinfer.models.slices import cut_of
+from pipeinfer.models.slices import slices_of
 from pipeinfer.runtime.drafts import DraftPosts, SlicedDraft
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.runtime.pulse import Pulse
@@ -55,7 +55,7 @@ class Files:
         if kind == "small":
             self.small = SmallVocabulary((*range(60), 97, 98), 66)
         self.rows, _ = tapped(parts(self.target, (), folder), taps, [8] * 5)
-        self.folder, self.cut = folder, cut_of(self.target, (1, 1))
+        self.folder, self.cut = folder, slices_of(self.target, (1, 1))
 
     def open(self, cut=(), index=0):
         if self.eagle:

@@ -33,7 +33,7 @@ from pipeinfer.models.slice_parts import Sizes, Slice, check_fits, sizes_of
 ROPES = ("default", "linear", "llama3", "yarn")
 
 #: by the end of a tensor's name: dimension, first, end
-Cuts = dict[str, tuple[int, int, int]]
+Taken = dict[str, tuple[int, int, int]]
 
 AttentionInterface.register(IMPLEMENTATION, attend)
 
@@ -135,16 +135,16 @@ def load_shard(
             source = gguf = GgufTensors(model)
             factors = gguf.rope_factors()
         _checked(check_config, path, config, os.fspath(path))
-        cuts: Cuts = {}
+        taken: Taken = {}
         if piece is not None:
             check_fits(model, piece)
-            cuts = cuts_of(sizes_of(model), piece)
+            taken = taken_of(sizes_of(model), piece)
         start, stop = layers or (0, config.num_hidden_layers)
         if not 0 <= start < stop <= config.num_hidden_layers:
             raise PlanError(f"layers {start} to {stop} are not a range within the "
                             f"{config.num_hidden_layers} layers of {os.fspath(path)}")
         shard: Shard = _checked(_assemble, path, config, start, stop, device, piece)
-        _fill(shard, source, cuts, dtype, device)
+        _fill(shard, source, taken, dtype, device)
         if factors is not None:
             shard.rotary.inv_freq = shard.rotary.inv_freq / factors.to(device)
     return shard
@@ -229,7 +229,7 @@ def give_scale(embed: Any, device: Any) -> None:
         embed.embed_scale = torch.tensor(embed.scalar_embed_scale, device=device)
 
 
-def cuts_of(sizes: Sizes, piece: Slice) -> Cuts:
+def taken_of(sizes: Sizes, piece: Slice) -> Taken:
     """Return a slice's parts of tensors, by the ends of their names; others are taken whole."""
     low, high = sizes.queries(piece)
     own = {"self_attn.q_proj": (low * sizes.key, high * sizes.key),
@@ -242,8 +242,8 @@ def cuts_of(sizes: Sizes, piece: Slice) -> Cuts:
                    "mlp.down_proj.weight": (1, *piece.ff), "weight": (0, *piece.vocab)}
 
 
-def _fill(shard: Shard, source: TensorSource, cuts: Cuts, dtype: Any, device: Any) -> None:
-    """Read every parameter of the shard, or the part of it that `cuts` names."""
+def _fill(shard: Shard, source: TensorSource, taken: Taken, dtype: Any, device: Any) -> None:
+    """Read every parameter of the shard, or the part of it that `taken` names."""
     embedding, head = "model.embed_tokens", "lm_head"
     tied = not source.has(f"{head}.weight")
     if tied and shard.head is not None and not getattr(shard.config, "tie_word_embeddings", True):
@@ -262,8 +262,8 @@ def _fill(shard: Shard, source: TensorSource, cuts: Cuts, dtype: Any, device: An
             if tuple(tensor.shape) != tuple(parameter.shape):
                 raise ModelError(f"{prefix}.{name} has shape {list(tensor.shape)}, but the config "
                                  f"asks for {list(parameter.shape)}")
-            if name in cuts and module is not shard.norm:
-                dim, low, high = cuts[name]
+            if name in taken and module is not shard.norm:
+                dim, low, high = taken[name]
                 # a copy: a view would keep all of the tensor in memory
                 tensor = tensor.narrow(dim, low, high - low).clone()
             owner, _, leaf = name.rpartition(".")
