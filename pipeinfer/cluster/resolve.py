@@ -175,7 +175,7 @@ def for_state(config: JobConfig, model: Any, *, time_sharing: bool = False) -> J
             f"{model.path.name}: layers of a {model.architecture} keep a state of the text, of "
             "which llama.cpp cannot take a part back: leave out " + " and ".join(found))
     own: dict[str, Any] = {}
-    if declared(model.architecture).alone:
+    if declared(model.architecture).one_sequence:
         asked = {f"--policy {config.speculation.policy}":
                  config.speculation.policy not in ("", Policy.ITERATIVE),
                  "--parallel": "parallel" in config.given and config.speculation.parallel > 1}

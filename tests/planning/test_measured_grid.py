@@ -44,7 +44,7 @@ def test_members_of_a_mixture_read_what_rows_draw_and_store_all(tmp_path, name):
     one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
     assert sum(one.shares) == pytest.approx(1 + whole)
     assert one.layer == pytest.approx(0.5 + cut.whole / 2)
-    pieces = [piece.name for piece in cut_of(model, [1, 1])]
+    pieces = [piece.name for piece in slices_of(model, [1, 1])]
     assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
 
 
@@ -71,7 +71,7 @@ def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
     assert one.layer == pytest.approx(
         cut.attention / 2 + 0.75 * (1 - cut.attention - cut.whole) + cut.whole)
     assert sum(one.shares) == pytest.approx(1 + cut.stored[1])
-    pieces = [piece.name for piece in cut_of(model, [1, 1])]
+    pieces = [piece.name for piece in slices_of(model, [1, 1])]
     assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
     best, _ = grids_of_ranks(model, load_of(model, 256, 64), [Member("", 1.0)] * 2, [FIGURES] * 2,
                              Network(Wire(1e-6, 1e10)), [LoadMix()], SumCost())
