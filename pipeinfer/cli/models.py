@@ -1,4 +1,4 @@
-"""`pipeinfer models` and `pipeinfer pull`: list the models on this host, and fetch models.
+"""`pipeinfer models`, `pull` and `cache`: the models and shards on this host.
 
 What can be done with a model is determined by the modules that do it: `shard`, `slices`, the
 decomposers.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 from msgspec import structs
 
 from pipeinfer.errors import ModelError, PipeinferError, UsageError
+from pipeinfer.files import parse_bytes
 from pipeinfer.models import local_stores, locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hub_files import Wanted, size_text
 from pipeinfer.models.local_stores import Stored
+from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.text_table import aligned
 
 _COME_ALONG = "pipeinfer"
@@ -238,3 +243,74 @@ def as_text(one: ModelFacts) -> str:
         f"  over several ranks: {'no: ' + one.cut if one.cut else 'yes'}",
         f"  slices of each layer: {'no: ' + one.sliced if one.sliced else f'up to {one.slices}'}",
         f"  decomposers: {', '.join(one.decomposers) or 'none'}"])
+
+
+_AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
+
+
+@click.command()
+@click.option("--remove", is_flag=True, help="Delete every shard that no process uses.")
+@click.option("--to", "size", metavar="SIZE",
+              help='Delete those used longest ago until the rest takes at most SIZE ("20 GiB").')
+@click.option("--unused-for", "days", type=click.FloatRange(min=0), metavar="DAYS",
+              help="Delete what was not used for so many days.")
+def cache_command(remove: bool, size: str | None, days: float | None) -> None:
+    """Show the shards that this host keeps, or delete some of them.
+
+    A shard that is missed later is made, or received, again. $PIPEINFER_CACHE names the directory;
+    $PIPEINFER_CACHE_SIZE bounds it for good.
+    """
+    if sum((remove, size is not None, days is not None)) > 1:
+        raise click.UsageError("--remove, --to and --unused-for exclude each other: choose one")
+    directory = cache_directory()
+    files = kept(directory)
+    if remove or size is not None or days is not None:
+        bound = 0 if size is None else parse_bytes(size, "--to")
+        old = time.time() - 86400 * (days or 0.0)
+        gone = shrink([one for one in files if days is None or one.used < old], bound)
+        click.echo(f"{len(gone)} of {len(files)} shards deleted, {size_text(_sum(gone))} freed; "
+                   f"{size_text(_sum(kept(directory)))} are left in {directory}")
+        return
+    most = limit()
+    count = f"{len(files)} shard{'s' * (len(files) != 1)}"
+    bounded = "no bound" if most is None else f"at most {size_text(most)}"
+    click.echo(f"{directory}: {size_text(_sum(files))} in {count}, {bounded} "
+               "(PIPEINFER_CACHE_SIZE)")
+    for line in _table(files, mapped()):
+        click.echo(line)
+
+
+def _table(files: Sequence[KeptFile], held: Collection[tuple[str, int]]) -> list[str]:
+    """Return a line per model, the most recently used first."""
+    by_model: dict[str, list[KeptFile]] = {}
+    for one in reversed(files):
+        by_model.setdefault(one.model, []).append(one)
+    rows = [("model", "shards", "size", "last used", "in use")]
+    for own in by_model.values():
+        used = sum(in_use(one.path, held) for one in own)
+        rows.append((_name(own[0].path), str(len(own)), size_text(_sum(own)), _age(own[0].used),
+                     str(used or "-")))
+    return aligned(rows) if by_model else []
+
+
+def _name(path: Path) -> str:
+    """Return the model's own name, with the beginning of its shards' file names."""
+    start = path.name[:8]
+    try:
+        name = ModelFile(path).get("general.name")
+    except ModelError:
+        return f"damaged ({start})"
+    return f"{name} ({start})" if isinstance(name, str) and name else start
+
+
+def _age(when: float) -> str:
+    passed = max(0.0, time.time() - when)
+    for seconds, word in _AGES:
+        if passed >= seconds:
+            count = int(passed / seconds)
+            return f"{count} {word}{'s' * (count != 1)} ago"
+    return "now"
+
+
+def _sum(files: Sequence[KeptFile]) -> int:
+    return sum(one.size for one in files)

@@ -1,13 +1,11 @@
 """The messages between rank 0 and the HTTP process: one class per frame, and their encoding.
 
 A frame is a length (4 bytes, big-endian) and a msgpack map of its fields, with its name under "op".
-Tokens, of which there are many, are arrays. A malformed frame is refused with the name of the
-field.
+Tokens, of which there are many, are arrays.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 import typing
 from collections.abc import Mapping
@@ -151,7 +149,6 @@ class Bye(Frame, frozen=True):
     """The last frame of a job that ends normally."""
 
 
-
 # --- from the HTTP process --------------------------------------------------------------------
 
 
@@ -218,7 +215,6 @@ FROM_CLIENT: Kinds[ClientFrame] = {kind.op: kind for kind in typing.get_args(Cli
 
 _WITH_FIGURES = (Loading, Ready, Changed, Status, Runs, Rebalanced)
 _encoder = msgspec.msgpack.Encoder()
-_PATH = re.compile(r"`\$(?=[.\[`])|(?<=`)\$(?=`)")
 
 
 def encode(frame: Settings | EngineFrame | ClientFrame | Welcome) -> bytes:
@@ -234,31 +230,17 @@ def encode(frame: Settings | EngineFrame | ClientFrame | Welcome) -> bytes:
 
 
 def decode(body: bytes, kinds: Kinds[T]) -> T:
-    """Return the frame in a body, one of `kinds`. Raises ProtocolError with the damaged field."""
+    """Return the frame in a body, one of `kinds`. Raises ProtocolError."""
     try:
         made: T = _decoder(tuple(kinds.values())).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refusal(body, kinds, error) from error
+        raise ProtocolError(f"a frame cannot be read: {error}") from error
     return made
 
 
 @cache
 def _decoder(kinds: tuple[type[Any], ...]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(Union[kinds])  # noqa: UP007
-
-
-def _refusal(body: bytes, kinds: Kinds[Any], error: Exception) -> ProtocolError:
-    """What is wrong with a frame, by its own name and that of the field."""
-    try:
-        data = msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
-        return ProtocolError(f"a frame is not msgpack: {why}")
-    op = data.get("op") if isinstance(data, dict) else None
-    if not isinstance(op, str) or op not in kinds:
-        return ProtocolError(f"a frame has an unknown op (known: {', '.join(kinds)}): "
-                             f"{str(op)[:40]!r}")
-    text = _PATH.sub("`" + op, str(error))
-    return ProtocolError(text if f"`{op}" in text else f"`{op}`: {text}")
 
 
 class FrameReader(Generic[T]):

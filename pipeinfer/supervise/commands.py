@@ -20,16 +20,16 @@ import click
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.errors import RequestError, UsageError, ending
-from pipeinfer.supervise.commands_socket import (
+from pipeinfer.supervise.state import VARIABLE as STATE
+from pipeinfer.supervise.state import (
     Down,
+    Folder,
     JoinedHosts,
     Reload,
     Rescale,
     SocketStatus,
     call,
 )
-from pipeinfer.supervise.state import VARIABLE as STATE
-from pipeinfer.supervise.state import Folder
 
 if TYPE_CHECKING:
     from pipeinfer.supervise.serving import Serving

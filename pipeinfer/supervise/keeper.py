@@ -17,20 +17,20 @@ from typing import Any, TypeAlias, assert_never
 
 from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Hold, Look, OrderServer, Report, ServerState
-from pipeinfer.supervise.commands_socket import (
+from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.join.server import JoinServer
+from pipeinfer.supervise.rules import MissingHosts, is_wide
+from pipeinfer.supervise.serving import JobSettings, Serving, command_of
+from pipeinfer.supervise.state import (
     Command,
     Down,
+    Folder,
     JoinedHosts,
     LaunchDaemon,
     Reload,
     Rescale,
     SocketStatus,
 )
-from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.join.server import JoinServer
-from pipeinfer.supervise.rules import MissingHosts, is_wide
-from pipeinfer.supervise.serving import JobSettings, Serving, command_of
-from pipeinfer.supervise.state import Folder
 from pipeinfer.supervise.supervisor import Move, Phase, Supervisor
 
 _LOOK = 1.0  #: seconds between two checks of the server

@@ -1,10 +1,12 @@
-"""`pipeinfer run`: any command over several ranks, on this host or on those of a hostfile."""
+"""`pipeinfer run`: any command over several ranks, on this host or on those of a hostfile; and
+`pipeinfer env`, the settings for a plain mpirun."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -24,8 +26,9 @@ from pipeinfer.supervise import launcher as launchers
 from pipeinfer.supervise.hosts import JobPlace, Roster
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
-from pipeinfer.supervise.launcher import Launcher
+from pipeinfer.supervise.launcher import LIBRARY, Launcher, find
 from pipeinfer.supervise.supervisor import JobSource, Supervisor
+from pipeinfer.transport.settings import mpi_env, mpi_settings
 
 #: gets the environment of a job, to which it may add; returns the launcher's command line
 Line: TypeAlias = Callable[[dict[str, str]], list[str]]
@@ -141,3 +144,34 @@ def _spooled(words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 def _say(text: str) -> None:
     click.echo(f"pipeinfer: {text}", err=True)
+
+
+_FOR_RANKS = ("OMPI_MCA_", "OMP_")
+
+
+@click.command()
+@click.option("--pass", "passed", is_flag=True,
+              help="Print the options of mpirun that pass the settings on to other hosts instead.")
+def env_command(passed: bool) -> None:
+    """Print the settings for a plain mpirun of Open MPI 5, for a shell to take over.
+
+    \b
+        eval "$(pipeinfer env)"
+        mpirun -np 4 pipeinfer serve
+        mpirun $(pipeinfer env --pass) --hostfile lab -np 8 pipeinfer serve
+
+    What is set already stays. `pipeinfer run` does this itself.
+    """
+    if passed:
+        click.echo(" ".join(f"-x {name}" for name in mpi_settings()
+                            if name.startswith(_FOR_RANKS)))
+        return
+    for line in mpi_env().splitlines():
+        name, _, value = line.partition("=")
+        setting = line and not line.startswith("#")
+        click.echo(f'export {name}="${{{name}-{shlex.quote(value)}}}"' if setting else line)
+    environ = dict(os.environ)
+    with contextlib.suppress(UsageError):  # a launcher of another kind
+        find(environ)
+    if library := environ.get(LIBRARY):
+        click.echo(f"export {LIBRARY}={shlex.quote(library)}")

@@ -12,8 +12,7 @@ from pipeinfer.cli.serve import host_names
 from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.middleware import MAX_HEADERS
-from pipeinfer.server.origins import Origins
+from pipeinfer.server.middleware import MAX_HEADERS, Origins
 from tests.rig.server_peer import SECONDS, front
 from tests.server.test_http import MODEL, error
 

@@ -15,10 +15,9 @@ from pipeinfer.server import orders
 from pipeinfer.server.orders import OrderServer
 from pipeinfer.supervise import state
 from pipeinfer.supervise.commands import lines_of
-from pipeinfer.supervise.commands_socket import Command, Down, Rescale, call
 from pipeinfer.supervise.keeper import Keeper
 from pipeinfer.supervise.logs import Logs
-from pipeinfer.supervise.state import Folder
+from pipeinfer.supervise.state import Command, Down, Folder, Rescale, call
 
 
 @pytest.fixture

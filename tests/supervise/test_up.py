@@ -12,8 +12,7 @@ import subprocess
 import pytest
 
 from pipeinfer.errors import RequestError
-from pipeinfer.supervise.commands_socket import Reload, Rescale, SocketStatus, call
-from pipeinfer.supervise.state import Folder
+from pipeinfer.supervise.state import Folder, Reload, Rescale, SocketStatus, call
 from tests.mpi.test_supervised import Stream, job_processes
 from tests.rig import launch
 from tests.rig.served import PIPEINFER, Served

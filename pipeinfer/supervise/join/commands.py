@@ -19,10 +19,9 @@ import click
 from pipeinfer.cluster.cleanup import clear_sessions
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import parse_bytes, write_atomically
-from pipeinfer.supervise.commands_socket import JoinedHosts, call
 from pipeinfer.supervise.join.messages import OwnSettings, Role
 from pipeinfer.supervise.join.tokens import JoinToken
-from pipeinfer.supervise.state import JOINED, Folder, members
+from pipeinfer.supervise.state import JOINED, Folder, JoinedHosts, call, members
 
 PORT = 7700
 TOKEN = "PIPEINFER_JOIN_TOKEN"  #: variable with the token

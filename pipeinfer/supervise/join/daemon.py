@@ -17,9 +17,8 @@ from pathlib import Path
 
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.host import MPI_PREFIX
-from pipeinfer.supervise.commands_socket import LaunchDaemon, call
 from pipeinfer.supervise.launcher import Kind, Launcher
-from pipeinfer.supervise.state import Folder
+from pipeinfer.supervise.state import Folder, LaunchDaemon, call
 
 _PROGRAMS: dict[Kind, str] = {"openmpi": "prted", "hydra": "hydra_pmi_proxy"}
 #: this machine starts no further daemons, and its own stays this process's child
