@@ -65,6 +65,7 @@ class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
     def joined(self) -> int:
         """Wait for the end of the job; return its exit status."""
         try:
+            # it lets its ranks end; one that hangs must not keep the terminal
             status = self._process.wait(_END)
         except subprocess.TimeoutExpired:
             self._process.kill()

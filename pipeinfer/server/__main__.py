@@ -32,6 +32,7 @@ def main() -> int:
         host.end_with_parent()
     entrance = Entrance(listener)
     try:
+        # a rank 0 that could not enter is not the last one that a supervisor starts
         while (guest := entrance.first()) is None:
             if not more:
                 return 1  # rank 0 has gone already

@@ -60,6 +60,7 @@ class Answer:
         for one in self.generations:
             if not one.ended:
                 client.add(one, self.asked)
+        # here, not in the engine: it counts over restarts of the job
         self._limit = asyncio.get_running_loop().call_later(
             client.settings.request_timeout, self._late)
 
@@ -278,6 +279,7 @@ class Answers:
                 await asyncio.sleep(settings.journal_sync)
                 self._collect()
                 self._forget()
+                # in a thread: a slow disk must not stop the streams
                 await asyncio.to_thread(journal.write, sync=True)
                 self.client.metrics.journal(journal.size, bool(journal.problem))
         finally:

@@ -275,6 +275,7 @@ class Engine:
         if now >= self._deadline:
             for request_id in sorted(self._open):
                 self._head.abort(request_id, "shutdown")
+            # the aborts' own ends are news, which clients shall have before the process ends
             while self._open and (news := self._head.next_news(0.0)) is not None:
                 self._news(news)
         return not self._open

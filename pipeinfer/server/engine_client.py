@@ -111,6 +111,7 @@ class EngineClient:
             return
         self.waiting += 1
         try:
+            # a move that never ends must not hold clients for ever
             async with asyncio.timeout(self.settings.restart_timeout):
                 await self._admits.wait()
         except TimeoutError:
@@ -337,6 +338,7 @@ class EngineClient:
         if engine.settings != old or self._new_model:
             self.renewed()
         self._new_model = False
+        # beside the vocabulary: the engine says meanwhile how far it is
         work = [self._read(engine)]
         if self.tokenizer is None:
             work.append(self.load(engine.settings))
@@ -415,6 +417,7 @@ class EngineClient:
             self.fail(reason)
         elif self.state != "restarting":
             self.state, self.reason = "restarting", reason
+            # open requests wait for the next engine, but not for ever
             self._patience = asyncio.get_running_loop().call_later(
                 self.settings.restart_timeout, self._give_up)
             self._end_rebalances(reason)

@@ -45,6 +45,7 @@ class ConnectedEngine:
         """Read frames until the engine has gone, or `until` returns True; return why, "" for the
         latter."""
         try:
+            # what comes after the engine's end, or from one that was replaced, must change nothing
             while not until():
                 (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
                 if size > MAX_FRAME:

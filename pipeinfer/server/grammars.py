@@ -19,6 +19,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        # the vocabulary takes seconds to build: one thread does it, the others wait
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 

@@ -132,6 +132,7 @@ def _listen_privately(path: str) -> socket.socket:
 def _bind(sock: socket.socket, address: Any, host: str, port: int) -> None:
     """Bind a socket; wait for a server that shuts down there, because a restart should not fail
     while the last answers end. Raises OSError."""
+    # other ranks wait in MPI_Init meanwhile, which has a limit of its own
     deadline, noted = time.monotonic() + _HANDOVER_SECONDS, False
     while True:
         try:
@@ -246,6 +247,7 @@ def first_frame(sock: socket.socket, kinds: Kinds[T], begun: bytes = b"") -> T:
 
 
 def _exactly(sock: socket.socket, count: int, data: bytes = b"") -> bytes:
+    # a stream gives what is there, not what was asked for
     while len(data) < count:
         part = sock.recv(count - len(data))
         if not part:
@@ -302,6 +304,7 @@ class Entrance:
         self._socket.setblocking(False)
         while True:
             link, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            # in a thread, with a limit: who connects and says nothing must not stop the streams
             if (guest := await asyncio.to_thread(self.admit, link, url)) is not None:
                 return guest
 

@@ -118,6 +118,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
                        return_when=asyncio.FIRST_COMPLETED)
     failed = client.state != "stopped"
     if failed:
+        # a client that asks now shall read at /health why
         await asyncio.wait((serving,), timeout=_STATE_SECONDS)
     server.should_exit = True
     if client.left.is_set():
@@ -125,6 +126,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     await asyncio.gather(serving, following, return_exceptions=True)
     for task in tasks:
         task.cancel()
+    # after the streams: the supervisor may ask for the state until they have ended
     await orders.close()
     await answers.close()
     if client.url.startswith(UNIX):

@@ -117,6 +117,7 @@ class Journal:
         """Open and lock the file. Raises UsageError if that fails."""
         self.path, self.problem, self.size = check(str(path)), "", 0
         self._queue: deque[tuple[str, bytes | None]] = deque()  # None: delete its entries
+        # a new request and the periodic flush write from threads of their own
         self._lock = threading.Lock()
         with self._usable():
             self._file = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False,
@@ -183,6 +184,7 @@ class Journal:
                     _log.warning("--journal %s can be written again", self.path)
                 self.problem = ""
             except sqlite3.Error as error:
+                # a later call writes them in the same order
                 self._queue.extendleft(reversed(done))
                 if self._file.in_transaction:
                     self._file.execute("ROLLBACK")

@@ -68,6 +68,7 @@ class Link:
     def pump(self) -> bool:
         """Send more of the backlog; return whether some is left."""
         try:
+            # never waits: the engine's loop sends between two runs
             while self._backlog and not self.closed:
                 sent = self._sock.send(self._backlog[0], socket.MSG_DONTWAIT)
                 self._unsent -= sent
@@ -87,6 +88,7 @@ class Link:
     def flush(self, timeout: float) -> bool:
         """Send everything within `timeout` seconds; return whether that succeeded."""
         deadline = time.monotonic() + timeout
+        # at the end nobody else pumps
         while self.pump():
             if time.monotonic() > deadline:
                 return False

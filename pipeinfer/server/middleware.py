@@ -129,6 +129,7 @@ class Guard:
             await self._pass_on(scope, receive, send)
         finally:
             if scope.get("large"):
+                # later: what the request held is freed after this returns
                 asyncio.get_running_loop().call_later(_TRIM_SECONDS, _trim)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,6 +194,7 @@ class Guard:
             if complete:  # only a disconnect can follow
                 return await receive()
             try:
+                # a client that stops amid its request must not hold a connection
                 async with asyncio.timeout(self._seconds):
                     message = await receive()
             except TimeoutError:

@@ -107,6 +107,7 @@ class OrderServer:
 
         try:
             if is_ours(writer.get_extra_info("socket")):
+                # who connects and sends nothing must not stay
                 async with asyncio.timeout(_READ):
                     line = await reader.readline()
                 send(await self._answer(line, lambda text: send({"say": text})))

@@ -70,6 +70,7 @@ class Races:
         (folder / "prompt").write_text(prompt, encoding="utf-8", errors="replace")
         words = [*self._client.settings.race, "--events", "-f", str(folder / "prompt"),
                  *["--chat"] * chat]
+        # the race takes cores from the server's own requests
         deadline = asyncio.get_running_loop().time() + _SECONDS
         with (folder / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(

@@ -54,6 +54,7 @@ async def finished(job: Reader, request: Request) -> None:
 
 
 async def _until_ended(job: Reader) -> None:
+    # each wait is short, so that the end of the client is noticed beside it
     while not job.ended and job.failure is None:
         await job.wait(_PING_SECONDS)
 
@@ -186,6 +187,7 @@ class EventStream(Response):
                     transport.abort()
 
     async def _give(self, send: Send, message: dict[str, Any]) -> None:
+        # a client that reads nothing would keep its answer in memory for ever
         async with asyncio.timeout(self._timeout):
             await send(message)
 

@@ -64,6 +64,7 @@ async def renew(context: ssl.SSLContext, files: Files, seconds: float = _LOOK_SE
     seconds: between two checks.
     """
     seen = _state(files)
+    # no signal tells of a renewed certificate
     while True:
         await asyncio.sleep(seconds)
         if (now := _state(files)) == seen:

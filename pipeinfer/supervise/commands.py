@@ -198,6 +198,7 @@ def _go_into_the_background(folder: Folder, *, joined: bool) -> None:
                                stderr=out, start_new_session=True)
     os.close(out)
     deadline = time.monotonic() + _DETACHED
+    # its errors come later, when who called would not see them
     while process.poll() is None and time.monotonic() < deadline:
         if folder.read().get("pid") == process.pid:
             click.echo(f"pipeinfer: {folder.name!r} is process {process.pid}; `pipeinfer status` "
@@ -280,6 +281,7 @@ def down_command(name: str, now: bool, timeout: float) -> None:
     folder = Folder(name)
     deadline = time.monotonic() + timeout
     call(folder, _report, timeout, Down(now))
+    # the answer to Down comes before requests have ended
     while folder.alive:
         if time.monotonic() > deadline:
             raise RequestError(f"it has not ended within {timeout:g} s: `pipeinfer down --now` "

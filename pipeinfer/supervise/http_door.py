@@ -54,6 +54,7 @@ class HttpDoor:
         with http_process.entrance(str(path)) as entrance, \
                 http_process.entrance(str(self._folder / "control")) as control:
             # its death signal depends on the starting thread, so start it in this one
+            # the sockets listen before it starts, so that no order and no engine comes too early
             self._process = http_process.start(
                 entrance, {k: v for k, v in self._environ.items() if k != VARIABLE}, control)
         self._environ["PIPEINFER_DOOR"] = f"{socket.gethostname()}:{path}"
@@ -65,6 +66,7 @@ class HttpDoor:
         Before the first rank 0 has entered it answers nothing.
         """
         missed = 0
+        # one missed answer may be a long event; clients of a process that hangs would wait for ever
         while missed < _MISSED:
             await asyncio.sleep(_EVERY)
             if process.poll() is not None:
@@ -84,6 +86,7 @@ class HttpDoor:
         if self._folder is None or not self.pid:
             return ServerState()
         try:
+            # a process that hangs must not stop the supervisor, which carries on without an answer
             async with asyncio.timeout(_ANSWER):
                 found = await orders.ask(str(self._folder / "control"), order, _ANSWER)
         except (OSError, ValueError):  # TimeoutError is the former, errors of msgspec the latter

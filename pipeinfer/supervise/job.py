@@ -129,6 +129,7 @@ class SupervisedJob:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), stream)
         try:
+            # to its end: a full pipe would stop the launcher
             while data := await reader.read(1 << 16):
                 splitter.feed(data)
         finally:
@@ -138,6 +139,7 @@ class SupervisedJob:
     async def _watch(self, process: subprocess.Popen[bytes], said: Path) -> None:
         """End the launcher if rank 0 has ended without it: it waits for lost hosts."""
         missed = 0
+        # rank 0 writes its exit status as it ends: a look may come before that
         while missed < _SILENT:
             words = said.read_text(encoding="ascii", errors="replace").split()
             if "lost" in words:
@@ -145,6 +147,7 @@ class SupervisedJob:
             if words[:1] == ["up"] and not _alive(words[1:]):
                 missed += 1
             await asyncio.sleep(_LOOK)
+        # a launcher that ends by itself passes on the ranks' last lines
         await asyncio.sleep(_GOODBYE)
         if process.poll() is None:
             self.kill()

@@ -67,10 +67,12 @@ class Keeper:
     async def run(self) -> int:
         """Run jobs until the end; return the exit status of the last one."""
         commands = OrderServer(Command, self._execute)
+        # before the first job: `status` and `down` work while it starts
         await commands.start(self._folder.listen())
         if self._joins is not None:
             self._joins.came = lambda _: self._supervisor.host_came()
         if self._left[0]:
+            # before the first job, which needs the ports and locks of one that was left
             await self._supervisor.clean(*self._left)
         self._write()
         tending = asyncio.create_task(self._tend())
@@ -80,6 +82,7 @@ class Keeper:
             tasks = [tending, *filter(None, [self._moving])]
             for task in tasks:
                 task.cancel()
+            # a task that goes on could start another move, or write the state anew
             await asyncio.gather(*tasks, return_exceptions=True)
             await commands.close()
             self._folder.unlisten()
@@ -88,6 +91,7 @@ class Keeper:
     # --- monitoring ---------------------------------------------------------------------------
 
     async def _tend(self) -> None:
+        # for as long as the supervisor runs, which cancels it
         while True:
             await asyncio.sleep(_LOOK)
             with reported(self._say):
@@ -321,6 +325,7 @@ async def _until_none_is_open(http: HttpDoor, report: Report, plan: Move,
     Raises UsageError if requests are still open, unless the plan forces the move.
     """
     waited, deadline = False, time.monotonic() + plan.wait
+    # held while they are counted: else new ones come faster than old ones end
     while (found := await http.ask(Hold(on=True))).open and not order.done():
         if not waited:
             waited = True

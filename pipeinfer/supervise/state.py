@@ -66,6 +66,7 @@ class Folder:
 
     def lock(self) -> bool:
         """Lock the folder until this process ends; return whether that succeeded."""
+        # the kernel frees the lock of a process that was killed; a file with its number would stay
         self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         for _ in range(_TRIES):  # who looks whether it is locked (`alive`) has it for that moment
             try:
@@ -98,6 +99,7 @@ class Folder:
             number = os.open(replacement, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(number, "w", encoding="utf-8") as file:
                 json.dump(state, file, indent=1)
+            # readers see the whole of one state or the other
             os.replace(replacement, self.path / _STATE)
 
     def read(self) -> dict[str, Any]:

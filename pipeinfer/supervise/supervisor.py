@@ -156,12 +156,15 @@ class Supervisor:
         self._heed_signals()
         try:
             again = False
+            # one job after the other; only a user, or an end that is not tried again, ends this
             while True:
                 status, lived = await self._one(Phase.STARTING, again)
+                # the job of a move may be moved again
                 while self.phase is Phase.MOVING:
                     status, lived = await self._replace()
                 if self._ends:
                     return status
+                # before the pause: who ordered a move waits for its answer
                 self._answer(self._failure or "the job has ended meanwhile")
                 if not await self._may_start_again(status, lived):
                     return INTERRUPTED if self._ends else status
@@ -190,6 +193,7 @@ class Supervisor:
             return INTERRUPTED, 0.0
         self.number += 1
         self._task = asyncio.create_task(self._run(again))
+        # the next job of a move may hang at its start, and open requests wait for it
         limit = asyncio.get_running_loop().call_later(LIMIT, self._late)
         await asyncio.wait((self._task,))
         limit.cancel()
@@ -203,6 +207,7 @@ class Supervisor:
         return status, lived
 
     async def _run(self, again: bool) -> int:
+        # what the job before has left may hold its port, memory or locks
         if self._hosts is not None:
             await self.clean(self.source.name, self._hosts)
         if again:
@@ -236,6 +241,7 @@ class Supervisor:
         self._enter(phase)
         self._wake.clear()
         with contextlib.suppress(TimeoutError):
+            # None waits for `host_came` or a stop alone
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
         return self.phase is phase
@@ -292,6 +298,7 @@ class Supervisor:
         if order is self._order:
             self._move, job = move, self._job
             self._enter(Phase.MOVING)
+            # before the job ends: its last frames must not count as the server's end
             await self._announce(move, move.why)
             self.say(f"{move.why}; {move.open} open requests wait")
             move.began = time.monotonic()
@@ -315,6 +322,7 @@ class Supervisor:
         self._failure = self._failure or (
             f"the changed job does not start ({ending(status)}; {why}): {_BACK}")
         self.say(self._failure)
+        # before the announcement: the engine that comes next is that of the former job
         self._take(former)
         await self._announce(move, _BACK)
         return await self._one(Phase.RETURNING)
@@ -341,6 +349,7 @@ class Supervisor:
 
         if job is not None and job is self._job:
             job.end()
+            # a launcher waits for hosts that are lost; the next job must not wait for it
             asyncio.get_running_loop().call_later(_END, kill)
         elif self._job is None and self._task is not None:
             self._task.cancel()

@@ -76,6 +76,7 @@ class Agent:
         pause, away = 1.0, None
         clock = asyncio.get_running_loop().time
         try:
+            # the head or the network may be away for days: it comes back by itself
             while not self._stopping.is_set():
                 why = ""
                 try:
@@ -97,6 +98,7 @@ class Agent:
                     self._say("the head is away for long: its processes here end")
                     await self._end_jobs()
                 with contextlib.suppress(TimeoutError):
+                    # not all machines at the same moment, when a head is back
                     async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
                         await self._stopping.wait()
                 pause = min(2 * pause, _LONGEST)
@@ -116,6 +118,7 @@ class Agent:
         try:
             async with self._connected() as (reader, writer):
                 writer.write(wire.encode(wire.SourceWanted()))
+                # so long a slow network may take for a checkout
                 async with asyncio.timeout(source.SECONDS):
                     found = await self._next(reader)
                     if not isinstance(found, wire.Source) or found.size > source.MOST:
@@ -180,6 +183,7 @@ class Agent:
         try:
             while True:
                 reading = asyncio.create_task(self._next(reader))
+                # a cut link says nothing: without a limit the daemons would outlive the head's job
                 done, _ = await asyncio.wait((reading, leaving), timeout=wire.SILENT,
                                              return_when=asyncio.FIRST_COMPLETED)
                 if reading not in done:
@@ -259,6 +263,7 @@ class Agent:
             for former in [job for job in self._guards if job != order.job]:
                 self._spawn(self._end_job(former))  # of a head that was killed
             if order.job not in self._guards:  # the daemon would outlive a killed agent
+                # before the daemon: from its first moment something ends it with this process
                 self._guards[order.job] = subprocess.Popen(
                     [sys.executable, "-P", "-m", "pipeinfer.cluster.cleanup", "--after", order.job],
                     stdin=subprocess.PIPE, start_new_session=True)

@@ -180,6 +180,7 @@ def leave_command(head: str | None) -> None:
                          f"name one of the heads that it has joined: {', '.join(names)}")
     folder = Folder(names[0], JOINED)
     deadline = time.monotonic() + _END
+    # until its ranks have ended, too: only then is the machine free
     while folder.alive:
         if pid := _agent(folder):
             with contextlib.suppress(ProcessLookupError):

@@ -154,6 +154,7 @@ class JoinServer:
         member.orders[number] = answer
         member.send(order(number))
         try:
+            # a member that hangs must not hold the launcher
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
@@ -174,11 +175,14 @@ class JoinServer:
         member: Joiner | None = None
         try:
             if stranger:
+                # strangers keep a place only so long
                 async with asyncio.timeout(_PROVE):
                     await writer.start_tls(self.tokens.context)
                     claim = await self._claim(reader)
+                # the member waits for an answer to its token before it tells what it has
                 writer.write(wire.encode(wire.Beat()))
                 stranger = self._known(peer)
+                # the check of both ways through firewalls is a part of it
                 async with asyncio.timeout(_SETTLE):
                     offer = wire.from_member(await reader.readline())
                     if not isinstance(offer, wire.SourceWanted):
@@ -343,6 +347,7 @@ class JoinServer:
         port = listener.sockets[0].getsockname()[1]
         try:
             member.send(wire.Dial(order=0, port=port))
+            # beats may come before the answer
             while not isinstance(answer := wire.from_member(await reader.readline()), wire.Done):
                 pass
         finally:
