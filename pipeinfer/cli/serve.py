@@ -89,7 +89,7 @@ def check_no_trace(job: JobConfig) -> None:
                          "with generate or bench")
 
 
-def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
+def serve(job: JobConfig, config: ServeConfig, child: http_process.HttpProcess,
           show: ProgressHook, begin: Callable[[Engine, Session], None]) -> None:
     """Run rank 0's part.
 
@@ -113,7 +113,7 @@ def serve(job: JobConfig, config: ServeConfig, child: http_process.Child,
     child.end(_CHILD_SECONDS)
 
 
-def _show(config: ServeConfig, settings: Settings, child: http_process.Child, session: Session
+def _show(config: ServeConfig, settings: Settings, child: http_process.HttpProcess, session: Session
           ) -> None:
     is_private = child.url.startswith(http_process.UNIX)
     if not is_private:  # else the command that has made its name shows it
@@ -130,7 +130,7 @@ def _show(config: ServeConfig, settings: Settings, child: http_process.Child, se
 
 
 @contextlib.contextmanager
-def _telling(child: http_process.Child) -> Iterator[None]:
+def _telling(child: http_process.HttpProcess) -> Iterator[None]:
     """Send an error that ends the job to the HTTP process."""
     try:
         yield

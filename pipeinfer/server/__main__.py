@@ -1,6 +1,6 @@
-"""The HTTP process: `python -m pipeinfer.server ENTRANCE [CONTROL]`.
+"""The HTTP process: `python -m pipeinfer.server ENGINES [CONTROL]`.
 
-ENTRANCE is a listening Unix socket, at which engines enter: rank 0 connects and sends its settings;
+ENGINES is a listening Unix socket, at which engines enter: rank 0 connects and sends its settings;
 the first one also passes the listening socket for clients. Rank 0 starts the process, or a
 supervisor does, with CONTROL, by which it controls it (`orders`).
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from pipeinfer import host
 from pipeinfer.loading import uncollected
-from pipeinfer.server.http_process import Entrance, Guest
+from pipeinfer.server.http_process import EngineListener, EnteringEngine
 
 
 def main() -> int:
@@ -30,18 +30,18 @@ def main() -> int:
     if more:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         host.end_with_parent()
-    entrance = Entrance(listener)
+    engines = EngineListener(listener)
     try:
         # a rank 0 that could not enter is not the last one that a supervisor starts
-        while (guest := entrance.first()) is None:
+        while (guest := engines.accept_first()) is None:
             if not more:
                 return 1  # rank 0 has gone already
-        return serving()(entrance, guest, more[0] if more else None)
+        return serving()(engines, guest, more[0] if more else None)
     finally:
-        entrance.close()
+        engines.close()
 
 
-def serving() -> Callable[[Entrance, Guest, socket.socket | None], int]:
+def serving() -> Callable[[EngineListener, EnteringEngine, socket.socket | None], int]:
     """Import what answers clients, after the first engine has entered, which need not wait."""
     with uncollected():
         from pipeinfer.server.http_server import run

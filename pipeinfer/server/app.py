@@ -24,9 +24,9 @@ from starlette.types import ASGIApp
 from pipeinfer import __version__
 from pipeinfer.core.types import FloatArray, SamplingParams
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import anthropic_messages as blocks
 from pipeinfer.server import chat, embeddings, prompts
-from pipeinfer.server import schema_items as items
-from pipeinfer.server import schema_messages as blocks
+from pipeinfer.server import openai_responses as items
 from pipeinfer.server import schema_replies as replies
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.answers import Answers, Reader
@@ -35,7 +35,7 @@ from pipeinfer.server.errors import ApiError, bad
 from pipeinfer.server.families import knows_tools
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
-from pipeinfer.server.middleware import surround
+from pipeinfer.server.middleware import wrap
 from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
@@ -84,7 +84,7 @@ class Server:
         self.races = Races(self.client)
         self.app = FastAPI(
             title="pipeinfer", version=__version__, docs_url=None, redoc_url=None,
-            redirect_slashes=False,  # see middleware.as_meant
+            redirect_slashes=False,  # see middleware.normalized
             description="A large language model over a cluster, with the OpenAI API.",
         )
         self._add_routes()
@@ -95,14 +95,14 @@ class Server:
     def asgi(self) -> ASGIApp:
         """The application with its middleware."""
         public = frozenset({"/health", *self.files})
-        return surround(self.app, self.settings, self.client.metrics, public,
+        return wrap(self.app, self.settings, self.client.metrics, public,
                         self.client.meters)
 
     # --- requests for answers -----------------------------------------------------------------
 
     async def completions(self, body: schema.CompletionRequest, request: Request) -> Response:
         """Continue texts, given as text or as token ids."""
-        return await self._generate("text", body, request)
+        return await self._generate("completion", body, request)
 
     async def chat_completions(self, body: schema.ChatRequest, request: Request) -> Response:
         """Answer a conversation, by the model's own chat template."""
@@ -110,11 +110,11 @@ class Server:
 
     async def responses(self, body: items.ResponseRequest, request: Request) -> Response:
         """Answer items as OpenAI's Responses API does."""
-        return await self._generate("items", body, request)
+        return await self._generate("response", body, request)
 
     async def messages(self, body: blocks.MessagesRequest, request: Request) -> Response:
         """Answer a conversation as Anthropic's Messages API does."""
-        return await self._generate("blocks", body, request)
+        return await self._generate("message", body, request)
 
     async def count_tokens(self, body: blocks.CountRequest) -> Response:
         """Count the tokens of a conversation's prompt, also of one that exceeds the context."""

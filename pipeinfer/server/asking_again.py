@@ -15,7 +15,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import schema_items as items
+from pipeinfer.server import openai_responses as items
+from pipeinfer.server.answer_writer import AnswerWriter
 from pipeinfer.server.answers import (
     Answer,
     Answers,
@@ -25,17 +26,16 @@ from pipeinfer.server.answers import (
     identity,
     owner_of,
 )
-from pipeinfer.server.block_writer import BlockWriter
+from pipeinfer.server.anthropic_messages import BlockWriter
 from pipeinfer.server.errors import ApiError, bad
-from pipeinfer.server.item_writer import ItemWriter
 from pipeinfer.server.journal import Begun
 from pipeinfer.server.middleware import key_of
+from pipeinfer.server.openai_responses import ItemWriter
 from pipeinfer.server.requests import EngineRequest
-from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Deleted, Reply
 from pipeinfer.server.streaming import EventStream, events, whole
 
-Kind: TypeAlias = Literal["chat", "text", "items", "blocks"]
+Kind: TypeAlias = Literal["chat", "completion", "response", "message"]
 
 
 class AnswerRoutes:
@@ -64,7 +64,7 @@ class AnswerRoutes:
             writer.answer_id, writer.created, kind, self._owner(request),
             request.headers.get("idempotency-key", ""), _digest(body), identity(settings),
             str(self._client.facts.get("bits", "")), asked,
-            body.model_dump(exclude_none=True, by_alias=True) if kind == "items" else None
+            body.model_dump(exclude_none=True, by_alias=True) if kind == "response" else None
         ) if kept else None
         return await self._respond(await self._answers.begin(asked, begun), writer, request)
 
@@ -93,7 +93,7 @@ class AnswerRoutes:
                       "starting_after out", "starting_after")
         return await self._respond(one, self._writer(one, stream), request, after)
 
-    async def _respond(self, one: Answer, writer: ResponsesWriter, request: Request,
+    async def _respond(self, one: Answer, writer: AnswerWriter, request: Request,
                        after: int = -1) -> Response:
         numbered = one.begun is not None and one.asked.count == 1
         reader = Reader(one, writer.tokenizer, numbered=numbered and writer.asked.stream)
@@ -103,13 +103,13 @@ class AnswerRoutes:
         return EventStream(events(reader, writer, after if numbered else None),
                            self._client.settings.client_timeout, reader.leave)
 
-    def _writer(self, one: Answer, stream: bool | None) -> ResponsesWriter:
+    def _writer(self, one: Answer, stream: bool | None) -> AnswerWriter:
         begun, asked = one.begun, one.asked
         assert begun is not None
         if stream is not None:
             asked = dataclasses.replace(asked, stream=stream)
         body = items.ResponseRequest.model_validate(begun.request) \
-            if begun.kind == "items" else None
+            if begun.kind == "response" else None
         return writer_of(
             begun.kind, body, asked, self._client.settings.name, self._client.check_ready(),
             answer_id=begun.id, created=begun.at, kept=True)
@@ -126,13 +126,13 @@ class AnswerRoutes:
 
 
 def writer_of(kind: str, body: BaseModel | None, asked: EngineRequest, name: str,
-              tokenizer: Tokenizer, **more: Any) -> ResponsesWriter:
+              tokenizer: Tokenizer, **more: Any) -> AnswerWriter:
     """Return what writes the answer to a request of this kind. body: as the client sent it."""
     if isinstance(body, items.ResponseRequest):
         return ItemWriter(asked, name, tokenizer, is_chat=True, request=body, **more)
-    if kind == "blocks":
+    if kind == "message":
         return BlockWriter(asked, name, tokenizer, is_chat=True, **more)
-    return ResponsesWriter(asked, name, tokenizer, is_chat=kind != "text", **more)
+    return AnswerWriter(asked, name, tokenizer, is_chat=kind != "completion", **more)
 
 
 def _digest(body: BaseModel) -> str:

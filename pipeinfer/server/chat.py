@@ -223,7 +223,7 @@ def _held(functions: list[dict[str, Any]], grammars: Grammars
     """Return the functions with the parameters that a grammar can hold, and notes on the rest."""
     out, notes = [], []
     for function in functions:
-        parameters, found = grammars.held(function["parameters"], f"tool {function['name']}",
+        parameters, found = grammars.enforceable(function["parameters"], f"tool {function['name']}",
                                           "tools", function.get("strict"))
         if "$ref" not in parameters:
             parameters = {"type": "object"} | parameters

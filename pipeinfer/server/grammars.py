@@ -30,7 +30,7 @@ class Grammars:
         except RequestError as error:
             raise bad(str(error), param, "invalid_grammar") from error
 
-    def held(self, schema: dict[str, Any], owner: str, param: str, strict: bool | None
+    def enforceable(self, schema: dict[str, Any], owner: str, param: str, strict: bool | None
              ) -> tuple[dict[str, Any], list[str]]:
         """Return the part of a JSON schema that a grammar can hold, and notes on the rest.
 
@@ -71,7 +71,7 @@ def constrain(request: schema.Sampling, grammars: Grammars, forced: str = ""
                 raise bad("response_format of type json_schema needs the "
                           "field json_schema", "response_format")
             given = wanted.json_schema
-            text, notes = grammars.held(given.json_schema, param, param, given.strict)
+            text, notes = grammars.enforceable(given.json_schema, param, param, given.strict)
     if request.grammar:
         if kind:
             raise bad("give either grammar or response_format", "grammar")

@@ -1,5 +1,5 @@
 """The HTTP process from both sides: rank 0 starts it, enters it and ends it; the process lets
-engines in at its `Entrance`.
+engines in at its `EngineListener`.
 
 Rank 0 starts one in a session of its own, or enters that of the supervisor, which outlives the job.
 It is started before MPI, because a process that uses MPI must not fork. It receives its settings
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Child:
+class HttpProcess:
     """The HTTP process and the link to it.
 
     process: None if it is no child of this process. url: its address for clients.
@@ -124,7 +124,7 @@ def listen(host: str, port: int, client_timeout: float) -> socket.socket:
 def _listen_privately(path: str) -> socket.socket:
     mask = os.umask(0o177)
     try:
-        return entrance(path)
+        return unix_listener(path)
     finally:
         os.umask(mask)
 
@@ -162,7 +162,7 @@ def _shuts_down(host: str, port: int) -> bool:
         connection.close()
 
 
-def entrance(path: str) -> socket.socket:
+def unix_listener(path: str) -> socket.socket:
     """Return a listening Unix socket, such as that at which engines enter. Raises UsageError if it
     cannot be made."""
     sock = socket.socket(socket.AF_UNIX)
@@ -190,17 +190,17 @@ def start(listener: socket.socket, environ: Mapping[str, str],
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
-def start_own(settings: Settings, listener: socket.socket) -> Child:
+def start_own(settings: Settings, listener: socket.socket) -> HttpProcess:
     """Start an HTTP process with `listener`, which is closed here, and enter it as rank 0."""
     link = socket.socket(socket.AF_UNIX)
     # when the folder has gone, no other process can enter
     with listener, tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, \
-            entrance(f"{folder}/engines") as waiting:
+            unix_listener(f"{folder}/engines") as waiting:
         link.connect(waiting.getsockname())
         process = start(waiting, os.environ)
         url = url_of(listener, settings)
         _send_settings(link, settings, url, listener)
-    return Child(process, Link(link), url)
+    return HttpProcess(process, Link(link), url)
 
 
 def door_here() -> str | None:
@@ -209,7 +209,7 @@ def door_here() -> str | None:
     return path if path and host == socket.gethostname() else None
 
 
-def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> Child:
+def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> HttpProcess:
     """Connect as rank 0 to the HTTP process at `path`.
 
     make: returns a listening socket, if the process has none yet.
@@ -234,7 +234,7 @@ def enter(path: str, settings: Settings, make: Callable[[], socket.socket]) -> C
         sock.close()
         raise
     sock.settimeout(None)
-    return Child(None, Link(sock), url)
+    return HttpProcess(None, Link(sock), url)
 
 
 def first_frame(sock: socket.socket, kinds: Kinds[T], begun: bytes = b"") -> T:
@@ -280,7 +280,7 @@ _SETTINGS_SECONDS = 30.0  #: for the settings of a rank 0 that enters
 _log = logging.getLogger("pipeinfer.server")
 
 
-class Guest(NamedTuple):
+class EnteringEngine(NamedTuple):
     """A rank 0 that has connected: the link to it, its settings, and the listening socket if it
     passed one."""
 
@@ -289,17 +289,17 @@ class Guest(NamedTuple):
     listener: socket.socket | None
 
 
-class Entrance:
+class EngineListener:
     """The listening socket for engines."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._socket = listener
 
-    def first(self) -> Guest | None:
+    def accept_first(self) -> EnteringEngine | None:
         """Wait for one rank 0; None if it cannot enter."""
         return self.admit(self._socket.accept()[0], "")
 
-    async def next(self, url: str) -> Guest:
+    async def accept(self, url: str) -> EnteringEngine:
         """Wait for the next rank 0. url: the address for clients."""
         self._socket.setblocking(False)
         while True:
@@ -316,7 +316,7 @@ class Entrance:
             path.unlink()
             path.parent.rmdir()
 
-    def admit(self, link: socket.socket, url: str) -> Guest | None:
+    def admit(self, link: socket.socket, url: str) -> EnteringEngine | None:
         """Accept a rank 0; None for another user's process or an invalid message."""
         try:
             return _enter(link, url)
@@ -326,7 +326,7 @@ class Entrance:
             return None
 
 
-def _enter(link: socket.socket, url: str) -> Guest:
+def _enter(link: socket.socket, url: str) -> EnteringEngine:
     link.settimeout(_SETTINGS_SECONDS)
     if not is_ours(link):
         raise EOFError("it belongs to another user")
@@ -337,4 +337,4 @@ def _enter(link: socket.socket, url: str) -> Guest:
         raise EOFError("it sends no socket for clients")
     settings = first_frame(link, FIRST, begun)
     link.setblocking(False)
-    return Guest(link, settings, listener)
+    return EnteringEngine(link, settings, listener)

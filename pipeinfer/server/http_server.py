@@ -28,7 +28,7 @@ from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
-from pipeinfer.server.http_process import UNIX, Entrance, Guest, url_of
+from pipeinfer.server.http_process import UNIX, EngineListener, EnteringEngine, url_of
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
 from pipeinfer.server.orders import Hold, Look, Move, Order, OrderServer, Report, ServerState
@@ -64,7 +64,7 @@ class _Current:
         await self._app(scope, receive, send)
 
 
-def run(entrance: Entrance, guest: Guest, control: socket.socket | None) -> int:
+def run(engines: EngineListener, guest: EnteringEngine, control: socket.socket | None) -> int:
     """Serve until no further engine comes; return the exit status.
 
     guest: the first engine. control: link to the supervisor, None if there is none; then no other
@@ -72,7 +72,7 @@ def run(entrance: Entrance, guest: Guest, control: socket.socket | None) -> int:
     """
     prepare()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(entrance, guest, control))
+        return runner.run(_serve(engines, guest, control))
 
 
 def prepare() -> None:
@@ -84,7 +84,8 @@ def prepare() -> None:
     chat_template.prepare()
 
 
-async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None) -> int:
+async def _serve(engines: EngineListener, guest: EnteringEngine, control: socket.socket | None
+                 ) -> int:
     settings, listener = guest.settings, guest.listener
     assert listener is not None
     client = EngineClient(settings, Metrics(), outlives=control is not None,
@@ -109,7 +110,7 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     )
     config.load()
     server = _Uvicorn(config)
-    following = asyncio.create_task(_follow(client, entrance, guest))
+    following = asyncio.create_task(_follow(client, engines, guest))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     if config.ssl is not None:
         files = tls.Files(settings.certificate, settings.private_key)
@@ -134,11 +135,11 @@ async def _serve(entrance: Entrance, guest: Guest, control: socket.socket | None
     return int(failed)
 
 
-async def _follow(client: EngineClient, entrance: Entrance, guest: Guest) -> None:
+async def _follow(client: EngineClient, engines: EngineListener, guest: EnteringEngine) -> None:
     """Accept one engine after the other."""
     while True:
         client.enter(await ConnectedEngine.over(guest.link, guest.settings))
-        guest = await entrance.next(client.url)
+        guest = await engines.accept(client.url)
 
 
 def obey(client: EngineClient, order: Order) -> dict[str, Any]:

@@ -133,12 +133,12 @@ class Meter:
         self.tokens.take(tokens, now)
 
     @property
-    def full(self) -> bool:
+    def at_request_limit(self) -> bool:
         """Whether the most allowed requests for answers run."""
         return 0 < self.allowance.at_once <= self.open
 
     @property
-    def crowded(self) -> bool:
+    def at_connection_limit(self) -> bool:
         """Whether the most allowed requests are open."""
         return 0 < self.allowance.connections <= self.connected
 

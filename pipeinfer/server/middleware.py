@@ -142,7 +142,7 @@ class Guard:
             self._origins.check(scope["method"], headers)
             meter = self._check_key(scope["path"], headers)
             self._check_length(headers)
-            counted = meter is not None and _counted(meter, scope["method"], scope["path"])
+            counted = meter is not None and _check_limits(meter, scope["method"], scope["path"])
         except ApiError as error:
             await error.reply(scope["path"])(scope, receive, send)
             return
@@ -153,7 +153,7 @@ class Guard:
         meter.open += counted
         token = METER.set(meter)
         try:
-            await self._app(scope, self._bounded(scope, receive), _counting(meter, send))
+            await self._app(scope, self._bounded(scope, receive), _with_limits(meter, send))
         finally:
             METER.reset(token)
             meter.connected -= 1
@@ -225,7 +225,7 @@ def scopes_of(method: str, path: str) -> tuple[str, ...]:
     return ("ask",)
 
 
-def _counted(meter: Meter, method: str, path: str) -> bool:
+def _check_limits(meter: Meter, method: str, path: str) -> bool:
     """Whether a request counts as one for an answer.
 
     Raises ApiError if the key does not allow it, or not now.
@@ -234,28 +234,29 @@ def _counted(meter: Meter, method: str, path: str) -> bool:
     if not set(needed) & set(allowance.scopes):
         raise ApiError(403, f"this key has the scope {','.join(allowance.scopes)}; {path} needs "
                             f"{' or '.join(needed)}", code="insufficient_scope")
-    if meter.crowded:
-        raise _beyond(meter, f"this key may have {allowance.connections} requests open at a time")
+    if meter.at_connection_limit:
+        raise _limit_error(
+            meter, f"this key may have {allowance.connections} requests open at a time")
     if method != "POST" or needed != ("ask",):
         return False
-    if meter.full:
-        raise _beyond(meter, f"this key may have {allowance.at_once} requests at a time")
+    if meter.at_request_limit:
+        raise _limit_error(meter, f"this key may have {allowance.at_once} requests at a time")
     now = time.monotonic()
     if (seconds := meter.wait(now)) > 0:
         bound = f"send {allowance.per_minute} requests" if meter.requests.wait(1.0, now) else (
             f"use {allowance.tokens_per_minute} tokens")
-        raise _beyond(meter, f"this key may {bound} per minute", seconds)
+        raise _limit_error(meter, f"this key may {bound} per minute", seconds)
     return True
 
 
-def _beyond(meter: Meter, message: str, seconds: float | None = None) -> ApiError:
+def _limit_error(meter: Meter, message: str, seconds: float | None = None) -> ApiError:
     headers = {name.decode(): value.decode() for name, value in meter.headers(time.monotonic())}
     if seconds is not None:
         headers["Retry-After"] = str(math.ceil(seconds))
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
-def _counting(meter: Meter, send: Send) -> Send:
+def _with_limits(meter: Meter, send: Send) -> Send:
     """Wrap `send` to add headers with the remaining amounts of the key."""
     async def counted(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -282,7 +283,7 @@ class Accounting:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = as_meant(scope)
+        scope = normalized(scope)
         start, status = time.monotonic(), 0
 
         async def seen(message: Any) -> None:
@@ -303,7 +304,7 @@ class Accounting:
                              1e3 * (time.monotonic() - start))
 
 
-def as_meant(scope: Scope) -> Scope:
+def normalized(scope: Scope) -> Scope:
     """Return a request whose path has no doubled and no trailing slash.
 
     The host of an absolute-form target, `GET http://host/path`, replaces the header (RFC 9112,
@@ -318,7 +319,7 @@ def as_meant(scope: Scope) -> Scope:
     return {**scope, "path": path, "headers": headers}
 
 
-def surround(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str],
+def wrap(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[str],
              meters: dict[str, Meter]) -> ASGIApp:
     """Return the application with all middleware. public: paths that need no key. meters: of the
     keys; gets those that are new."""

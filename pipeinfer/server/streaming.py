@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pipeinfer.server.answer_writer import AnswerWriter
 from pipeinfer.server.answers import Reader
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, for_failure
-from pipeinfer.server.responses import ResponsesWriter
 
 _PING_SECONDS = 15.0  #: silence after which a comment keeps proxies from closing a stream
 _log = logging.getLogger("pipeinfer.server")
@@ -33,7 +33,7 @@ class ClientLeft(Exception):
     """The client disconnected before its answer was complete."""
 
 
-async def whole(job: Reader, writer: ResponsesWriter, request: Request) -> Mapping[str, Any]:
+async def whole(job: Reader, writer: AnswerWriter, request: Request) -> Mapping[str, Any]:
     """Wait for the end of every choice; return the answer.
 
     Raises ApiError, or ClientLeft when the client disconnects.
@@ -79,7 +79,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def events(job: Reader, writer: ResponsesWriter, after: int | None = None
+async def events(job: Reader, writer: AnswerWriter, after: int | None = None
                  ) -> AsyncGenerator[bytes, None]:
     """Yield the stream of a request. A failure becomes the last event of this stream only.
 

@@ -51,8 +51,8 @@ class HttpDoor:
         self._clear()
         self._folder = Path(tempfile.mkdtemp(prefix="pipeinfer-door-"))
         path = self._folder / "door"
-        with http_process.entrance(str(path)) as entrance, \
-                http_process.entrance(str(self._folder / "control")) as control:
+        with http_process.unix_listener(str(path)) as entrance, \
+                http_process.unix_listener(str(self._folder / "control")) as control:
             # its death signal depends on the starting thread, so start it in this one
             # the sockets listen before it starts, so that no order and no engine comes too early
             self._process = http_process.start(

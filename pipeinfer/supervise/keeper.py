@@ -208,7 +208,7 @@ class Keeper:
         words = command_of(command.words) if command.words else serving.words
 
         async def plan() -> Move:
-            differ = serving.risky(words)
+            differ = serving.affects_tokens(words)
             why = f"answers depend on {', '.join(differ)}" if differ else ""
             if new_model := identity(self._seen.model) != self._model:
                 why = "the model's file is another one"
@@ -237,7 +237,7 @@ class Keeper:
     def _state(self) -> dict[str, Any]:
         seen, supervisor = self._seen, self._supervisor
         words, ranks, entries = self._serving.served
-        more = f", {supervisor.patience.left} more after that" * self._is(Phase.PAUSING)
+        more = f", {supervisor.budget.left} more after that" * self._is(Phase.PAUSING)
         missing = self._missing.hosts
         slots = {e.host: e.slots for e in entries} | {
             host: 0 for host in missing if host not in {"this host", *(e.host for e in entries)}}

@@ -18,7 +18,7 @@ _HOUR, _DAY = 3600.0, 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RestartBudget:
     """Limits restarts of a failing job. The pauses are 1, 2, 4 ... 30 s; 1 s if the job has run
     for 20 s. After ten minutes the job counts as successful, and all restarts are available
     again."""
@@ -28,11 +28,11 @@ class Patience:
     pause: float
 
     @classmethod
-    def of(cls, restarts: int) -> Patience:
+    def of(cls, restarts: int) -> RestartBudget:
         """Return the patience of a first start."""
         return cls(restarts, restarts, 1.0)
 
-    def after(self, status: int, lived: float) -> tuple[Patience, float | None]:
+    def after(self, status: int, lived: float) -> tuple[RestartBudget, float | None]:
         """Return the patience after a job that ended with `status` after `lived` seconds, and the
         seconds until the next start; None if there is none."""
         left = self.restarts if lived >= SUCCESS else self.left
@@ -40,7 +40,7 @@ class Patience:
         pause = 1.0 if lived >= ALIVE else self.pause
         if status in _NEVER_AGAIN or left <= 0:
             return self, None
-        return Patience(self.restarts, left - 1, min(2 * pause, LONGEST)), pause
+        return RestartBudget(self.restarts, left - 1, min(2 * pause, LONGEST)), pause
 
     def used_up(self, status: int) -> bool:
         """Whether only the number of restarts kept such a job from another start."""
@@ -124,7 +124,7 @@ class MissingHosts:
         self.hosts = {host: one for host, one in self.hosts.items() if one.back is None}
 
 
-def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def affects_tokens(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the options that differ and on which tokens of an open request may depend. Keys,
     limits and sampling affect later requests only."""
     later = options("serve", "sampling", "request")
@@ -133,7 +133,7 @@ def risky(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return sorted(names - same - set(later))
 
 
-def kept(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def fixed_options(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Return an error text if options differ that belong to the HTTP process, which a new job
     does not replace; else ""."""
     differ = {name: option for name, option in options("serve").items()

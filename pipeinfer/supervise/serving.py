@@ -19,7 +19,7 @@ from pipeinfer.supervise.hosts import JobPlace, Roster, clean_by_ssh
 from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.launcher import Launcher, needed, program
 from pipeinfer.supervise.logs import Logs
-from pipeinfer.supervise.rules import kept, risky
+from pipeinfer.supervise.rules import affects_tokens, fixed_options
 from pipeinfer.supervise.supervisor import JobSource
 
 COMMAND = "serve"
@@ -85,15 +85,15 @@ class Serving(JobSource):
         self.words, self.config = words, config_of(words)
         self.values = self.config.values()
 
-    def risky(self, words: list[str]) -> list[str]:
+    def affects_tokens(self, words: list[str]) -> list[str]:
         """Return the options of `words` on which tokens of an open request may depend.
 
         Raises UsageError for invalid options, and for those that need another HTTP process.
         """
         values = config_of(words).values()
-        if why := kept(self.values, values):
+        if why := fixed_options(self.values, values):
             raise UsageError(why)
-        return risky(self.values, values)
+        return affects_tokens(self.values, values)
 
     def found(self, ranks: int) -> JobPlace:
         """Ask the hosts; return where a job would run now.

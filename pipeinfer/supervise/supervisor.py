@@ -21,7 +21,7 @@ from pipeinfer.server import orders
 from pipeinfer.supervise.hosts import clean_by_ssh, others
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.job import SupervisedJob
-from pipeinfer.supervise.rules import INTERRUPTED, Patience
+from pipeinfer.supervise.rules import INTERRUPTED, RestartBudget
 
 _END = 2.0  #: seconds for a moved job to end before it is killed
 _HISTORY = 20
@@ -133,7 +133,7 @@ class Supervisor:
                  say: Callable[[str], None], *,
                  changed: Callable[[], None] = lambda: None) -> None:
         self.source, self.door, self.say = source, door, say
-        self.phase, self.patience = Phase.STARTING, Patience.of(restarts)
+        self.phase, self.budget = Phase.STARTING, RestartBudget.of(restarts)
         self.number = 0  #: of the last start
         self.running = 0  #: number of the job that runs, 0 if none does
         self.history: list[dict[str, Any]] = []
@@ -227,13 +227,13 @@ class Supervisor:
         if self.source.waits and status == PlanError.exit_code:
             self.say("the model does not fit yet: waiting for more machines to join")
             return await self._wait(Phase.WAITING, None)
-        self.patience, pause = self.patience.after(status, lived)
+        self.budget, pause = self.budget.after(status, lived)
         if pause is None:
-            used_up = self.patience.used_up(status)
+            used_up = self.budget.used_up(status)
             if used_up or "killed" in how:
                 self.say(said + ", and every restart is used up" * used_up)
             return False
-        self.say(f"{said}: starting again in {pause:.0f} s ({self.patience.left} more after that)")
+        self.say(f"{said}: starting again in {pause:.0f} s ({self.budget.left} more after that)")
         return await self._wait(Phase.PAUSING, pause)
 
     async def _wait(self, phase: Phase, seconds: float | None) -> bool:

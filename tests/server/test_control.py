@@ -17,7 +17,7 @@ from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.frames import Bye, Draining, Loading, Ready, encode
-from pipeinfer.server.http_process import entrance
+from pipeinfer.server.http_process import unix_listener
 from pipeinfer.server.http_server import obey
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.orders import Hold, Look, Move
@@ -66,7 +66,7 @@ def test_an_order_is_answered_also_one_that_fails_or_is_long(tmp_path):
             return obey(client, order)
 
         server = orders.OrderServer(orders.Order, execute)
-        await server.start(entrance(path))
+        await server.start(unix_listener(path))
         client.move = None
         failed = await orders.ask(path, Move("x", False), 30)
         assert failed.error.startswith("TypeError: ")

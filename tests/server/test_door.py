@@ -39,8 +39,8 @@ TEXT = "one two three four five six"
 
 def spawn(path):
     """The process, and the socket at which a supervisor sends it orders."""
-    control = http_process.entrance(f"{path.parent}-control")
-    with http_process.entrance(str(path)) as listener:
+    control = http_process.unix_listener(f"{path.parent}-control")
+    with http_process.unix_listener(str(path)) as listener:
         return http_process.start(listener, os.environ, control), control
 
 
@@ -298,9 +298,9 @@ def test_the_http_process_ends_on_a_signal_without_a_rank_0(tmp_path):
 def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(orders.os, "getuid", lambda: os.geteuid() + 1)
     path = str(tmp_path / "door")
-    with http_process.entrance(path) as listener, socket.socket(socket.AF_UNIX) as stranger:
+    with http_process.unix_listener(path) as listener, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(path)
-        assert http_process.Entrance(listener).first() is None
+        assert http_process.EngineListener(listener).accept_first() is None
         assert stranger.recv(100) == b""  # not even a greeting
     assert "belongs to another user" in caplog.text
 

@@ -80,7 +80,7 @@ def test_a_reload_leaves_what_a_key_has_used_while_its_limits_stay():
     assert [a.wait(100.0), a.wait(100.0), b.wait(100.0)] == [0, 0, 0]
     guard(limits, Allowance(per_minute=9))
     assert meters == {"a": a, "b": b}
-    assert a.full
+    assert a.at_request_limit
     assert a.wait(100.0) > 0
     assert [b.wait(100.0) for _ in range(9)] == [0] * 9
 

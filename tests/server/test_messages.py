@@ -10,9 +10,9 @@ import pytest
 import requests
 
 from pipeinfer.server.answer_parser import AnswerParser
+from pipeinfer.server.anthropic_messages import MessagesRequest
 from pipeinfer.server.families import HERMES
 from pipeinfer.server.frames import Refused, Submit
-from pipeinfer.server.schema_messages import MessagesRequest
 from pipeinfer.server.tools import Thought, Words
 from tests.rig.server_peer import front
 from tests.server.test_response_items import prompt

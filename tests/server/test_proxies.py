@@ -11,7 +11,7 @@ import requests
 from pipeinfer.cli.serve import origins
 from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
-from pipeinfer.server.middleware import as_meant
+from pipeinfer.server.middleware import normalized
 from tests.rig.server_peer import SECONDS, front
 from tests.server.test_http import MODEL, error
 
@@ -41,7 +41,7 @@ def exchange(server, first, *lines):
     ("/v1/models/http://a", "/v1/models/http:/a"), ("*", "/*")])
 def test_the_path_that_is_meant(path, meant):
     headers = [(b"host", b"here"), (b"accept", b"*/*")]
-    found = as_meant({"path": path, "headers": headers})
+    found = normalized({"path": path, "headers": headers})
     assert found["path"] == meant
     host = {"http://other:80/health": b"other:80", "http://other": b"other",
             "HTTPS://other/v1/models/": b"other"}.get(path, b"here")

@@ -19,6 +19,7 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server import tools
+from pipeinfer.server.answer_writer import AnswerWriter
 from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.choice import Generation, Reading
@@ -27,7 +28,6 @@ from pipeinfer.server.errors import ApiError, Failure, bad, for_failure
 from pipeinfer.server.frames import Rebalanced
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.requests import EngineRequest
-from pipeinfer.server.responses import ResponsesWriter
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.streaming import event
@@ -44,11 +44,11 @@ SHAPES = {
 
 
 def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompts=1, **fields):
-    """A ResponsesWriter whose choices have said these texts, and the generations that say them."""
+    """A AnswerWriter whose choices have said these texts, and the generations that say them."""
     asked = EngineRequest([[1, 2, 3]] * prompts, ["the prompt"] * prompts, n=fields.pop("n", 1),
                           max_tokens=9, params=SamplingParams(), seed=1,
                           tools=ToolUse([], 16) if with_tools else None, **fields)
-    made = ResponsesWriter(asked, "m", tokenizer, is_chat=is_chat, created=5)
+    made = AnswerWriter(asked, "m", tokenizer, is_chat=is_chat, created=5)
     made.answer_id = "id"
     readings = []
     for index in range(asked.count):

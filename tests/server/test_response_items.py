@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from pipeinfer.server.frames import Refused, Submit
-from pipeinfer.server.schema_items import ResponseRequest
+from pipeinfer.server.openai_responses import ResponseRequest
 from tests.rig.server_peer import front
 from tests.server.test_http import error
 from tests.server.test_tools import CALL

@@ -8,7 +8,14 @@ import pytest
 
 from pipeinfer.cli.options import parse
 from pipeinfer.supervise.logs import Splitter
-from pipeinfer.supervise.rules import MissingHosts, Patience, is_wide, kept, outcome, risky
+from pipeinfer.supervise.rules import (
+    MissingHosts,
+    RestartBudget,
+    affects_tokens,
+    fixed_options,
+    is_wide,
+    outcome,
+)
 
 
 def pauses(patience, *ends):
@@ -19,21 +26,21 @@ def pauses(patience, *ends):
 
 
 def test_pauses_double_up_to_half_a_minute_and_tries_end():
-    assert list(pauses(Patience.of(7), *[(6, 0.1)] * 8)) == [
+    assert list(pauses(RestartBudget.of(7), *[(6, 0.1)] * 8)) == [
         (1, 6), (2, 5), (4, 4), (8, 3), (16, 2), (30, 1), (30, 0), (None, 0)]
-    assert list(pauses(Patience.of(0), (6, 0.1))) == [(None, 0)]
-    assert [Patience.of(7).used_up(6), Patience.of(0).used_up(6)] == [True, False]
+    assert list(pauses(RestartBudget.of(0), (6, 0.1))) == [(None, 0)]
+    assert [RestartBudget.of(7).used_up(6), RestartBudget.of(0).used_up(6)] == [True, False]
 
 
 def test_a_long_life_resets_the_count_of_restarts():
-    assert list(pauses(Patience.of(3), (6, 1), (6, 1), (6, 20), (6, 600))) == [
+    assert list(pauses(RestartBudget.of(3), (6, 1), (6, 1), (6, 20), (6, 600))) == [
         (1, 2), (2, 1), (1, 0), (1, 2)]
 
 
 @pytest.mark.parametrize("status", [0, 2, 130])
 def test_what_is_not_tried_again(status):
-    assert list(pauses(Patience.of(3), (status, 1))) == [(None, 3)]
-    assert not Patience.of(3).used_up(status)
+    assert list(pauses(RestartBudget.of(3), (status, 1))) == [(None, 3)]
+    assert not RestartBudget.of(3).used_up(status)
 
 
 @pytest.mark.parametrize(("launcher", "said", "asked", "status"), [
@@ -86,7 +93,7 @@ def test_why_a_host_is_missing_is_what_was_found_last():
 def test_options_on_which_tokens_may_depend(new, names):
     sections = ("model", "cluster", "speculation", "sampling", "serve")
     old, other = (parse(words.split(), *sections).config.values() for words in ("-m a", new))
-    assert risky(old, other) == names
+    assert affects_tokens(old, other) == names
     assert is_wide(other) == ("grid" in names)
 
 
@@ -97,7 +104,7 @@ def test_options_on_which_tokens_may_depend(new, names):
 def test_options_that_stay_with_the_http_process(new, says):
     old, other = (parse(words.split(), "model", "serve").config.values()
                   for words in ("-m a --port 8081", new))
-    assert re.match(says or "$", kept(old, other))
+    assert re.match(says or "$", fixed_options(old, other))
 
 
 def test_tagged_output_is_split_by_rank():

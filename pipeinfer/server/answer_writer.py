@@ -49,7 +49,7 @@ class ResponseChoice:
 
 
 @dataclass(slots=True)
-class ResponsesWriter:
+class AnswerWriter:
     """Writes one request's answer.
 
     asked: the request. model: name in the answer. answer_id: "" for a new one.
