@@ -168,7 +168,6 @@ class Formatted:
         self._live.start()
 
     def write(self, piece: str) -> None:
-        """Show a further piece."""
         self._fit()
         self._text += _CONTROLS.sub("", piece)
         size = settled(self._text)
@@ -182,7 +181,6 @@ class Formatted:
             self._live.update(self._tail(), refresh=True)
 
     def end(self) -> None:
-        """End the answer."""
         self._fit()
         self._live.update("")
         self._live.stop()

@@ -143,7 +143,6 @@ class Answers:
 
     @property
     def journaled(self) -> bool:
-        """Whether there is a journal."""
         return self._journal is not None
 
     async def _open(self, tokenizer: Tokenizer) -> None:

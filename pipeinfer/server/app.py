@@ -93,7 +93,6 @@ class Server:
 
     @property
     def asgi(self) -> ASGIApp:
-        """The application with its middleware."""
         public = frozenset({"/health", *self.files})
         return wrap(self.app, self.settings, self.client.metrics, public,
                         self.client.meters)

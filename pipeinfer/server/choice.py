@@ -92,7 +92,6 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether the choice has ended."""
         return self.reason is not None
 
     @property

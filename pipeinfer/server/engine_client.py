@@ -168,7 +168,6 @@ class EngineClient:
                                 "again later", code="queue_full")
 
     def new_id(self) -> int:
-        """Return the id of a new choice."""
         return next(self._ids)
 
     def add(self, generation: Generation, request: EngineRequest) -> None:

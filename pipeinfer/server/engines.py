@@ -61,7 +61,6 @@ class ConnectedEngine:
         return ""
 
     def close(self) -> None:
-        """Close the link."""
         self._writer.close()
 
 

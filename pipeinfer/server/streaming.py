@@ -158,7 +158,6 @@ class EventStream(Response):
         self._source, self._timeout, self._on_end = source, timeout, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
         pump = asyncio.ensure_future(self._pump(scope, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:

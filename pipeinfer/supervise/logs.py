@@ -70,7 +70,6 @@ class Logs:
         self._files[name].handle(logging.LogRecord(name, logging.INFO, "", 0, text, None, None))
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -93,7 +92,6 @@ class Splitter:
             self._pass_on(line)
 
     def close(self) -> None:
-        """Handle the end of the stream."""
         if self._rest:
             self._pass_on(self._rest)
         self._rest = b""

@@ -29,11 +29,11 @@ class RestartBudget:
 
     @classmethod
     def of(cls, restarts: int) -> RestartBudget:
-        """Return the patience of a first start."""
+        """Return the budget of a first start."""
         return cls(restarts, restarts, 1.0)
 
     def after(self, status: int, lived: float) -> tuple[RestartBudget, float | None]:
-        """Return the patience after a job that ended with `status` after `lived` seconds, and the
+        """Return the budget after a job that ended with `status` after `lived` seconds, and the
         seconds until the next start; None if there is none."""
         left = self.restarts if lived >= SUCCESS else self.left
         # after a longer life it was no failure to start, and clients wait

@@ -54,7 +54,6 @@ class Serving(JobSource):
 
     @property
     def ranks(self) -> int:
-        """The ranks of the job."""
         return self.roster.place.ranks if self.roster else self._ranks
 
     @property
@@ -64,7 +63,6 @@ class Serving(JobSource):
 
     @property
     def settings(self) -> JobSettings:
-        """The settings of the next job."""
         place = self.roster.place if self.roster else JobPlace(self._ranks)
         return JobSettings(self.words, place)
 
@@ -78,7 +76,6 @@ class Serving(JobSource):
 
     @property
     def hostfile(self) -> str:
-        """The path of the launcher's hostfile, "" if none."""
         return str(self.roster.out) if self.roster else ""
 
     def _use(self, words: list[str]) -> None:
@@ -108,7 +105,6 @@ class Serving(JobSource):
         return JobPlace(ranks or self._ranks)
 
     def job(self) -> SupervisedJob:
-        """Return the next job."""
         self._starts += 1
         self.served = (self.words, self.ranks, list(self.roster.place.used) if self.roster else [])
         environ = dict(self.environ)
@@ -127,19 +123,15 @@ class Serving(JobSource):
                                   agent=agent, own=own), environ, line)
 
     def ask_hosts(self) -> list[str]:
-        """Use the hosts that answer; return notes for the user."""
         return [] if self.roster is None else self.roster.ask()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the history has about the next job."""
         return {"ranks": self.ranks, "words": self.words}
 
     def error(self) -> str:
-        """Return the first error that the last job has printed, "" if none."""
         return self.logs.error(self._starts)
 
     def clean(self, host: str, job: str) -> None:
-        """End the processes that a job has left on another host."""
         clean = clean_by_ssh if self.roster is None else self.roster.clean
         clean(host, job)
 

@@ -106,12 +106,10 @@ class JoinServer:
                       f"{', '.join(others)}")
 
     async def close(self) -> None:
-        """Close all connections."""
         await end_server(self._server, self._open)
 
     @property
     def present(self) -> list[Joiner]:
-        """The members that are here."""
         return [one for one in self.members.values() if not one.gone]
 
     def at(self, address: str) -> Joiner | None:
