@@ -24,7 +24,15 @@ from pipeinfer.models import local_stores, locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.hub_files import Wanted, size_text
 from pipeinfer.models.local_stores import Stored
-from pipeinfer.models.shard_cache import cache_directory
+from pipeinfer.models.shard_cache import (
+    KeptFile,
+    cache_directory,
+    in_use,
+    kept,
+    limit,
+    mapped,
+    shrink,
+)
 from pipeinfer.text_table import aligned
 
 _COME_ALONG = "pipeinfer"

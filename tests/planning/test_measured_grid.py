@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.slices import widths_of
+from pipeinfer.models.slices import slices_of, widths_of
 from pipeinfer.planning.judge import LoadMix
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.measured_grid import cut_from, grids_of_ranks, network_of
