@@ -42,6 +42,8 @@ class Serving(JobSource):
     logs_at: where the files of `logs` are.
     """
 
+    serves = True
+
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
                  launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs) -> None:
         self.name, self.environ, self.launcher = name, environ, launcher

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from pipeinfer.cluster import cleanup
-from pipeinfer.errors import PlanError, UsageError, ending
+from pipeinfer.errors import ClusterError, PlanError, UsageError, ending
 from pipeinfer.server import orders
 from pipeinfer.supervise.hosts import clean_by_ssh, others
 from pipeinfer.supervise.http_door import HttpDoor
@@ -25,6 +25,7 @@ from pipeinfer.supervise.rules import INTERRUPTED, RestartBudget
 
 _END = 2.0  #: seconds for a moved job to end before it is killed
 _HISTORY = 20
+_VANISHED = -1  #: a server has ended with exit status 0, which nobody has asked for
 LIMIT = 600.0  #: seconds for the next job of a move to be ready
 _BACK = "back to what there was before"
 
@@ -53,12 +54,13 @@ class JobSource:
 
     name: id of the job, which its processes have in their environment.
     logs_at: where the output of its jobs is. waits: whether a job that its hosts cannot hold waits
-    for more hosts.
+    for more hosts. serves: whether a job ends only if it is asked to.
     """
 
     name: str
     logs_at = "its output"
     waits = False
+    serves = False
 
     @property
     def hostfile(self) -> str:
@@ -164,10 +166,14 @@ class Supervisor:
                     status, lived = await self._replace()
                 if self._ends:
                     return status
+                # a launcher returns 0 for ranks that were killed before they had met
+                if status == 0 and self.source.serves:
+                    status = _VANISHED
                 # before the pause: who ordered a move waits for its answer
                 self._answer(self._failure or "the job has ended meanwhile")
                 if not await self._may_start_again(status, lived):
-                    return INTERRUPTED if self._ends else status
+                    return INTERRUPTED if self._ends else \
+                        ClusterError.exit_code if status == _VANISHED else status
                 again = True
         finally:
             self.phase = Phase.STOPPED
@@ -223,7 +229,10 @@ class Supervisor:
 
     async def _may_start_again(self, status: int, lived: float) -> bool:
         """Wait for the next start; return False if there is none."""
-        how, said = ending(status), f"the job has ended with {ending(status)}"
+        how = "killed" if status == _VANISHED else ending(status)
+        said = f"the job has ended with {how}" if status != _VANISHED else (
+            "all ranks of the job have ended without an error: were they killed, maybe by the "
+            f"kernel for want of memory? ({self.source.logs_at})")
         if self.source.waits and status == PlanError.exit_code:
             self.say("the model does not fit yet: waiting for more machines to join")
             return await self._wait(Phase.WAITING, None)

@@ -232,6 +232,20 @@ def test_what_is_said_of_the_last_end(restarts, status, says):
     assert [part in line for part, line in zip(says, said, strict=True)] == [True] * len(says)
 
 
+def test_a_server_that_ends_without_a_word_has_failed():
+    """A launcher returns 0 for ranks that were killed before they had met."""
+    async def act(supervisor):
+        pass
+
+    jobs = Jobs(0, 0)
+    jobs.serves = True
+    found, said = supervise(jobs, act, restarts=1)
+    assert found == 6
+    assert "have ended without an error: were they killed" in said[0]
+    assert "starting again in 1 s" in said[0]
+    assert "every restart is used up" in said[-1]
+
+
 def test_a_pause_ends_with_the_supervisor():
     async def act(supervisor):
         async with asyncio.timeout(20):
