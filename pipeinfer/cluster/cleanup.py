@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 VARIABLE = "PIPEINFER_JOB"
+RANK_NAMES = ("PMIX_RANK", "PMI_RANK")  #: variables with a rank's number (Open MPI; MPICH)
 _SECONDS = 5.0
 _SESSION = re.compile(r"(?:ompi|prte|prted|prterun)\.(\d+)")
 
@@ -42,6 +43,15 @@ def processes_of(job: str) -> list[psutil.Process]:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(psutil.Process(int(entry.name)))
     return found
+
+
+def has_ranks(job: str) -> bool:
+    """Return whether this host runs a rank of the job: ranks have a number, daemons have none."""
+    found = []
+    for process in processes_of(job):
+        with contextlib.suppress(psutil.Error):
+            found.append(process.environ())
+    return any(name in environ for environ in found for name in RANK_NAMES)
 
 
 def end(job: str) -> list[int]:

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, assert_never
 
+from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Hold, Look, OrderServer, Report, ServerState
 from pipeinfer.supervise.http_door import HttpDoor
-from pipeinfer.supervise.join.server import JoinServer
+from pipeinfer.supervise.join.server import Joiner, JoinServer
 from pipeinfer.supervise.rules import MissingHosts, is_wide
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
 from pipeinfer.supervise.state import (
@@ -33,6 +34,7 @@ from pipeinfer.supervise.state import (
 )
 from pipeinfer.supervise.supervisor import Move, Phase, Supervisor
 
+_DAEMONS = 30.0  #: seconds for the launcher's daemons to be up on all machines that have joined
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
 _LATEST = 600.0  #: seconds after which it moves though requests are open
@@ -60,6 +62,7 @@ class Keeper:
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
         self._quiet_since = 0.0
+        self._with_ranks = 0  #: the number of the last job whose ranks have begun
         self._since = time.time()
         self._moving: asyncio.Task[None] | None = None
         self._written: dict[str, Any] = {}
@@ -71,6 +74,7 @@ class Keeper:
         await commands.start(self._folder.listen())
         if self._joins is not None:
             self._joins.came = lambda _: self._supervisor.host_came()
+            self._joins.went = self._lose_member
         if self._left[0]:
             # before the first job, which needs the ports and locks of one that was left
             await self._supervisor.clean(*self._left)
@@ -96,6 +100,7 @@ class Keeper:
             await asyncio.sleep(_LOOK)
             with reported(self._say):
                 await self._look()
+                await self._check_start()
                 await self._ask_missing()
                 self._move_if_quiet()
             self._write()
@@ -116,6 +121,24 @@ class Keeper:
                 missing |= {entry.host: entry for entry in roster.missing}
                 why = {host: one.detail for host, one in roster.place.gone.items()}
             self._missing.update(missing, why, time.monotonic())
+
+    def _lose_member(self, member: Joiner) -> None:
+        """Handle that a machine that has joined is gone."""
+        if any(entry.host == member.address for entry in self._serving.served[2]):
+            self._supervisor.lose_host(f"{member.name} is gone: {member.gone}", excused=True)
+
+    async def _check_start(self) -> None:
+        """End a start for which a machine that has joined starts nothing, though it is here: no
+        rank begins before the launcher's daemons are all up, and loading comes after that."""
+        job, name = self._supervisor.running, self._serving.name
+        if self._joins is None or self._with_ranks == job \
+                or self._supervisor.start_seconds < _DAEMONS:
+            return
+        if await asyncio.to_thread(cleanup.has_ranks, name):
+            self._with_ranks = job
+        else:
+            self._supervisor.lose_host(
+                f"not all machines have started their part within {_DAEMONS:g} s", excused=False)
 
     def _is(self, *phases: Phase) -> bool:
         return self._supervisor.phase in phases

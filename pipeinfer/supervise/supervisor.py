@@ -24,6 +24,7 @@ from pipeinfer.supervise.job import SupervisedJob
 from pipeinfer.supervise.rules import INTERRUPTED, RestartBudget
 
 _END = 2.0  #: seconds for a moved job to end before it is killed
+_SOON = 1.0  #: seconds until a job starts again that has lost a machine
 _HISTORY = 20
 _VANISHED = -1  #: a server has ended with exit status 0, which nobody has asked for
 LIMIT = 600.0  #: seconds for the next job of a move to be ready
@@ -147,6 +148,7 @@ class Supervisor:
         self._job: SupervisedJob | None = None
         self._hosts: list[str] | None = None  #: other hosts of the last job, None before the first
         self._began, self._hung_up = 0.0, False
+        self._excused = False  # the job that ends now has lost a machine
         self._task: asyncio.Task[int] | None = None
         self._wake = asyncio.Event()
 
@@ -179,6 +181,13 @@ class Supervisor:
             self.phase = Phase.STOPPED
             if self.door is not None:
                 await self.door.close()
+
+    @property
+    def start_seconds(self) -> float:
+        """For how long the present job has been starting; 0 if none is."""
+        starts = self._job is not None and self.phase in (
+            Phase.STARTING, Phase.TRYING, Phase.RETURNING)
+        return time.monotonic() - self._began if starts else 0.0
 
     @property
     def _ends(self) -> bool:
@@ -236,6 +245,9 @@ class Supervisor:
         if self.source.waits and status == PlanError.exit_code:
             self.say("the model does not fit yet: waiting for more machines to join")
             return await self._wait(Phase.WAITING, None)
+        if self._excused:
+            self._excused = False
+            return await self._wait(Phase.PAUSING, _SOON)
         self.budget, pause = self.budget.after(status, lived)
         if pause is None:
             used_up = self.budget.used_up(status)
@@ -282,12 +294,29 @@ class Supervisor:
     def _late(self) -> None:
         """Handle that the next job of a move, or the one before it, is not ready in time."""
         if self.phase is Phase.TRYING:
-            self._failure = f"the changed job is not ready after {LIMIT:g} s: {_BACK}"
-            self._enter(Phase.FAILING)
-            self._end(self._job)
+            self._give_up(f"the changed job is not ready after {LIMIT:g} s")
         elif self.phase is Phase.RETURNING:
             self._answer(self._failure)
             self._enter(Phase.STARTING)
+
+    def lose_host(self, why: str, *, excused: bool) -> None:
+        """Handle that a machine of the job is gone or starts nothing: a start that needs it ends
+        at once, instead of when its ranks have waited for it.
+
+        excused: whether the start again costs none of the restarts.
+        """
+        if self.phase is Phase.TRYING:
+            self._give_up(f"the changed job cannot start ({why})")
+        elif self.phase in (Phase.STARTING, Phase.RETURNING):
+            self.say(f"the job cannot start: {why}")
+            self._excused = excused
+            self._end(self._job)
+
+    def _give_up(self, why: str) -> None:
+        """End the next job of a move."""
+        self._failure = f"{why}: {_BACK}"
+        self._enter(Phase.FAILING)
+        self._end(self._job)
 
     # --- moves --------------------------------------------------------------------------------
 

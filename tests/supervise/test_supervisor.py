@@ -246,6 +246,41 @@ def test_a_server_that_ends_without_a_word_has_failed():
     assert "every restart is used up" in said[-1]
 
 
+def test_a_start_that_loses_a_machine_ends_at_once_and_costs_no_restart():
+    async def act(supervisor):
+        async with asyncio.timeout(20):
+            while supervisor.running != 1:
+                await asyncio.sleep(0.01)
+        assert supervisor.start_seconds > 0
+        supervisor.lose_host("old2 is gone: the connection is lost", excused=True)
+        await until_it_runs(supervisor, 2)
+        assert supervisor.start_seconds == 0
+        supervisor.lose_host("old3 is gone", excused=True)  # the running job finds that itself
+        assert supervisor.phase is Phase.READY
+        supervisor.stop()
+
+    status, said = supervise(Jobs(None, None), act)
+    assert status == 5
+    assert said[0] == "the job cannot start: old2 is gone: the connection is lost"
+
+
+def test_a_move_that_loses_a_machine_comes_back():
+    async def act(supervisor):
+        await until_it_runs(supervisor, 1)
+        order = await moved(supervisor)
+        async with asyncio.timeout(20):
+            while supervisor.running != 2:
+                await asyncio.sleep(0.01)
+        supervisor.lose_host("old2 is gone", excused=True)
+        await until_it_runs(supervisor, 3)
+        assert "the changed job cannot start (old2 is gone): back to" in await order
+        supervisor.stop()
+
+    jobs = Jobs(None, None, None)
+    assert supervise(jobs, act)[0] == 5
+    assert jobs.began == ["old", "new", "old"]
+
+
 def test_a_pause_ends_with_the_supervisor():
     async def act(supervisor):
         async with asyncio.timeout(20):

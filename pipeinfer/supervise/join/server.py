@@ -74,12 +74,13 @@ class JoinServer:
     """Accepts machines, and knows those that have joined.
 
     own: what a member must have in common with the head, and the head's host name.
-    say: prints a line for the user. came: called when a machine has come.
+    say: prints a line for the user. came, went: called when a machine has come, or is gone.
     """
 
     def __init__(self, tokens: JoinTokens, own: wire.Offer, say: Callable[[str], None],
                  came: Callable[[Joiner], None] = lambda _: None) -> None:
         self.tokens, self._own, self._say, self.came = tokens, own, say, came
+        self.went: Callable[[Joiner], None] = lambda _: None
         self.members: dict[str, Joiner] = {}  #: by id, in the order in which they came first
         self.address = ""  #: of the head, at which its members are connected
         self.line = ""  #: what to call on the other machines
@@ -397,4 +398,5 @@ class JoinServer:
             if not answer.done():
                 answer.set_result(f"{member.name} is gone: {why}")
         self._say(f"{member.name} ({member.address}) is gone: {why}")
+        self.went(member)
 
