@@ -111,8 +111,9 @@ class JoinedRank(Struct, frozen=True):
             if not failed:
                 session.head.drain(config.cluster.timeout)
                 session.reports = session.head.shutdown(timeout=10.0)
-                told = {session.assembly.held[node - 1].rank for node in session.reports}
-                for rank in set(range(1, len(ranks))) - told:  # spares, stages behind a dead one
+                reported = {session.assembly.held[node - 1].rank for node in session.reports}
+                # spares, and stages behind a dead one
+                for rank in set(range(1, len(ranks))) - reported:
                     port.order(rank, Leave())
                 port.close(timeout=5.0)
                 note_order()

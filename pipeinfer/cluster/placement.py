@@ -27,7 +27,7 @@ from pipeinfer.cluster.grid_choice import GridChoice, GridPlanner, teams_asked, 
 from pipeinfer.cluster.resolve import JobFacts, JobPlan
 from pipeinfer.cluster.sizing import states_for
 from pipeinfer.config import ClusterConfig, JobConfig
-from pipeinfer.core.control import Measure, Measured, Meeting, Placed, TestLinks
+from pipeinfer.core.control import Assignment, Measure, Measured, Meeting, TestLinks
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, ProtocolError, RankLost, UsageError
 from pipeinfer.host import Place, visible_gpus
@@ -164,7 +164,7 @@ def _send_places(place: Place, hosts: Hosts, plan: Plan, meeting: Meeting | None
     from pipeinfer.transport import mpi_job
 
     ranks = (0, *(holding.rank for holding in plan.held))
-    placed = Placed(ranks, meeting, tuple(rank.bell for rank in hosts))
+    placed = Assignment(ranks, meeting, tuple(rank.bell for rank in hosts))
     for rank in range(1, place.size):
         with contextlib.suppress(RankLost):  # detected again later, when it can be recovered
             mpi_job.say(place.comm, rank, placed)
@@ -313,7 +313,7 @@ def measure_here(
         gpu_free=float(sum(one.free for one in there)))
 
 
-def await_place(config: JobConfig, place: Place) -> Placed:
+def await_place(config: JobConfig, place: Place) -> Assignment:
     """Rank k: answer the head's requests until it sends the assignment; return that.
 
     Raises ProtocolError for any other message.
@@ -323,7 +323,7 @@ def await_place(config: JobConfig, place: Place) -> Placed:
     # how many measurements rank 0 wants depends on what the ranks have told it
     while True:
         match mpi_job.hear(place.comm, 0, config.cluster.start_timeout):
-            case Placed() as placed:
+            case Assignment() as placed:
                 return placed
             case Measure(settings, model, fingerprint, hollow, memory_only):
                 mpi_job.say(place.comm, 0, measure_here(

@@ -330,7 +330,7 @@ class Session:
         """Add a note when a draft rank is lost, and give a `DraftTeam` access to the stages'
         times."""
         for one in sources_of(self.draft):
-            one.told = lambda why: self._tell(f"{why}: decoding continues without this draft")
+            one.on_lost = lambda why: self._tell(f"{why}: decoding continues without this draft")
         if isinstance(self.draft, DraftTeam):
             self.draft.slot = self._slot
 

@@ -63,7 +63,7 @@ class Watchdog:
 
     def arm(self) -> None:
         """Start the thread that writes to the watchdog from now on."""
-        self._pulse.told = self._write
+        self._pulse.on_settled = self._write
         self._write()
         threading.Thread(target=self._beat, name="watchdog", daemon=True).start()
 

@@ -1,9 +1,9 @@
 """The control messages between ranks: start-up, placement, loading, progress and reports.
 
     rank k    Hello                                     at the start, to rank 0
-    rank 0    Measure -> Measured, then Placed          before any port exists
+    rank 0    Measure -> Measured, then Assignment      before any port exists
     rank 0    TestLinks -> Measured                     before that, with --grid auto
-    rank 0    Place, Leave, Rehearse                    orders from rank to rank, of no epoch
+    rank 0    NewEpoch, Leave, Rehearse                    orders from rank to rank, of no epoch
     rank 0    Setup or Receive -> Progress ... Ready    to a port of an epoch
     stage     ShardWanted -> ShardOffer                 where the host has no model file
     leader    SumRegion                                 to the other members of a wide stage
@@ -154,7 +154,7 @@ class TestLinks(_Message, frozen=True, tag=True):
     """An order to all ranks at once: exchange messages with the neighbours and report the times."""
 
 
-class Placed(_Message, frozen=True, tag=True):
+class Assignment(_Message, frozen=True, tag=True):
     """The first placement.
 
     rank_of: the rank of each node
@@ -461,7 +461,7 @@ class DraftDone(_Message, frozen=True, tag=True):
 # --- orders -----------------------------------------------------------------------------------
 
 
-class Place(_Message, frozen=True, tag=True):
+class NewEpoch(_Message, frozen=True, tag=True):
     """A new epoch.
 
     rank_of: the rank of each node
@@ -484,11 +484,11 @@ class Rehearse(_Message, frozen=True, tag=True):
     setups: tuple[Setup, ...]
 
 
-Order: TypeAlias = Place | Leave | Rehearse
+Order: TypeAlias = NewEpoch | Leave | Rehearse
 PortMessage: TypeAlias = (
     Setup | Receive | Progress | Ready | Received | Pace | RollCall | Standing | Report | SumRegion
     | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop | DraftDone)
-StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Placed
+StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Assignment
 Control: TypeAlias = Order | StartMessage
 
 _T = TypeVar("_T")

@@ -81,7 +81,7 @@ class DraftRank:
 
         An error in a task closes the draft and is sent to rank 0. Raises Dismissed.
         """
-        self._hear()
+        self._read_messages()
         if not self._todo:
             return False
         task = self._todo.popleft()
@@ -116,7 +116,7 @@ class DraftRank:
 
     # --- receiving ----------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         # also during a job: a DraftStop may be among them
         while (post := self._port.take_post()) is not None:
             self._heard = time.monotonic()
@@ -171,7 +171,7 @@ class DraftRank:
 
     def _is_stopped(self, job_id: int) -> bool:
         self._pulse.beat("drafts")
-        self._hear()
+        self._read_messages()
         return job_id in self._stopped
 
     def _fail(self, error: Exception) -> None:

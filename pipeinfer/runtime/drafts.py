@@ -42,10 +42,10 @@ class Drafts(Protocol):
     busy_seconds: seconds of computation so far.
     free: whether it evaluates no model.
     local: whether it computes on rank 0.
-    told: called once, with the reason, when there will be no more proposals.
+    on_lost: called once, with the reason, when there will be no more proposals.
     """
 
-    told: Callable[[str], None]
+    on_lost: Callable[[str], None]
 
     @property
     def busy_seconds(self) -> float: ...
@@ -100,7 +100,7 @@ class DraftWorker:
         self._failure: BaseException | None = None
         self._waiting: set[int] = set()  # jobs without a result; the head's thread keeps it
         self.lost = ""  #: why there are no more proposals; empty while the draft works
-        self.told: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[str], None] = lambda _: None
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         self._thread.start()
 
@@ -146,7 +146,7 @@ class DraftWorker:
         self.lost = why
         done = {one.job_id for one in self._results}
         self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting - done)]
-        self.told(why)
+        self.on_lost(why)
 
     @property
     def has_news(self) -> bool:
@@ -231,7 +231,7 @@ class RemoteDraft:
         self.free, self.name = free, name
         self.busy_seconds = 0.0
         self.lost = ""  #: why there are no more proposals; empty while the draft works
-        self.told: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[str], None] = lambda _: None
         self.ready: dict[int, DraftReady] = {}
         self._posts, self._port = posts, posts.port
         self._ranks = tuple(setups)
@@ -259,7 +259,7 @@ class RemoteDraft:
     @property
     def idle(self) -> bool:
         """Whether a new job would start at once."""
-        self._hear()
+        self._read_messages()
         return not self._waiting
 
     def await_ready(self, timeout: float) -> None:
@@ -279,7 +279,7 @@ class RemoteDraft:
                 raise TransportTimeout(rank=0, peer=late, tag="DraftReady", run_id=None,
                                        seconds=timeout)
             self._port.wait(0.2)
-            self._hear()
+            self._read_messages()
         if self.lost:
             failed = next((one for one in self.ready.values() if one.error), None)
             if failed is None:
@@ -311,13 +311,13 @@ class RemoteDraft:
 
     def take(self) -> Drafted | None:
         """Return the result of a finished job, or None."""
-        self._hear()
+        self._read_messages()
         return self._results.popleft() if self._results else None
 
     @property
     def has_news(self) -> bool:
         """Whether `take` would return a result."""
-        self._hear()
+        self._read_messages()
         return bool(self._results)
 
     def close(self, timeout: float) -> None:
@@ -339,7 +339,7 @@ class RemoteDraft:
             self._send(LaneClose(self._lanes.popitem(last=False)[0]))
         return known
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         # all at once: an answer to a former draft may stand before the one that is awaited
         while (message := self._next()) is not None:
             match message:
@@ -369,7 +369,7 @@ class RemoteDraft:
             return
         self.lost = why
         self._give_none()
-        self.told(why)
+        self.on_lost(why)
 
     def _give_none(self) -> None:
         self._results += [Drafted(job_id, ()) for job_id in sorted(self._waiting)]
@@ -485,7 +485,7 @@ class DraftTeam:
 
     def __init__(self, drafts: Sequence[Drafts]) -> None:
         self.slot: Callable[[], float] = lambda: 0.0
-        self.told: Callable[[str], None] = lambda _: None  # each member has its own
+        self.on_lost: Callable[[str], None] = lambda _: None  # each member has its own
         self._slot, self._count = 0.0, 0
         self._members = [
             _Member(one, one if isinstance(one, RemoteDraft) and not one.free else None)

@@ -20,7 +20,7 @@ class Pulse:
     def __init__(self, deadline: float = float("inf")) -> None:
         self.deadline = deadline
         self.loading = True
-        self.told: Callable[[], None] = lambda: None  #: called when patience ends
+        self.on_settled: Callable[[], None] = lambda: None  #: called when patience ends
         self._last: tuple[float, str] | None = None
         self._busy_until = self._late_until = self._worst = 0.0
 
@@ -50,9 +50,9 @@ class Pulse:
         self._last = (time.monotonic(), doing)
 
     def settle(self) -> None:
-        """End the patience once libraries are loaded, and call `told` at once."""
+        """End the patience once libraries are loaded, and call `on_settled` at once."""
         self.loading = False
-        self.told()
+        self.on_settled()
 
     @property
     def hangs(self) -> str:

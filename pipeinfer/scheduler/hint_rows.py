@@ -35,7 +35,7 @@ class _Asked(Struct):
     """The state of one lane.
 
     key: the proposer's number of the lane
-    told: number of tokens that were passed on to the proposer
+    passed: number of tokens that were passed on to the proposer
     planned: the last batch
     batches: in flight, the oldest first
     at: position of the last token that had hints
@@ -43,7 +43,7 @@ class _Asked(Struct):
     """
 
     key: int
-    told: int
+    passed: int
     planned: _Batch | None = None
     batches: deque[_Batch] = field(default_factory=deque)
     at: int = -1
@@ -190,7 +190,7 @@ class HintRows:
         if asked is None:
             asked = self._lanes[lane.lane] = _Asked(lane.path_id, len(tokens))
             self.proposer.opened(asked.key, tokens)
-        elif len(tokens) > asked.told:
-            self.proposer.accepted(asked.key, tokens[asked.told:])
-            asked.told = len(tokens)
+        elif len(tokens) > asked.passed:
+            self.proposer.accepted(asked.key, tokens[asked.passed:])
+            asked.passed = len(tokens)
         return asked

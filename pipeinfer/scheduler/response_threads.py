@@ -196,12 +196,12 @@ class Threads:
         lane.waiting_tip = None
         if lane.unsent:
             self._state.withdraw(lane)
-        self._speculation.forget(lane)
+        self._speculation.drop(lane)
         self._call_off(dead)
 
     def _prune(self, lane: Lane) -> None:
         dead = lane.tree.prune()
-        self._speculation.forget(lane)
+        self._speculation.drop(lane)
         self._call_off(dead)
 
     def _call_off(self, dead: list[Node]) -> None:

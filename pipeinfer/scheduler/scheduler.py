@@ -274,7 +274,7 @@ class Scheduler:
             self._tapped(run, taps)
         for lane in run.lanes:
             if not lane.done:
-                self.speculation.news(lane)
+                self.speculation.result_back(lane)
                 self._walk(lane)
 
     def _tapped(self, run: Run, taps: npt.NDArray[Any]) -> None:

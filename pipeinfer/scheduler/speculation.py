@@ -1,6 +1,17 @@
 """Speculation: starts drafting jobs, queues speculative tokens, and issues the best while there is
     room.
 
+    accepted tokens -- frontier          the tree's root (`Tree.frontier`)
+                          +-- a -- b      issued: in flight, `run_id` says in which run
+                          |    +-- c      planned: waits in `Lane.reserve`, best first
+                          |    |   +-- ?   leaf: a drafting job may ask for what follows c
+                          +-- d           planned as an alternative of a
+
+A result moves the frontier and drops all other branches (`missed`). Proposals of a job become
+planned nodes (`drafted`), the best of these become a run (`speculate`), and the best leaf gets the
+next job (`ask_draft`). A leaf without proposals is not queried again before a further result is
+back (`Lane.empty`, `result_back`).
+
 This is the drafting half of the scheduler. It cannot change a token: speculative tokens are
 accepted only by the walk (`scheduler`). An inline proposer, which uses the target's own rows, is
 queried first. Where it proposes nothing, the draft in its thread gets a job. Independent of clocks,
@@ -67,7 +78,7 @@ class Speculation:
             lane.warm_up = structs.replace(job, base=base) if base else job
             self.state.emit(lane.warm_up)
 
-    def news(self, lane: Lane) -> None:
+    def result_back(self, lane: Lane) -> None:
         """Note that a result is back: places without proposals may be queried again."""
         if self.hints is not None:
             self.hints.back(lane)
@@ -76,7 +87,7 @@ class Speculation:
             lane.reserve.add_leaf(node)
         lane.empty.clear()
 
-    def forget(self, lane: Lane) -> None:
+    def drop(self, lane: Lane) -> None:
         """Drop the lane's waiting speculative tokens and stop its drafting jobs."""
         lane.reserve.clear()
         lane.empty.clear()
@@ -88,7 +99,7 @@ class Speculation:
 
         tip: the accepted token to issue next
         """
-        self.forget(lane)
+        self.drop(lane)
         # a cutoff of 1 or above admits no speculative token
         hopeful = self.limits.policy is Policy.SPECULATIVE or self.limits.path_min < 1.0
         quick = self.hints is not None
@@ -118,7 +129,7 @@ class Speculation:
         node.ranked = True
         lane.reserve.add(planned)
         if not proposals:
-            self._empty(lane, node)
+            self._note_empty(lane, node)
 
     def _plan(self, lane: Lane, tip: Node, proposals: tuple[Proposal, ...]) -> list[Node]:
         """Nodes for proposals, with calibrated confidences."""
@@ -143,7 +154,7 @@ class Speculation:
             node.parent.guesses.append(proposal)
         return nodes
 
-    def _empty(self, lane: Lane, node: Node) -> None:
+    def _note_empty(self, lane: Lane, node: Node) -> None:
         """Handle an empty draft: wait for a result, or try again with a lower cutoff."""
         lane.empty_since_accept += 1
         lane.stats.empty_drafts += 1
@@ -358,7 +369,7 @@ class Speculation:
                     break
                 else:
                     leaf.ranked = True
-                    self._empty(lane, leaf)
+                    self._note_empty(lane, leaf)
         if found:
             self.speculate()
 

@@ -105,7 +105,7 @@ class Port(Protocol):
 
     def take_order(self) -> Order | None:
         """Return the newest order to this rank that the transport does not handle itself (as it
-        does Place and Leave), or None."""
+        does NewEpoch and Leave), or None."""
 
     def post(self, rank: int, message: Message) -> None:
         """Send a rank a message that belongs to no epoch; it arrives, in order, if the rank

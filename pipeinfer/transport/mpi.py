@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from mpi4py import MPI
 
 from pipeinfer.core import codec
-from pipeinfer.core.control import Leave, Order, Place, Rehearse, pack, unpack
+from pipeinfer.core.control import Leave, NewEpoch, Order, Rehearse, pack, unpack
 from pipeinfer.core.messages import Message, Tag
 from pipeinfer.errors import ClusterError, ProtocolError
 from pipeinfer.transport.base import Dismissed, Envelope, Layout, Mailbox, Regrouped, Traffic
@@ -160,7 +160,7 @@ class MpiPort:
         self.give_up(given_up)
         self._noticed |= set(given_up)  # the caller named them: not to be reported as new losses
         for rank in range(1, self.comm.Get_size()):
-            self.order(rank, Place(layout.rank_of, layout.epoch, tuple(sorted(self.gone))))
+            self.order(rank, NewEpoch(layout.rank_of, layout.epoch, tuple(sorted(self.gone))))
         self._move_to(layout)
         # last: a node of this rank that adopts the epoch needs the mailboxes of `_move_to`
         for port in self._local:
@@ -360,7 +360,7 @@ class MpiPort:
                 self._dismissed = True
             case Rehearse():
                 self._order = order
-            case Place(rank_of, epoch, lost):
+            case NewEpoch(rank_of, epoch, lost):
                 self._call(Layout(rank_of, epoch), lost)
 
     def _call(self, layout: Layout, lost: Collection[int]) -> None:

@@ -318,10 +318,10 @@ def test_control_messages_survive_their_bytes(message):
 
 
 @pytest.mark.parametrize("text", [
-    "", "{", "[]", '{"type": "Nothing"}', '{"type": "Place"}',
-    '{"type": "Place", "rank_of": [0, "1"], "epoch": 1, "lost": []}',
-    '{"type": "Place", "rank_of": [0, 1], "epoch": 1.5, "lost": []}',
-    '{"type": "Place", "rank_of": [0, 1], "epoch": 1, "lost": [], "more": 1}',
+    "", "{", "[]", '{"type": "Nothing"}', '{"type": "NewEpoch"}',
+    '{"type": "NewEpoch", "rank_of": [0, "1"], "epoch": 1, "lost": []}',
+    '{"type": "NewEpoch", "rank_of": [0, 1], "epoch": 1.5, "lost": []}',
+    '{"type": "NewEpoch", "rank_of": [0, 1], "epoch": 1, "lost": [], "more": 1}',
     '{"type": "Progress", "port": {"stage": 1, "member": "x"}, "phase": "", "done": 1, "total": 1}',
     "[" * 100_000,
 ])

@@ -318,7 +318,7 @@ def test_a_slow_rank_takes_longer_for_every_run(backend):
     assert time.monotonic() - start >= 0.09
 
 
-class Placed:
+class Assignment:
     """A port whose nodes have ranks, as MPI's have."""
 
     def __init__(self, inner, layout):
@@ -332,7 +332,7 @@ class Placed:
 def test_over_a_cut_link_nothing_gets_to_the_other_end_and_all_to_others(rank, capfd):
     head, one, two = local_ports(3)
     own, other = (one, two) if rank == 4 else (two, one)
-    cut = faulty_port(Placed(own, Layout((0, 4, 7))), parse_faults("cut-link@4:peer=7:after=2"),
+    cut = faulty_port(Assignment(own, Layout((0, 4, 7))), parse_faults("cut-link@4:peer=7:after=2"),
                       rank)
     for lane in range(4):
         cut.send(other.node, Tag.TRANSACTION, LaneClose(lane))

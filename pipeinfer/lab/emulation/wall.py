@@ -148,19 +148,20 @@ class PacedDraft:
 
 def _introduce(comm: Any) -> None:
     """Exchange doorbells, as jobs do in a message of their start-up."""
-    from pipeinfer.core.control import Placed, pack, unpack
+    from pipeinfer.core.control import Assignment, pack, unpack
     from pipeinfer.transport import mpi_job
 
-    mine = Placed((), None, (mpi_job.own_bell(),))
+    mine = Assignment((), None, (mpi_job.own_bell(),))
     texts = mpi_job.gather_json(comm, pack(mine).decode())
     if texts is None:
         placed = mpi_job.hear(comm, 0, 60.0)
     else:
-        bells = [one.bells[0] for text in texts if isinstance(one := unpack(text.encode()), Placed)]
-        placed = Placed((), None, tuple(bells))
+        bells = [one.bells[0] for text in texts
+                 if isinstance(one := unpack(text.encode()), Assignment)]
+        placed = Assignment((), None, tuple(bells))
         for rank in range(1, comm.Get_size()):
             mpi_job.say(comm, rank, placed)
-    assert isinstance(placed, Placed)
+    assert isinstance(placed, Assignment)
     mpi_job.meet(placed.bells)
 
 
