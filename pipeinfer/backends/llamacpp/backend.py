@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from msgspec import structs
 
 from pipeinfer.backends.base import ALL_IDS, NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.backends.llamacpp.batch import RowBatch
@@ -28,8 +27,6 @@ from pipeinfer.backends.llamacpp.context import (
     LoadProgress,
     cache_bytes,
     check_sizes,
-    head_size,
-    latent,
     load_model,
     make_context,
     metadata,
@@ -42,7 +39,6 @@ from pipeinfer.errors import BackendError, ModelError, NoCells
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import clear_log, ensure_llama, last_log
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.layers import kv_heads
 from pipeinfer.models.shard import ShardSource
 
 __all__ = ["CACHE_TYPES", "LlamaCppBackend", "LlamaOptions", "ensure_llama"]
@@ -132,10 +128,9 @@ class LlamaCppBackend:
         options = options or LlamaOptions()
         check_sizes(n_ctx, n_seq_max, n_batch, n_threads, options)
         ensure_llama(options.numa, own_prompts=options.own_prompts)
-        if isinstance(path, ShardSource):
-            name, file, those = path.name, path.model, slice(*layers)
-        else:
-            name, file, those = os.fspath(path), ModelFile(path), slice(None)
+        source, name = (path, path.name) if isinstance(path, ShardSource) else (
+            ModelFile(path), os.fspath(path))
+        file = source.model if isinstance(source, ShardSource) else source
         earlier = mappings(file.path)
         model = load_model(path, options, progress)
         try:
@@ -143,12 +138,9 @@ class LlamaCppBackend:
             if n_layers != layers[1] - layers[0]:
                 raise ModelError(f"{name}: has {n_layers} layers, but layers {layers[0]} to "
                                  f"{layers[1]} were expected")
-            loaded = LoadedModel(model, None if options.head else sum(kv_heads(file)[those]),
-                                 head=bool(options.head))
-            options = options.resolved(
-                head_size(model), head_size(model, "key"), one_type=latent(model))
-            if (more := loaded.further_ids) or options.gaps:
-                options = structs.replace(options, streams=False)
+            loaded = LoadedModel(model, source, head=bool(options.head))
+            options = loaded.resolved(options)
+            more = loaded.further_ids
             chooses = loaded.chooses_experts(file, options)
             callback = loaded.callback(file.path, layers, options, last=last,
                                        chooses_experts=chooses, kind=cls.callback_type)

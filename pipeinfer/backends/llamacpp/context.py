@@ -27,6 +27,7 @@ from pipeinfer.llama.library import clear_log, gpus, has_gpu, last_log, model_pa
 from pipeinfer.llama.loader import find_library
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.layers import kv_heads
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 from pipeinfer.models.shard import ShardSource
@@ -357,21 +358,30 @@ def cache_bytes(loaded: LoadedModel, n_ctx: int, options: LlamaOptions) -> int:
 _WITH_WINDOWS = 2  #: further sequence ids that a model with sliding windows needs
 
 
+def _kv_heads(handle: Any, source: ModelFile | ShardSource | None) -> int:
+    """The KV heads of all layers. llama.cpp tells those of the first; others may have none."""
+    if source is None:
+        return int(binding.llama_model_n_head_kv(handle) * binding.llama_model_n_layer(handle))
+    if isinstance(source, ShardSource):  # its file has the layers of other stages, too
+        return sum(kv_heads(source.model)[slice(*source.layers)])
+    return sum(kv_heads(source))
+
+
 class LoadedModel:
     """A model, a shard or a slice; head: or a head that drafts.
 
-    kv_heads: of all layers together; None: as many in each as in the first, since llama.cpp does
-    not tell of lists. handle: llama.cpp's. own: its architecture's declaration. keeps_state:
-    whether its layers have a state of the text so far. n_tokens: of the file's vocabulary; a slice
-    of the output matrix has a part. row_parts: rows of the model's width that cross a cut for each
-    token. enters, again: whether callbacks put rows in, and once more. further_ids: sequence ids
-    that it needs besides those of the rows and the grave.
+    source: what it was loaded from; None: not known. kv_heads: of all layers together. handle:
+    llama.cpp's. own: its architecture's declaration. keeps_state: whether its layers have a state
+    of the text so far. n_tokens: of the file's vocabulary; a slice of the output matrix has a part.
+    row_parts: rows of the model's width that cross a cut for each token. enters, again: whether
+    callbacks put rows in, and once more. further_ids: sequence ids that it needs besides those of
+    the rows and the grave.
     """
 
-    def __init__(self, handle: Any, kv_heads: int | None = None, *, head: bool = False) -> None:
+    def __init__(self, handle: Any, source: ModelFile | ShardSource | None = None, *,
+                 head: bool = False) -> None:
         self.handle, self._head = handle, head
-        self.kv_heads = int(binding.llama_model_n_head_kv(handle)
-                            * binding.llama_model_n_layer(handle)) if kv_heads is None else kv_heads
+        self.kv_heads = _kv_heads(handle, None if head else source)
         self.architecture = metadata(handle, "general.architecture")
         self.own = own = declared(self.architecture)
         self.is_slice = bool(metadata(handle, "pipeinfer.piece"))
@@ -385,6 +395,14 @@ class LoadedModel:
         self.again = bool(own.reads_again) and not head and self.row_parts > 1
         self.further_ids = 0 if own.copied_whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
+
+    def resolved(self, options: LlamaOptions) -> LlamaOptions:
+        """Return the options with every "auto" of the cache decided, and no streams where the model
+        allows none."""
+        options = options.resolved(head_size(self.handle), head_size(self.handle, "key"),
+                                   one_type=latent(self.handle))
+        return structs.replace(options, streams=False) if self.further_ids or options.gaps \
+            else options
 
     def chooses_experts(self, file: ModelFile, options: LlamaOptions) -> bool:
         """Return whether pipeinfer's own code computes the routers of this mixture."""
