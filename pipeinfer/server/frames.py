@@ -234,7 +234,7 @@ def decode(body: bytes, kinds: Kinds[T]) -> T:
     try:
         made: T = _decoder(tuple(kinds.values())).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a frame cannot be read: {error}") from error
+        raise ProtocolError(str(error)) from error  # with the path of the field
     return made
 
 

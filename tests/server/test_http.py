@@ -639,7 +639,7 @@ def test_when_the_engine_fails_every_stream_hears_why_and_the_process_ends(how):
             server.child.link.close()
         reason = {"failed": "rank 2 on b failed: oh", "eof": "rank 0 has died",
                   "nonsense": "a message of rank 0 is malformed: Expected `array`, got "
-                              "`int` - at `news.items`"}[how]
+                              "`int` - at `$.items`"}[how]
         chunks, last = events(stream)
         assert reason in chunks[-1]["error"]["message"]
         assert last != [b"data: [DONE]"]
