@@ -26,8 +26,7 @@ from pipeinfer.models import llama_rules
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.text import chat_template, helper
 from pipeinfer.server import middleware
-from pipeinfer.server.settings import Settings
-from tests.rig.server_peer import Front
+from tests.rig.server_peer import Front, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -266,7 +265,7 @@ def guarded():
     kept = os.dup(2)
     os.dup2(log.fileno(), 2)
     try:
-        front = Front(MODEL, api_keys=[KEY, "other"], log_requests=True, client_timeout=2.0)
+        front = Front(MODEL, keys=[KEY, "other"], log_requests=True, client_timeout=2.0)
         front.ready()
     finally:
         os.dup2(kept, 2)
@@ -332,14 +331,14 @@ def test_a_key_opens_and_shows_nowhere(guarded):
         process = Path("/proc") / str(front.child.process.pid)
         shown += [(process / name).read_bytes().decode() for name in ("cmdline", "environ")]
     assert all(KEY not in text for text in shown)
-    assert KEY not in repr(Settings("m", "m", api_keys=(KEY,)))
+    assert KEY not in repr(settings_of("m", keys=(KEY,)))
 
 
 def test_every_key_is_compared_in_whole_whatever_was_sent(monkeypatch):
     compared = []
     monkeypatch.setattr(middleware.hmac, "compare_digest",
                         lambda a, b: compared.append((a, b)) or a == b)
-    guard = middleware.Guard(None, Settings("m", "m", api_keys=(KEY, "short")), frozenset(), {})
+    guard = middleware.Guard(None, settings_of("m", keys=(KEY, "short")), frozenset(), {})
     for given in ({}, {b"x-api-key": b"short"}, {b"authorization": b"Bearer " + KEY.encode()}):
         compared.clear()
         with contextlib.suppress(middleware.ApiError):

@@ -6,6 +6,7 @@ It determines the order of start and end; `engine` (rank 0) and `app` (the HTTP 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import signal
 import socket
@@ -121,10 +122,10 @@ def _show(config: ServeConfig, settings: Settings, child: http_process.HttpProce
                    f"stage{'s' * (session.n_stages != 1)}", err=True)
     for text in filter(None, [session.fatal, *session.notes]):
         note(text)
-    if settings.remember_answers and not session.looks_up:
+    if config.remember_answers and not session.looks_up:
         note("--remember-answers has no effect without prompt lookup: add --proposer "
              "prompt-lookup")
-    if not settings.api_keys and config.host not in _LOCAL and not is_private:
+    if not settings.keys and config.host not in _LOCAL and not is_private:
         note("anyone who can reach this address can use the server; require keys with "
              "--api-key-file")
 
@@ -181,25 +182,16 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
     """Return the settings of the HTTP process. Raises UsageError, ModelError."""
     target = targeted(job)
     open_model(target.path)  # raises for a bad file before anything starts
-    keys, files = api_keys(config), tls.check(config.ssl_cert_file, config.ssl_key_file)
+    files = tls.check(config.ssl_cert_file, config.ssl_key_file)
+    serve = dataclasses.replace(
+        config, api_key=(), cors_origin=origins(config), allow_host=host_names(config),
+        ssl_cert_file=files.certificate, ssl_key_file=files.key,
+        journal=str(journal.check(config.journal)) if config.journal else "")
     return Settings(
-        model=str(target.path), name=config.alias or target.name,
-        any_name=config.any_model_name, api_keys=tuple(keys), allowances=tuple(keys.values()),
-        parallel=job.speculation.parallel, queue=config.queue,
-        max_body=config.max_body, request_timeout=config.request_timeout,
-        client_timeout=config.client_timeout, restart_timeout=config.restart_timeout,
-        cors_origins=origins(config),
-        hosts=host_names(config), check_hosts=bool(config.allow_host),
-        log_requests=config.log_requests, seed=sampling.seed,
-        defaults=sampling_params(sampling, 0),
-        decomposer=job.speculation.decomposer, decomposers=tuple(methods_for(job)),
-        remember_answers=config.remember_answers,
-        journal=str(journal.check(config.journal)) if config.journal else "",
-        journal_sync=config.journal_sync, journal_keep=config.journal_keep,
-        journal_size=config.journal_size,
-        certificate=files.certificate, private_key=files.key, race=race_words(job, config),
-        reasoning_format=config.reasoning_format,
-    )
+        str(target.path), config.alias or target.name, serve, api_keys(config),
+        parallel=job.speculation.parallel, check_hosts=bool(config.allow_host), seed=sampling.seed,
+        defaults=sampling_params(sampling, 0), decomposer=job.speculation.decomposer,
+        decomposers=tuple(methods_for(job)), race=race_words(job, config))
 
 
 def race_words(job: JobConfig, config: ServeConfig) -> tuple[str, ...]:

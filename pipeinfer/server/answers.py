@@ -62,10 +62,10 @@ class Answer:
                 client.add(one, self.asked)
         # here, not in the engine: it counts over restarts of the job
         self._limit = asyncio.get_running_loop().call_later(
-            client.settings.request_timeout, self._late)
+            client.settings.serve.request_timeout, self._late)
 
     def _late(self) -> None:
-        seconds = self.answers.client.settings.request_timeout
+        seconds = self.answers.client.settings.serve.request_timeout
         self.abort("timeout", Failure(
             "timeout", f"the request took longer than the {seconds:g} s that this server allows"))
 
@@ -151,9 +151,9 @@ class Answers:
         Clients that named no key may never ask again. Their requests run one after the other, so
         that those of others do not wait for all of them. Raises UsageError.
         """
-        if not self.client.settings.journal or self.journaled:
+        if not self.client.settings.serve.journal or self.journaled:
             return
-        journal = await asyncio.to_thread(Journal, Path(self.client.settings.journal))
+        journal = await asyncio.to_thread(Journal, Path(self.client.settings.serve.journal))
         for name, entries in journal.read().items():
             if isinstance(begun := entries[0], Begun):
                 self._kept[name] = Answer(self, begun.asked, tokenizer, begun)
@@ -275,7 +275,7 @@ class Answers:
         assert journal is not None
         try:
             while True:
-                await asyncio.sleep(settings.journal_sync)
+                await asyncio.sleep(settings.serve.journal_sync)
                 self._collect()
                 self._forget()
                 # in a thread: a slow disk must not stop the streams
@@ -295,8 +295,8 @@ class Answers:
         total = sum(one.size for one in self._kept.values())
         for one in sorted((one for one in self._kept.values() if one.ended),
                           key=lambda one: one.ended_at):
-            if time.time() - one.ended_at > settings.journal_keep \
-                    or total > settings.journal_size << 19:
+            if time.time() - one.ended_at > settings.serve.journal_keep \
+                    or total > settings.serve.journal_size << 19:
                 total -= one.size
                 self.drop(one, "")
 
@@ -355,7 +355,7 @@ class Reader:
 def owner_of(key: bytes, settings: Settings) -> str:
     """Return a digest of the API key, which the journal stores instead of the key; "" without
     keys."""
-    return hashlib.blake2b(key, digest_size=16).hexdigest() if settings.api_keys else ""
+    return hashlib.blake2b(key, digest_size=16).hexdigest() if settings.keys else ""
 
 
 def digest_of(body: str) -> str:

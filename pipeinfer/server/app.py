@@ -167,7 +167,7 @@ class Server:
         return await self.again.begin(kind, body, asked, request)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.name and not self.settings.any_name:
+        if not self.settings.serve.any_model_name and name not in (None, self.settings.name):
             raise ApiError(404, f"model {name!r} is not available; this server has "
                                 f"{self.settings.name!r} (rename it with --alias, or start it with "
                                 "--any-model-name)",
@@ -285,13 +285,13 @@ class Server:
     async def rebalance(self, body: schema.RebalanceRequest) -> Response:
         """Distribute the layers by what each stage takes now; running requests go on."""
         del body  # that it came is enough: see its class
-        found = await self.client.rebalance(self.settings.request_timeout)
+        found = await self.client.rebalance(self.settings.serve.request_timeout)
         return Reply(replies.RebalanceReply(
             changed=found.changed, message=found.message, stages=self.client.facts["stages"]))
 
     async def rebalance_plan(self) -> Response:
         """Return what a rebalance would change now; nothing is changed."""
-        found = await self.client.rebalance(self.settings.request_timeout, preview=True)
+        found = await self.client.rebalance(self.settings.serve.request_timeout, preview=True)
         stages = list(found.stages) if found.changed else self.client.facts["stages"]
         return Reply(replies.RebalancePlan(changes=found.changed, message=found.message,
                                            gain=found.gain, stages=stages))
@@ -299,14 +299,14 @@ class Server:
     async def watch(self) -> Response:
         """Stream the engine's status and runs as server-sent events, for the page."""
         self.client.check_watchers()
-        return EventStream(pipeline(self.client), self.settings.client_timeout)
+        return EventStream(pipeline(self.client), self.settings.serve.client_timeout)
 
     async def race(self, body: schema.RaceRequest) -> Response:
         """Stream the race of three policies over stages that are paced as slow hosts."""
         tokenizer = self.client.check_ready()
         self.races.check()
         return EventStream(self.races.events(body.prompt, bool(tokenizer.chat_template)),
-                           self.settings.client_timeout)
+                           self.settings.serve.client_timeout)
 
     # --- assembly -----------------------------------------------------------------------------
 

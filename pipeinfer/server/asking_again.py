@@ -101,7 +101,7 @@ class AnswerRoutes:
         if not writer.asked.stream:
             return Reply(await whole(reader, writer, request))
         return EventStream(events(reader, writer, after if numbered else None),
-                           self._client.settings.client_timeout, reader.leave)
+                           self._client.settings.serve.client_timeout, reader.leave)
 
     def _writer(self, one: Answer, stream: bool | None) -> AnswerWriter:
         begun, asked = one.begun, one.asked

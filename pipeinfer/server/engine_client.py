@@ -112,7 +112,7 @@ class EngineClient:
         self.waiting += 1
         try:
             # a move that never ends must not hold clients for ever
-            async with asyncio.timeout(self.settings.restart_timeout):
+            async with asyncio.timeout(self.settings.serve.restart_timeout):
                 await self._admits.wait()
         except TimeoutError:
             pass
@@ -164,7 +164,7 @@ class EngineClient:
                                 f"{most}", param="n", code="too_many_choices")
         if len(self.open) + count > most:
             raise ApiError(429, f"the queue is full: {self.settings.parallel} requests are running "
-                                f"and {self.settings.queue} are waiting; try "
+                                f"and {self.settings.serve.queue} are waiting; try "
                                 "again later", code="queue_full")
 
     def new_id(self) -> int:
@@ -175,7 +175,7 @@ class EngineClient:
         request_id, (prompt, params) = generation.request_id, request.choice(generation.index)
         meter = generation.meter
         # what a process before this one had begun has no client here
-        pool = meter.number if self.settings.remember_answers and not generation.before else 0
+        pool = meter.number if self.settings.serve.remember_answers and not generation.before else 0
         generation.frame = Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
             request.decompose, pool=pool)
@@ -418,14 +418,14 @@ class EngineClient:
             self.state, self.reason = "restarting", reason
             # open requests wait for the next engine, but not for ever
             self._patience = asyncio.get_running_loop().call_later(
-                self.settings.restart_timeout, self._give_up)
+                self.settings.serve.restart_timeout, self._give_up)
             self._end_rebalances(reason)
             self._show_state()
 
     def _give_up(self) -> None:
         self._gave_up = True
         self._end_all(Failure("failed", f"the cluster has failed: {self.reason}; it was not back "
-                                        f"within {self.settings.restart_timeout:g} s "
+                                        f"within {self.settings.serve.restart_timeout:g} s "
                                         "(--set restart_timeout)"))
 
     def fail(self, reason: str) -> None:

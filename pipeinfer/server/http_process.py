@@ -261,7 +261,7 @@ def url_of(listener: socket.socket, settings: Settings) -> str:
     if listener.family == socket.AF_UNIX:
         return f"{UNIX}{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.certificate else "http"
+    scheme = "https" if settings.serve.ssl_cert_file else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -102,18 +102,19 @@ async def _serve(engines: EngineListener, guest: EnteringEngine, control: socket
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.leave)
         await orders.start(control)
     config = uvicorn.Config(
-        app, http=Connection.patient(settings.client_timeout), ws="none", lifespan="off",
+        app, http=Connection.patient(settings.serve.client_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE,
         server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
         limit_concurrency=_MOST_CONNECTIONS,
-        ssl_certfile=settings.certificate or None, ssl_keyfile=settings.private_key or None,
+        ssl_certfile=settings.serve.ssl_cert_file or None,
+        ssl_keyfile=settings.serve.ssl_key_file or None,
     )
     config.load()
     server = _Uvicorn(config)
     following = asyncio.create_task(_follow(client, engines, guest))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     if config.ssl is not None:
-        files = tls.Files(settings.certificate, settings.private_key)
+        files = tls.Files(settings.serve.ssl_cert_file, settings.serve.ssl_key_file)
         tasks.append(asyncio.create_task(tls.renew(config.ssl, files)))
     await asyncio.wait((asyncio.create_task(client.left.wait()), serving, following),
                        return_when=asyncio.FIRST_COMPLETED)

@@ -115,13 +115,14 @@ class Guard:
                  meters: dict[str, Meter]) -> None:
         self._app, self._public = app, public
         self._salt = secrets.token_bytes(32)
-        self._keys = [self._digest(key.encode()) for key in settings.api_keys]
-        allowed = settings.allowances + (Allowance(),) * len(self._keys)
-        self._meters = [meters.setdefault(key, Meter(Allowance())) for key in settings.api_keys]
-        for number, (meter, one) in enumerate(zip(self._meters, allowed, strict=False), 1):
+        self._keys = [self._digest(key.encode()) for key in settings.keys]
+        self._meters = [meters.setdefault(key, Meter(Allowance())) for key in settings.keys]
+        for number, (meter, one) in enumerate(
+                zip(self._meters, settings.keys.values(), strict=True), 1):
             meter.allow(one, number)
-        self._origins = Origins(settings.hosts, settings.check_hosts, settings.cors_origins)
-        self._max_body, self._seconds = settings.max_body, settings.client_timeout
+        serve = settings.serve
+        self._origins = Origins(serve.allow_host, settings.check_hosts, serve.cors_origin)
+        self._max_body, self._seconds = serve.max_body, serve.client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request that is allowed."""
@@ -324,12 +325,12 @@ def wrap(app: ASGIApp, settings: Settings, metrics: Metrics, public: frozenset[s
     """Return the application with all middleware. public: paths that need no key. meters: of the
     keys; gets those that are new."""
     inner: ASGIApp = Guard(app, settings, public, meters)
-    if settings.cors_origins:
+    if settings.serve.cors_origin:
         inner = CORSMiddleware(
-            inner, allow_origins=settings.cors_origins, allow_headers=["*"],
+            inner, allow_origins=settings.serve.cors_origin, allow_headers=["*"],
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             expose_headers=["Retry-After", *LIMIT_HEADERS])
-    return Accounting(inner, metrics, settings.log_requests)
+    return Accounting(inner, metrics, settings.serve.log_requests)
 
 
 _OWN_SITES = (b"same-origin", b"none")

@@ -133,7 +133,7 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
                          notes=[*notes, *more], marked="none" == (
-                             request.reasoning_format or settings.reasoning_format),
+                             request.reasoning_format or settings.serve.reasoning_format),
                          **chat.reading_of(prompt, offered, grammar, tokenizer),
                          **_common(request, settings))
 

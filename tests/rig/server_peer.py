@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import requests
 
+from pipeinfer.config import ServeConfig
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import http_process
@@ -30,6 +31,7 @@ from pipeinfer.server.frames import (
     Submit,
     Token,
 )
+from pipeinfer.server.keys import Allowance
 from pipeinfer.server.link import Link
 from pipeinfer.server.settings import Settings
 
@@ -37,6 +39,14 @@ SECONDS = 30.0
 FACTS: dict[str, Any] = {
     "model": "m.gguf", "draft": "", "policy": "pipeinfer", "n_ctx": 256, "stages": []}
 F = TypeVar("F", bound=ClientFrame)
+
+
+def settings_of(model: str, name: str = "m", **given: Any) -> Settings:
+    """Settings with these fields, or these of its server's options; `keys` may be names alone."""
+    if not isinstance(keys := given.pop("keys", {}), dict):
+        keys = dict.fromkeys(keys, Allowance())
+    own = {name: given.pop(name) for name in list(given) if name in Settings.__struct_fields__}
+    return Settings(model, name, serve=ServeConfig(**given), keys=keys, **own)
 
 
 class Peer:
@@ -142,7 +152,7 @@ class Front:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         listener = http_process.listen("127.0.0.1", 0, settings.get("client_timeout", 60.0))
-        self.child = http_process.start_own(Settings(str(model), "m", **settings), listener)
+        self.child = http_process.start_own(settings_of(str(model), **settings), listener)
         self.tokenizer = open_tokenizer(model)
         self.peer = Peer(self.child.link, self.tokenizer)
         self.url = self.child.url

@@ -78,7 +78,7 @@ def agent(request, tmp_path_factory):
     """A server whose model calls functions until it has five results, and the prompts so far."""
     template = QWEN if request.param == "qwen" else HARMONY
     path = with_template(tmp_path_factory.mktemp("model") / "m.gguf", template)
-    with front(path, facts={"n_ctx": 8192}, any_name=True) as server:
+    with front(path, facts={"n_ctx": 8192}, any_model_name=True) as server:
         server.prompts = []
 
         def answer(frame):

@@ -237,7 +237,7 @@ def test_an_end_of_the_server_is_none_of_its_requests(door):
 
 
 def test_keys_of_others_and_requests_that_are_not_kept(tmp_path):
-    with contextlib.closing(Kept(tmp_path, api_keys=("a", "b"), journal_keep=0.3)) as door:
+    with contextlib.closing(Kept(tmp_path, keys=("a", "b"), journal_keep=0.3)) as door:
         rest(door)
         body = {"prompt": "x"}
         name = door.ask("/v1/completions", body, key="k", **{"X-Api-Key": "a"}).json()["id"]

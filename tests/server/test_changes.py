@@ -241,7 +241,7 @@ def test_without_an_answer_it_ends_after_the_requests_time_and_can_be_asked_agai
 
 
 def test_a_server_with_keys_deals_out_for_those_who_have_one():
-    with front(MODEL, api_keys=["secret"], facts={"stages": STAGES}) as server:
+    with front(MODEL, keys=["secret"], facts={"stages": STAGES}) as server:
         assert server.post("/rebalance", {}).status_code == 401
         answer = asks(server, says(server, False, "the layers stay"),
                       headers={"Authorization": "Bearer secret"})
@@ -311,7 +311,7 @@ def test_the_command_fails_in_one_line_where_nobody_listens():
 
 
 def test_the_command_passes_a_refusal_on():
-    with front(MODEL, api_keys=["secret"], facts={"stages": STAGES}) as server:
+    with front(MODEL, keys=["secret"], facts={"stages": STAGES}) as server:
         done = run("--url", server.url, "--api-key", "wrong")
         assert done.returncode != 0
         assert done.stderr.startswith("pipeinfer: error: ")

@@ -21,10 +21,9 @@ from pipeinfer.server.http_process import unix_listener
 from pipeinfer.server.http_server import obey
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.orders import Hold, Look, Move
-from pipeinfer.server.settings import Settings
-from tests.rig.server_peer import FACTS
+from tests.rig.server_peer import FACTS, settings_of
 
-SETTINGS = Settings("m", "m", parallel=1, queue=0)
+SETTINGS = settings_of("m", parallel=1, queue=0)
 
 
 def test_new_requests_wait_for_the_next_engine_and_its_predecessors_goodbye_is_not_heeded():

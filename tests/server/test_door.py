@@ -29,8 +29,7 @@ from pipeinfer.server.frames import (
     Submit,
     encode,
 )
-from pipeinfer.server.settings import Settings
-from tests.rig.server_peer import FACTS, SECONDS, Peer
+from tests.rig.server_peer import FACTS, SECONDS, Peer, settings_of
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -50,7 +49,7 @@ class Door:
     def __init__(self, folder, **settings):
         self.path = folder / "inner" / "door"
         self.path.parent.mkdir()
-        self.settings = Settings(str(MODEL), "m", **settings)
+        self.settings = settings_of(str(MODEL), **settings)
         self.tokenizer = open_tokenizer(MODEL)
         self.tokens = self.tokenizer.encode(TEXT, add_bos=False)
         self.process = self.spawn()
@@ -240,7 +239,7 @@ def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
     client = Client(door.url)
     door.until(lambda: client.text)
     door.leave()
-    door.enter(Settings(str(other), "m", api_keys=("key",)))
+    door.enter(settings_of(str(other), keys=("key",)))
     assert client.ended().last["error"]["message"] == (
         "the server has come back with another model")
     rest(door)
@@ -308,4 +307,4 @@ def test_another_user_may_not_be_rank_0(tmp_path, monkeypatch, caplog):
 def test_rank_0_is_told_where_no_http_process_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(http_process, "_ENTER_SECONDS", 0.2)
     with pytest.raises(ClusterError, match="does not answer"):
-        http_process.enter(str(tmp_path / "door"), Settings(str(MODEL), "m"), lambda: None)
+        http_process.enter(str(tmp_path / "door"), settings_of(str(MODEL)), lambda: None)

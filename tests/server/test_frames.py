@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 
@@ -52,15 +53,16 @@ def anything(hint):
         case kind if kind is tuple:
             return st.tuples(*map(anything, inner))
         case kind if kind is dict:
-            return st.dictionaries(st.text(), values, max_size=3)
+            own = values if inner[1] is typing.Any else anything(inner[1])
+            return st.dictionaries(st.text(), own, max_size=3)
         case kind if kind is int:
             return INTEGERS
         case kind if kind is float:
             return st.floats(allow_nan=False)
-        case kind if issubclass(kind, Struct):
+        case kind if issubclass(kind, Struct) or dataclasses.is_dataclass(kind):
             hints = typing.get_type_hints(kind)
-            return st.builds(kind, **{f.name: anything(hints[f.name])
-                                      for f in structs.fields(kind)})
+            fields = dataclasses.fields if dataclasses.is_dataclass(kind) else structs.fields
+            return st.builds(kind, **{f.name: anything(hints[f.name]) for f in fields(kind)})
         case kind:
             return st.from_type(kind)
 
@@ -105,7 +107,7 @@ def sample(hint):
     """A right value for a field, and wrong ones."""
     kind = next((a for a in typing.get_args(hint) if types.NoneType in typing.get_args(hint)), hint)
     kind = typing.get_origin(kind) or kind
-    if issubclass(kind, Struct):
+    if issubclass(kind, Struct) or dataclasses.is_dataclass(kind):
         fields = {"method": "pasta"} if kind is Specification else {}
         return fields, WRONG[None]
     return RIGHT[kind], WRONG[kind]

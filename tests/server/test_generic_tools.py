@@ -124,7 +124,7 @@ def test_any_name_where_the_server_says_so(server, tmp_path):
     path = with_template(tmp_path / "m.gguf", "")
     body = {"prompt": "x", "model": "gpt-4o"}
     assert "--any-model-name" in server.post("/v1/completions", body).json()["error"]["message"]
-    with front(path, any_name=True) as other:
+    with front(path, any_model_name=True) as other:
         assert other.post("/v1/completions", body).json()["model"] == "m"
 
 

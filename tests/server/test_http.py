@@ -533,7 +533,7 @@ def test_bodies_have_a_limit_also_without_a_length():
 
 def test_keys_open_the_server_and_are_nowhere_to_be_seen():
     keys = ["first-secret-key", "second-secret-key"]
-    with front(MODEL, api_keys=keys, cors_origins=["https://a.example"]) as server:
+    with front(MODEL, keys=keys, cors_origin=["https://a.example"]) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": keys[0]},
                         {"Authorization": "Bearer "}):
             answer = server.post("/v1/completions", {"prompt": "x"}, headers=headers)

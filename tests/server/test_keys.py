@@ -12,8 +12,7 @@ from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
 from pipeinfer.server.middleware import Guard, scopes_of
-from pipeinfer.server.settings import Settings
-from tests.rig.server_peer import SECONDS
+from tests.rig.server_peer import SECONDS, settings_of
 from tests.server.test_http import MODEL, error, front
 
 
@@ -71,7 +70,7 @@ def test_a_reload_leaves_what_a_key_has_used_while_its_limits_stay():
 
     def guard(*allowances):
         names = ("a", "b")[:len(allowances)]
-        return Guard(None, Settings("m", "m", api_keys=names, allowances=allowances),
+        return Guard(None, settings_of("m", keys=dict(zip(names, allowances, strict=True))),
                      frozenset(), meters)
 
     guard(limits, limits)
@@ -105,7 +104,7 @@ def test_keys_with_scopes_and_bounds():
     keys = {"all": Allowance(), "watch": Allowance(("watch",)),
             "ask": Allowance(("ask",), per_minute=2), "one": Allowance(("ask",), at_once=1),
             "few": Allowance(tokens_per_minute=10), "narrow": Allowance(connections=1)}
-    with front(MODEL, api_keys=list(keys), allowances=tuple(keys.values())) as server:
+    with front(MODEL, keys=keys) as server:
         def ask(key, path="/v1/completions", **body):
             return requests.post(server.url + path, json={"prompt": "x", **body}, stream=True,
                                  timeout=SECONDS, headers={"Authorization": f"Bearer {key}"})

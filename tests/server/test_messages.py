@@ -36,7 +36,7 @@ def written(tmp_path_factory, template):
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     with front(written(tmp_path_factory, THOUGHT), facts={"n_ctx": 4096},
-               any_name=True) as server:
+               any_model_name=True) as server:
         yield server
 
 
@@ -289,7 +289,7 @@ def test_errors_of_every_layer_have_that_form(server, ask):
 
 
 def test_keys_and_limits_have_that_form(tmp_path_factory):
-    with front(written(tmp_path_factory, TEMPLATE), facts={"n_ctx": 512}, api_keys=("secret",),
+    with front(written(tmp_path_factory, TEMPLATE), facts={"n_ctx": 512}, keys=("secret",),
                max_body=2000) as server:
         for key, more in (("secret", {}), ("wrong", {"default_headers": {
                 "Authorization": "Bearer secret"}})):

@@ -22,7 +22,8 @@ HERE = {b"host": b"localhost:8080"}
 
 @pytest.fixture(scope="module")
 def server():
-    with front(MODEL, hosts=("llm.example.org",), cors_origins=("https://friend.example",)) as made:
+    with front(MODEL, allow_host=("llm.example.org",),
+               cors_origin=("https://friend.example",)) as made:
         yield made
 
 

@@ -48,7 +48,7 @@ def test_every_alert_fires_where_it_should_and_is_silent_where_all_is_well(tmp_p
 def test_prometheus_reads_the_server_the_alerts_and_every_expression_of_the_board(tmp_path):
     port = launch.free_port()
     url = f"http://127.0.0.1:{port}/api/v1"
-    with front(MODEL, api_keys=["watching"]) as server:
+    with front(MODEL, keys=["watching"]) as server:
         (tmp_path / "prometheus.yml").write_text(json.dumps({
             "global": {"scrape_interval": "200ms", "evaluation_interval": "200ms"},
             "rule_files": [str(RULES)],

@@ -21,7 +21,7 @@ PAGE = "https://friend.example"
 
 @pytest.fixture(scope="module")
 def server():
-    with front(MODEL, cors_origins=(PAGE,), api_keys=("k",)) as made:
+    with front(MODEL, cors_origin=(PAGE,), keys=("k",)) as made:
         yield made
 
 

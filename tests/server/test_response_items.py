@@ -25,7 +25,7 @@ TOOL = {"type": "function", "name": "add", "strict": True, "parameters": {
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     path = with_template(tmp_path_factory.mktemp("model") / "plain.gguf", "")
-    with front(path, facts={"n_ctx": 4096}, any_name=True) as server:
+    with front(path, facts={"n_ctx": 4096}, any_model_name=True) as server:
         yield server
 
 

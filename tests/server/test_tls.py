@@ -32,7 +32,7 @@ NAME = "llm.example.org"
 
 @pytest.mark.slow
 def test_https_by_files_and_nothing_in_plain():
-    with front(MODEL, certificate=str(FIRST), private_key=str(KEY), check_hosts=True,
+    with front(MODEL, ssl_cert_file=str(FIRST), ssl_key_file=str(KEY), check_hosts=True,
                ready=False) as server:
         assert server.url.startswith("https://127.0.0.1:")
         with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +135,7 @@ def is_open(port):
 @pytest.mark.slow
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 def test_behind_nginx_with_the_lines_of_the_documentation(tmp_path):
-    with front(MODEL, check_hosts=True, hosts=(NAME,)) as server:
+    with front(MODEL, check_hosts=True, allow_host=(NAME,)) as server:
         port = launch.free_port()
         (tmp_path / "nginx.conf").write_text(lines_of_nginx(server, port, tmp_path))
         with subprocess.Popen([NGINX, "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path),

@@ -11,9 +11,8 @@ import pytest
 
 from pipeinfer.server import http_process
 from pipeinfer.server.orders import Look
-from pipeinfer.server.settings import Settings
 from pipeinfer.supervise import http_door
-from tests.rig.server_peer import SECONDS
+from tests.rig.server_peer import SECONDS, settings_of
 from tests.server.test_http import MODEL
 
 
@@ -30,7 +29,7 @@ def test_one_that_hangs_is_killed(monkeypatch):
         path = environ["PIPEINFER_DOOR"].partition(":")[2]
         await asyncio.sleep(0.5)  # before its first rank 0 it answers nothing, and lives
         head = await asyncio.to_thread(
-            http_process.enter, path, Settings(str(MODEL), "m"),
+            http_process.enter, path, settings_of(str(MODEL)),
             lambda: http_process.listen("127.0.0.1", 0, SECONDS))
         async with asyncio.timeout(SECONDS):
             while not (await door.ask(Look())).state:
