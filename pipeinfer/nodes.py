@@ -322,8 +322,8 @@ def read_nodes(path: str | Path) -> Nodes:
     try:
         found = msgspec.convert(read_toml(path, "nodes file"), _NodesFile, str_keys=True)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {error}; it has layers, link, [defaults], [node.\"NAME\"] and "
-                         "[rank.NUMBER]") from error
+        raise UsageError(f"{where}: {_line_of(error)}; it has layers, link, [defaults], "
+                         "[node.\"NAME\"] and [rank.NUMBER]") from error
     return Nodes(str(path), None if found.layers is None else tuple(found.layers), found.link,
                  NodeSettings(**_settings(found.defaults, f"{where}, [defaults]")),
                  tuple((name, _settings(table, f"{where}, [node.\"{name}\"]"))
@@ -350,9 +350,14 @@ def _settings(table: Table, where: str) -> Table:
             values[name] = msgspec.convert(value, _TYPES[name])
         except msgspec.ValidationError as error:
             known = [*_NUMA, *get_args(Role), *get_args(Backend)]
-            raise UsageError(f"{where}: {key} is {repr(value)[:80]}{near(value, known)}: {error}"
-                             ) from error
+            raise UsageError(f"{where}: {key} is {repr(value)[:80]}{near(value, known)}: "
+                             f"{_line_of(error)}") from error
     return values
+
+
+def _line_of(error: msgspec.ValidationError) -> str:
+    """Return the error's text on one line: it quotes keys of the file as they are."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in str(error))
 
 
 # --- use --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeinfer.cluster import grid_choice
 from pipeinfer.models.shard import shard_name
+from pipeinfer.nodes import NodeSettings
 
 FILES = Path(__file__).with_name("older_files")
 NAMES = json.loads((FILES / "names.json").read_text())
@@ -23,6 +24,6 @@ FINGERPRINT = "0123456789abcdef" * 4
 def test_shards_and_grids_have_their_names():
     assert [shard_name(FINGERPRINT, 0, 6), shard_name(FINGERPRINT, 6, 12, "0-128of256")] == \
         NAMES["shard"]
-    hosts = [types.SimpleNamespace(host=name) for name in "abc"]
+    hosts = [types.SimpleNamespace(host=name, settings=NodeSettings()) for name in "abc"]
     model = types.SimpleNamespace(fingerprint="fp")
     assert grid_choice._path(model, hosts, [1, 2]).name == NAMES["grid"]

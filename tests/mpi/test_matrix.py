@@ -165,7 +165,7 @@ BLOCKS = {"draft_model": "draft.gguf", "proposer": ["dflash"], "speculation": "o
 WIDE = {"expert_ff": 192, "n_ff": 192, "n_head": 8, "n_head_kv": 4}
 K_QUANTS = {"qtype": "Q4_K_M", "n_layer": 2, "n_embd": 1024, "n_head": 16, "n_head_kv": 4}
 KINDS = {
-    "plain": Kind(embedded, ("1 ranks", "head stage over tcp", "two draft ranks"),
+    "plain": Kind(embedded, ("1 ranks", "head stage over tcp"),
                   (*RANKS[1:], "few ids", "draft rank")),
     "wide": Kind(embedded, ("1x3 unequal", "1x2 with rank 0"), (
         *GRIDS, "1x4", "slices on one rank", "1x2 with rank 0 by messages",

@@ -190,7 +190,7 @@ def test_the_worker_answers_reports_failures_and_forgets_stops():
     assert seen == list(range(1, 20))
     assert not worker._stopped
     told = []
-    worker.told = told.append
+    worker.on_lost = told.append
 
     def answer():
         while (done := worker.take()) is None:

@@ -168,7 +168,11 @@ class Tokenizer:
             )
         if count < 0:
             raise RequestError(f"a text of {len(raw)} bytes cannot be tokenised: {last_log()}")
-        return list(buffer[:count])
+        tokens = list(buffer[:count])
+        if min(tokens, default=0) < 0:  # damaged: every sound one has a token for each byte
+            raise RequestError(f"the vocabulary of {self.n_vocab} tokens has none for a part of a "
+                               f"text of {len(raw)} bytes")
+        return tokens
 
     @cached_property
     def longest(self) -> int:
