@@ -65,6 +65,26 @@ class ApiError(Exception):
                      self.headers)
 
 
+class TooLong(ApiError):
+    """A prompt that does not fit the context, in the words for which agents search before they
+    shorten a conversation.
+
+    tokens: of the prompt, at least. n_ctx: of the context. param: the field with the prompt.
+    """
+
+    def __init__(self, tokens: int, n_ctx: int, param: str) -> None:
+        super().__init__(400, f"This model's maximum context length is {n_ctx} tokens. However, "
+                         f"your {param} resulted in {tokens} tokens: shorten the {param}",
+                         param=param, code="context_length_exceeded")
+        self._anthropic = f"prompt is too long: {tokens} tokens > {n_ctx} maximum"
+
+    def message_body(self) -> MessageError:
+        """Return the object for clients of Anthropic's API."""
+        found = super().message_body()
+        found["error"]["message"] = self._anthropic
+        return found
+
+
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error (400) for a request that cannot be used."""
     return ApiError(400, message, param=param, code=code)

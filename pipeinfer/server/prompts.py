@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.errors import bad
+from pipeinfer.server.errors import TooLong, bad
 
 _log = logging.getLogger("pipeinfer.server")
 SHORT = 64 * 1024  #: characters up to which a text is tokenised in any case
@@ -40,8 +40,7 @@ def check_size(text: object, tokenizer: Tokenizer, n_ctx: int, param: str = "pro
     """
     size = characters(text)
     if size > SHORT and size > _SHRINKS * tokenizer.longest * n_ctx:
-        raise bad(f"the context of {n_ctx} tokens cannot hold {size} characters: shorten the "
-                  f"{param}", param, "context_length_exceeded")
+        raise TooLong(-(-size // (_SHRINKS * tokenizer.longest)), n_ctx, param)
 
 
 def characters(value: object) -> int:
@@ -64,8 +63,7 @@ def check_lengths(prompts: list[list[int]], n_ctx: int, param: str = "prompt") -
         if not prompt:
             raise bad("the prompt is empty", param)
         if len(prompt) >= n_ctx:
-            raise bad(f"the prompt has {len(prompt)} tokens, but the context holds {n_ctx}: "
-                      f"shorten the {param}", param, "context_length_exceeded")
+            raise TooLong(len(prompt), n_ctx, param)
 
 
 def prompts_of(prompt: Any, tokenizer: Tokenizer, special: bool

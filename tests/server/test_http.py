@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -370,7 +371,13 @@ def test_a_conversation_that_does_not_fit_names_the_messages(server):
     found = error(server.post("/v1/chat/completions", body), 400)
     assert found["param"] == "messages"
     assert found["code"] == "context_length_exceeded"
-    assert found["message"].endswith("shorten the messages")
+    assert re.fullmatch(r"This model's maximum context length is 256 tokens\. However, your "
+                        r"messages resulted in \d+ tokens: shorten the messages", found["message"])
+    # what Claude Code searches for before it shortens a conversation
+    found = server.post("/v1/messages", body | {"max_tokens": 8})
+    assert found.status_code == 400
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > 256 maximum",
+                        found.json()["error"]["message"])
 
 
 @pytest.mark.parametrize(("path", "body"), [
@@ -379,7 +386,7 @@ def test_a_conversation_that_does_not_fit_names_the_messages(server):
 def test_what_cannot_fit_is_refused_before_it_is_tokenised(server, path, body):
     found = error(server.post(path, body), 400)
     assert found["code"] == "context_length_exceeded"
-    assert "the context of 256 tokens cannot hold 3800" in found["message"]
+    assert "maximum context length is 256 tokens" in found["message"]
 
 
 def test_long_prompts_keep_no_short_one_waiting():
