@@ -285,14 +285,15 @@ class Accounting:
             await self._app(scope, receive, send)
             return
         scope = normalized(scope)
-        start, status = time.monotonic(), 0
+        start, status, number = time.monotonic(), 0, f"req_{secrets.token_hex(12)}"
 
         async def seen(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._metrics.answered(status)
-                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+                message["headers"] = [*message.get("headers", ()), *_HEADERS,
+                                      (b"x-request-id", number.encode())]
             await send(message)
 
         try:
@@ -300,9 +301,9 @@ class Accounting:
         finally:
             if self._logs:
                 client = scope.get("client") or ("-",)
-                _log.warning("%s %s %s %s %.0f ms", client[0], scope["method"],
+                _log.warning("%s %s %s %s %.0f ms %s", client[0], scope["method"],
                              ascii(scope["path"])[1:-1], status or "-",
-                             1e3 * (time.monotonic() - start))
+                             1e3 * (time.monotonic() - start), number)
 
 
 def normalized(scope: Scope) -> Scope:

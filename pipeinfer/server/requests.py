@@ -159,9 +159,9 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options is allowed only with stream: true", "stream_options")
     stop = request.stop
-    seed = request.seed
-    if seed is None:
-        seed = settings.seed if settings.seed >= 0 else secrets.randbits(31)
+    seed = settings.seed if request.seed is None else request.seed
+    if seed == -1:
+        seed = secrets.randbits(31)
     return {
         "n": request.n or 1, "seed": seed, "ignore_eos": bool(request.ignore_eos),
         "stops": [stop] if isinstance(stop, str) else list(stop or ()),

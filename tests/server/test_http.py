@@ -691,3 +691,16 @@ def test_the_child_ends_at_once_when_its_parent_is_gone_before_the_start():
         server.child.link.close()
         assert server.child.process.wait(SECONDS) == 1
     assert time.monotonic() - start < SECONDS
+
+
+def test_minus_one_is_a_random_seed(server):
+    for _ in range(2):
+        server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "seed": -1})
+    assert server.peer.wait_for(Submit, 1).params.key != server.peer.wait_for(Submit, 2).params.key
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing", "/v1/messages"])
+def test_every_answer_has_a_number_of_its_own(server, path):
+    found = [server.get(path).headers["x-request-id"] for _ in range(2)]
+    assert len(set(found)) == 2
+    assert all(re.fullmatch("req_[0-9a-f]{24}", one) for one in found)
