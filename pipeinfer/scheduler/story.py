@@ -53,10 +53,12 @@ class Story:
         for one in instructions:
             match one:
                 case Decode(run_id, parent_id, rows):
-                    pairs = list(zip(rows.positions.tolist(), rows.tokens.tolist(), strict=True))
-                    few = "" if len(pairs) <= _SHOWN else f" and {len(pairs) - _SHOWN} more"
+                    # a prompt's chunk has many rows, and this is done for every run
+                    pairs = list(zip(rows.positions[:_SHOWN].tolist(),
+                                     rows.tokens[:_SHOWN].tolist(), strict=True))
+                    few = "" if len(rows) <= _SHOWN else f" and {len(rows) - _SHOWN} more"
                     self._add(dict.fromkeys(one.lanes), (
-                        f"run {run_id} after {parent_id} issued {pairs[:_SHOWN]}{few}"
+                        f"run {run_id} after {parent_id} issued {pairs}{few}"
                         f"{', speculative' * one.speculative}"))
                 case LaneOpen(lane):
                     self._add((lane,), "opened")
