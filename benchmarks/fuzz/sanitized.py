@@ -36,7 +36,7 @@ _CORPUS = Path("benchmarks/fuzz/corpus")
 _OWN_C = Path("pipeinfer/llama/kernels")
 #: library -> its sources
 _PARTS = {"_layer_filter": ("layer_filter.c", "sums.c", "spin.c"),
-          "_short_runs": ("short_*.c", "products_*.c", "floats_*.c", "repacked_runs.c",
+          "_short_runs": ("short_*.c", "products_*.c", "floats_*.c", "repacked_*.c",
                           "huge_pages.c")}
 _OWN_TESTS = ("tests/backends/test_team.py", "tests/backends/test_eval_callback.py")
 _SECONDS = "60"  #: that one case may take; a build like this is many times slower

@@ -2,7 +2,8 @@
 
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
 have one or the other. `short_runs.c` has both, for AVX2 and aarch64, by unpacking weights once for
-several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked. Those of
+several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked;
+`repacked_prompts.c` has its prompts for VNNI on 512 bits and for AMX. Those of
 blocks of 32 multiply prompts, too, with the bits of single rows: faster than llama.cpp's of AVX2,
 and with VNNI faster than its of AVX-512.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
@@ -36,14 +37,16 @@ FUNCTIONS = ("llamafile_sgemm", "ggml_compute_forward_mul_mat_tiled", "ggml_get_
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q4_K", 13: "q5_K",
           14: "q6_K", 30: "bf16"}
 
-#: ggml's name of Q4_0 that is repacked with eight rows side by side
+#: Q4_0 that is repacked with eight rows side by side; types whose prompts are, and if by tiles
 _REPACKED = "q4_0_8x8"
+_PROMPTS = ("q4_0_8x8-512", "iq4_nl_8x8-512", "mxfp4_8x8-512", "amx")
 _METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE"
            "15compute_forwardEP19ggml_compute_paramsP11ggml_tensor")
 #: functions for it, of which three are needed: without the rest two or three rows go one by one
 REPACKED_FUNCTIONS = (
     "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu", _METHOD,
-    "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc")
+    "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc",
+    "ggml_gemm_iq4_nl_8x8_q8_0", "ggml_gemm_mxfp4_8x8_q8_0")
 #: functions for attention over a cache of q8_0, all needed, most of them for a self-test
 ATTENTION_FUNCTIONS = (
     "ggml_compute_forward_flash_attn_ext", "ggml_get_type_traits_cpu", "ggml_init", "ggml_free",
@@ -100,9 +103,9 @@ def begin(functions: Mapping[str, Any]) -> None:
 
     def begin_with(most: int, prompts: bool) -> list[str]:
         kernels = in_files(most, prompts and slower)
+        repacked = laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
-                *([_REPACKED] if laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
-                  else []),
+                *(name for kind, name in enumerate((_REPACKED, *_PROMPTS)) if repacked >> kind & 1),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
                     for_attention, attends and most > 0) else [])]
 
@@ -124,8 +127,8 @@ def limit(most: int, *, prompts: bool = True) -> None:
 def used() -> tuple[str, ...]:
     """Return the types of weights whose products are computed here.
 
-    "q4_0_8x8" is repacked Q4_0; "attention" is attention over q8_0. Empty before llama.cpp is
-    loaded.
+    "q4_0_8x8" is repacked Q4_0, "-512" prompts of repacked types on registers of 512 bits,
+    "attention" attention over q8_0. Empty before llama.cpp is loaded.
     """
     return tuple(_used)
 
@@ -142,7 +145,7 @@ def _compiled() -> Any | None:
         for name, result, pointers, more in (
                 ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS,
                  (ctypes.c_int, ctypes.c_uint32, yes)),
-                ("pipeinfer_repacked_runs", yes, REPACKED_FUNCTIONS, (yes, yes))):
+                ("pipeinfer_repacked_runs", ctypes.c_uint32, REPACKED_FUNCTIONS, (yes, yes))):
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [*[ctypes.c_void_p] * len(pointers), *more]

@@ -170,10 +170,13 @@ class Repacked:
         own = [getattr(binding, name) for name in short_runs.REPACKED_FUNCTIONS[:3]]
         self._kept += [forward, *own]
         begin = self.library.pipeinfer_repacked_runs
-        begin.restype = ctypes.c_bool
-        begin.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_bool, ctypes.c_bool]
-        assert begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (*own, *self._kept[4:5],
-                                                                  *self._kept[:4])), True, True)
+        begin.restype = ctypes.c_uint32
+        begin.argtypes = [*[ctypes.c_void_p] * 10, ctypes.c_bool, ctypes.c_bool]
+        gemms = [getattr(binding, name) for name in short_runs.REPACKED_FUNCTIONS[-2:]]
+        found = begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (
+            *own, *self._kept[4:5], *self._kept[:4], *gemms)), True, True)
+        assert found & 1
+        self.prompts = [name for bit, name in enumerate(short_runs._PROMPTS, 1) if found >> bit & 1]
 
     def run(self, product):
         self.product = product
@@ -242,6 +245,48 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
                       "name": ctypes.addressof(
                           NAMES["MUL_MAT_ID" if known == "experts" else "MUL_MAT"])}
     repacked.run(product)
+    assert wanted.tobytes() == found.tobytes()
+
+
+@pytest.fixture(scope="module", params=["this processor's", "tiles in C"])
+def prompts(request, repacked, tmp_path_factory):
+    """Those of `repacked`, or a build whose tiles of AMX are written in C: for any processor."""
+    if not repacked.prompts:
+        pytest.skip("this processor has no VNNI on 512 bits")
+    if request.param == "this processor's":
+        return repacked
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    path = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    sources = [short_runs.KERNELS / f"repacked_{part}.c" for part in ("runs", "prompts")]
+    subprocess.run([compiler, "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-DTILE_MODEL", "-o",
+                    path, *sources], check=True)
+    made = Repacked(path)
+    assert "amx" in made.prompts
+    return made
+
+
+@pytest.mark.parametrize("type", range(3), ids=["q4_0", "iq4_nl", "mxfp4"])
+@given(eights=st.integers(1, 21), fours=st.integers(1, 12) | st.sampled_from([16, 25, 32, 33, 128]),
+       blocks=st.integers(1, 40), seed=st.integers(0, 2**16))
+def test_prompts_by_weights_laid_out_anew(prompts, type, eights, fours, blocks, seed):
+    """With llama.cpp's bits: panels of 16 columns, groups of 8 and 32 rows, slices of 16 blocks."""
+    assert prompts.prompts[:3] == list(short_runs._PROMPTS[:3])
+    rng, rows = np.random.default_rng(seed), 4 * fours
+    name = (GEMM, *short_runs.REPACKED_FUNCTIONS[-2:])[type]
+    weights = rng.integers(0, 256, (eights, blocks, 136 if type == 2 else 144)).astype(np.uint8)
+    if type == 2:
+        weights[:, :, :8] = rng.integers(100, 150, (eights, blocks, 8))
+        weights[0, 0, :8] = range(8)  # the smallest scales, of which two are no normal numbers
+    else:
+        scales = rng.standard_normal((eights, blocks, 8)).astype(np.float16)
+        weights[:, :, :16] = scales.view(np.uint8)
+    right = side_by_side(partner_rows(
+        8, rng.standard_normal((rows, 32 * blocks)).astype(np.float32)))
+    wanted, found = (np.full((rows, 8 * eights + 3), np.nan, np.float32) for _ in range(2))
+    for library, to in ((binding, wanted), (prompts.library, found)):
+        called(getattr(library, name), 32 * blocks, to.ctypes.data, to.shape[1],
+               weights.ctypes.data, right.ctypes.data, rows, 8 * eights)
     assert wanted.tobytes() == found.tobytes()
 
 

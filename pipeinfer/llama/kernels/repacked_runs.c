@@ -8,9 +8,8 @@
    functions replace llama.cpp's own through the dynamic linker, as in short_runs.c. */
 
 #include "avx2.h"
+#include "repacked.h"
 
-typedef void product(int length, float *to, size_t apart, const void *x, const void *y, int rows,
-                     int weights);
 typedef bool method(const void *self, void *params, void *tensor);
 
 static product *their_gemv, *their_gemm;
@@ -178,7 +177,13 @@ void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
 void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x, const void *y,
                              int rows, int weights)
 {
+    const int done = repacked_prompt(REPACKED_Q4_0, length, to, apart, x, y, rows, weights);
+    if (done == weights)
+        return;
+    to += done;
+    weights -= done;
 #ifdef X86
+    x = (const uint8_t *)x + length / 32 * (done / COLUMNS) * BLOCK;
     if (used && (rows <= MOST_ROWS || prompts_too) && fits(length)) {
         const int64_t bytes = length / 32 * Q8_0_BYTES;
         int row;
@@ -259,13 +264,18 @@ static bool agree(const struct traits *partner)
 
 #endif
 
-/* Begins to make these products if `wanted` and their bits are the library's own; returns whether.
-   `prompts`: those of more than MOST_ROWS rows as well. The library's functions: the first three are needed, without the rest two or three rows go one by one. */
-bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
+/* Begins to make these products if `wanted` and their bits are the library's own; returns whether, and
+   from the second bit on the types whose prompts are taken (repacked.h).
+   `prompts`: those of more than MOST_ROWS rows as well, where repacked_prompts.c does not take them. The
+   library's functions: the first three are needed, without the next five two or three rows go one by
+   one, without the last two these types are llama.cpp's. */
+unsigned pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
                              method *forward, int64_t (*rows)(const void *),
                              bool (*matrix)(const void *), bool (*contiguous)(const void *),
-                             const char *(*name)(const void *), bool wanted, bool prompts)
+                             const char *(*name)(const void *), product *iq4_nl, product *mxfp4,
+                             bool wanted, bool prompts)
 {
+    product *const gemms[REPACKED_TYPES] = {gemm, iq4_nl, mxfp4};
     their_gemv = gemv;
     their_gemm = gemm;
     their_forward = forward;
@@ -280,5 +290,5 @@ bool pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *
 #else
     (void)traits_of, (void)wanted;
 #endif
-    return used;
+    return used | repacked_prompts(gemms, wanted) << 1;
 }
