@@ -38,6 +38,8 @@ _MEMORY = Path("/proc/meminfo")
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
             "fuse.sshfs", "fuse.glusterfs", "fuse.ceph")  #: file systems
 _FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))  #: networks other than Ethernet
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_CACHE_OF_A_CORE = 32 << 20  #: bytes
 _SHARED = Path("/dev/shm")  #: where Open MPI shares memory
 _SHARED_BYTES = 18 << 20  #: that it wants to be free for each rank: 16 MiB and some
 _GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
@@ -323,13 +325,16 @@ def cpu_features() -> tuple[str, ...]:
 
 @cache
 def last_level_cache() -> int:
-    """Return the bytes of this processor's largest cache; 32 MiB where the system does not say."""
+    """Return the bytes of the largest cache that this process can fill: at most 32 MiB a core,
+    because a virtual machine may report all that its host has. 32 MiB where the system does not
+    say.
+    """
     sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    for path in _CACHES.glob("index*/size"):
         with contextlib.suppress(OSError, ValueError):
             text = path.read_text(encoding="ascii").strip()
             sizes.append(int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0))
-    return max(sizes, default=32 << 20)
+    return min(max(sizes, default=_CACHE_OF_A_CORE), _CACHE_OF_A_CORE * _allowed())
 
 
 def on_network(path: Path) -> bool:

@@ -11,6 +11,21 @@ from pipeinfer import host
 from pipeinfer.cluster.launch import _other_size
 
 
+@pytest.mark.parametrize(("sizes", "cores", "wanted"), [
+    (("48K", "2048K", "491520K"), 2, 64 << 20),  # a virtual machine that sees its host's
+    (("48K", "2048K", "49152K"), 2, 48 << 20),
+    (("48K", "512K", "256M"), 64, 256 << 20),
+    ((), 8, 32 << 20),
+])
+def test_no_more_cache_than_the_cores_have(tmp_path, monkeypatch, sizes, cores, wanted):
+    for index, size in enumerate(sizes):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(host, "_CACHES", tmp_path)
+    monkeypatch.setattr(host, "_allowed", lambda: cores)
+    assert host.last_level_cache.__wrapped__() == wanted
+
+
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     """A file system of control groups; `make(process's lines, {path: text})`."""

@@ -9,9 +9,8 @@ The place of a cell in memory matters, too: see `backends.llamacpp.cells`.
 
 Threads: memory often cannot feed all cores, and on small models threads wait for one another longer
 than they compute. Then fewer threads are as fast, and other programs on one of the cores do no
-harm. The number is measured at every load and not stored, because the measurement may have been
-disturbed. While other programs use the cores, measuring goes on: two threads that share a core look
-slower than one.
+harm. While other programs use the cores, measuring goes on for up to a second, because two threads
+that share a core look slower than one; only what was measured on quiet cores is stored.
 
 What loads at the same time in one process is measured one at a time: a draft and a stage on the
 same cores would slow each other down, and the results are used for the whole job, those of widths
@@ -34,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, structs
 
+from pipeinfer import host
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, FloatArray, Rows, make_rows
 from pipeinfer.models.shard_cache import cache_directory, recall, remember, turn
@@ -41,7 +41,7 @@ from pipeinfer.models.shard_cache import cache_directory, recall, remember, turn
 _ENOUGH = 1.03  #: times the best time: up to this a number of threads counts as equally fast
 _HOPELESS = 1.3  #: times the best time beyond which fewer threads are not tried
 _ROUNDS = 2  #: further measurements of each number of threads
-_MOST_ROUNDS = 12  #: of them, while other programs use the cores
+_SETTLING = 1.0  #: seconds after which no further round of them begins
 _WINDOW = 0.02  #: least seconds of a measurement: several time slices of the kernel's scheduler
 _MANY = 24  #: decodes that suffice in less time
 _LONG = 1.0  #: seconds after which a single decode suffices
@@ -53,7 +53,7 @@ class ThreadedBackend(Backend, Protocol):
     def use_threads(self, count: int) -> None: ...
 
 
-def settle_threads(backend: ThreadedBackend, most: int,
+def settle_threads(backend: ThreadedBackend, most: int, identity: Sequence[object],
                    progress: Callable[[], object] = lambda: None) -> int:
     """Set and return the number of threads for decodes of single rows.
 
@@ -62,20 +62,22 @@ def settle_threads(backend: ThreadedBackend, most: int,
 
     backend: to measure; its cache must be empty, and is empty afterwards
     most: largest number of threads
+    identity: what the number depends on besides `most` and the processor, such as the layers
     progress: called now and then
     """
-    if most == 1:
-        backend.use_threads(1)
-        return 1
-    candidates = [most]
-    times = {most: _seconds(backend, most)}
-    while candidates[-1] > 1 and times[candidates[-1]] < _HOPELESS * min(times.values()):
+    path = _note_of("threads", host.processor_name(), most, identity)
+    known = 1 if most == 1 else recall(path)
+    if isinstance(known, int) and 1 <= known <= most:
+        backend.use_threads(known)
+        return known
+    count, times = most, {most: _seconds(backend, most)}
+    while count > 1 and times[count] < _HOPELESS * min(times.values()):
         progress()
-        candidates.append(candidates[-1] // 2)
-        times[candidates[-1]] = _seconds(backend, candidates[-1])
-    quick = len(candidates) > 1 and min(times.values()) < _LONG / 4
-    rounds, quiet = 0, False
-    while quick and rounds < (_ROUNDS if quiet else _MOST_ROUNDS):  # the best time counts
+        count //= 2
+        times[count] = _seconds(backend, count)
+    rounds, quiet, end = 0, False, time.perf_counter() + _SETTLING
+    # the best time counts; a round of a slow model may take longer than all the time that there is
+    while len(times) > 1 and (rounds < _ROUNDS or not quiet) and time.perf_counter() < end:
         progress()
         waited = watch()
         times = {count: min(before, _seconds(backend, count)) for count, before in times.items()}
@@ -83,8 +85,16 @@ def settle_threads(backend: ThreadedBackend, most: int,
         rounds += 1
     chosen = min(count for count, seconds in times.items()
                  if seconds <= _ENOUGH * min(times.values()))
+    if quiet:
+        remember(path, chosen)
     backend.use_threads(chosen)
     return chosen
+
+
+def _note_of(kind: str, *what: object) -> Path:
+    """The file of a measurement's result, by what it depends on."""
+    digest = hashlib.blake2b(json.dumps(what, default=str).encode(), digest_size=12)
+    return cache_directory() / f"{kind}-{digest.hexdigest()}"
 
 
 def _seconds(backend: ThreadedBackend, count: int) -> float:
@@ -222,12 +232,10 @@ def known_widths(
     limit = min(limit, int(getattr(backend, "exact_limit", limit)))
     options = getattr(backend, "options", None)
     kind = [info.layers] if excerpt is None else sorted(excerpt.names)
-    text = json.dumps([_PROBE, kind, identity, min(info.n_ctx, MOST_CELLS),
-                       min(info.n_batch, MOST_ROWS), {} if options is None else {
-                           name: value for name, value in structs.asdict(options).items()
-                           if name not in _NO_BITS}], default=str)
-    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    path = cache_directory() / f"widths-{digest}"
+    path = _note_of("widths", _PROBE, kind, identity, min(info.n_ctx, MOST_CELLS),
+                    min(info.n_batch, MOST_ROWS), {} if options is None else {
+                        name: value for name, value in structs.asdict(options).items()
+                        if name not in _NO_BITS})
     with turn(path, lambda: progress and progress(0, limit)):
         known = _note_from(recall(path))
         tried, exact, curve = known or (0, 0, ())

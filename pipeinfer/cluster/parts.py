@@ -321,8 +321,10 @@ def _measured(backend: Backend, shard: Path | ShardSource | None, setup: Setup,
             excerpt = stack.enter_context(LoadedExcerpt.opened(shard, backend))
             # an exact limit of 1 may come from sums that are split by threads
             if most is not None and backend.any_threads:
-                used = settle_threads(backend if excerpt is None else excerpt.timed, most,
-                                      lambda: report("measuring", 0, 1))
+                used = settle_threads(
+                    backend if excerpt is None else excerpt.timed, most,
+                    (setup.fingerprint, piece, backend.info.layers, *identity),
+                    lambda: report("measuring", 0, 1))
                 backend.use_threads(used)
         own = () if excerpt is not None else (setup.fingerprint, piece)
         widths = known_widths(

@@ -38,8 +38,7 @@ _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q
           14: "q6_K", 30: "bf16"}
 
 #: Q4_0 that is repacked with eight rows side by side; types whose prompts are, and if by tiles
-_REPACKED = "q4_0_8x8"
-_PROMPTS = ("q4_0_8x8-512", "iq4_nl_8x8-512", "mxfp4_8x8-512", "amx")
+_REPACKED = ("q4_0_8x8", "q4_0_8x8-512", "iq4_nl_8x8-512", "mxfp4_8x8-512", "amx")
 _METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE"
            "15compute_forwardEP19ggml_compute_paramsP11ggml_tensor")
 #: functions for it, of which three are needed: without the rest two or three rows go one by one
@@ -105,7 +104,7 @@ def begin(functions: Mapping[str, Any]) -> None:
         kernels = in_files(most, prompts and slower)
         repacked = laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
-                *(name for kind, name in enumerate((_REPACKED, *_PROMPTS)) if repacked >> kind & 1),
+                *(name for kind, name in enumerate(_REPACKED) if repacked >> kind & 1),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
                     for_attention, attends and most > 0) else [])]
 

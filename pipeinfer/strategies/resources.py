@@ -234,7 +234,7 @@ class Draft(Resource, frozen=True):
             n_threads=threads, options=llama_options(config.model, draft=True), **own)
         if not config.model.threads_draft:
             with exact_width.alone():
-                threads = settle_threads(backend, threads)
+                threads = settle_threads(backend, threads, (model.fingerprint, "draft"))
         return RewindingBackend(backend, sizes["n_seq_max"]) if states else backend, threads
 
 

@@ -38,6 +38,11 @@ class Timed:
         pass
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(exact_width, "cache_directory", lambda: tmp_path)
+
+
 @pytest.mark.parametrize(("seconds", "chosen"), [
     ({8: 0.004, 4: 0.008, 2: 0.016, 1: 0.03}, 8),
     ({8: 0.008, 4: 0.008, 2: 0.016, 1: 0.03}, 4),
@@ -47,14 +52,18 @@ class Timed:
 def test_the_fewest_that_are_as_fast_are_used(seconds, chosen, monkeypatch):
     backend = Timed(seconds)
     monkeypatch.setattr(exact_width, "time", backend)
-    assert settle_threads(backend, max(seconds)) == chosen
+    assert settle_threads(backend, max(seconds), ["a model"]) == chosen
     assert backend.threads == chosen
+    again = Timed(dict.fromkeys(seconds, 0.0))
+    assert settle_threads(again, max(seconds), ["a model"]) == chosen
+    assert (again.tried, again.now) == ([chosen], 0.0), "a quiet result is used again"
+    assert settle_threads(backend, max(seconds), ["another"]) == chosen
 
 
 def test_a_single_thread_is_no_choice_and_is_not_measured(monkeypatch):
     backend = Timed({})
     monkeypatch.setattr(exact_width, "time", backend)
-    assert settle_threads(backend, 1) == 1
+    assert settle_threads(backend, 1, []) == 1
     assert backend.tried == [1]
     assert backend.now == 0.0
 
@@ -76,16 +85,26 @@ class Disturbed(Timed):
 def test_a_neighbour_that_leaves_in_time_does_not_take_a_thread(rounds, chosen, monkeypatch):
     backend = Disturbed(rounds)
     monkeypatch.setattr(exact_width, "time", backend)
-    monkeypatch.setattr(exact_width, "time", backend)
     monkeypatch.setattr(exact_width, "waited", lambda: backend.lost)
-    assert settle_threads(backend, 2) == chosen
-    assert len(backend.tried) <= 30  # it is not waited for without end
+    assert settle_threads(backend, 2, []) == chosen
+    assert len(backend.tried) <= 40  # it is not waited for without end
+    assert backend.now < 1.2
+    backend.rounds, backend.now, backend.tried = 0, 0.0, [0]
+    assert settle_threads(backend, 2, []) == 2, "what was disturbed is not kept"
+
+
+def test_a_slow_model_is_not_measured_for_long(monkeypatch):
+    """Two rounds of three decodes of 0.3 s would take another 3.6 s."""
+    backend = Timed({2: 0.3, 1: 0.33})
+    monkeypatch.setattr(exact_width, "time", backend)
+    assert settle_threads(backend, 2, []) == 2
+    assert backend.now < 7
 
 
 def test_hopeless_numbers_are_not_tried(monkeypatch):
     backend = Timed({8: 0.004, 4: 0.012, 2: 1e9, 1: 1e9})
     monkeypatch.setattr(exact_width, "time", backend)
-    assert settle_threads(backend, 8) == 8
+    assert settle_threads(backend, 8, []) == 8
     assert set(backend.tried) == {8, 4}
 
 

@@ -144,9 +144,9 @@ def test_rows_that_no_kernel_divides_are_llama_cpps(sgemm):
 
 def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
     """What `begin` leaves out it leaves out silently; nothing should be."""
-    every = {*short_runs._TYPES.values(), short_runs._REPACKED, short_runs._ATTENTION}
+    every = {*short_runs._TYPES.values(), short_runs._REPACKED[0], short_runs._ATTENTION}
     assert every - set(short_runs.used()) == (
-        {"bf16", short_runs._REPACKED, short_runs._ATTENTION} if ARM else set())
+        {"bf16", short_runs._REPACKED[0], short_runs._ATTENTION} if ARM else set())
 
 
 GEMV, GEMM, METHOD = (short_runs.REPACKED_FUNCTIONS[i] for i in (0, 1, 3))
@@ -176,7 +176,8 @@ class Repacked:
         found = begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (
             *own, *self._kept[4:5], *self._kept[:4], *gemms)), True, True)
         assert found & 1
-        self.prompts = [name for bit, name in enumerate(short_runs._PROMPTS, 1) if found >> bit & 1]
+        self.prompts = [name for bit, name in enumerate(short_runs._REPACKED)
+                        if bit and found >> bit & 1]
 
     def run(self, product):
         self.product = product
@@ -187,7 +188,7 @@ class Repacked:
 
 @pytest.fixture(scope="module")
 def repacked(sgemm, tmp_path_factory):
-    if short_runs._REPACKED not in short_runs.used():
+    if short_runs._REPACKED[0] not in short_runs.used():
         pytest.skip("this build of llama.cpp does not lay out Q4_0 like that")
     return Repacked(shutil.copy(compiled(), tmp_path_factory.mktemp("repacked")))
 
@@ -271,7 +272,7 @@ def prompts(request, repacked, tmp_path_factory):
        blocks=st.integers(1, 40), seed=st.integers(0, 2**16))
 def test_prompts_by_weights_laid_out_anew(prompts, type, eights, fours, blocks, seed):
     """With llama.cpp's bits: panels of 16 columns, groups of 8 and 32 rows, slices of 16 blocks."""
-    assert prompts.prompts[:3] == list(short_runs._PROMPTS[:3])
+    assert prompts.prompts[:3] == list(short_runs._REPACKED[1:4])
     rng, rows = np.random.default_rng(seed), 4 * fours
     name = (GEMM, *short_runs.REPACKED_FUNCTIONS[-2:])[type]
     weights = rng.integers(0, 256, (eights, blocks, 136 if type == 2 else 144)).astype(np.uint8)

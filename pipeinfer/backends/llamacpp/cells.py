@@ -63,11 +63,6 @@ class CellOrder:
         """The ids that hold cells."""
         return [seq_id for seq_id, length in enumerate(self._length) if length]
 
-    def cells_of(self, seq_id: int) -> Cells:
-        """The id's cells in order of position."""
-        row = self._cells[seq_id, : self._length[seq_id]]
-        return row[row >= 0]
-
     def place(self, rows: Rows) -> None:
         """Record that llama.cpp took the lowest free cells for these rows, in row order."""
         cell, held = -1, self._held_bytes
