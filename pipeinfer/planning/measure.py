@@ -26,6 +26,7 @@ import psutil
 from msgspec import Struct, structs
 
 from pipeinfer import host
+from pipeinfer.backends import exact_width
 from pipeinfer.backends.base import Backend
 from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.control import Measured
@@ -38,6 +39,7 @@ from pipeinfer.models.shard_cache import cache_directory, recall, remember
 
 FORMAT = 3  #: part of the file's name; raise it when the measurement changes
 ROWS = (1, 2, 4)
+_SPOILED = 600.0  #: seconds for which figures are used that other programs have disturbed
 _WINDOW = 0.25  #: seconds; two and a half periods of a processor quota
 _COPY_BYTES = 128 << 20
 _COPY_SHARE = 0.02  #: of free memory, at most
@@ -128,16 +130,22 @@ class Hollow(Struct, frozen=True):
 def figures_here(config: ModelConfig, model: Any, threads: int, *, again: bool = False) -> Figures:
     """Return this host's figures for a model, from the cache or measured now.
 
+    What was measured while other programs used the cores is measured again after ten minutes: a
+    machine that was busy once would else be slow, and left out, for ever.
+
     config: with the host's own settings. model: a ModelFile or a Hollow. threads: to compute with.
     again: measure even if there are stored figures.
     Raises ModelError or BackendError when the layer cannot be extracted or loaded.
     """
     path = cache_directory() / _name(config, model, threads)
-    if not again:
+    stored = recall(path)
+    if isinstance(stored, dict) and not again and stored.get("until", math.inf) > time.time():
         with contextlib.suppress(ValueError):
-            return from_json(recall(path))
+            return from_json(stored)
+    waited = exact_width.watch()
     found = _measure(config, model, threads)
-    remember(path, found.to_json())
+    spoiled = {"until": time.time() + _SPOILED} if waited() > exact_width.DISTURBED else {}
+    remember(path, found.to_json() | spoiled)
     return found
 
 

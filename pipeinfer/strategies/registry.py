@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
-from pipeinfer.config import JobConfig, OwnOption, SpeculationConfig
+from pipeinfer.config import OwnOption, SpeculationConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.loading import plug_ins
 from pipeinfer.strategies.spec import DecomposerSpec, ProposerSpec
@@ -140,12 +140,3 @@ def adapter(config: SpeculationConfig) -> str:
     """Return the first adapter path that any proposer's option has; empty where none is given."""
     found = [adapter_of(spec, config) for spec in proposers().values()]
     return next(filter(None, found), "")
-
-
-def job_config(**values: Any) -> JobConfig:
-    """Return `JobConfig.of(values)`, which may include the strategies' own options.
-
-    Raises TypeError for unknown names.
-    """
-    own = {name: values.pop(name) for name in own_options() if name in values}
-    return JobConfig.of(own=own, **values)

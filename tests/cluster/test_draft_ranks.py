@@ -35,6 +35,7 @@ from pipeinfer.runtime.drafts import DraftPosts, SlicedDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.resources import Asked, Draft
 from pipeinfer.transport.inproc import local_ports
+from tests.support.configs import job_config
 
 DRAFT, TARGET = EMBEDDED / "draft.gguf", EMBEDDED / "target.gguf"
 OWN = NodeSettings(proposer="prompt-lookup")
@@ -54,7 +55,7 @@ def ranks(count, **settings):
 @pytest.mark.parametrize("name", ["draft", "draft-lookahead"])
 def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
     head, port = local_ports(2)
-    config, hosts = registry.job_config(proposer=(name,)), ranks(2, rank1=DRAFTS)
+    config, hosts = job_config(proposer=(name,)), ranks(2, rank1=DRAFTS)
     found = load_proposers(placed(asked(config), hosts), config, Place(0, 2, None, 1, 0, 2), 512,
                            4096, head, hosts)
     _, setup = port.take_post()
@@ -64,7 +65,7 @@ def test_draft_ranks_run_the_proposer_that_is_asked_for(name):
 
 
 def test_each_proposer_of_a_draft_has_a_rank_of_its_own():
-    both = registry.job_config(proposer=("draft", "draft-lookahead"))
+    both = job_config(proposer=("draft", "draft-lookahead"))
     with pytest.raises(UsageError, match=r"draft and draft-lookahead: .* give --draft-ranks 2"):
         placed(asked(both), ranks(2, rank1=DRAFTS))
     found = placed(asked(both), ranks(4, rank2=DRAFTS, rank3=DRAFTS))
@@ -73,13 +74,13 @@ def test_each_proposer_of_a_draft_has_a_rank_of_its_own():
 
 @pytest.mark.parametrize(("count", "used"), [(1, 1), (3, 1)])
 def test_ranks_that_no_draft_needs_are_counted(count, used):
-    config = registry.job_config(proposer=("draft",), draft_ranks=count)
+    config = job_config(proposer=("draft",), draft_ranks=count)
     found = placed(asked(config), with_draft_ranks(config, ranks(6)))
     assert draft_ranks_used(found, ranks(6)) == used
 
 
 def test_a_draft_that_does_not_fit_its_rank_is_refused():
-    config, hosts = registry.job_config(proposer=("draft",)), ranks(3, rank2=DRAFTS)
+    config, hosts = job_config(proposer=("draft",)), ranks(3, rank2=DRAFTS)
     found = placed(asked(config), hosts)
     fits = Draft(DRAFT).held
     check_memory(found, config, [structs.replace(one, memory=fits) for one in hosts])
@@ -97,7 +98,7 @@ def test_a_draft_that_does_not_fit_its_rank_is_refused():
 ])
 def test_ranks_with_a_proposer_of_their_own_are_no_draft_ranks_and_no_spares(
         config, own, drafting, spares):
-    found = with_draft_ranks(job := registry.job_config(**config), ranks(6, **own))
+    found = with_draft_ranks(job := job_config(**config), ranks(6, **own))
     assert [one.rank for one in found if one.settings.role == "draft"] == drafting
     counts = leave_spares(job.cluster, [None] * 5, range(1, 6), found)
     assert [rank for rank, count in enumerate(counts, 1) if count == 0] == spares
@@ -105,31 +106,31 @@ def test_ranks_with_a_proposer_of_their_own_are_no_draft_ranks_and_no_spares(
 
 def test_too_few_ranks_for_draft_ranks_beside_proposers_of_their_own():
     with pytest.raises(UsageError, match="start at least 4"):
-        with_draft_ranks(registry.job_config(draft_ranks=1), ranks(3, rank2=OWN))
+        with_draft_ranks(job_config(draft_ranks=1), ranks(3, rank2=OWN))
     with pytest.raises(UsageError, match="only 1 ranks can hold layers"):
-        leave_spares(registry.job_config(spares=1).cluster, [None, 0], [1, 2],
+        leave_spares(job_config(spares=1).cluster, [None, 0], [1, 2],
                      ranks(3, rank2=OWN))
 
 
 def test_a_draft_rank_gets_no_layers():
     hosts, model = ranks(4, rank3=OWN), open_model(TARGET)
     for layers in ("6,6", "6,6,0"):
-        assert asked_counts(registry.job_config(layers=layers).cluster, model, [1, 2, 3], hosts,
+        assert asked_counts(job_config(layers=layers).cluster, model, [1, 2, 3], hosts,
                             None) == [6, 6, 0]
     with pytest.raises(PlanError, match="gives 2 layers to rank 3, which drafts"):
-        asked_counts(registry.job_config(layers="6,4,2").cluster, model, [1, 2, 3], hosts, None)
+        asked_counts(job_config(layers="6,4,2").cluster, model, [1, 2, 3], hosts, None)
     with pytest.raises(PlanError, match="no rank is left for layers"):
-        asked_counts(registry.job_config().cluster, model, [3], hosts, None)
+        asked_counts(job_config().cluster, model, [3], hosts, None)
 
 
 def test_settings_of_ranks_that_cannot_follow_them_are_said(tmp_path):
     path = tmp_path / "nodes.toml"
     path.write_text("[rank.1]\nthreads = 2\n[rank.7]\nproposer = \"prompt-lookup\"\n")
-    config = registry.job_config(nodes=str(path))
+    config = job_config(nodes=str(path))
     (note,) = unmet(config, ranks(4))
     assert "settings of rank 7, but the last rank of this job is 3" in note
-    assert unmet(config, ranks(8)) == unmet(registry.job_config(), ranks(8)) == []
-    (note,) = unmet(registry.job_config(), ranks(4, rank0=OWN))
+    assert unmet(config, ranks(8)) == unmet(job_config(), ranks(8)) == []
+    (note,) = unmet(job_config(), ranks(4, rank0=OWN))
     assert "rank 0 leads the job" in note
 
 
@@ -137,15 +138,15 @@ def test_settings_of_ranks_that_cannot_follow_them_are_said(tmp_path):
 def test_texts_are_looked_up_where_a_rank_of_its_own_does_so(free):
     """Else serve says that --remember-answers has no effect."""
     draft = SimpleNamespace(free=free)
-    session = SimpleNamespace(draft=draft, config=registry.job_config(proposer=("draft",)))
+    session = SimpleNamespace(draft=draft, config=job_config(proposer=("draft",)))
     assert Session.looks_up.fget(session) is free
 
 
 def test_sizes_that_llama_cpp_has_no_paths_for_are_refused_with_the_options_to_lower():
     spec, model = registry.proposers()["draft-lookahead"], Draft(DRAFT)
-    assert model.sizes(spec, registry.job_config(lookahead_window=100), 512)
+    assert model.sizes(spec, job_config(lookahead_window=100), 512)
     with pytest.raises(UsageError, match=r"lower its sizes .*lookahead_window.* or --parallel"):
-        model.sizes(spec, registry.job_config(lookahead_window=128, lookahead_candidates=128),
+        model.sizes(spec, job_config(lookahead_window=128, lookahead_candidates=128),
                     512)
 
 
@@ -174,7 +175,7 @@ def job_of(model, ranks, *, n_stages=1, sum_seconds=0.0, memory=1 << 30, run=1e-
     ((1, 2), {"n_stages": 2}, "auto", False),
 ])
 def test_a_head_is_sliced_where_its_steps_get_faster(ranks_of, change, way, is_sliced, tmp_path):
-    config = registry.job_config(proposer=("mtp",)).replace(slice_head=way)
+    config = job_config(proposer=("mtp",)).replace(slice_head=way)
     model = open_model(write_random_model(tmp_path / "m.gguf", tiny("glm4moe", n_vocab=4096)))
     found = placed(Asked(config, model, None, ("llamacpp",)), ranks(4))
     (head,) = sliced(found, config, *job_of(model, ranks_of, **change))
@@ -185,7 +186,7 @@ def test_a_head_is_sliced_where_its_steps_get_faster(ranks_of, change, way, is_s
 
 
 def test_a_head_that_cannot_be_sliced_is_refused_if_it_has_to_be(tmp_path):
-    config = registry.job_config(proposer=("mtp",)).replace(slice_head="on")
+    config = job_config(proposer=("mtp",)).replace(slice_head="on")
     model = open_model(write_random_model(tmp_path / "m.gguf", tiny("glm4moe")))
     found = placed(Asked(config, model, None, ("llamacpp",)), ranks(3))
     with pytest.raises(UsageError, match="slice_head=on needs a job of one stage with several"):

@@ -12,6 +12,7 @@ from pipeinfer.cluster import features
 from pipeinfer.config import Config
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies import registry
+from tests.support.configs import job_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 #: options that make a config use each feature and, where that cannot be helped, another one
@@ -49,7 +50,7 @@ def config_of(*names):
             if values.setdefault(key, value) != value:
                 return None
     others = {key: values.pop(key) for key in ("json_schema", "repeat_penalty") if key in values}
-    return Config(job=registry.job_config(**values)).replace(**others)
+    return Config(job=job_config(**values)).replace(**others)
 
 
 def test_every_feature_is_used_by_the_options_that_name_it():

@@ -12,8 +12,8 @@ from pipeinfer.lab.random_architectures import STATEFUL
 from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.nodes import RankInfo
-from pipeinfer.strategies.registry import job_config
 from tests.rig.launch import ROOT
+from tests.support.configs import job_config
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
 DRAFT = EMBEDDED / "draft.gguf"

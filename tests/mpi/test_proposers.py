@@ -15,10 +15,10 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
-from pipeinfer.strategies import registry
 from tests.mpi.test_matrix import adapter_at
 from tests.rig import launch
 from tests.rig.plain_loop import PlainLoop
+from tests.support.configs import job_config
 from tests.support.refusals import output, refusal
 from tests.support.sample import fewer
 
@@ -76,7 +76,7 @@ def test_the_embedded_adapter_foresees_tokens():
         pytest.importorskip(package)
     count = fewer(60, 24)
 
-    config = registry.job_config(
+    config = job_config(
         model=str(EMBEDDED / "target.gguf"), bita=str(EMBEDDED / "bita.safetensors"),
         proposer=("bita",), policy="speculative", backend="torch", device="cpu", ctx=512,
         threads=1)

@@ -49,6 +49,27 @@ def test_a_layer_is_timed_and_remembered(model, cache, monkeypatch):
         measure.figures_here(ModelConfig(), model, 2)
 
 
+def test_what_other_programs_disturbed_is_measured_again_later(cache, model, monkeypatch):
+    now, waited = [1e9], [0.0]
+    figures = [measure.Figures(speed, 1000, {1: 1.0, 2: 1.5, 4: 2.0}) for speed in (1e9, 9e9, 8e9)]
+    measured = iter(figures)
+
+    class clock:
+        time = staticmethod(lambda: now[0])
+
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(measure, "_measure", lambda *_: next(measured))
+    monkeypatch.setattr(measure.exact_width, "watch", lambda: lambda: waited[0])
+    waited[0] = 0.3
+    assert measure.figures_here(ModelConfig(), model, 3) == figures[0]
+    now[0], waited[0] = 1e9 + 500, 0.0
+    assert measure.figures_here(ModelConfig(), model, 3) == figures[0]
+    now[0] = 1e9 + 700
+    assert measure.figures_here(ModelConfig(), model, 3) == figures[1]
+    now[0] = 2e9
+    assert measure.figures_here(ModelConfig(), model, 3) == figures[1], "quiet figures stay"
+
+
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "{}", '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 1}}',
     '{"bandwidth": 1, "layer_bytes": 1, "seconds": {"1": 0, "2": 1, "4": 1}}',

@@ -16,6 +16,7 @@ from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.strategies.resources import Draft
 from tests.rig.toy import ToyBackend
 from tests.strategies.test_draft_model import SPEC, fresh, job, never
+from tests.support.configs import job_config
 
 
 def evaluations(draft, wanted):
@@ -78,7 +79,7 @@ def test_more_lanes_than_it_keeps_n_grams_of():
 
 
 def test_its_cache_has_room_for_its_branches_and_a_draft_with_states_is_refused(monkeypatch):
-    config = registry.job_config(model="m.gguf", lookahead_window=3, lookahead_candidates=4)
+    config = job_config(model="m.gguf", lookahead_window=3, lookahead_candidates=4)
     specs = registry.proposers()
     model = Draft(EMBEDDED / "draft.gguf")
     alone, ahead = (model.sizes(specs[name], config, 100).n_seq_max

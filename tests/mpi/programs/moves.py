@@ -16,7 +16,7 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.planning.replan import Holding
-from pipeinfer.strategies import registry
+from tests.support.configs import job_config
 
 
 def holdings(session, stages):
@@ -29,7 +29,7 @@ def main() -> None:
     """See the module's docstring."""
     task = json.loads(Path(sys.argv[1]).read_text())
     try:
-        joined = join(registry.job_config(**task["config"]))
+        joined = join(job_config(**task["config"]))
         if joined.place.rank:
             joined.serve()
             return

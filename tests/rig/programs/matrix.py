@@ -24,7 +24,7 @@ from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import Emit, Finish
-from pipeinfer.strategies import registry
+from tests.support.configs import job_config
 
 
 def at_once(session: Session, prompts: Sequence[str], params: SamplingParams, count: int
@@ -54,7 +54,7 @@ def main() -> None:
     """See the module's docstring."""
     task = json.loads(Path(sys.argv[1]).read_text())
     # what is guessed is for the cases to say, whatever rows cost on this machine at this moment
-    config = registry.job_config(**{
+    config = job_config(**{
         k: tuple(v) if isinstance(v, list) else v
         for k, v in ({"turns": "off", "adapt": False} | task["config"]).items()})
     results = []
