@@ -66,6 +66,9 @@ def product():
 
 def test_no_group_of_rooms_exceeds_its_ceiling():
     ceilings = tomllib.loads(CEILINGS.read_text())
+    for added in ceilings.pop("added").values():
+        for name, lines in added.items():
+            ceilings[name] += lines
     found = dict.fromkeys(("entries", *GROUPS), 0) | {"files": len(product())}
     for path in product():
         room = path.relative_to(PACKAGE).parts[0]
@@ -83,11 +86,13 @@ def test_a_ceiling_only_falls():
     name = str(CEILINGS.relative_to(ROOT))
     log = subprocess.run([*git, "log", "--reverse", "--first-parent", "--format=%H %s", "--", name],
                          capture_output=True, text=True, check=True).stdout.splitlines()
-    before, rises = {}, []
+    before, rises = {}, []  # a number by its name, "models" or "prompts models"
     for commit, _, subject in (line.partition(" ") for line in log):
         text = subprocess.run([*git, "show", f"{commit}:{name}"], capture_output=True, text=True,
                               check=False).stdout
         now = tomllib.loads(text)
+        now |= {f"{one} {name}": lines for one, added in now.pop("added", {}).items()
+                for name, lines in added.items()}
         if any(now[key] > value for key, value in before.items() if key in now):
             rises.append(f"{commit[:8]} {subject}")
         before = now
