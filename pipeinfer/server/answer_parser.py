@@ -21,12 +21,17 @@ _BLANKS = " \t\r\n"
 _OBJECT = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _BEGUN = re.compile(_OBJECT.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _NAME = re.compile(r'\s*(?:function<[^<>]*>|functions\.)?([\w./-]+)(?::\d+)?"?'
-                   r"(?:\s|```\w*|<[^<>]*>|\[[A-Z_]+\]\w*)*")
+                   r'(?:\s|```\w*|<[^<>]*>|\[[A-Z_]+\]\w*|null|"")*')
 _RECIPIENT = "to=functions."
 _CALLED = re.compile(r"to=(?:functions\.)?([\w./-]+)")
 _MARK = re.compile(r"<[^<>]+>?|\[TOOL_CALLS\]|call:")
 _PYTHON_TAG = "<|python_tag|>"
 _CONSTANTS = {"true": True, "false": False, "null": None}
+#: what JSON has outside of strings, and its words: of numbers, and constants as Python writes them
+_SIGNS = frozenset(" \t\r\n,:[]{}\"-+.0123456789")
+_LITERALS = frozenset({*_CONSTANTS, "True", "False", "None", "NaN", "Infinity", "e", "E"})
+_WORD = re.compile(r"[A-Za-z]+|.", re.DOTALL)
+_BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 #: of reading: waits for more text at each `yield`
 Steps: TypeAlias = Generator[None, None, Any]
@@ -162,9 +167,10 @@ class AnswerParser:
 
     def _object(self) -> Steps:
         """Read a call that is one JSON object with its name; return whether it is one."""
-        reader, seen = _Nested('"'), 0
+        reader, seen, text = _Nested('"'), 0, ""
         while not (begun := _BEGUN.match(self._text)):
-            seen += len(reader.take(self._text[seen:])[1])
+            more, read = reader.take(self._text[seen:], self._ended)
+            seen, text = seen + len(read), text + more
             if reader.over or self._ended:
                 break
             yield
@@ -175,7 +181,10 @@ class AnswerParser:
             yield from self._json()
             mark = (yield from self._until(["}", self._close]))[1]
             self._text = mark.replace("}", "") + self._text
-        elif call := parse_call(self._cut(seen), self._schemas):
+        else:
+            self._cut(seen)
+            call = parse_call(text, self._schemas)
+        if call:
             self._call(call.name)
             self._more(call.arguments)
         return bool(begun or call)
@@ -210,13 +219,14 @@ class AnswerParser:
         if self._text.startswith("{"):
             yield from self._nested('"', self._more)
         elif not self._is_cut:
+            yield from self._starts("null", '""')
             self._more("{}")
 
     def _nested(self, quotes: str, sink: Sink) -> Steps:
         """Pass a value in brackets on; return whether it is complete."""
         reader = _Nested(quotes)
         while True:
-            text, read = reader.take(self._text)
+            text, read = reader.take(self._text, self._ended)
             self._cut(len(read))
             sink(text)
             if reader.over or self._ended:
@@ -326,29 +336,47 @@ class AnswerParser:
 
 
 class _Nested:
-    """Finds the end of a value in brackets that arrives in pieces. quotes: around its strings."""
+    """Finds the end of a value in brackets that arrives in pieces. quotes: around its strings.
+
+    JSON ends before what cannot be JSON, such as a closing mark, and its brackets are closed then.
+    """
 
     def __init__(self, quotes: str) -> None:
         self.over = False
-        self._quotes, self._quote, self._escaped, self._depth = quotes, "", False, 0
+        self._quotes, self._quote, self._escaped, self._closing = quotes, "", False, ""
 
-    def take(self, text: str) -> tuple[str, str]:
+    def take(self, text: str, ended: bool) -> tuple[str, str]:
         """Return the next piece of the value, and as it was written before control characters in
-        strings were escaped."""
-        out = []
-        for at, char in enumerate(text):
-            out.append(json.dumps(char)[1:-1] if self._quote and char < " " else char)
+        strings were escaped. ended: whether no more text comes."""
+        out, at = "", 0
+        while at < len(text) and not self.over:
+            char = text[at]
             if self._quote:
+                out += json.dumps(char)[1:-1] if char < " " else char
                 if char == self._quote and not self._escaped:
                     self._quote = ""
                 self._escaped = char == "\\" and not self._escaped
-                continue
-            self._quote = char if char in self._quotes else ""
-            self._depth += (char in "{[(") - (char in ")]}")
-            if self._depth <= 0 and not self._quote:
-                self.over = True
-                return "".join(out), text[: at + 1]
-        return "".join(out), text
+            elif self._quotes == '"' and char not in _SIGNS:
+                word = _WORD.match(text, at)[0]  # type: ignore[index]
+                begun = at + len(word) == len(text) and any(
+                    one.startswith(word) for one in _LITERALS)
+                if begun and not ended:
+                    break  # more of it may come
+                self.over = not begun and word not in _LITERALS
+                if self.over:
+                    return out + self._closing, text[:at]
+                out += word
+                at += len(word) - 1
+            else:
+                out += char
+                self._quote = char if char in self._quotes else ""
+                if char in _BRACKETS:
+                    self._closing = _BRACKETS[char] + self._closing
+                elif char in ")]}":
+                    self._closing = self._closing[1:]
+                self.over = not (self._closing or self._quote)
+            at += 1
+        return out, text[:at]
 
 
 class _Constants(ast.NodeTransformer):
@@ -372,12 +400,22 @@ def parse_call(text: str, known: Mapping[str, Any] = {}) -> Call | None:
     name = data.get("name") if isinstance(data, dict) else None
     if not isinstance(name, str):
         return None
-    arguments = data.get("arguments", data.get("parameters"))
-    if arguments is None and name in known:
-        arguments = {}
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(name, arguments) if isinstance(arguments, str) else None
+    given = data.keys() & {"arguments", "parameters"} or name in known
+    arguments = object_of(data.get("arguments", data.get("parameters")))
+    return None if arguments is None or not given else Call(
+        name, json.dumps(arguments, ensure_ascii=False))
+
+
+def object_of(arguments: Any) -> dict[str, Any] | None:
+    """Return a call's arguments as an object, also from its JSON text; {} for null and blanks,
+    None for anything else."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments.strip() or "{}", strict=False)
+        except (ValueError, RecursionError):
+            return None
+    found = {} if arguments is None else arguments
+    return found if isinstance(found, dict) else None
 
 
 def _from_python(text: str) -> str:

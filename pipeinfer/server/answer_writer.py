@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server.answer_parser import AnswerParser
+from pipeinfer.server.answer_parser import AnswerParser, object_of
 from pipeinfer.server.choice import AnswerPiece, Delta, Generation, PromptProgress, Reading
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.families import family_of
@@ -33,6 +33,8 @@ class ResponseChoice:
     parser: AnswerParser | None = None
     text: str = ""
     called: int = 0  #: calls found so far
+    arguments: str = ""  #: of the last one
+    cut: bool = False  #: whether a stop text cut it: then it is no call
     progress: PromptProgress | None = None  #: that was written last
     thinks: bool = False  #: whether the last part was reasoning
     done: bool = False
@@ -222,7 +224,15 @@ class AnswerWriter:
         if choice.parser is None:
             return [Words(delta.text)]
         parts = choice.parser.push(delta.text, ended)
+        for part in parts:
+            if isinstance(part, Call | More):
+                choice.arguments = choice.arguments * isinstance(part, More) + part.arguments
+        called = choice.called or any(isinstance(part, Call) for part in parts)
+        choice.cut = bool(ended and called and choice.reading.stop) and (
+            object_of(choice.arguments or 0) is None)
         parts = parts if self.asked.stream else joined(parts)
+        if choice.cut and not self.asked.stream:
+            del parts[max(at for at, part in enumerate(parts) if isinstance(part, Call)):]
         if self.asked.marked:
             parts = [one for part in parts for one in self._in_marks(choice, part)]
         return [self._named(choice, part) for part in parts]
@@ -252,7 +262,7 @@ class AnswerWriter:
 
     def _reason(self, choice: ResponseChoice) -> Finish:
         end = _end(choice)
-        return "tool_calls" if choice.called and end == "stop" else end
+        return "tool_calls" if choice.called and end == "stop" and not choice.cut else end
 
     def _logprobs(self, choice: ResponseChoice, delta: Delta) -> dict[str, Any] | None:
         if not self.asked.logprobs:

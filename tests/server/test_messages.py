@@ -90,6 +90,12 @@ def test_a_call_and_its_result_go_back_as_they_came(server, ask):
         'assistant: Well: ()[add {"a": 1}]tool: 42()tool: ()user: Go on.()')
 
 
+def test_a_call_that_a_stop_sequence_cut_is_no_call(server, ask):
+    message = ask(f"Well: {CALL}", tools=[TOOL], stop_sequences=["1}"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "1}")
+    assert [block.type for block in message.content] == ["text"]
+
+
 def test_the_clients_own_tool_runner(server, ask):
     """It first sends a field of conversations that the server stores, and goes on without it."""
     given = []

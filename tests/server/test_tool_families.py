@@ -500,3 +500,34 @@ def test_an_answer_of_one_grammar_is_no_reasoning(served):
     if served.family == "qwen-xml":
         body["grammar"] = 'root ::= "yes</think>no"'
         assert both(served, "/v1/chat/completions", "yes</think>no", **body)[:2] == ("yes", "no")
+
+
+BROKEN = '{"name": "f", "arguments": '
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), [
+    # null, an empty text and blanks are no arguments; other texts are no call
+    ("hermes", f"<tool_call>{BROKEN}null}}</tool_call>", [("f", {})]),
+    ("hermes", f'<tool_call>{BROKEN}""}}</tool_call>', [("f", {})]),
+    ("hermes", f'<tool_call>{BROKEN}" "}}</tool_call>', [("f", {})]),
+    ("hermes", f'<tool_call>{BROKEN}"ls -l"}}</tool_call>', []),
+    ("hermes", f'<tool_call>{BROKEN}"[1]"}}</tool_call>', []),
+    ("hermes", f"<tool_call>{BROKEN}[1]}}</tool_call>", []),
+    ("deepseek-v3.1", "<!tool_calls_begin!><!tool_call_begin!>f<!tool_sep!>null"
+                      "<!tool_call_end!><!tool_calls_end!>", [("f", {})]),
+    # whatever braces are missing, closing marks and later words are no arguments
+    ("hermes", f'<tool_call>{BROKEN}{{"a": 1}}</tool_call>\nGood bye', [("f", {"a": 1})]),
+    ("hermes", f'<tool_call>{BROKEN}{{"a": 1</tool_call>\nGood bye', [("f", {"a": 1})]),
+    ("hermes", f'<tool_call>{BROKEN}{{"a": [true, {{"b": null</tool_call>\nGood bye',
+     [("f", {"a": [True, {"b": None}]})]),
+    ("hermes", '<tool_call>{"name": "f"</tool_call>\nGood bye', [("f", {})]),
+    ("llama", '{"name": "f", "parameters": {"a": 1.5e3 Now I wait', [("f", {"a": 1500.0})]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1 Now I wait', [("f", {"a": 1})]),
+])
+def test_arguments_are_an_object_and_end_where_json_ends(name, text, calls):
+    text = text.replace("!", "\uff5c").replace("_", "\u2581") if "<!" in text else text
+    words, _, found = same_in_every_cut(BY_NAME[name], text)
+    assert [(called, json.loads(given)) for called, given in found] == calls
+    assert not calls or "tool_call" not in words
+    if "Good bye" in text:
+        assert words.strip().endswith("Good bye")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic_core import from_json
 
 from pipeinfer.server.frames import Submit
 from tests.rig.server_peer import front
@@ -93,6 +94,27 @@ def test_a_streamed_call_is_never_content(server):
         assert "".join(c["function"]["arguments"] for c in more) == '{"a": 1}'
         assert all(set(c) == {"index", "function"} for c in more)
     assert deltas[-1]["finish_reason"] == "tool_calls"
+
+
+RUN = '<tool_call>{"name": "add", "arguments": {"command": "ls; rm -rf build/tmp"}}</tool_call>'
+
+
+@pytest.mark.parametrize(("before", "stop", "calls", "reason"), [
+    ("", "/tmp", [], "stop"),
+    ("", '"}}', [], "stop"),
+    (CALL, "/tmp", [{"a": 1}], "stop"),
+    ("", "</tool_call>", [{"command": "ls; rm -rf build/tmp"}], "tool_calls"),
+])
+def test_a_call_that_a_stop_text_cut_is_no_call(server, before, stop, calls, reason):
+    """Its arguments could be run, and are not all: {"command": "ls; rm -rf build"}."""
+    server.peer.answer = lambda f: server.peer.say(f.id, f"Now {before}{RUN}")
+    choice = ask(server, stop=stop).json()["choices"][0]
+    assert [from_json(call["function"]["arguments"])
+            for call in choice["message"].get("tool_calls", [])] == calls
+    assert choice["finish_reason"] == reason
+    response = server.post("/v1/chat/completions", {**BODY, "stream": True, "stop": stop},
+                           stream=True)
+    assert events(response)[0][-1]["choices"][0]["finish_reason"] == reason
 
 
 def test_an_answer_without_a_call_is_content(server):
