@@ -13,7 +13,6 @@ import os
 import time
 from pathlib import Path
 
-from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.engine_client import EngineClient
@@ -45,7 +44,7 @@ class Answer:
         self._limit: asyncio.TimerHandle | None = None
         self.generations = [
             Generation(answers.client.new_id(), index, len(asked.choice(index)[0]), self._changed,
-                       TextStream(tokenizer, asked.stops, asked.shown) if asked.stops else None)
+                       asked.text_of(tokenizer) if asked.stops else None)
             for index in range(asked.count)]
 
     @property
@@ -311,8 +310,7 @@ class Reader:
         asked = answer.asked
         self._answer, self._news, self._steps = answer, answer.enter(), 0
         self._most = 1 if numbered else None
-        self.readings = [Reading(one, tokenizer, asked.stops, asked.shown)
-                         for one in answer.generations]
+        self.readings = [Reading(one, asked.text_of(tokenizer)) for one in answer.generations]
 
     @property
     def failure(self) -> Failure | None:

@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,9 @@ WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
 Answered = TypeVar("Answered")
 _LONG_PROMPTS = ThreadPoolExecutor(2, "long prompts")
+#: what the validator's messages say of itself
+_INTERNAL = re.compile(
+    r"^Value error, | or object to extract fields from| after validation, not \d+$")
 _GONE = 499  #: the client has left and does not read the answer
 _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -429,7 +433,8 @@ def explain(error: RequestValidationError) -> ApiError:
     if not path:
         return bad("the request is not a JSON object; is its Content-Type application/json?")
     param = ".".join([str(part) for part in path if not _is_branch(part)] or [str(path[-1])])
-    return bad(f"{param}: {first['msg']}", param)
+    says = _INTERNAL.sub("", first["msg"]).replace("dictionary", "object")
+    return bad(f"{param}: {says}", param)
 
 
 def _is_branch(part: Any) -> bool:

@@ -146,7 +146,7 @@ def marks_of(family: Family, tokenizer: Tokenizer) -> dict[str, int]:
 
 def reading_of(prompt: list[int], offered: ToolUse | None, grammar: str, tokenizer: Tokenizer
                ) -> dict[str, Any]:
-    """Return how the answer is to be read: `shown` and `inside` of EngineRequest.
+    """Return how the answer is to be read: `shown`, `inside` and `thought` of EngineRequest.
 
     grammar: of the answer; unless it can end reasoning that the template has begun, there is none.
     """
@@ -156,7 +156,10 @@ def reading_of(prompt: list[int], offered: ToolUse | None, grammar: str, tokeniz
     is_free = not grammar or (offered is not None and offered.grammar and not offered.required)
     inside = tokenizer.decode(prompt[-_MARK_TOKENS:], True).rstrip().endswith(opened) and bool(
         is_free or closed in grammar or f"<[{marks.get(closed)}]>" in grammar)
-    return {"inside": inside, "shown": [i for i in marks.values() if tokenizer.is_control(i)]}
+    thought = ("" if inside else opened, closed) if family.form != "channels" else (
+        "<|channel|>analysis", "<|end|>")
+    return {"inside": inside, "thought": thought,
+            "shown": [i for i in marks.values() if tokenizer.is_control(i)]}
 
 
 def offered_by(request: schema.Conversation, tokenizer: Tokenizer) -> ToolUse | None:
@@ -233,7 +236,8 @@ def _held(functions: list[dict[str, Any]], grammars: Grammars
 
 
 def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    content = _text(message.content or message.refusal)
+    out: dict[str, Any] = {"role": message.role, "content": content}
     if message.role == "developer" and not knows_developer:
         out["role"] = "system"
     for name in ("name", "tool_call_id"):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pipeinfer.models.text.text_stream import TextStream
-from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.keys import METER, NO_KEY
 
@@ -150,16 +149,15 @@ class Reading:
     """The text of a choice for one reader.
 
     Text is released as soon as it is final: not within a character, and not while it may be the
-    beginning of a stop string. shown: control tokens that are text here.
+    beginning of a stop string. stream: of the whole text.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, stops: Sequence[str],
-                 shown: Sequence[int] = ()) -> None:
+    def __init__(self, generation: Generation, stream: TextStream) -> None:
         self.generation = generation
         self.ended = False  #: whether the end of the choice was read, too
         self.read = 0  #: tokens that were read
         self.progress: PromptProgress | None = None
-        self._stream = TextStream(tokenizer, stops, shown)
+        self._stream = stream
         self._waiting: deque[tuple[int, AnswerPiece]] = deque()  # where each begins
 
     @property

@@ -60,7 +60,7 @@ class ApiError(Exception):
 
     def reply(self, path: str) -> Reply:
         """Return the answer to a request for a path, in the form of its API."""
-        of_messages = path in ("/v1/messages", "/v1/messages/count_tokens")
+        of_messages = f"{path}/".startswith("/v1/messages/")
         return Reply(self.message_body() if of_messages else self.body(), self.status,
                      self.headers)
 

@@ -65,12 +65,13 @@ def constrain(request: schema.Sampling, grammars: Grammars, forced: str = ""
     kind, param = "", ""
     text: Any = None
     if wanted is not None and wanted.type != "text":
-        kind, param = wanted.type, "response_format"
+        kind, param, given = wanted.type, "response_format", wanted.json_schema
+        if wanted.bare_schema is not None and given is None:
+            kind, given = "json_schema", schema.JsonSchema(name=None, schema=wanted.bare_schema)
         if kind == "json_schema":
-            if wanted.json_schema is None:
+            if given is None:
                 raise bad("response_format of type json_schema needs the "
                           "field json_schema", "response_format")
-            given = wanted.json_schema
             text, notes = grammars.enforceable(given.json_schema, param, param, given.strict)
     if request.grammar:
         if kind:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import AliasChoices, Discriminator, Field, JsonValue, Tag
 from typing_extensions import override
 
 from pipeinfer.server import schema_requests as schema
@@ -27,10 +27,10 @@ _OF_TOOLS = re.compile(r"_call$|_call_output$|^mcp_|^tool_search_output$|^compac
 
 
 class TextPart(Strict):
-    """A part of a content; only text is supported."""
+    """A part of a content; only text is supported, that of a refusal as well."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class MessageItem(Strict):

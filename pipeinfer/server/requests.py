@@ -15,6 +15,7 @@ from msgspec import structs
 
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat, prompts
 from pipeinfer.server import schema_requests as schema
@@ -48,7 +49,7 @@ class EngineRequest:
         the prompt is computed. decompose: for a response in threads.
     tools: whose calls are to be parsed, None for no tools.
     shown: control tokens that are text to the parser of the answer.
-    inside: whether the answer begins within reasoning.
+    inside: whether the answer begins within reasoning. thought: marks of reasoning, see StopText.
     marked: whether reasoning is a part of the content, between its marks.
     notes: on parts of the request that are not honoured, for the answer.
     """
@@ -70,9 +71,14 @@ class EngineRequest:
     tools: ToolUse | None = None
     shown: list[int] = field(default_factory=list)
     inside: bool = False
+    thought: tuple[str, ...] = ()
     notes: list[str] = field(default_factory=list)
     progress: bool = False
     marked: bool = False
+
+    def text_of(self, tokenizer: Tokenizer) -> TextStream:
+        """Return the text of a choice, which is empty so far."""
+        return TextStream(tokenizer, self.stops, self.shown, self.thought)
 
     @property
     def count(self) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -118,10 +119,11 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the answer has to be."""
+    """What the answer has to be. bare_schema: as llama.cpp's server takes it, with either type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    bare_schema: dict[str, JsonValue] | None = Field(default=None, alias="schema")
 
 
 class Sampling(Body):
@@ -173,10 +175,10 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Strict):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only text is supported, that of a refusal as well."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class FunctionCall(Strict):
@@ -196,10 +198,12 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One turn of a conversation. reasoning: another name of reasoning_content."""
+    """One turn of a conversation. refusal: in place of content. reasoning: another name of
+    reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -28,6 +28,25 @@ def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data)
         assert any(text[len(shown):].startswith(s) for s in stops)
 
 
+@given(st.lists(st.sampled_from(["a", "b", " ", "<", "<t>", "</t>"]), max_size=12).map("".join),
+       st.booleans(), st.lists(st.sampled_from(["a", "ab", "<t>b", ">"]), max_size=2), st.data())
+def test_no_stop_counts_within_reasoning_whatever_the_pieces(text, inside, stops, data):
+    stopper, shown, rest, stopped = StopText(stops, ("" if inside else "<t>", "</t>")), "", text, 0
+    while rest and not stopped:
+        size = data.draw(st.integers(1, len(rest)))
+        piece, stopped = stopper.push(rest[:size])
+        shown, rest = shown + piece, rest[size:]
+    shown += "" if stopped else stopper.rest()
+    thought, end, _ = text.partition("</t>")
+    thinks = inside or text.lstrip().startswith("<t>")
+    start = 0 if not thinks else len(thought + end)
+    found = [at for s in stops if (at := text.find(s, start)) >= 0]
+    assert bool(stopped) == bool(found)
+    assert text.startswith(shown)
+    assert len(shown) >= start
+    assert found or shown == text
+
+
 @given(text=st.text("ab é漢", max_size=20),
        stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
        sizes=st.lists(st.integers(1, 5), max_size=30))

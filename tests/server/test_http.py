@@ -316,6 +316,44 @@ def test_a_bad_completion_is_a_400_that_names_the_field(server, body, param, say
     assert not [f for f in server.peer.seen if isinstance(f, Submit)]
 
 
+@pytest.mark.parametrize(("more", "message"), [
+    ({"tools": [5]}, "tools.0: Input should be a valid object"),
+    ({"messages": []}, "messages: List should have at least 1 item"),
+    ({"decomposer": "x"}, "decomposer: choose from none, "),
+])
+def test_the_validators_own_words_do_not_reach_clients(server, more, message):
+    said = error(server.post("/v1/chat/completions", CHAT | more), 400)["message"]
+    assert said.startswith(message)
+    assert not re.search(r"Value error|extract|validation|dictionary", said)
+
+
+@pytest.mark.parametrize("form", [
+    {"type": "json_object", "schema": {"type": "integer"}},
+    {"type": "json_schema", "schema": {"type": "integer"}},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}])
+def test_a_schema_may_stand_where_llama_cpps_server_takes_it(server, form):
+    assert server.post("/v1/chat/completions", CHAT | {"response_format": form}).status_code == 200
+    grammar = server.peer.wait_for(Submit).params.grammar
+    assert "integer" in grammar
+
+
+@pytest.mark.parametrize("turn", [
+    {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+    {"content": None, "refusal": "I cannot."},
+    {"content": [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot."}]}])
+def test_what_the_model_refused_is_a_turn_of_its_own(server, turn):
+    messages = [*CHAT["messages"], {"role": "assistant", **turn}, *CHAT["messages"]]
+    prompt = server.post("/apply-template", {"messages": messages}).json()["prompt"]
+    assert "I cannot." in prompt
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/x", "/v1/messages/batches"])
+def test_errors_below_messages_have_anthropics_form(server, path):
+    answer = server.post(path, {}).json()
+    assert answer["type"] == "error"
+    assert set(answer["error"]) >= {"type", "message"}
+
+
 @pytest.mark.parametrize("name", ["no_such", "no[such", "Such", "str", "audio", "prediction"])
 @pytest.mark.parametrize(("path", "body"), [
     ("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT),

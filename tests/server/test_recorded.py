@@ -62,7 +62,7 @@ def writer(tokenizer, texts, *, is_chat, with_tools=False, reason="stop", prompt
         if not counts.output:
             counts.first = counts.last = None
         generation.end(reason, STATS)
-        readings.append(Reading(generation, tokenizer, ["STOP"]))
+        readings.append(Reading(generation, TextStream(tokenizer, ["STOP"])))
         readings[-1].advance()
     made.start(readings)
     return made

@@ -20,7 +20,7 @@ from pipeinfer.server.tools import Call, ToolUse, Words, joined
 def generation_of(tokenizer, stops=()):
     """A choice, and a reading of it."""
     made = Generation(1, 0, 3, lambda _: None, TextStream(tokenizer, stops) if stops else None)
-    return made, Reading(made, tokenizer, stops)
+    return made, Reading(made, TextStream(tokenizer, stops))
 
 
 def spelled(tokenizer, text, cuts):

@@ -443,6 +443,15 @@ def test_reasoning_words_and_calls_have_their_places(served, path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_stop_text_within_reasoning_ends_nothing(served, path):
+    stop = {"stop_sequences" if path == "/v1/messages" else "stop": ["Hm", "ell"]}
+    thought, words, calls, _ = both(served, path, ANSWERS[served.family], **stop)
+    if served.family != "llama":
+        assert (thought, words, calls) == ("Hm.", "W", [])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, "Hm"])
 def test_reasoning_may_stay_in_the_content(served, cut):
     """As llama.cpp's server does with --reasoning-format none."""

@@ -19,12 +19,12 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (),
-                 shown: Sequence[int] = ()) -> None:
-        """shown: control tokens that are text here."""
+                 shown: Sequence[int] = (), thought: Sequence[str] = ()) -> None:
+        """shown: control tokens that are text here. thought: marks of reasoning, see StopText."""
         self.stopped = False
         self.produced = 0  #: characters of all tokens, certain or not
         self.certain = 0  #: characters that stay; where the text ends, once it has ended
-        self._decoder, self._stopper = tokenizer.stream(shown), StopText(stops)
+        self._decoder, self._stopper = tokenizer.stream(shown), StopText(stops, thought)
         self._ready = ""
 
     @property
@@ -85,13 +85,16 @@ class TextStream:
 class StopText:
     """Searches stop strings in a text that arrives in pieces; holds back partial matches.
 
+    thought: the marks around reasoning, in which a text may begin and where no stop string counts;
+        the first is "" if the text begins within it, and there are none if it never does
     found: the stop string that has occurred, "" before.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], thought: Sequence[str] = ()) -> None:
         self.found = ""
         self._stops = [s for s in stops if s]
         self._held = ""
+        self._opening, self._closing = thought or ("", "")
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Add a piece; return text that is safe to show now, and whether a stop string has
@@ -99,13 +102,27 @@ class StopText:
         """
         if not self._stops:
             return piece, False
-        text = self._held + piece
-        found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        text, start = self._held + piece, 0
+        if self._closing and self._opening:
+            begun = text.lstrip()
+            if len(begun) < len(self._opening) and self._opening.startswith(begun):
+                self._held = text
+                return "", False
+            self._closing *= begun.startswith(self._opening)
+            self._opening = ""
+        if self._closing:
+            start = text.find(self._closing) + len(self._closing)
+            if start < len(self._closing):
+                keep = partial(text, self._closing)
+                self._held = text[len(text) - keep :]
+                return text[: len(text) - keep], False
+            self._closing = ""
+        found = [(at, s) for s in self._stops if (at := text.find(s, start)) >= 0]
         if found:
             at, self.found = min(found)
             self._held = ""
             return text[:at], True
-        keep = max(partial(text, s) for s in self._stops)
+        keep = max(partial(text[start:], s) for s in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
