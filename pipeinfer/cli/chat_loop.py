@@ -14,7 +14,7 @@ from typing import Any, Protocol, TextIO
 import click
 
 from pipeinfer.cli.chat_terminal import Formatted, InputSource, Plain
-from pipeinfer.cli.terminal import Stopped, stop_again
+from pipeinfer.cli.terminal import Stopped, plain, stop_again
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import write_atomically
 
@@ -146,9 +146,9 @@ class ChatLoop:
         """Show a text that is not an answer: on a terminal with the answers, else on standard
         error."""
         if self._by_hand:
-            self._write(click.style(text, dim=True) + "\n")
+            self._write(click.style(plain(text), dim=True) + "\n")
         else:
-            click.echo(text, err=True)
+            click.echo(plain(text), err=True)
 
     # --- commands -----------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class ChatLoop:
         except RequestError as error:
             if parts or self._formatted:
                 view.end()
-            click.echo(f"pipeinfer: error: {error}", err=True)
+            click.echo(f"pipeinfer: error: {plain(str(error))}", err=True)
             self._failed = True
             return
         except BaseException:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from pipeinfer.cli.terminal import plain, reaches_terminal
 from pipeinfer.host import moves_cursor
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 _FRAMES_PER_SECOND = 12.0
 _NARROWEST = 20  #: columns
-#: control characters except line ends and tabs
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 
 
@@ -135,14 +134,14 @@ def _session() -> PromptSession[str]:
 
 
 class Plain:
-    """Writes an answer unchanged, for pipes."""
+    """Writes an answer as it is: unchanged to a pipe, without control characters to a terminal."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out = out
+        self._out, self._is_shown = out, reaches_terminal(out)
 
     def write(self, piece: str) -> None:
         """Show a further piece."""
-        self._out.write(piece)
+        self._out.write(plain(piece) if self._is_shown else piece)
         self._out.flush()
 
     def end(self) -> None:
@@ -169,7 +168,7 @@ class Formatted:
 
     def write(self, piece: str) -> None:
         self._fit()
-        self._text += _CONTROLS.sub("", piece)
+        self._text += plain(piece)
         size = settled(self._text)
         if size:
             done, self._text = self._text[:size], self._text[size:]

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from pipeinfer.cli.terminal import plain
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpAnswer, HttpFailure
@@ -186,7 +187,7 @@ def rebalance_command(url: str, api_key: str, timeout: float, as_json: bool) -> 
     if as_json:
         click.echo(json.dumps(found))
         return
-    click.echo(found["message"])
+    click.echo(plain(found["message"]))
     for stage in found["stages"]:
         start, stop = stage["layers"]
         click.echo(f"stage {stage['node']}: layers {start}-{stop - 1} on rank {stage['rank']} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from pipeinfer.cli.terminal import (
     fetch_models,
     leave,
     note_forwarded_input,
+    plain,
+    reaches_terminal,
     talk_past_the_launcher,
     watch_signals,
 )
@@ -73,15 +75,15 @@ def generate(resolved: Resolved) -> None:
         if session.fatal:
             click.echo(f"pipeinfer: note: {session.fatal}", err=True)
         session.tokenizer.apart = helper or session.tokenizer.apart
-        prompt = _encoded(text, request, session)
+        prompt, write = _encoded(text, request, session), _writer()
         bare = not (request.chat or decomposer)
         if not request.json and not request.no_display_prompt and bare:
-            _write(text)
+            write(text)
         try:
             gen.run_request(
                 session, prompt, params, request.n_predict,
                 stops=request.stop, ignore_eos=request.ignore_eos, seed=seed, into=out,
-                on_text=None if request.json else _write,
+                on_text=None if request.json else write,
                 interrupted=lambda: bool(interrupts),
             )
         except Stopped:
@@ -164,9 +166,15 @@ def prompt_text(config: RequestConfig) -> str:
     return text
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _writer() -> Callable[[str], None]:
+    """Return what writes the answer: unchanged to a pipe."""
+    is_shown = reaches_terminal(sys.stdout)
+
+    def write(text: str) -> None:
+        sys.stdout.write(plain(text) if is_shown else text)
+        sys.stdout.flush()
+
+    return write
 
 
 def _report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,13 +25,33 @@ TERMINAL = "PIPEINFER_TERMINAL"  #: host:path of the terminal of a job's supervi
 _AGAIN = 0.05  #: seconds, in which a finaliser has ended
 
 
+#: control characters except line ends and tabs
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain(text: str) -> str:
+    """Return a text from a model or a server without what could drive a terminal: sequences that
+    clear it, write into the clipboard, or hide what was written."""
+    return _CONTROLS.sub("", text)
+
+
+def reaches_terminal(out: TextIO) -> bool:
+    """Return whether a terminal shows what is written to `out`: a launcher reads a rank's output
+    from a pipe and joins it to its own."""
+    if out.isatty() or not host.launched():
+        return out.isatty()
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    return False
+
+
 class Stopped(BaseException):
     """The user wants to leave at once."""
 
 
 def note(text: str) -> None:
     """Print something that the user should know, on standard error."""
-    click.echo(f"pipeinfer: note: {text}", err=True)
+    click.echo(f"pipeinfer: note: {plain(text)}", err=True)
 
 
 def fail(error: PipeinferError) -> NoReturn:
@@ -39,7 +60,7 @@ def fail(error: PipeinferError) -> NoReturn:
         click.echo("\n".join(["### the last events of each lane", *error.story]), err=True)
     if isinstance(error, StageFailed) and error.remote_traceback:
         click.echo(f"### rank {error.rank} on {error.host}\n{error.remote_traceback}", err=True)
-    click.echo(f"pipeinfer: error: {error}", err=True)
+    click.echo(f"pipeinfer: error: {plain(str(error))}", err=True)
     leave(error.exit_code)
 
 
