@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 import click
+import psutil
 
 from pipeinfer import host
 from pipeinfer.cluster.shutdown import end_job
@@ -36,13 +37,17 @@ def plain(text: str) -> str:
 
 
 def reaches_terminal(out: TextIO) -> bool:
-    """Return whether a terminal shows what is written to `out`: a launcher reads a rank's output
-    from a pipe and joins it to its own."""
-    if out.isatty() or not host.launched():
-        return out.isatty()
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
-    return False
+    """Return whether a terminal shows what is written to standard output, `out`.
+
+    A launcher gives a rank a pipe or a terminal of the launcher's own, and joins what comes to its
+    own output.
+    """
+    if host.launched():
+        with contextlib.suppress(OSError, StopIteration):
+            launcher = next(one.pid for one in psutil.Process().parents()
+                            if not one.name().startswith("hydra_pmi"))
+            return os.readlink(f"/proc/{launcher}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    return out.isatty()
 
 
 class Stopped(BaseException):
