@@ -285,7 +285,7 @@ class ChatLoop:
 def _read_conversation(path: Path) -> tuple[str, list[dict[str, str]]]:
     """Return system prompt and messages of a file that /save wrote. Raises OSError, ValueError."""
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError("it is not JSON") from error
     if not isinstance(data, dict) or data.get("form") != _FORM:

@@ -35,11 +35,17 @@ class Remote:
         scheme, _, rest = url.partition(":")
         self._socket = rest if scheme == "unix" else ""
         address = "http://localhost" if self._socket else url
-        parts = urlsplit(address if "://" in address else f"http://{address}")
         try:
+            parts = urlsplit(address if "://" in address else f"http://{address}")
             parts.port  # noqa: B018  (a property that checks)
+            (parts.hostname or "").encode("idna")
         except ValueError as error:
-            raise UsageError(f"--url {url}: {error}") from error
+            why = "a part of the name is empty or has over 63 letters" if isinstance(
+                error, UnicodeError) else error
+            raise UsageError(f"--url {url} is not an address: {why}") from error
+        if not (api_key := api_key.strip()).isascii() or not f"{api_key}x".isprintable():
+            raise UsageError("--api-key holds a character that no key has: give it in ASCII, on "
+                             "one line")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"--url {url} is not an address such as http://host:8080")
         self.url, self._timeout = url, timeout

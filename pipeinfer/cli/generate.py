@@ -156,7 +156,7 @@ def prompt_text(config: RequestConfig) -> str:
         note_forwarded_input("launch/run or -f FILE")
     try:
         data = sys.stdin.buffer.read() if config.file == "-" else Path(config.file).read_bytes()
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {config.file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -225,9 +225,9 @@ def origins(config: ServeConfig) -> tuple[str, ...]:
     """
     found = tuple(one.lower().removesuffix("/") for one in config.cors_origin)
     for given, one in zip(config.cors_origin, found, strict=True):
-        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+", one):
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[\w.-]+)(:\d+)?", one):
             raise UsageError(f"--cors-origin {given!r} is not an origin: write scheme, host and "
-                             "port only, such as https://chat.example.org, or *")
+                             "port of one site, such as https://chat.example.org, or * for all")
     return found
 
 
@@ -236,7 +236,7 @@ def api_keys(config: ServeConfig) -> dict[str, Allowance]:
 
     Raises UsageError for a file that cannot be used.
     """
-    keys = dict.fromkeys(config.api_key, Allowance())
+    keys = {key.strip(): Allowance() for key in config.api_key}
     if config.api_key_file:
         try:
             text = Path(config.api_key_file).read_text(encoding="utf-8-sig")

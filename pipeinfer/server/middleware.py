@@ -20,7 +20,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +44,8 @@ _HEADERS = [
     (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", POLICY.encode()),
 ]
+_HOST = re.compile(rb"((\[[0-9A-Fa-f:.]+(%[\w.]+)?\]|[\w.-]+)(:[0-9]{0,5})?)?")
+_CLOSE = {"Connection": "close"}
 _LARGE = 256 << 10  #: bytes of a request after which freed memory is returned
 _TRIM_SECONDS = 1.0
 MAX_HEADERS = 64 << 10  #: bytes; what comes in pieces is cut off there by the parser, too
@@ -71,13 +73,22 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.logger = _http_log
         self.app_state = {**self.app_state, "transport": transport}
+        self._deadline: asyncio.TimerHandle | None = None
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
-        """Handle bytes; a request that stays incomplete has a deadline."""
+        """Handle bytes; a request has a deadline until its headers are complete, however they
+        arrive."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._expect_request()
+        else:
+            self._expect_nothing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for no further request."""
+        self._expect_nothing()
+        super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """Answer data that is not HTTP. If it comes during a request, its handler sees a
@@ -96,9 +107,14 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _expect_request(self) -> None:
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.patience, self.timeout_keep_alive_handler)
+        # a timer of its own: each byte that comes ends the base class's
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.patience, self.timeout_keep_alive_handler)
+
+    def _expect_nothing(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 def _trim() -> None:
@@ -139,7 +155,7 @@ class Guard:
             return
         headers = dict(scope["headers"])
         try:
-            _check_headers(scope["headers"])
+            _check_headers(scope["http_version"], scope["headers"])
             self._origins.check(scope["method"], headers)
             meter = self._check_key(scope["path"], headers)
             self._check_length(headers)
@@ -267,10 +283,23 @@ def _with_limits(meter: Meter, send: Send) -> Send:
     return counted
 
 
-def _check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+def _check_headers(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError for a request that another program on its way might read otherwise."""
+    given = dict(headers)
+    wrong = ""
+    if version not in ("1.0", "1.1"):
+        wrong = f"HTTP/{version} is not supported: use HTTP/1.1"
+    elif b"content-length" in given and b"transfer-encoding" in given:
+        wrong = "Content-Length and Transfer-Encoding exclude each other"
+    elif not _HOST.fullmatch(given.get(b"host", b"")):
+        wrong = "the header Host is neither a name nor an address"
+    elif given.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ApiError(415, "send the body without a Content-Encoding", headers=_CLOSE)
+    if wrong:
+        raise ApiError(400, wrong, headers=_CLOSE)
     if sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADERS:
         raise ApiError(431, f"the headers are longer than the {MAX_HEADERS} bytes that this server "
-                            "accepts", headers={"Connection": "close"})
+                            "accepts", headers=_CLOSE)
 
 
 class Accounting:

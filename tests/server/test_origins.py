@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from urllib.parse import urlsplit
 
 import pytest
@@ -148,3 +149,60 @@ def test_names_of_hosts_are_names():
     for wrong in ("https://llm.example.org", "a:80", "a/b", ""):
         with pytest.raises(UsageError, match="--allow-host"):
             host_names(ServeConfig(allow_host=(wrong,)))
+
+
+def told(server, *lines, body=b"", version="1.1", host="localhost"):
+    """The status and the headers that raw bytes are answered with, and whether the end follows."""
+    where = urlsplit(server.url)
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: {host}\r\n".encode()
+    with socket.create_connection((where.hostname, where.port), SECONDS) as client:
+        client.settimeout(SECONDS)
+        client.sendall(head + b"".join(line.encode() + b"\r\n" for line in lines) + b"\r\n" + body)
+        answer = b""
+        while data := client.recv(65536):
+            answer += data
+    return int(answer[9:12]), answer
+
+
+@pytest.mark.parametrize(("lines", "body", "version"), [
+    (("Content-Length: 5", "Transfer-Encoding: chunked"), b"0\r\n\r\n", "1.1"),
+    (("Content-Length: 2",), b"{}", "9.9"),
+    (("Content-Length: 2",), b"{}", "2.0"),
+    (("Content-Length: 2", "Content-Encoding: gzip"), b"\x1f\x8b", "1.1"),
+    (("Content-Length: 2", "Content-Encoding: br"), b"{}", "1.1"),
+])
+def test_what_another_program_may_read_otherwise_is_refused(server, lines, body, version):
+    status, _ = told(server, *lines, body=body, version=version)
+    assert 400 <= status < 500
+    assert server.peer.seen == []
+
+
+@pytest.mark.parametrize("host", [
+    "[::1].evil.com", "localhost#evil.com", "evil.com@localhost", "localhost:80:evil.com",
+    "localhost/evil", "localhost, evil.com", "local host", "localhost?x", "[::1", "localhost:x"])
+def test_a_host_is_a_name_or_an_address(server, host):
+    status, answer = told(server, "Content-Length: 2", body=b"{}", host=host)
+    assert 400 <= status < 500
+    assert b"evil.com@" not in answer
+
+
+def test_headers_that_drip_have_a_deadline():
+    """A byte now and then does not start it again; an idle connection is closed as well."""
+    with front(MODEL, client_timeout=1.0) as server:
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname, where.port), SECONDS) as client:
+            client.settimeout(0.2)
+            begin, sent = time.monotonic(), b""
+            for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 1000:
+                try:
+                    client.sendall(bytes([byte]))
+                    if client.recv(100) == b"":
+                        break
+                except TimeoutError:
+                    sent += bytes([byte])
+                except OSError:
+                    break
+            assert len(sent) < 100, "it was still open"
+            assert time.monotonic() - begin < SECONDS
+        answer = requests.get(server.url + "/health", timeout=SECONDS)
+        assert answer.status_code == 200

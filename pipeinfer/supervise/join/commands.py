@@ -83,7 +83,7 @@ def _token(folder: Folder, file: str | None) -> JoinToken:
     given = os.environ.pop(TOKEN, "")
     try:
         if file and file != "-":
-            given = Path(file).read_text(encoding="utf-8")
+            given = Path(file).read_text(encoding="utf-8-sig")
         elif not given and kept.exists() and file is None:
             given = kept.read_text(encoding="utf-8")
         elif not given:
