@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.cli.client import Remote
 from pipeinfer.cli.generate import prompt_text
-from pipeinfer.cli.serve import api_keys, origins
+from pipeinfer.cli.serve import api_keys
 from pipeinfer.config import RequestConfig, ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.keys import Allowance
@@ -33,20 +33,6 @@ def test_blanks_around_keys_do_not_count():
     assert Remote("http://a", " key ")._headers == {"Authorization": "Bearer key"}
     assert api_keys(ServeConfig(api_key=(" key ", " key2"))) == dict.fromkeys(
         ("key", "key2"), Allowance())
-
-
-@pytest.mark.parametrize("origin", [
-    "https://*.example.org", "https://a@b.example", "https://a.example/path", "a.example",
-    "https://a.example:x", "https://a.example https://b.example"])
-def test_an_origin_is_exact(origin):
-    with pytest.raises(UsageError, match="is not an origin"):
-        origins(ServeConfig(cors_origin=(origin,)))
-
-
-def test_origins_that_browsers_send():
-    given = ("https://Chat.example.org/", "http://[::1]:8080", "http://localhost:3000", "*", "null")
-    assert origins(ServeConfig(cors_origin=given)) == (
-        "https://chat.example.org", *given[1:])
 
 
 def test_a_mark_of_the_byte_order_is_no_text(tmp_path):
