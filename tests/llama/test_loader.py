@@ -123,10 +123,10 @@ def test_the_pins_are_those_of_the_package_and_of_constraints():
     if not (root / "constraints.txt").exists():
         pytest.skip("no checkout")
     pins = (root / "constraints.txt").read_text().replace("_", "-").splitlines()
-    setup = (root / "setup.cfg").read_text()
+    project = (root / "pyproject.toml").read_text()
     for package in (NATIVE, PREBUILT, VULKAN):
         assert f"{package.name}=={package.newest}" in pins
-        assert f"{package.name}=={package.newest}" in setup
+        assert f"{package.name}=={package.newest}" in project
 
 
 # --- processors and platforms -----------------------------------------------------------------

