@@ -87,9 +87,9 @@ class ModelConfig:
     exact: str = opt("on", "--exact", kind="str", choices=("on", "off"),
                      help="Limit runs to the width at which decodes are bit-equal to single rows.")
     pad: int = setting(0, low=0, high=16,
-                       help="With -ngl and --exact on: rows to which each decode of fewer is "
-                            "padded, so that runs of as many are exact; 1: none; 0: as many as "
-                            "promise most by the times of this GPU. See docs/exactness.md.")
+                       help="With -ngl and --exact on: rows to which each shorter decode is "
+                            "padded; 1: none; 0: as many as promise most by the times of this "
+                            "GPU. See docs/exactness.md.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,7 @@ class ClusterConfig:
                                changes_tokens=False,
                                help="Whether a rank writes its layers into a file of its own "
                                     "before it loads them; auto: where the model is on a network "
-                                    "file system, or its layers are slices; else they are read "
-                                    "from the model file.")
+                                    "file system, or its layers are slices.")
     cancel_path: str = setting("auto", kind="str", choices=("auto", "direct", "backward"),
                                changes_tokens=False,
                                help="How cancellations travel: directly to every stage, or "
@@ -124,9 +123,9 @@ class ClusterConfig:
                       help="Number of layers of each stage, such as 10,12,12,6; 0 leaves a rank "
                            "out.")
     grid: str = opt("", "--grid", kind="str",
-                    help="Stages x members, such as 2x4, or members of each stage, such as 4,3: "
-                         "the members of a stage share its layers as slices; auto: what is "
-                         "fastest by the measured ranks and links [default: one member a stage].")
+                    help="Stages x members, such as 2x4, or members of each stage, such as 4,3; "
+                         "auto: the fastest by measured ranks and links [default: one member a "
+                         "stage]. See docs/wide.md.")
     slices: str = opt("", "--slices", kind="str",
                       help="Slices of each stage's layers, such as 4 or 4,2, or their shares, "
                            "such as 3:2:2 [default: one for each member]. Tokens are equal "
@@ -160,10 +159,8 @@ class ClusterConfig:
                                 "unreachable host counts as lost; 0 switches this off (for "
                                 "debuggers).")
     turns: str = setting("auto", kind="str", choices=("auto", "off"),
-                         help="auto: where all ranks are on one host, draft and stages take "
-                              "turns, each with all of its cores; off, or with -t: each keeps its "
-                              "share of them, and runs overlap as over hosts. See "
-                              "docs/clusters.md.")
+                         help="auto: time sharing where all ranks are on one host; off, or with "
+                              "-t: each keeps its share of the cores. See docs/clusters.md.")
     spares: int = opt(0, "--spares", low=0, high=1000, changes_tokens=False,
                       help="Number of ranks, counted from the last, that hold no layers until "
                            "they replace a rank that dies; see docs/chaos.md.")
@@ -175,12 +172,10 @@ class ClusterConfig:
                          help="serve: redistribute the layers between requests when a stage has "
                               "become slow and at least 25 % more speed is expected.")
     hook: tuple[str, ...] = opt((), "--hook", kind="list", changes_tokens=False,
-                                help="For experiments: a development tool that wraps parts of each "
-                                     "rank (repeatable). pace=MS or pace=MS+ROW_MS: each decode of "
-                                     "a stage takes at least MS milliseconds, and ROW_MS more for "
-                                     "each further row, as on a slower machine; fault=SPEC: cause "
-                                     "a fault on purpose, such as fault=kill@2:decode=30 (see "
-                                     "docs/chaos.md).")
+                                help="For experiments (repeatable). pace=MS or pace=MS+ROW_MS: each "
+                                     "decode of a stage takes at least MS milliseconds, and ROW_MS "
+                                     "more for each further row; fault=SPEC: cause a fault, such "
+                                     "as fault=kill@2:decode=30 (see docs/chaos.md).")
 
     @property
     def start_timeout(self) -> float:
@@ -196,10 +191,9 @@ class SpeculationConfig:
     policy: str = opt("", "--policy", kind="str",
                       choices=("", "iterative", "speculative", "pipeinfer", "published"),
                       changes_tokens=False,
-                      help="How to decode: one token at a time, with synchronous or with "
-                           "asynchronous speculation, or by the rules of PipeInfer's paper, for "
-                           "comparison [default: pipeinfer if there is a proposer, else "
-                           "iterative].")
+                      help="How to decode: one token at a time, with synchronous or "
+                           "asynchronous speculation, or by the rules of PipeInfer's paper "
+                           "[default: pipeinfer if there is a proposer, else iterative].")
     proposer: tuple[str, ...] = opt((), "--proposer", kind="list", registered="proposers",
                                     changes_tokens=False,
                                     help="Source of speculative tokens (repeatable: used in the "
