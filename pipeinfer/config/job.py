@@ -172,8 +172,8 @@ class ClusterConfig:
                          help="serve: redistribute the layers between requests when a stage has "
                               "become slow and at least 25 % more speed is expected.")
     hook: tuple[str, ...] = opt((), "--hook", kind="list", changes_tokens=False,
-                                help="For experiments (repeatable). pace=MS or pace=MS+ROW_MS: each "
-                                     "decode of a stage takes at least MS milliseconds, and ROW_MS "
+                                help="For experiments (repeatable). pace=MS or pace=MS+ROW_MS: "
+                                     "each decode of a stage takes at least MS milliseconds, and ROW_MS "
                                      "more for each further row; fault=SPEC: cause a fault, such "
                                      "as fault=kill@2:decode=30 (see docs/chaos.md).")
 
