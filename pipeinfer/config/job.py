@@ -173,9 +173,9 @@ class ClusterConfig:
                               "become slow and at least 25 % more speed is expected.")
     hook: tuple[str, ...] = opt((), "--hook", kind="list", changes_tokens=False,
                                 help="For experiments (repeatable). pace=MS or pace=MS+ROW_MS: "
-                                     "each decode of a stage takes at least MS milliseconds, and ROW_MS "
-                                     "more for each further row; fault=SPEC: cause a fault, such "
-                                     "as fault=kill@2:decode=30 (see docs/chaos.md).")
+                                     "each decode of a stage takes at least MS milliseconds, and "
+                                     "ROW_MS more for each further row; fault=SPEC: cause a fault, "
+                                     "such as fault=kill@2:decode=30 (see docs/chaos.md).")
 
     @property
     def start_timeout(self) -> float:
