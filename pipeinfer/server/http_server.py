@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -28,6 +29,7 @@ from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
+from pipeinfer.server.errors import ApiError
 from pipeinfer.server.http_process import UNIX, EngineListener, EnteringEngine, url_of
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
@@ -37,6 +39,9 @@ _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
 _KEEP_ALIVE = 100  #: seconds; longer than the 90 for which clients keep connections, as Go's do
 _MOST_CONNECTIONS = 4096
+_SPARE_FILES = 24  #: for connections that are refused, the journal, engines
+_FEW_CONNECTIONS = 256  #: below which a note names the limit
+_log = logging.getLogger("pipeinfer.server")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -48,10 +53,14 @@ class _Uvicorn(uvicorn.Server):
 
 class _Current:
     """The application with the settings of the present engine. New requests wait while the client
-    holds them."""
+    holds them, and are refused where there are too many connections.
 
-    def __init__(self, answers: Answers) -> None:
-        self._client, self._answers = answers.client, answers
+    most: connections.
+    """
+
+    def __init__(self, answers: Answers, most: int) -> None:
+        self._client, self._answers, self._most = answers.client, answers, most
+        self.connections: Sized = ()
         self._client.renewed = self._renew
         self._renew()
 
@@ -59,6 +68,12 @@ class _Current:
         self._app = Server(self._answers).asgi
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.connections) > self._most:
+            full = ApiError(503, f"this server has {self._most} connections open, and takes no "
+                                 "more", code="too_many_connections",
+                            headers={"Connection": "close"})
+            await full.reply(scope["path"])(scope, receive, send)
+            return
         if scope["type"] == "http" and scope["method"] == "POST":
             await self._client.admission()
         await self._app(scope, receive, send)
@@ -84,6 +99,16 @@ def prepare() -> None:
     chat_template.prepare()
 
 
+def _most_connections() -> int:
+    """Return how many connections the limit of open files allows; log a note if these are few."""
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    most = max(1, min(_MOST_CONNECTIONS, room - _SPARE_FILES))
+    if most < _FEW_CONNECTIONS:
+        _log.warning("note: the limit of open files (ulimit -n) leaves room for %d connections",
+                     most)
+    return most
+
+
 async def _serve(engines: EngineListener, guest: EnteringEngine, control: socket.socket | None
                  ) -> int:
     settings, listener = guest.settings, guest.listener
@@ -91,7 +116,7 @@ async def _serve(engines: EngineListener, guest: EnteringEngine, control: socket
     client = EngineClient(settings, Metrics(), outlives=control is not None,
                           url=url_of(listener, settings))
     answers = Answers(client)
-    app = _Current(answers)
+    app = _Current(answers, _most_connections())
 
     async def execute(order: Order, _: Report) -> dict[str, Any]:
         return obey(client, order)
@@ -105,12 +130,12 @@ async def _serve(engines: EngineListener, guest: EnteringEngine, control: socket
         app, http=Connection.patient(settings.serve.client_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=_KEEP_ALIVE,
         server_header=False, timeout_graceful_shutdown=_GRACE_SECONDS, backlog=1024,
-        limit_concurrency=_MOST_CONNECTIONS,
         ssl_certfile=settings.serve.ssl_cert_file or None,
         ssl_keyfile=settings.serve.ssl_key_file or None,
     )
     config.load()
     server = _Uvicorn(config)
+    app.connections = server.server_state.connections
     following = asyncio.create_task(_follow(client, engines, guest))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     if config.ssl is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import sys
 import threading
+from urllib.parse import urlsplit
 
 import pytest
 
 from pipeinfer.errors import UsageError
 from pipeinfer.server import http_process
+from tests.rig.served import serve
 
 
 @contextlib.contextmanager
@@ -39,6 +42,28 @@ def occupied(answer, requests):
 def health(status, code=503):
     body = f'{{"status": "{status}"}}'.encode()
     return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (code, len(body), body)
+
+
+@pytest.mark.slow
+def test_more_connections_than_files_are_refused_for_now():
+    """And not a traceback, or an end without an answer: clients come again."""
+    few = ["prlimit", "--nofile=64", sys.executable, "-m", "pipeinfer"]
+    with serve(1, "-m", "embedded", "-c", "256", command=few) as server, \
+            contextlib.ExitStack() as stack:
+        server.wait_until_ready()
+        where = urlsplit(server.url)
+        answers = []
+        for _ in range(60):
+            client = stack.enter_context(
+                socket.create_connection((where.hostname, where.port), 20))
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answers.append(client.recv(4096).lower())
+        codes = [answer[9:12] for answer in answers]
+        assert set(codes) == {b"200", b"503"}
+        assert codes.count(b"200") >= 10
+        assert all(b"retry-after:" in answer for answer in answers if answer[9:12] == b"503")
+        assert "leaves room for" in "".join(server.log)
+    assert "Traceback" not in "".join(server.log)
 
 
 @pytest.mark.parametrize("status", ["draining", "stopped", "failed"])
