@@ -124,6 +124,7 @@ class Emit(Struct, frozen=True):
     text: in a decomposed response, the text that the reader sees for it: UTF-8, possibly a part of
         a character, possibly with inserted text that the model did not choose. None: the token's
         own text
+    reused: tokens of the prompt that were taken from the cache; None: unknown
     """
 
     request_id: int
@@ -131,6 +132,7 @@ class Emit(Struct, frozen=True):
     speculated: bool
     thread: int = 0
     text: bytes | None = None
+    reused: int | None = None
 
 
 class Finish(Struct, frozen=True):

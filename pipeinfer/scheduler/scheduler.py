@@ -335,10 +335,7 @@ class Scheduler:
                 self._end(lane, "stop")
                 break
             if choice.token == NO_TOKEN:
-                self._give_up(lane)
-                self.state.emit(events.Refuse(request.request_id, RequestError(
-                    f"after {lane.n_output} tokens nothing may follow: the grammar admits no "
-                    "token of the vocabulary, or became too complex")))
+                self._refuse(lane)
                 break
             frontier = lane.tree.frontier
             had_guess = any(c.speculative for c in frontier.children)
@@ -358,7 +355,8 @@ class Scheduler:
             if threaded:
                 self.threads.accepted(lane, choice, survivor, self._miss)
             else:
-                self.state.emit(events.Emit(request.request_id, choice, survivor is not None))
+                self.state.emit(events.Emit(request.request_id, choice, survivor is not None,
+                                            reused=stats.reused))
             if lane.done or lane.closing:
                 pass
             elif self._n_chosen(lane) >= request.max_tokens:
@@ -374,6 +372,12 @@ class Scheduler:
         self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
         if self.limits.buffered and lane.tree.frontier is not before:
             repeat_tip(self.state, lane)
+
+    def _refuse(self, lane: Lane) -> None:
+        self._give_up(lane)
+        self.state.emit(events.Refuse(lane.request.request_id, RequestError(
+            f"after {lane.n_output} tokens nothing may follow: the grammar admits no token of the "
+            "vocabulary, or became too complex")))
 
     def _miss(self, lane: Lane, token: int) -> None:
         """Make an accepted token that is not in flight the frontier and the new tip."""

@@ -66,7 +66,7 @@ class AnswerWriter:
     kept: bool = False  #: whether it is journaled, so that it can be requested again
     ends_with_mark: ClassVar[bool] = True  #: whether [DONE] ends a stream
     #: an event of this API for silences of a stream; none: a comment
-    PING: ClassVar[Mapping[str, Any]] = {}
+    ping: Mapping[str, Any] = field(default_factory=dict)
     choices: list[ResponseChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -339,6 +339,8 @@ def timings(generations: Sequence[Generation]) -> Timings:
 
 
 def _reused(generation: Generation) -> int:
+    if generation.reused is not None:  # later, a replay may have found more
+        return generation.reused
     return int(generation.stats.get("reused", 0))
 
 

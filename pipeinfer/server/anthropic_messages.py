@@ -266,7 +266,6 @@ class BlockWriter(AnswerWriter):
     """Writes the one choice of a request. Arguments of calls are text until they are complete."""
 
     ends_with_mark: ClassVar[bool] = False
-    PING: ClassVar[Mapping[str, Any]] = {"type": "ping"}
     blocks: list[dict[str, Any]] = field(default_factory=list)
     _events: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -277,13 +276,16 @@ class BlockWriter(AnswerWriter):
 
     @override
     def opening(self) -> list[Mapping[str, Any]]:
-        count = self.choices[0].generation.counts.prompt
-        message = self._message([], None, None, {"input_tokens": count, "output_tokens": 0})
-        return [{"type": "message_start", "message": message}, self.PING]
+        return []  # with the first token it is known what the cache had, and clients read it first
 
     @override
     def chunks(self, choice: ResponseChoice) -> list[Mapping[str, Any]]:
         ended = choice.complete
+        if not self.ping and (ended or choice.reading.read):
+            self.ping = {"type": "ping"}  # before the message has begun, clients expect none
+            message = self._message([], None, None, self._counts() | {"output_tokens": 0})
+            self._add("message_start", message=message)
+            self._events.append(self.ping)
         self._take(choice, ended)
         if ended:
             choice.done = True

@@ -80,6 +80,7 @@ class Generation:
         self.reason: str | None = None  #: set once, when the choice has ended
         self.failure: Failure | None = None
         self.stats: dict[str, Any] = {}
+        self.reused: int | None = None  #: tokens from the cache, as known with the first token
         self.progress: PromptProgress | None = None
         self.frame: Submit | None = None  #: for the engine
         self.bits: str | None = None  #: of the engine to which it was sent last

@@ -174,8 +174,9 @@ class Engine:
 
     def _item(self, news: Emit | Finish | Refuse) -> NewsItem:
         match news:
-            case Emit(request_id, choice, speculated, text=text):
-                return Token(request_id, choice.token, speculated, choice.logprob, choice.top, text)
+            case Emit(request_id, choice, speculated, _, text, reused):
+                return Token(request_id, choice.token, speculated, choice.logprob, choice.top, text,
+                             reused)
             case Finish(request_id, reason, stats):
                 self._open.discard(request_id)
                 return Ended(request_id, reason, structs.asdict(stats))

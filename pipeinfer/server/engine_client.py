@@ -302,6 +302,8 @@ class EngineClient:
 
     def _token(self, generation: Generation, item: Token) -> None:
         before = generation.counts.last
+        if not generation.rows:
+            generation.reused = item.reused
         try:
             if generation.push((item.token, item.speculated, item.logprob, item.top, item.seen)):
                 self._send(Abort(generation.request_id, "stop"))

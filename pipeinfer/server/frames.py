@@ -75,6 +75,7 @@ class Token(Struct, frozen=True, array_like=True, tag="t"):
 
     top: the likeliest tokens with their log-probabilities.
     seen: its visible text in a response in threads, None for its own text.
+    reused: tokens of its prompt that were taken from the cache, None if this is unknown.
     """
 
     id: int
@@ -83,6 +84,7 @@ class Token(Struct, frozen=True, array_like=True, tag="t"):
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     seen: bytes | None = None
+    reused: int | None = None
 
 
 class Ended(Struct, frozen=True, array_like=True, tag="end"):

@@ -89,8 +89,7 @@ async def events(job: Reader, writer: AnswerWriter, after: int | None = None
     numbers = itertools.count() if after is not None else None
     # An empty line ends an event. The official openai client takes one that has nothing but the
     # number of the event before for an event, and fails on it.
-    keep_alive = event(writer.PING) if writer.PING else (
-        b": waiting\n\n" if numbers is None else b": waiting\n")
+    comment = b": waiting\n\n" if numbers is None else b": waiting\n"
 
     def encoded(chunk: Mapping[str, Any]) -> bytes:
         if numbers is None or after is None or "prompt_progress" in chunk:
@@ -105,7 +104,7 @@ async def events(job: Reader, writer: AnswerWriter, after: int | None = None
         waiting = list(writer.choices)
         while waiting:
             if not await job.wait(_PING_SECONDS):
-                yield keep_alive
+                yield event(writer.ping) if writer.ping else comment
             for choice in list(waiting):
                 for chunk in writer.chunks(choice):
                     if data := encoded(chunk):

@@ -76,7 +76,8 @@ class Peer:
             each: Sequence[int] = (), **stats: Any) -> list[NewsItem]:
         """News: the tokens of a text and the end."""
         items: list[NewsItem] = [
-            Token(request_id, token, i % 2 == 1, -0.5, ((token, -0.5), (1, -3.0)))
+            Token(request_id, token, i % 2 == 1, -0.5, ((token, -0.5), (1, -3.0)),
+                  reused=stats.get("reused"))
             for i, token in enumerate(each or self.tokenizer.encode(text, add_bos=False))]
         return [*items, Ended(request_id, reason, stats)] if reason else items
 

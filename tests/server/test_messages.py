@@ -141,6 +141,29 @@ def test_tools_of_other_kinds_are_left_out_and_noted(server, ask):
     assert len(events[-2].model_extra["notes"]) == 1
 
 
+def test_a_stream_begins_with_the_counts_with_which_it_ends(server, ask):
+    """Clients show the first ones, and add them up."""
+    server.peer.answer = lambda f: server.peer.say(f.id, "Hello.", reused=3)
+    with ask.client.messages.stream(model="x", max_tokens=50, messages=[USER]) as stream:
+        first, last = [e for e in stream if e.type in ("message_start", "message_delta")]
+        whole = stream.get_final_message()
+    n_prompt = len(server.peer.wait_for(Submit).prompt)
+    for usage in (first.message.usage, last.usage, whole.usage):
+        assert (usage.input_tokens, usage.cache_read_input_tokens) == (n_prompt - 3, 3)
+
+
+def test_nothing_comes_before_a_message_begins(server):
+    """Not even a ping while the prompt is read: the official clients expect message_start."""
+    server.peer.answer = lambda f: []
+    body = {"max_tokens": 5, "model": "x", "messages": [USER], "stream": True}
+    answers = []
+    with requests.post(server.url + "/v1/messages", json=body, stream=True, timeout=20) as got:
+        frame = server.peer.wait_for(Submit)
+        server.peer.news(server.peer.say(frame.id, "Hi"))
+        answers = [line for line in got.iter_lines() if line.startswith(b"event:")]
+    assert answers[:2] == [b"event: message_start", b"event: ping"]
+
+
 def test_a_stream_has_the_official_events_in_order(server, ask):
     events = [e.model_dump() for e in ask(
         f"<think>\nHm.</think>\n\nWell: {CALL}{CALL}", tools=[TOOL], stream=True)]
@@ -165,7 +188,7 @@ def test_a_stream_has_the_official_events_in_order(server, ask):
     for index in (2, 3):
         assert joined(index, "partial_json") == ("input_json_delta", '{"a": 1}')
     assert events[0]["message"]["content"] == []
-    assert events[0]["message"]["usage"]["input_tokens"] == len(server.peer.seen[0].prompt)
+    assert events[0]["message"]["usage"]["input_tokens"] == len(server.peer.seen[0].prompt) - 2
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     assert events[-2]["usage"]["cache_read_input_tokens"] == 2
     assert events[-2]["usage"]["output_tokens"] > 20

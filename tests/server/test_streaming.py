@@ -17,7 +17,7 @@ httpx = pytest.importorskip("httpx2")
 class Slow:
     """The work of a request that is silent between its two pieces, and its writer."""
 
-    failure, ended, ends_with_mark, PING = None, False, True, None
+    failure, ended, ends_with_mark, ping = None, False, True, None
 
     def __init__(self):
         self.choices, self.waits, self.done = [self], 0, False
@@ -69,7 +69,7 @@ def test_signs_of_life_are_no_events_to_the_official_client(after):
 
 def test_signs_of_life_are_events_where_the_api_has_some():
     work = Slow()
-    work.PING = {"type": "ping"}
+    work.ping = {"type": "ping"}
 
     async def data():
         return b"".join([one async for one in streaming.events(work, work)])
