@@ -1,12 +1,10 @@
 """`pipeinfer bench`: one configuration of an emulated cluster, every policy beside the others.
 
     pipeinfer bench --cluster c --pair goliath-xwin7b --nodes 8
-    mpirun -np 8 pipeinfer bench --cluster c --nodes 8 --scale 4
 
-Started alone it runs in virtual time; under mpirun the real runtime takes part, at the emulated
-cluster's pace, and its speed is printed beside the virtual one. The table's "synchronous" is the
-best of a small grid of trees and cutoffs, so that it cannot lose by a bad setting;
-"speculative-published" has the setting of the paper, and "published" is PipeInfer by the paper.
+It runs in virtual time, in one process. The table's "synchronous" is the best of a small grid of
+trees and cutoffs, so that it cannot lose by a bad setting; "speculative-published" has the setting
+of the paper, and "published" is PipeInfer by the paper.
 Knows nothing of figures.
 """
 
@@ -16,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +31,6 @@ from pipeinfer.lab.emulation.profiles import Profiles, load_profiles, lookup
 from pipeinfer.lab.emulation.sampled import MSS, SHARED
 from pipeinfer.lab.emulation.scenarios import Built, Experiment
 from pipeinfer.lab.emulation.virtual import (
-    HEADER_BYTES,
-    ROW_BYTES,
     Result,
     prompt_of,
     simulate,
@@ -112,12 +107,6 @@ def is_tuned(profiles: Profiles, experiment: Experiment) -> bool:
     return scenarios.controller_of(wide.build_any(profiles, experiment), experiment) is not None
 
 
-def best(found: Sequence[tuple[Experiment, Mapping[str, Any]]]
-         ) -> tuple[Experiment, Mapping[str, Any]]:
-    """The entry of `found` with the most tokens per second."""
-    return max(found, key=lambda entry: entry[1]["tokens_per_second"])
-
-
 def setting_text(experiment: Experiment) -> str:
     """The tree and cutoff of a synchronous experiment."""
     chosen = dict(experiment.limits)
@@ -134,8 +123,7 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--nodes", type=click.IntRange(0), default=0,
               help="Number of nodes, as the paper counts them [default: all of the cluster].")
 @click.option("--policy", "policies", multiple=True,
-              help=f"{', '.join(LABELS)} or all; may be repeated [default: all; under mpirun "
-              "pipeinfer].")
+              help=f"{', '.join(LABELS)} or all; may be repeated [default: all].")
 @click.option("--link", default="", help="Link profile [default: that of the cluster].")
 @click.option("--delay", type=click.FloatRange(0), default=0.0,
               help="Milliseconds added to every link.")
@@ -165,47 +153,31 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--verify", type=click.Choice([SHARED, MSS]), default=SHARED,
               help="With --temp: draft tokens are verified by noise that draft and target share, "
                    "as in jobs, or by SpecInfer's multi-step sampling.")
-@click.option("--scale", type=click.FloatRange(min=0, min_open=True), default=1.0,
-              help="Stretch emulated time by this factor (under mpirun) [default: 1].")
 @click.option("--profiles", "profiles_file", default="", help="TOML file with further profiles.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench_command(policies: tuple[str, ...], seeds: int, scale: float, profiles_file: str,
-                  as_json: bool, **given: Any) -> None:
+def bench_command(policies: tuple[str, ...], seeds: int, profiles_file: str, as_json: bool,
+                  **given: Any) -> None:
     """Emulate one configuration: speed, latency and memory under each policy.
 
     \b
     pipeinfer bench --cluster c --pair goliath-xwin7b --nodes 8
-    mpirun -np 8 pipeinfer bench --cluster c --nodes 8 --scale 4    # the real runtime, paced
     """
+    if host.launched_size() > 1:
+        raise UsageError("bench runs in one process, in virtual time: start it without mpirun")
     profiles = load_profiles(Path(profiles_file) if profiles_file else None)
     experiment = read_experiment(given)
-    ranks = host.launched_size()
-    if isinstance(experiment, wide.WideExperiment) and host.launched_rank() == 0 and (
+    if isinstance(experiment, wide.WideExperiment) and (
             said := wide.warning(profiles, experiment)):
         click.echo(f"note: {said}", err=True)
-    names = read_policies(policies, default="pipeinfer" if ranks > 1 else "all")
+    names = read_policies(policies)
     check_ablation(experiment, names)
-    if ranks == 1:
-        if scale != 1.0:
-            raise UsageError("--scale stretches wall-clock time, but a single process runs in "
-                             "virtual time: start it with mpirun -np N")
-        data = virtual(profiles, experiment, names, seeds)
-        click.echo(json.dumps(data) if as_json else as_text(data))
-        return
-    if experiment.context:
-        raise UsageError("--context counts attention in virtual time alone: start one process "
-                         "without mpirun")
-    if len(names) > 1 or seeds > 1:
-        raise UsageError("under mpirun one policy and one seed are measured per run: leave out "
-                         "--seeds, and give a single --policy")
-    found = at_wall_clock(profiles, experiment, names[0], scale, ranks)
-    if found is not None:
-        click.echo(json.dumps(found) if as_json else wall_text(found))
+    data = virtual(profiles, experiment, names, seeds)
+    click.echo(json.dumps(data) if as_json else as_text(data))
 
 
-def read_policies(names: Sequence[str], *, default: str) -> list[str]:
+def read_policies(names: Sequence[str]) -> list[str]:
     """Policies in the table's order. Raises UsageError."""
-    chosen = set(names or [default])
+    chosen = set(names or ["all"])
     for name in chosen:
         lookup({**LABELS, "all": ""}, name, "policy")
     return [name for name in LABELS if name in chosen or "all" in chosen]
@@ -342,106 +314,3 @@ def as_text(data: Mapping[str, Any]) -> str:
         if row["setting"] and row["policy"] == Policy.SPECULATIVE:
             lines.append(f"{LABELS[row['policy']]}: {row['setting']}")
     return "\n".join(lines)
-
-
-# --- wall clock -------------------------------------------------------------------------------
-
-
-def at_wall_clock(profiles: Profiles, experiment: Experiment, policy: str, scale: float,
-                  ranks: int) -> dict[str, Any] | None:
-    """The same configuration in virtual time and on the ranks of this job; None on ranks but 0.
-
-    Raises UsageError when the number of ranks does not fit.
-    """
-    from pipeinfer.lab.emulation.wall import emulate
-
-    if policy == Policy.SPECULATIVE:
-        chosen, _ = best([(one, measure(profiles, one)) for one in synchronous_grid(experiment)])
-    else:
-        chosen = as_policy(experiment, policy)
-    built = wide.build_any(profiles, chosen)
-    n_stages = len(built.scenario.stages)
-    if ranks != n_stages + 1:
-        raise UsageError(
-            f"{chosen.policy} on {len(built.memory)} nodes has {n_stages} stages and needs one "
-            f"more rank for the head: start mpirun with -np {n_stages + 1}, not {ranks}")
-    wall = emulate(built.scenario, scale, scenarios.controller_of(built, chosen))
-    if wall is None:
-        return None
-    result = simulate(built.scenario, scenarios.controller_of(built, chosen))
-    paced = pacing(built, wall.reports, scale)
-    stages = wall.processor_seconds[1:]
-    return {
-        "experiment": dataclasses.asdict(chosen), "policy": policy, "scale": scale,
-        "ranks": ranks, "virtual": figures(built, result),
-        "wall": {
-            "tokens_per_second": wall.tokens_per_second, "ttft": wall.ttft,
-            "wall_seconds": wall.wall_seconds, "head_busy": wall.head_busy,
-            "processor_seconds": wall.processor_seconds,
-            "processor_seconds_per_hop": sum(stages) / max(paced["hops"], 1),
-            "tokens_equal": wall.tokens == result.tokens, **paced,
-        },
-        "ratio": wall.tokens_per_second / result.tokens_per_second,
-    }
-
-
-def pacing(built: Built, reports: Mapping[int, Mapping[str, Any]], scale: float
-           ) -> dict[str, Any]:
-    """How the stages' and links' times at the wall clock compare with the profile's.
-
-    stage_ratio: median over computed runs of measured over wanted. link_ratio: the same of the way
-    between two stages, of which the second was waiting; link_extra: their median difference in
-    real seconds. link_seconds: wanted, of the emulated cluster, for one row.
-    """
-    scenario = built.scenario
-    ends: dict[tuple[int, int], tuple[float, int]] = {}
-    stage_ratios: list[float] = []
-    links: list[tuple[float, float]] = []
-    hops = 0
-    for node, report in sorted(reports.items()):
-        free = float("inf")
-        per_rows: dict[int, float] = defaultdict(float)
-        wire = scenario.links[node - 1]
-        for run, start, end, fate, rows, *_ in report["events"]:
-            hops += 1
-            if fate == "computed":
-                if rows not in per_rows:
-                    per_rows[rows] = scale * scenario.stages[node - 1].seconds(rows)
-                stage_ratios.append((end - start) / per_rows[rows])
-                sent = ends.get((node - 1, run))
-                size = HEADER_BYTES + rows * (ROW_BYTES + scenario.row_bytes)
-                wanted = scale * (wire.latency + size / wire.bandwidth)
-                if sent is not None and sent[0] > free:
-                    links.append((start - sent[0], wanted))
-                ends[node, run] = end, rows
-            free = end
-    return {
-        "hops": hops,
-        "stage_ratio": statistics.median(stage_ratios) if stage_ratios else None,
-        "link_ratio": statistics.median(a / b for a, b in links) if links else None,
-        "link_extra": statistics.median(a - b for a, b in links) if links else None,
-        "link_seconds": wire.latency + (HEADER_BYTES + ROW_BYTES + scenario.row_bytes)
-        / wire.bandwidth if reports else None,
-    }
-
-
-def wall_text(data: Mapping[str, Any]) -> str:
-    """The comparison for people."""
-    wall, experiment = data["wall"], data["experiment"]
-    processor = wall["processor_seconds"]
-    extra = wall["link_extra"]
-    ways = "no link was measured" if extra is None else (
-        f"links {1e6 * wall['link_seconds']:.0f} us wanted, {1e6 * extra:+.0f} us of real time")
-    return "\n".join([
-        f"cluster {experiment['cluster']}, {experiment['pair']}, {LABELS[data['policy']]}, "
-        f"{data['ranks']} ranks, scale {data['scale']:g}",
-        f"virtual     {data['virtual']['tokens_per_second']:8.3f} tokens/s, TTFT "
-        f"{1e3 * data['virtual']['ttft']:.0f} ms",
-        f"wall clock  {wall['tokens_per_second']:8.3f} tokens/s, TTFT {1e3 * wall['ttft']:.0f} ms; "
-        f"ratio {data['ratio']:.3f}",
-        f"tokens {'equal' if wall['tokens_equal'] else 'DIFFER'}; stages take "
-        f"{wall['stage_ratio']:.3f} of the profile's time; {ways}",
-        f"processor: head {processor[0]:.2f} s, stages {statistics.fmean(processor[1:]):.2f} s "
-        f"each of {wall['wall_seconds']:.1f} s, {1e6 * wall['processor_seconds_per_hop']:.0f} us "
-        "per run and stage",
-    ])

@@ -1,13 +1,11 @@
-"""A port that hands messages on later than they arrive: emulated links, and links that are faulty.
-
-Knows no links and no faults: whoever makes one says when a message is due.
+"""A port that delivers messages later than they arrive, as a faulty link does.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from pipeinfer.core.control import Order
 from pipeinfer.core.messages import Message, Tag
@@ -20,14 +18,12 @@ class DelayingPort:
     """A port that hands messages on later.
 
     due: when a message of a tag that arrives now (both by `time.monotonic`) is to be handed on,
-    None for never. arrived: messages of a tag that have arrived, oldest first; by default those
-    that `inner` has.
+    None for never.
     """
 
-    def __init__(self, inner: Port, due: Due,
-                 arrived: Callable[[Tag], Iterator[Envelope]] | None = None) -> None:
+    def __init__(self, inner: Port, due: Due) -> None:
         self.node, self.traffic = inner.node, inner.traffic
-        self._inner, self._due, self._arrived = inner, due, arrived or self._taken
+        self._inner, self._due = inner, due
         self._held: dict[Tag, deque[tuple[float, Envelope]]] = {tag: deque() for tag in Tag}
 
     @property
@@ -103,12 +99,8 @@ class DelayingPort:
         """Wait up to `timeout` seconds for queued sends to leave."""
         self._inner.close(timeout)
 
-    def _taken(self, tag: Tag) -> Iterator[Envelope]:
-        while (envelope := self._inner.take(tag)) is not None:
-            yield envelope
-
     def _collect(self, tag: Tag) -> None:
-        for envelope in self._arrived(tag):
+        while (envelope := self._inner.take(tag)) is not None:
             due = self._due(tag, envelope, time.monotonic())
             if due is not None:
                 self._held[tag].append((due, envelope))
