@@ -1,11 +1,11 @@
 """Prompts from text that the embedded pair has not seen: the beginnings of held-out library files.
 
-Which files are held out is decided by a hash of their names, see `training.network.corpus`.
+Which files are held out is decided by a hash of their names, see `training.corpus`.
 """
 
 from __future__ import annotations
 
-from pipeinfer.lab.training.network.corpus import library
+from pipeinfer.lab.training.corpus import library
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 

@@ -9,18 +9,15 @@ import click
 
 from pipeinfer.lab.training.adapt.adapt_commands import apar_sft, baseline_sft, merge
 from pipeinfer.lab.training.bita.bita_command import bita
-from pipeinfer.lab.training.draft.draft_command import draft
-from pipeinfer.lab.training.eagle3.eagle_command import eagle3
 from pipeinfer.lab.training.pasta.pasta_commands import annotate, pasta_bonbon, pasta_sft
 
 
 @click.group()
 def main() -> None:
-    """Train drafts, heads and adapters for models that you have."""
+    """Train adapters for models that you have."""
 
 
-for _command in (annotate, pasta_sft, apar_sft, baseline_sft, pasta_bonbon, merge, bita, draft,
-                 eagle3):
+for _command in (annotate, pasta_sft, apar_sft, baseline_sft, pasta_bonbon, merge, bita):
     main.add_command(_command)
 
 if __name__ == "__main__":

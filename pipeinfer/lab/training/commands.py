@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -31,45 +30,18 @@ class Positive(click.FloatRange):
         return found
 
 
-def need_torch(extra: str = "train", *further: str) -> None:
-    """Raise UsageError with what to install where torch, safetensors or `further` packages, which
-    the extra installs, are missing."""
-    missing = [name for name in ("torch", "safetensors", *further)
+def need_packages() -> None:
+    """Raise UsageError with what to install where packages of the extra `torch` are missing."""
+    missing = [name for name in ("torch", "safetensors", "transformers", "tokenizers")
                if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"training needs {' and '.join(missing)}: pip install "
-                         f"'pipeinfer[{extra}]' provides it")
+        raise UsageError(f"training needs {' and '.join(missing)}: pip install 'pipeinfer[torch]' "
+                         "provides it")
 
 
 def say(line: str) -> None:
     """Progress goes to standard error."""
     click.echo(line, err=True)
-
-
-def run_options(work: str, stored: str, threads: int) -> Callable[..., Any]:
-    """The options of a run with a budget; work, threads: defaults; stored: what is in `work`."""
-    return several(
-        click.option("--work", type=click.Path(path_type=Path, file_okay=False),
-                     default=Path(work), show_default=True,
-                     help=f"{stored}; a later run resumes from here."),
-        click.option("--minutes", type=Positive(), help="Budget for all training together."),
-        click.option("--steps", type=click.IntRange(1),
-                     help="Budget in steps instead (exactly repeatable)."),
-        click.option("--seed", type=int, default=0, show_default=True),
-        click.option("--threads", type=click.IntRange(1), default=threads, show_default=True))
-
-
-def answer_options() -> Callable[..., Any]:
-    """The options of a run that learns from the target's answers."""
-    return several(
-        click.option("--answer-minutes", type=Positive(), default=30.0, show_default=True,
-                     help="How long the target generates answers."),
-        click.option("--texts", type=click.IntRange(1),
-                     help="So many texts instead (exactly repeatable)."),
-        click.option("--length", type=click.IntRange(64), default=384, show_default=True,
-                     help="Tokens of a text, at most."),
-        click.option("--slots", type=click.IntRange(1), default=128, show_default=True,
-                     help="Texts that grow at once; each takes memory for its keys and values."))
 
 
 def several(*options: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,12 +52,6 @@ def several(*options: Callable[..., Any]) -> Callable[..., Any]:
         return command
 
     return add
-
-
-def one_budget(minutes: float | None, steps: int | None) -> None:
-    """Exactly one kind of budget."""
-    if (minutes is None) == (steps is None):
-        raise UsageError("give either --minutes or --steps")
 
 
 def time_left(seconds: float) -> str:

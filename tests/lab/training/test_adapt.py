@@ -376,12 +376,19 @@ def test_records_in_other_encodings(tmp_path):
     ("apar-sft", "--rate", "-1"), ("apar-sft", "--rate", "nan"), ("pasta-sft", "--rate", "inf"),
     ("baseline-sft", "--epochs", "nan"), ("pasta-bonbon", "--rate", "0"),
     ("pasta-bonbon", "--steps", "0"), ("pasta-bonbon", "--steps", "-1"),
-    ("bita", "--steps", "0"), ("draft", "--minutes", "nan"), ("eagle3", "--steps", "-1")])
+    ("bita", "--steps", "0")])
 def test_budgets_and_rates_are_above_0(given):
     command, option, value = given
     done = CliRunner().invoke(main, [command, option, value])
     assert done.exit_code == 2
     assert f"Invalid value for '{option}'" in done.output
+
+
+def test_commands_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = CliRunner().invoke(main, ["bita", "--model", str(DRAFT), "--out",
+                                     str(tmp_path / "masks.safetensors")])
+    assert "pip install 'pipeinfer[torch]'" in str(done.exception)
 
 
 def test_commands_that_cannot_do_what_they_are_told(tmp_path, data):

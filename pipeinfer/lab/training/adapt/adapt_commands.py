@@ -13,15 +13,10 @@ import click
 
 from pipeinfer.errors import UsageError
 from pipeinfer.files import check_writable
-from pipeinfer.lab.training.commands import Positive, need_torch, say, several
+from pipeinfer.lab.training.commands import Positive, need_packages, say, several
 
 _PATH = click.Path(path_type=Path, exists=True)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
-
-
-def need_transformers() -> None:
-    """Raise UsageError with what to install where a package is missing."""
-    need_torch("torch", "transformers", "tokenizers")
 
 
 def arithmetic_options(threads: int) -> Callable[..., Any]:
@@ -71,7 +66,7 @@ def _conversation_options() -> Callable[..., Any]:
 def sft(model: Path, data: Path, out: Path, *, method: str, tags: str = "text",
         positions: str = "pred-10x", **given: Any) -> None:
     """Fine-tune a folder or a GGUF file; given: what `tuning_options` gives."""
-    need_transformers()
+    need_packages()
     from pipeinfer.lab.training.adapt.lora import LoraSettings
     from pipeinfer.lab.training.adapt.sft import Sft, run
     from pipeinfer.lab.training.adapt.tune import Tuning
@@ -123,7 +118,7 @@ def merge(model: Path, adapter: Path | None, out: Path, like: Path | None, dtype
 
     Quantised weights are dequantised first, so a merged file is larger than the one it came from.
     """
-    need_transformers()
+    need_packages()
     import torch
 
     from pipeinfer.lab.training.adapt.lora import load_adapter

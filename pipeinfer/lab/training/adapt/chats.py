@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.draft import prompts
+from pipeinfer.lab.training import prompts
 
 _ROLES = ("system", "user", "assistant", "tool")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipeinfer.errors import ModelError
 from pipeinfer.lab.training.adapt.trainee import Trainee
+from pipeinfer.lab.training.checkpoint import load_state, save_state
 from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
-from pipeinfer.lab.training.network.checkpoint import load_state, save_state
 from pipeinfer.lab.training.pasta.pasta import IGNORE
 from pipeinfer.lab.training.tasks.batches import chosen, collate
 from pipeinfer.lab.training.tasks.formats import Example

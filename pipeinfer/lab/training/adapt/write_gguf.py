@@ -15,7 +15,6 @@ import numpy as np
 from pipeinfer.backends.pytorch.gguf import GgufTensors
 from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.lab.training.adapt.merged import Merged
-from pipeinfer.lab.training.network.export import copy_field, finish
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gaps import half_split
 from pipeinfer.models.gguf import ModelFile
@@ -62,7 +61,10 @@ def write_gguf(out: Path, merged: Merged, like: Path, dtype: str = "float16") ->
             raise ModelError(f"{like}: has {left}, which the trained model does not: give a GGUF "
                              "file of the model that was trained")
         writer.add_tensor(left, names.read(left).numpy())
-    finish(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     os.replace(partial, out)
 
 
@@ -109,3 +111,10 @@ def _grown(name: str, value: Any, architecture: str, merged: Merged) -> Any:
     for k, text in enumerate(new.texts):
         grown[new.first + k] = text if part == "tokens" else fresh[part]
     return grown
+
+
+def copy_field(writer: gguf.GGUFWriter, field: gguf.ReaderField, value: Any) -> None:
+    """Write `value` under the name and with the type of another file's field."""
+    kind = field.types[0]
+    sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+    writer.add_key_value(field.name, value, kind, sub_type=sub)

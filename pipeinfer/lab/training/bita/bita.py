@@ -35,9 +35,9 @@ from pipeinfer.lab.training.bita.frozen import (
     load_frozen,
 )
 from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
+from pipeinfer.lab.training.checkpoint import load_state, save_state
+from pipeinfer.lab.training.corpus import library
 from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
-from pipeinfer.lab.training.network.checkpoint import load_state, save_state
-from pipeinfer.lab.training.network.corpus import library
 from pipeinfer.lab.training.work_folder import claim
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.locate import open_tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.adapt.adapt_commands import arithmetic_options, need_transformers
+from pipeinfer.lab.training.adapt.adapt_commands import arithmetic_options
 from pipeinfer.lab.training.adapt.chats import Chat, made_up, read_chats
-from pipeinfer.lab.training.commands import Positive, say
+from pipeinfer.lab.training.commands import Positive, need_packages, say
 
 
 @click.command()
@@ -54,7 +54,7 @@ def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], data: Path 
 
     The model answers questions by itself, and the masks learn to foresee its answers.
     """
-    need_transformers()
+    need_packages()
     if text and data is not None:
         raise UsageError("give either --text or --data")
     from pipeinfer.lab.training.adapt.trainee import Arithmetic

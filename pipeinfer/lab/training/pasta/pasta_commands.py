@@ -13,11 +13,10 @@ import click
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.training.adapt.adapt_commands import (
     arithmetic_options,
-    need_transformers,
     sft,
     tuning_options,
 )
-from pipeinfer.lab.training.commands import Positive, say
+from pipeinfer.lab.training.commands import Positive, need_packages, say
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -112,7 +111,7 @@ def pasta_bonbon(model: Path, out: Path, data: Path, rank: int, **given: Any) ->
     Learns from the file that `pipeinfer sample` has written, one round at a time, and leaves a LoRA
     adapter (see `merge`).
     """
-    need_transformers()
+    need_packages()
     from pipeinfer.lab.training.adapt.lora import LoraSettings
     from pipeinfer.lab.training.adapt.prefer import run
     from pipeinfer.lab.training.adapt.trainee import Arithmetic

@@ -1,7 +1,4 @@
-"""What the target is asked, so that its answers are as varied as what people ask.
-
-Half of the conversations have a question from here, the others one that the target makes up after
-its own template's mark of a user. Some texts are no conversations.
+"""Questions as varied as what people ask, for a model whose answers are learned from.
 
 Does not know: tokens, models.
 """
@@ -59,11 +56,6 @@ CODING = (
     "How do I write a program that {}?", "Write a C function that {}, with comments.",
     "Explain step by step how a function works that {}.", "Write tests for a function that {}.",
 )
-OPENINGS = (
-    "{0}\n\n", "The history of {0} begins", "In this chapter we look at {0}.", "Once upon a time,",
-    "Q: What is {0}?\nA:", "Everything about {0}:\n1.", "def ", "import ", "class ",
-    "# How to deal with {0}\n\n", "Dear", "It was a cold morning when", "According to experts, {0}",
-)
 
 
 def question(rng: random.Random) -> str:
@@ -71,9 +63,3 @@ def question(rng: random.Random) -> str:
     if rng.random() < 0.2:
         return rng.choice(CODING).format(rng.choice(TASKS))
     return rng.choice(QUESTIONS).format(rng.choice(TOPICS))
-
-
-def opening(rng: random.Random) -> str:
-    """The beginning of a text that is no conversation."""
-    topic = rng.choice(TOPICS)
-    return rng.choice(OPENINGS).format(topic[0].upper() + topic[1:])

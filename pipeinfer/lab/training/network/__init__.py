@@ -1,1 +1,0 @@
-"""A small llama in torch: reading, training and writing it."""
