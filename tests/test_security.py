@@ -309,7 +309,7 @@ def test_no_prompt_is_logged(guarded):
     {"Authorization": f"Bearer {KEY[:-1]}"}, {"Authorization": f"Bearer {KEY}x"},
     {"Authorization": f"Basic {KEY}"}, {"x-api-key": "wrong"}, {"x-api-key": ""},
     {"Authorization": "Bearer wrong", "x-api-key": KEY},
-], ids=str)
+], ids=lambda headers: " ".join(headers))  # ids stand in the environment: no key in one
 def test_only_a_whole_key_opens(guarded, headers):
     front, _ = guarded
     answer = front.get("/v1/models", headers=headers)
