@@ -42,6 +42,8 @@ MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "she
            "pickletools", "copyreg", "xmlrpc", "telnetlib", "ftplib", "imp"}
 CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.save",
          "torch.jit.load", "yaml.load", "pd.read_pickle", "tempfile.mktemp"}
+#: the same in a program that a source has as a text
+IN_TEXT = re.compile(r"(?<![\w.])(?:exec|eval)\((?!\))")
 #: methods of mpi4py that pickle; those that do not begin with a capital letter
 PICKLING = {"send", "isend", "ssend", "bsend", "recv", "irecv", "sendrecv", "bcast", "scatter",
             "gather", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan", "mprobe",
@@ -65,6 +67,8 @@ def dangers(source):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [
                 node.module or ""]
             yield from (n for n in names if n.split(".")[0] in MODULES)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):  # for another process
+            yield from (call[0] for call in IN_TEXT.finditer(node.value))
         if not isinstance(node, ast.Call):
             continue
         name, keywords = dotted(node.func), {k.arg: k.value for k in node.keywords}
@@ -113,7 +117,7 @@ def test_no_source_runs_what_it_reads(path):
     "torch.load(p, weights_only=True)", "np.load(p)", "np.load(p, allow_pickle=True)",
     "subprocess.run(x, shell=True)", "A.from_pretrained(p, trust_remote_code=True)",
     "__import__(name)", "comm.send(x, 1)", "self.comm.bcast(x)", "MPI.COMM_WORLD.gather(x)",
-    "os.system(x)", "yaml.load(f)",
+    "os.system(x)", "yaml.load(f)", "run(f'import {name}\\nexec(compile(text))')",
 ])
 def test_the_walk_finds_what_it_looks_for(source):
     assert len(list(dangers(source))) >= 1

@@ -75,7 +75,6 @@ def test_sampling_refuses_before_anything_loads(tmp_path, monkeypatch, words, sa
 @pytest.mark.parametrize(("words", "says"), [
     (("--prompts", __file__, "--tasks", "1"), "leave out --tasks and --kind"),
     (("--prompts", __file__, "--kind", "mixed"), "leave out --tasks and --kind"),
-    (("--run-code",), "give one with --prompts"),
     (("--pasta-oracle", "--method", "pdos"), "add --method pasta")])
 def test_comparing_refuses_options_without_effect_before_anything_loads(monkeypatch, words, says):
     def load(config):

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.commands.compare import behind
 from pipeinfer.lab.commands.comparison import Answer
-from pipeinfer.lab.quality import programs, scores
+from pipeinfer.lab.quality import scores
 from pipeinfer.lab.quality.prompt_sets import file_prompts
 
 SETS = Path(__file__).parent / "sets"
@@ -23,8 +21,8 @@ def entries(name):
     return [json.loads(line) for line in (SETS / f"{name}.jsonl").read_text().splitlines()]
 
 
-def prompts(name, **options):
-    found = file_prompts(SETS / f"{name}.jsonl", **options)
+def prompts(name):
+    found = file_prompts(SETS / f"{name}.jsonl")
     return list(zip(entries(name), found, strict=True))
 
 
@@ -45,40 +43,12 @@ def test_numbers(text, number):
     assert scores.last_number(text) == number
 
 
-def test_functions_are_run_with_their_tests():
-    for entry, prompt in prompts("humaneval", run=True):
-        whole = f"{entry['prompt']}{entry['canonical_solution']}"
-        function = whole[whole.index(f"def {entry['entry_point']}"):]
-        for answer in (f"Here it is:\n```python\n{whole}```\nDone.", f"```\n{function}```"):
-            assert prompt.score(answer) == 1.0, answer
-        assert prompt.exact(entry["canonical_solution"])  # the body alone, as a base model goes on
-        assert prompt.score(f"```python\n{entry['prompt']}    return None\n```") == 0.0
-        assert prompt.score("I cannot.") == 0.0
-
-
-def test_programs_are_run_with_their_tests():
-    for entry, prompt in prompts("mbpp", run=True):
-        assert prompt.score(f"```python\n{entry['code']}\n```") == 1.0
-        assert prompt.score(entry["code"].replace("return", "return not")) == 0.0
-        assert entry["test_list"][0] in prompt.question
-
-
-def test_code_of_an_answer():
-    code = "def f():\n    return 1\n"
-    for answer in (f"```python3\n{code}```\nThat is all.", f"``` py title=x\n{code}```",
-                   f"```bash\npip install x\n```\n```python\n{code}```\n```\n1\n```",
-                   f"```\n{code}```\nIt returns:\n```\n1\n```", f"```Python\n{code}", code):
-        assert programs.code_of(answer) == code
-
-
-def test_a_function_is_known_by_its_whole_name(tmp_path):
-    """A helper whose name begins alike is no answer of its own."""
-    path = tmp_path / "set.jsonl"
-    path.write_text(json.dumps({"prompt": "def add(a, b):\n", "entry_point": "add",
-                                "test": "def check(f):\n    assert f(1, 2) == 3"}))
-    prompt, = file_prompts(path, run=True)
-    assert prompt.score("    def add_all(*given):\n        return sum(given)\n"
-                        "    return add_all(a, b)\n") == 1.0
+def test_programs_have_a_good_answer_and_no_score():
+    for entry, prompt in [*prompts("humaneval"), *prompts("mbpp")]:
+        shown = entry["test_list"] if "test_list" in entry else [entry["prompt"].rstrip()]
+        assert all(text in prompt.question for text in shown)
+        assert prompt.reference == entry.get("code", entry.get("canonical_solution"))
+        assert prompt.score is None
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0c"])
@@ -87,34 +57,6 @@ def test_texts_may_have_any_ends_of_lines(tmp_path, mark):
     text = json.dumps({"question": f"a{mark}b"}, ensure_ascii=False)
     path.write_text(f"\N{ZERO WIDTH NO-BREAK SPACE}{text}\nc{mark}d\n", encoding="utf-8")
     assert [prompt.question for prompt in file_prompts(path)] == [f"a{mark}b", f"c{mark}d"]
-
-
-def test_no_program_is_run_unasked(tmp_path):
-    for name in ("humaneval", "mbpp"):
-        assert all(prompt.score is None for _, prompt in prompts(name))
-
-
-@pytest.mark.parametrize("program", [
-    "raise SystemExit(0)", "import os\nos._exit(0)", "while True:\n    pass", "1 / 0", "def (",
-    "x = bytearray(1 << 33)", "open('f', 'wb').write(bytes(1 << 22))"])
-def test_a_program_that_does_not_end_well_has_not_passed(program):
-    assert not programs.passes(program, seconds=3.0)
-    assert programs.passes(f"print('fine')\ntext = {program!r}")
-
-
-def test_a_program_leaves_nothing_behind(tmp_path):
-    """Neither what it starts nor its files."""
-    left = tmp_path / "pid"
-    code = ("import os, subprocess, sys\n"
-            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-            f"open({str(left)!r}, 'w').write(f'{{child.pid}} {{os.getcwd()}}')\n")
-    assert programs.passes(code)
-    pid, folder = left.read_text().split()
-    assert not Path(folder).exists()
-    deadline = time.monotonic() + 10  # a killed process ends when it is next scheduled
-    while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie":
-        assert time.monotonic() < deadline, f"process {pid} goes on"
-        time.sleep(0.05)
 
 
 def test_answers_of_long_texts():
@@ -156,8 +98,7 @@ def test_the_second_turn_follows_the_own_answer():
 @pytest.mark.parametrize("entry", [
     {"turns": "one text"}, {"turns": [1]}, {"question": "?", "answer": "#### none"},
     {"article": 1, "highlights": "a"}, {"input": "", "context": "c", "answers": []},
-    {"prompt": "def f():", "entry_point": "g", "test": 3},
-    {"prompt": "def f():", "entry_point": "g", "test": "def check(c): pass"},
+    {"prompt": 3, "entry_point": "f", "test": "def check(c): pass"},
     {"code": "", "test_list": ["a"]}, {"code": "", "text": "?", "test_list": "assert f()"},
     {"code": "", "text": "?", "test_list": []}, {"input": "?", "context": "c", "answers": "Oslo"},
     {"turns": ["a"], "reference": {"a": "b"}}])

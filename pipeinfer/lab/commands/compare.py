@@ -240,8 +240,6 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
 @click.option("--prompts", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Your own prompts: one per line, JSON lines, or files in the forms of MT-Bench, "
                    "GSM8K, HumanEval and others (docs/decomposers.md).")
-@click.option("--run-code", is_flag=True, help="Run the programs of HumanEval's and MBPP's answers "
-              "here, as this user, to score them.")
 @click.option("--pasta-oracle", "oracle", is_flag=True, help="Answer every prompt of pasta again, "
               "with the lengths that the blocks of its answer had as their promised ones.")
 @click.option("--judge", metavar="URL", help="Address of a model that judges the answers, such as "
@@ -259,7 +257,7 @@ def judge_all(address: str, model: str, by: str, asked: Sequence[Prompt],
               help="Draw speedup.png and quality.png, too.")
 def compare_command(  # noqa: PLR0913  (an option each)
     resolved: Resolved, methods: tuple[str, ...], tasks: int | None, kind: str | None,
-    prompts: Path | None, run_code: bool, oracle: bool, judge: str | None, judge_model: str,
+    prompts: Path | None, oracle: bool, judge: str | None, judge_model: str,
     judge_by: str, baseline: Path | None, out: Path | None, plots: bool,
 ) -> None:
     """Answer the same prompts by every method and compare.
@@ -273,10 +271,8 @@ def compare_command(  # noqa: PLR0913  (an option each)
     if prompts and (tasks or kind):
         raise UsageError("--prompts takes the place of generated tasks: leave out --tasks and "
                          "--kind")
-    if run_code and not prompts:
-        raise UsageError("--run-code is for files of HumanEval and MBPP: give one with --prompts")
     configs, whole = configs_for(base, methods)
-    asked = file_prompts(prompts, run=run_code) if prompts else list(
+    asked = file_prompts(prompts) if prompts else list(
         task_prompts(tasks, kind or "retrieval", 1))
     params = sampling_params(resolved.config.sampling, draw_seed(resolved.config.sampling))
     questions = [prompt.question for prompt in asked]

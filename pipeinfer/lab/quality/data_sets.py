@@ -1,18 +1,16 @@
 """Prompts in the forms of public data sets, which are recognised by the fields of an entry.
 
-GSM8K (numbers), HumanEval and MBPP (programs that are run), LongBench (F1 or ROUGE-L), XSum and
-CNN/DailyMail (ROUGE), and MT-Bench with both of its turns. Knows no models and no ranks.
+GSM8K (numbers), HumanEval and MBPP (programs, which have no score), LongBench (F1 or ROUGE-L),
+XSum and CNN/DailyMail (ROUGE), and MT-Bench with both of its turns. Knows no models and no ranks.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.quality import programs, scores
+from pipeinfer.lab.quality import scores
 from pipeinfer.lab.quality.prompt import Prompt
 
 Entry = Mapping[str, Any]
@@ -21,24 +19,20 @@ _SUMMARIES = ("gov_report", "qmsum", "multi_news", "vcsum", "samsum")  #: LongBe
 _IN_A_BLOCK = "Answer with the whole program in one code block."
 
 
-def prompts_of(entry: Entry, where: str, *, run: bool) -> list[Prompt] | None:
+def prompts_of(entry: Entry, where: str) -> list[Prompt] | None:
     """Return the prompts of an entry in one of the forms; None for any other entry.
 
     where: names the entry in errors
-    run: whether programs in answers are run; otherwise they have no score
     Raises UsageError for an entry of a form with values of other types.
     """
     for fields, make in _FORMS:
         if all(field in entry for field in fields) and (make is not _gsm8k
                                                         or "####" in str(entry["answer"])):
             try:
-                found = make(entry)
+                return make(entry)
             except (TypeError, ValueError) as error:
                 raise UsageError(f"{where} has the fields {', '.join(fields)}, but not as the data "
                                  f"set with these fields has them: {error}") from error
-            if make in (_humaneval, _mbpp) and not run:
-                return [replace(prompt, score=None, exact=None) for prompt in found]
-            return found
     return None
 
 
@@ -52,40 +46,19 @@ def _turns(entry: Entry) -> list[Prompt]:
 
 
 def _humaneval(entry: Entry) -> list[Prompt]:
-    start, name, test = (_text(entry[key]) for key in ("prompt", "entry_point", "test"))
-    head = re.compile(rf"\bdef\s+{re.escape(name)}\s*\(")
-    *_, found = (None, *head.finditer(start))
-    if found is None:
-        raise ValueError(f"its prompt does not define {name!r}")
-    before = start[:found.start()]
-
-    def passes(text: str) -> bool:
-        code = programs.code_of(text)
-        whole = (before if head.search(code) else start) + code
-        return programs.passes(f"{whole}\n\n{test}\n\ncheck({name})\n")
-
+    start = _text(entry["prompt"])
     question = f"Complete this function. {_IN_A_BLOCK}\n\n```python\n{start.rstrip()}\n```"
-    return [_program(question, _text(entry.get("canonical_solution", "")), passes)]
+    return [Prompt(question, reference=_text(entry.get("canonical_solution", "")))]
 
 
 def _mbpp(entry: Entry) -> list[Prompt]:
     tests = _texts(entry["test_list"])
     if not tests:
         raise ValueError("it has no tests")
-    setup = "\n".join([_text(entry.get("test_setup_code") or ""),
-                       *_texts(entry.get("test_imports") or [])])
-
-    def passes(text: str) -> bool:
-        return programs.passes("\n".join([setup, programs.code_of(text), *tests]) + "\n")
-
     task = _text(entry.get("text") or entry.get("prompt"))
     question = "\n".join([f"{task} Your program should pass these tests:", "", *tests, "",
                           _IN_A_BLOCK])
-    return [_program(question, _text(entry["code"]), passes)]
-
-
-def _program(question: str, reference: str, passes: Callable[[str], bool]) -> Prompt:
-    return Prompt(question, lambda text: float(passes(text)), passes, reference)
+    return [Prompt(question, reference=_text(entry["code"]))]
 
 
 def _gsm8k(entry: Entry) -> list[Prompt]:

@@ -17,10 +17,9 @@ from pipeinfer.lab.quality.prompt import Prompt, by_answer, by_pattern
 from pipeinfer.lab.training.adapt.chats import chat_of
 
 
-def file_prompts(path: Path, *, run: bool = False) -> list[Prompt]:
+def file_prompts(path: Path) -> list[Prompt]:
     """Prompts of lines, JSON lines, or a JSON list. Raises UsageError.
 
-    run: whether programs in answers are run (`programs.passes`); otherwise they have no score
     Objects: those of `data_sets`; "question" (or AlpacaEval's "instruction" and "input"); maybe
     "answer" (a text or a list: all must occur), "pattern" (a regular expression), "reference" or
     "output" (a good answer), "kind", "category" or "dataset". Conversations as for training:
@@ -37,16 +36,16 @@ def file_prompts(path: Path, *, run: bool = False) -> list[Prompt]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read prompts from {path}: {error}") from error
     prompts = [prompt for number, entry in enumerate(found, 1)
-               for prompt in _prompts(f"{path}: prompt {number}", entry, run=run)]
+               for prompt in _prompts(f"{path}: prompt {number}", entry)]
     if not prompts:
         raise UsageError(f"{path} holds no prompts")
     return prompts
 
 
-def _prompts(where: str, entry: Any, *, run: bool) -> list[Prompt]:
+def _prompts(where: str, entry: Any) -> list[Prompt]:
     if not isinstance(entry, dict):
         raise UsageError(f'{where} is no object with a "question"')
-    return prompts_of(entry, where, run=run) or [_prompt(where, entry)]
+    return prompts_of(entry, where) or [_prompt(where, entry)]
 
 
 def _prompt(where: str, entry: Mapping[str, Any]) -> Prompt:
