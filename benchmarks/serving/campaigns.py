@@ -22,13 +22,12 @@ from typing import IO, Any
 import psutil
 
 from benchmarks.methods.prompts import PROMPTS
-from benchmarks.serving.client import Answer, complete, get
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.lab.chaos.client import Answer, complete, get
 from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.transport.http_client import HttpFailure
 from tests.rig.launch import environment, mpirun_path
 from tests.rig.plain_loop import PlainLoop
 
@@ -40,6 +39,7 @@ class Server:
 
     def __init__(self, port: int, process: asyncio.subprocess.Process) -> None:
         self.port, self.process = port, process
+        self.url = f"http://127.0.0.1:{port}"
 
     def memory(self) -> dict[str, int]:
         """Resident bytes by process, named by what it runs."""
@@ -54,11 +54,12 @@ class Server:
 
     async def slots(self) -> list[dict[str, Any]]:
         """What `/slots` says."""
-        return json.loads((await get(self.port, "/slots"))[1])
+        found: list[dict[str, Any]] = (await get(self.url, "/slots"))[1]
+        return found
 
     async def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        text = (await get(self.port, "/metrics"))[1]
+        text = (await get(self.url, "/metrics"))[1]
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
                    if line.split("{")[0].split(" ")[0] == name)
 
@@ -77,15 +78,15 @@ async def server(ranks: int, *options: str, quiet: bool = True) -> AsyncIterator
         *command, env=environment(), start_new_session=True,
         stdout=asyncio.subprocess.DEVNULL, stderr=log)
     try:
+        running = Server(port, process)
         for _ in range(1200):
-            with contextlib.suppress(HttpFailure):
-                if (await get(port, "/health"))[0] == 200:
-                    break
+            if (await get(running.url, "/health"))[0] == 200:
+                break
             assert process.returncode is None, f"the server did not start:\n{_end_of(log)}"
             await asyncio.sleep(0.1)
         else:
             raise AssertionError("the server was not ready after two minutes")
-        yield Server(port, process)
+        yield running
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGUSR1 if ranks > 1 else signal.SIGTERM)
@@ -139,7 +140,7 @@ def plain_tokens(loop: PlainLoop, request: dict[str, Any]) -> list[int]:
     return loop.generate(request["prompt"], request["max_tokens"], params)
 
 
-async def under_load(port: int, requests: list[dict[str, Any]], at_once: int, seed: int,
+async def under_load(url: str, requests: list[dict[str, Any]], at_once: int, seed: int,
                      leavers: float = 0.2) -> list[tuple[int | None, Answer]]:
     """Send all, `at_once` at a time with random pauses; some hang up. (left after, answer) each."""
     rng = random.Random(seed)
@@ -151,7 +152,8 @@ async def under_load(port: int, requests: list[dict[str, Any]], at_once: int, se
                   ) -> tuple[int | None, Answer]:
         async with gate:
             await asyncio.sleep(pause)
-            return leave, await complete(port, request, leave_after=leave)
+            body = {**request, "stream_options": {"include_usage": True}}
+            return leave, await complete(url, body, leave_after=leave)
 
     return list(await asyncio.gather(*(
         one(request, *plan) for request, plan in zip(requests, plans, strict=True))))
@@ -164,8 +166,8 @@ def compare(requests: list[dict[str, Any]], answers: list[tuple[int | None, Answ
     for k, (request, (left, answer), tokens) in enumerate(
             zip(requests, answers, wanted, strict=True)):
         if left is None or left >= request["max_tokens"]:
-            if answer.tokens != tokens or (left is None and not answer.ended):
-                wrong.append(f"request {k}: {answer.status} {answer.error} {answer.reason} "
+            if answer.tokens != tokens or (left is None and answer.trouble):
+                wrong.append(f"request {k}: {answer.status} {answer.trouble} {answer.reason} "
                              f"{len(answer.tokens)} of {len(tokens)} tokens, differs at "
                              f"{first_difference(answer.tokens, tokens)}")
             elif left is None and answer.usage.get("completion_tokens") != len(tokens):
@@ -194,7 +196,7 @@ async def lossless(args: argparse.Namespace) -> dict[str, Any]:
     wrong: list[str] = []
     async with server(args.ranks, *args.options) as running:
         for turn in range(args.turns):
-            answers = await under_load(running.port, requests, args.at_once, args.seed + turn)
+            answers = await under_load(running.url, requests, args.at_once, args.seed + turn)
             wrong += compare(requests, answers, wanted)
             memory.append(sum(running.memory().values()))
         await asyncio.sleep(1.0)

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.methods.prompts import PROMPTS
 from benchmarks.peers.programs import SERVER, find
 from benchmarks.serving.campaigns import server
-from benchmarks.serving.client import get
 from pipeinfer.lab import http_async
+from pipeinfer.lab.chaos.client import get
 from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.transport.http_client import HttpFailure
@@ -131,9 +131,8 @@ async def llama_server(program: Path | None, model: Path, parallel: int, ctx: in
         while True:
             assert process.returncode is None, f"{' '.join(command)} ended"
             assert time.monotonic() < deadline, f"{' '.join(command)} was not ready in time"
-            with contextlib.suppress(HttpFailure):
-                if (await get(port, "/health"))[0] == 200:
-                    break
+            if (await get(f"http://127.0.0.1:{port}", "/health"))[0] == 200:
+                break
             await asyncio.sleep(0.1)
         yield port
     finally:

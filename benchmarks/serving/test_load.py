@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from benchmarks.serving import campaigns
-from benchmarks.serving.client import complete
+from pipeinfer.lab.chaos.client import complete
 from pipeinfer.models.locate import open_tokenizer
 from tests.rig.launch import mpirun_path
 from tests.rig.plain_loop import PlainLoop
@@ -44,7 +44,7 @@ def test_requests_under_load_get_what_they_get_alone(asked, ranks, options):
 
     async def run():
         async with campaigns.server(ranks, *options) as running:
-            answers = await campaigns.under_load(running.port, requests, 16, seed=ranks)
+            answers = await campaigns.under_load(running.url, requests, 16, seed=ranks)
             for _ in range(100):
                 slots = await running.slots()
                 if not any(slot["is_processing"] for slot in slots):
@@ -67,9 +67,9 @@ def test_memory_is_flat_and_slow_readers_hold_nobody_up(asked):
         async with campaigns.server(2, "--queue", "8") as running:
             for turn in range(4):
                 slow = [asyncio.create_task(complete(
-                    running.port, {**requests[k], "max_tokens": 200}, read_pause=0.1))
+                    running.url, {**requests[k], "max_tokens": 200}, read_pause=0.1))
                     for k in range(2)]
-                answers = await campaigns.under_load(running.port, requests[:60], 12, seed=turn)
+                answers = await campaigns.under_load(running.url, requests[:60], 12, seed=turn)
                 assert all(answer.status == 200 for _, answer in answers)
                 assert not any(task.done() and task.exception() for task in slow)
                 for task in slow:

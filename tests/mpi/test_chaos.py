@@ -3,7 +3,6 @@ one on real jobs."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import random
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.chaos import campaign, whole
+from pipeinfer.lab.chaos import soak, whole
 from pipeinfer.lab.chaos.campaign import CampaignFile
 from pipeinfer.lab.chaos.client import Answer, take
 from pipeinfer.lab.chaos.command import chaos_command, plan
@@ -146,15 +145,13 @@ def test_a_campaign_goes_on_from_its_file(tmp_path):
         CampaignFile(path, settings)
 
 
-def test_a_turn_waits_for_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign, "_PAUSE", 0.0)
-    lock = tmp_path / "lock"
-    with lock.open("ab") as other:
-        with campaign.turn(lock), pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with campaign.turn(None):
-        pass
+def test_what_has_grown_is_named():
+    def sizes(n_bytes, files):
+        return [(2**20, 9)] * 6 + [(n_bytes, files)] * 3
+
+    assert soak.grown({"up 1": sizes(32 * 2**20, 17), "door 2": sizes(2**20, 9)[:5]}) == []
+    assert soak.grown({"up 1": sizes(65 * 2**20, 9), "door 2": sizes(2**20, 18)}) == [
+        "up 1 has grown by 64 MiB, 0 files", "door 2 has grown by 0 MiB, 9 files"]
 
 
 @pytest.mark.parametrize(("args", "says"), [
@@ -163,7 +160,10 @@ def test_a_turn_waits_for_the_others(tmp_path, monkeypatch):
     (["--moment", "lunch"], "lunch"),
     (["--victim", "leader"], "needs --grid"),
     (["--grid", "2x2", "--ranks", "4"], "has 4 members, but 3 ranks"),
-    (["--ranks", "2", "--fault", "cut-link"], "needs two ranks besides the head")])
+    (["--ranks", "2", "--fault", "cut-link"], "needs two ranks besides the head"),
+    (["--fault", "reload"], "--fault reload needs --minutes"),
+    (["--minutes", "1", "--fault", "storm"], "--minutes has no --fault storm"),
+    (["--minutes", "1", "--resume", "runs.jsonl"], "leave out --minutes")])
 def test_wrong_use(args, says):
     code, said = refusal(chaos_command, args)
     assert code == 2
@@ -177,9 +177,9 @@ def test_faults_of_the_disk_need_root_and_say_so(monkeypatch):
     whole.check(("kill", "kill-host"))
 
 
-def chaos(*args, ranks=3, runs=1):
+def chaos(*args, ranks=3, runs=1, timeout=200):
     done = launch.run(1, [*CHAOS, "--ranks", str(ranks), "--runs", str(runs), "--requests", "2",
-                          "--tokens", "40", "--json", *args], timeout=200)
+                          "--tokens", "40", "--json", *args], timeout=timeout)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -232,3 +232,17 @@ def test_nothing_that_hits_the_whole_job_costs_a_client_a_token(fault):
         pytest.skip("no file system can be mounted here")
     code, found = chaos("--fault", fault, "--moment", "decode", "--seconds", "150")
     assert (code, found["clean"]) == (0, 1), found
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.full("each of these faults in tests/mpi/test_supervised.py")
+def test_a_server_outlives_one_fault_after_the_other():
+    faults = ("kill", "kill-head", "kill-door", "rescale", "reload")
+    code, found = chaos("--minutes", "1", "--every", "8", "--seconds", "150", "--client",
+                        "openai", *(word for fault in faults for word in ("--fault", fault)),
+                        timeout=500)
+    *struck, end = found["outcomes"]
+    assert end["fault"] == "end"
+    assert len(struck) >= 2
+    assert (code, found["clean"]) == (0, found["runs"]), found

@@ -1,22 +1,17 @@
-"""A campaign's runs, one after the other: its file, from which it goes on, and its turns with other
-programs that measure on this machine. Knows no fault."""
+"""The file of a campaign, from which it goes on. Knows no fault."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.chaos.report import Outcome
-
-_PAUSE = 2.0  #: seconds between two turns, so that whoever waits gets one
 
 
 class CampaignFile:
@@ -91,15 +86,3 @@ def outcome_of(found: dict[str, Any]) -> Outcome:
     given = {field.name: found[field.name] for field in fields(Outcome)}
     given["lost"] = {int(index): why for index, why in given["lost"].items()}
     return Outcome(**given)
-
-
-@contextlib.contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Hold a lock (flock) that other programs take as well; a pause first."""
-    if lock is None:
-        yield
-        return
-    time.sleep(_PAUSE)
-    with lock.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,7 +1,8 @@
-"""Clients for experiments: honest ones that keep tokens and times, and a storm of bad ones.
+"""Clients for experiments: honest ones that store tokens and times, and a storm of bad ones.
 
-The bad ones write to bare sockets, since no library sends half a request. Knows no job, rank or
-fault.
+`complete` is the project's own client, `by_openai` the official library with its default time-outs
+and repetitions, which users' programs have. The bad ones write to bare sockets, since no library
+sends half a request. Knows no job, rank or fault.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Answer:
     reason: why it ended
     trouble: why it is not complete; "" for a good answer
     left: whether the client hung up on purpose
+    usage: as the server counted, where the request asks for it
     others: tokens of further choices (`n`), which follow those of the first once all are there
     """
 
@@ -43,12 +45,14 @@ class Answer:
     reason: str = ""
     trouble: str = "no answer"
     left: bool = False
+    usage: dict[str, Any] = field(default_factory=dict)
     others: dict[int, list[int]] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Forget what came of an earlier attempt, but for its times."""
         self.tokens.clear()
         self.others.clear()
+        self.usage.clear()
         self.text, self.reason, self.status, self.trouble = "", "", 0, "no answer"
 
     def whole(self) -> None:
@@ -71,13 +75,15 @@ async def get(url: str, path: str, timeout: float = 10.0) -> tuple[int, Any]:
 
 
 async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = None,
-                   on_token: Callable[[], None] | None = None, answer: Answer | None = None,
-                   key: str = "") -> Answer:
+                   read_pause: float = 0.0, on_token: Callable[[], None] | None = None,
+                   answer: Answer | None = None, key: str = "") -> Answer:
     """Stream a completion; never raises for what goes wrong on the way, see `Answer.trouble`.
 
-    leave_after: hang up after so many tokens. on_token: called after each. answer: filled while
-    tokens come, for onlookers; its tokens begin anew, its times go on. key: under which it can be
-    asked for again.
+    leave_after: hang up after so many tokens
+    read_pause: seconds to sleep between two pieces of the stream (a slow reader)
+    on_token: called after each
+    answer: filled while tokens come, for onlookers; its tokens begin anew, its times go on
+    key: under which it can be asked for again
     """
     got = Answer() if answer is None else answer
     got.begin()
@@ -102,9 +108,39 @@ async def complete(url: str, body: dict[str, Any], *, leave_after: int | None = 
                     if leave_after is not None and len(got.tokens) >= leave_after:
                         got.left, got.trouble = True, ""
                         return got
+                    if read_pause:
+                        await asyncio.sleep(read_pause)
             got.whole()
     except HttpFailure as failure:
         got.trouble = f"{got.trouble}: {failure}"
+    return got
+
+
+async def by_openai(url: str, body: dict[str, Any], *,
+                    on_token: Callable[[], None] | None = None, answer: Answer | None = None,
+                    key: str = "") -> Answer:
+    """Stream a completion by the official library; as `complete`."""
+    from openai import APIStatusError, AsyncOpenAI, OpenAIError
+
+    got = Answer() if answer is None else answer
+    got.begin()
+    more = {name: value for name, value in body.items() if name != "prompt"}
+    try:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            stream = await client.completions.create(
+                model="any", prompt=body["prompt"], stream=True,
+                extra_headers={"Idempotency-Key": key} if key else {},
+                extra_body={**more, "pipeinfer": {"detail": True}})
+            got.status, got.trouble = stream.response.status_code, "the answer is not whole"
+            async with stream:
+                async for chunk in stream:
+                    take(got, chunk.model_dump(), on_token)
+            if got.reason:  # the library takes a broken connection's end for the stream's
+                got.whole()
+    except APIStatusError as error:
+        got.status, got.trouble = error.status_code, f"status {error.status_code}: {error}"
+    except OpenAIError as error:
+        got.trouble = f"{got.trouble}: {error or type(error).__name__}"
     return got
 
 
@@ -173,6 +209,7 @@ def take(got: Answer, chunk: dict[str, Any], on_token: Callable[[], None] | None
         for call in delta.get("tool_calls") or ():
             got.text += call["function"].get("arguments") or ""
         got.reason = choice.get("finish_reason") or got.reason
+    got.usage = chunk.get("usage") or got.usage
     for _ in tokens if on_token is not None else ():
         assert on_token is not None
         on_token()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import random
 import signal
@@ -18,16 +19,19 @@ from pipeinfer.cli.terminal import show_over
 from pipeinfer.core.grid import Grid, parse_widths
 from pipeinfer.errors import UsageError
 from pipeinfer.lab.chaos import client
-from pipeinfer.lab.chaos.campaign import CampaignFile, turn
+from pipeinfer.lab.chaos.campaign import CampaignFile
 from pipeinfer.lab.chaos.client import Answer
 from pipeinfer.lab.chaos.job import Trouble
 from pipeinfer.lab.chaos.report import Outcome, summary, table
+from pipeinfer.lab.chaos.soak import FAULTS as SOAK_FAULTS
+from pipeinfer.lab.chaos.soak import MOVES, soak
 from pipeinfer.lab.chaos.trial import (
     BETWEEN,
     FAULTS,
     MOMENTS,
     SIGNALS,
     Setup,
+    Undisturbed,
     bodies,
     remove_leftovers,
     trial,
@@ -42,9 +46,10 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
               help="Ranks of the job, including the head and spares.")
 @click.option("--spares", default=0, show_default=True, type=click.IntRange(0),
               help="Ranks that stay idle until they replace one that dies.")
-@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, "all"]),
+@click.option("--fault", "faults", multiple=True, type=click.Choice([*FAULTS, *MOVES, "all"]),
               default=("kill",), show_default=True,
-              help="Fault to cause; several alternate, one per run (repeatable).")
+              help="Fault to cause; several alternate, one per run (repeatable). With --minutes "
+                   f"also {' and '.join(MOVES)}: the job moves, or is loaded with other options.")
 @click.option("--moment", "moments", multiple=True, type=click.Choice([*MOMENTS, "random"]),
               default=("random",), show_default=True,
               help="When the fault happens, where there is a choice; recovery: a second stage "
@@ -77,9 +82,11 @@ from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount, check
 @click.option("--resume", type=click.Path(dir_okay=False, path_type=Path), default=None,
               help="Append what comes of each run to this file, and leave out the runs that are in "
                    "it already: a campaign in several sittings.")
-@click.option("--lock", type=click.Path(dir_okay=False, path_type=Path), default=None,
-              help="Hold a lock (flock) of this file during each run, and let it go for 2 s "
-                   "between, so that programs that measure on this machine alternate.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=None,
+              help="Instead of --runs: one server under `pipeinfer up` for so long, with "
+                   "--requests clients that never rest.")
+@click.option("--every", default=60.0, show_default=True, type=click.FloatRange(0.1),
+              help="With --minutes: seconds between two faults.")
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
 def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     """Kill, stop and disturb real jobs on this machine, and see whether a token is lost.
@@ -91,12 +98,15 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     pipeinfer chaos --runs 20
     pipeinfer chaos --fault stop --moment decode --spares 1 --ranks 6 -- --hook pace=5
     pipeinfer chaos --grid 2x2 --fault kill --fault cut-link --victim leader
+    pipeinfer chaos --minutes 120 --fault all --client openai
     """
     ranks, spares, requests, tokens, seed = (
         given[name] for name in ("ranks", "spares", "requests", "tokens", "seed"))
     if ranks - spares < 2:
         raise UsageError(f"{ranks} ranks with {spares} spares leave no rank for a stage: raise "
                          "--ranks")
+    minutes = given["minutes"]
+    _check_kinds(given["faults"], minutes, given["resume"])
     victims = _victims(given["grid"], given["victim"], given["faults"], ranks - spares - 1)
     arguments = ["--port", "0", "-c", str(given["ctx"]), "-t", "1", "--set", "split=equal",
                  "--parallel", str(max(4, requests)), "--any-model-name",
@@ -116,9 +126,10 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     signal.signal(signal.SIGTERM, _end)  # or the job under trial would stay
     try:
         planned = plan(given["faults"], given["moments"], given["runs"], seed,
-                       two=ranks - spares > 2)
-        outcomes = asyncio.run(_campaign(setup, planned, seed, file, given["lock"],
-                                         quiet=given["as_json"]))
+                       two=ranks - spares > 2) if minutes is None else []
+        outcomes = asyncio.run(
+            _campaign(setup, planned, seed, file, quiet=given["as_json"]) if minutes is None else
+            _soak(setup, given["faults"], minutes, given["every"], seed, quiet=given["as_json"]))
     finally:
         remove_leftovers(folder)
     found = summary(outcomes)
@@ -184,18 +195,11 @@ def _moment(fault: str, moment: str, rng: random.Random) -> str:
 
 
 async def _campaign(setup: Setup, planned: list[Outcome], seed: int, file: CampaignFile | None,
-                    lock: Path | None, *, quiet: bool) -> list[Outcome]:
+                    *, quiet: bool) -> list[Outcome]:
     done = {} if file is None else file.outcomes
     if all(outcome.number in done for outcome in planned):
         return [done[outcome.number] for outcome in planned]
-    _progress("two undisturbed runs first", quiet)  # the first one fills the cache
-    with turn(lock):
-        wanted = await undisturbed(setup)
-    with turn(lock):
-        again = await undisturbed(setup)
-    if again.tokens != wanted.tokens:
-        raise Trouble("two undisturbed runs gave different tokens: nothing can be compared")
-    wanted = again
+    wanted = await _wanted(setup, quiet)
     if file is not None and not file.begin(wanted.tokens):
         raise Trouble("an undisturbed run gives other tokens than the campaign's file has: another "
                       "model, version or machine; name another file with --resume")
@@ -204,8 +208,7 @@ async def _campaign(setup: Setup, planned: list[Outcome], seed: int, file: Campa
             continue
         _progress(f"run {outcome.number + 1} of {len(planned)}: {outcome.fault}, "
                   f"{outcome.moment}", quiet)
-        with turn(lock):
-            await trial(setup, wanted, outcome, random.Random(f"run {seed} {outcome.number}"))
+        await trial(setup, wanted, outcome, random.Random(f"run {seed} {outcome.number}"))
         if file is not None:
             file.add(outcome)
         if not quiet:
@@ -215,14 +218,44 @@ async def _campaign(setup: Setup, planned: list[Outcome], seed: int, file: Campa
     return [done.get(outcome.number, outcome) for outcome in planned]
 
 
+async def _wanted(setup: Setup, quiet: bool) -> Undisturbed:
+    """What the requests get when nothing goes wrong. Raises Trouble if that is not always equal."""
+    _progress("two undisturbed runs first", quiet)  # the first one fills the cache
+    first, again = await undisturbed(setup), await undisturbed(setup)
+    if again.tokens != first.tokens:
+        raise Trouble("two undisturbed runs gave different tokens: nothing can be compared")
+    return again
+
+
+async def _soak(setup: Setup, faults: tuple[str, ...], minutes: float, every: float, seed: int, *,
+                quiet: bool) -> list[Outcome]:
+    wanted = await _wanted(setup, quiet)
+    _progress(f"one server for {minutes:g} minutes", quiet)
+    outcomes = await soak(setup, wanted, SOAK_FAULTS if "all" in faults else faults, minutes, every,
+                          random.Random(f"soak {seed}"))
+    _progress("", quiet)
+    if not quiet:
+        click.echo("\n".join(outcome.line() for outcome in outcomes))
+    return outcomes
+
+
+def _check_kinds(faults: tuple[str, ...], minutes: float | None, resume: Path | None) -> None:
+    """Raise UsageError for faults that the kind of campaign does not have."""
+    kinds = FAULTS if minutes is None else SOAK_FAULTS
+    for fault in faults:
+        if fault not in (*kinds, "all"):
+            raise UsageError(f"--fault {fault} needs --minutes" if minutes is None else
+                             f"--minutes has no --fault {fault}: choose of {', '.join(kinds)}")
+    if minutes is not None and resume is not None:
+        raise UsageError("--resume is for campaigns of --runs: leave out --minutes")
+
+
 def _client(name: str) -> Callable[..., Awaitable[Answer]]:
     if name == "own":
         return client.complete
-    try:
-        from pipeinfer.lab.chaos import openai_client
-    except ImportError:
-        raise UsageError("--client openai needs the openai library: pip install openai") from None
-    return openai_client.complete
+    if importlib.util.find_spec("openai") is None:
+        raise UsageError("--client openai needs the openai library: pip install openai")
+    return client.by_openai
 
 
 def _progress(text: str, quiet: bool) -> None:

@@ -14,7 +14,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,17 @@ class Setup:
     victims: Victims = ANYONE
     complete: Callable[..., Awaitable[Answer]] = client.complete
 
-    def start(self, cache: Path, fault: str = "", **environ: str) -> ServerJob:
-        """A server as all runs have it, for some faults under `pipeinfer up`."""
+    def start(self, cache: Path, fault: str = "", *, seconds: float = 0.0,
+              environ: Mapping[str, str] | None = None) -> ServerJob:
+        """A server as all runs have it, for some faults under `pipeinfer up`. seconds: that it
+        runs besides the time of a run's requests."""
         arguments = [*self.arguments, *(["--spares", str(self.spares)] if self.spares else [])]
-        seconds = FIRST_SECONDS + self.answer_seconds + DRAIN_SECONDS
+        seconds += FIRST_SECONDS + self.answer_seconds + DRAIN_SECONDS
         if fault in (*WHOLE, *DISKS):
             return whole.start(self.ranks, arguments, cache, seconds, disk=fault in DISKS,
-                               **environ)
+                               **(environ or {}))
         return ServerJob(self.ranks, arguments, seconds=seconds,
-                         environ={"PIPEINFER_CACHE": str(cache), **environ})
+                         environ={"PIPEINFER_CACHE": str(cache), **(environ or {})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ async def undisturbed(setup: Setup) -> Undisturbed:
             raise job.trouble(f"without any fault the server's exit code is {code}")
     finally:
         await asyncio.to_thread(job.close)
-        _keep_log(setup, job, "undisturbed")
+        keep_log(setup, job, "undisturbed")
     return Undisturbed(tuple(tuple(answer.tokens) for answer in answers), begin - up,
                        max(answer.times[0] for answer in answers) - begin,
                        tuple((answer.text, answer.reason) for answer in answers))
@@ -197,7 +199,7 @@ class _Trial:
             environ |= {"PIPEINFER_TIMEOUT": _CUT_SECONDS, "PIPEINFER_SUM_PATH": "messages"}
         elif outcome.fault == "corrupt-cache":
             self._corrupt()
-        self._job = setup.start(self._cache, outcome.fault, **environ)
+        self._job = setup.start(self._cache, outcome.fault, environ=environ)
 
     def _inside(self) -> str:
         """A fault that a rank brings about itself, as `--hook fault=` takes it."""
@@ -408,12 +410,13 @@ class _Trial:
     def close(self) -> None:
         """Nothing of the run stays."""
         self._job.close()
-        _keep_log(self._setup, self._job, f"run-{self._out.number + 1:03}")
+        keep_log(self._setup, self._job, f"run-{self._out.number + 1:03}")
         whole.remove(self._cache)
         shutil.rmtree(self._cache, ignore_errors=True)
 
 
-def _keep_log(setup: Setup, job: ServerJob, name: str) -> None:
+def keep_log(setup: Setup, job: ServerJob, name: str) -> None:
+    """Write a job's log where the campaign's logs go, if anywhere."""
     if setup.logs is not None:
         setup.logs.mkdir(parents=True, exist_ok=True)
         (setup.logs / f"{name}.log").write_text("".join(job.log), encoding="utf-8")

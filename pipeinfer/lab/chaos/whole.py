@@ -37,6 +37,7 @@ NOBODY_LEFT = ("kill-up", "kill-host")
 #: after these clients have to come again
 CONNECTIONS_LOST = ("kill-door", "stop-door", *NOBODY_LEFT)
 _UNSHARE = ("unshare", "--mount", "--propagation", "private")
+KILL = signal.SIGKILL
 _RESTARTS, _MIB = "1000", 4
 _MOUNT = 'mount -t tmpfs -o size={mib}m,mode=700 tmpfs "$PIPEINFER_STATE" && exec "$@"'
 
