@@ -31,9 +31,7 @@ from pipeinfer.errors import PipeinferError
 from pipeinfer.files import write_atomically
 from pipeinfer.lab.emulation.profiles import lookup
 
-MAIN = ("speed", "gain", "ttft", "constrained", "ablations", "ablations-published", "trees",
-        "gpu",
-        "acceptance", "controller", "time", "timeline", "wide")
+MAIN = ("speed", "gain", "ttft", "ablations-published", "trees", "controller", "time", "wide")
 OUT = Path(__file__).parents[1] / "results" / "paper"
 
 

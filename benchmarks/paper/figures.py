@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.paper.figures_more import (
-    acceptance,
     controller,
     controller_needs,
     delay,
-    draft_needs,
-    drafts,
     path_needs,
     paths,
     scale,
@@ -25,8 +22,6 @@ from benchmarks.paper.figures_paper import (
     constrained_all,
     gpu,
     gpu_needs,
-    itl,
-    memory,
     nodes_needs,
     prompts,
     prompts_needs,
@@ -45,11 +40,6 @@ FIGURES = (
     Figure("ttft", "Time to first token (Fig. 5)",
            "PipeInfer is near parity with iterative inference, synchronous speculation far "
            "slower.", nodes_needs, ttft),
-    Figure("itl", "Time between tokens (Fig. 6)", "It follows the generation speed.",
-           nodes_needs, itl),
-    Figure("memory", "Memory per node (Fig. 7a)",
-           "PipeInfer needs as much memory as synchronous speculation, iterative less; PipeInfer "
-           "has the most speed per memory.", nodes_needs, memory),
     Figure("constrained", "Gigabit Ethernet and old machines (Figs. 7b, 7c)",
            "PipeInfer's greatest gains over synchronous speculation. Five slow nodes more: Dolphin "
            "loses marginally, Falcon substantially, Goliath gains. Time to first token sometimes "
@@ -67,10 +57,6 @@ FIGURES = (
     Figure("prompts", "From prompt to prompt (Fig. 10)",
            "PipeInfer's speed stays consistent, that of synchronous speculation is erratic.",
            prompts_needs, prompts),
-    Figure("acceptance", "Acceptance from 0 to 100 %",
-           "Not in the paper, but: 'maintaining high performance even with low speculation "
-           "accuracy'.",
-           sweep_needs("acceptance-c", "acceptance-goliath", "acceptance-gpu"), acceptance),
     Figure("delay", "Delay of the links, 0 to 75 ms",
            "Not in the paper, but: 'resilience to latency'.", sweep_needs("delay", "delay-gpu"),
            delay),
@@ -82,7 +68,6 @@ FIGURES = (
     Figure("time", "Where the time goes", "Not in the paper.", time_needs, where),
     Figure("cancellation", "How cancellations travel",
            "They hop backwards from stage to stage.", path_needs, paths),
-    Figure("drafts", "Which size of draft", "Not in the paper.", draft_needs, drafts),
     Figure("wide", "The best grid of wide stages",
            "Not in the paper, whose authors name tensor parallel stages as their next step.",
            wide_needs, on_grids),

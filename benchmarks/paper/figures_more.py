@@ -1,4 +1,4 @@
-"""Figures that the paper does not have: sweeps, tuning, time, cancellation, drafts, scale."""
+"""Figures that the paper does not have: sweeps, tuning, time, cancellation, scale."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
 from benchmarks.paper.plots import (
-    COLOUR,
-    MARK,
     POLICIES,
     SMALL,
     Drawn,
@@ -27,7 +24,6 @@ from benchmarks.paper.plots import (
     compare,
     compared,
     from_to,
-    legend,
     panels,
     plain,
     rows_of,
@@ -80,55 +76,15 @@ def sweep_needs(*names: str) -> Callable[[Size], list[Job]]:
                          for job in compared(point, size.few)]
 
 
-def _sweep(store: Store, size: Size, names: Sequence[str], xlabel: str, *, share: bool = False,
-           logarithmic: bool = False
-           ) -> tuple[Any, list[Any], dict[str, list[tuple[float, dict[str, Stat]]]]]:
-    figure, axes = panels(len(names), width=4.3 if len(names) < 3 else 3.7, sharey=share)
-    found = {}
-    for axis, name in zip(axes, names, strict=True):
-        points = [(x, compare(store, point, size.few)) for x, point in sweep_points(size)[name]]
-        for policy in POLICIES:
-            axis.errorbar([x for x, _ in points], [s[policy].mean() for _, s in points],
-                          [s[policy].spread() for _, s in points], color=COLOUR[policy],
-                          marker=MARK[policy], ms=4.5, capsize=2, lw=1.6)
-        axis.set(xlabel=xlabel, ylabel="tokens/s", title=SWEEP_TITLES[name])
-        if not logarithmic:
-            axis.set_ylim(bottom=0)
-        found[name] = points
-    legend(figure)
-    return figure, axes, found
+def _sweep(store: Store, size: Size, names: Sequence[str]
+           ) -> dict[str, list[tuple[float, dict[str, Stat]]]]:
+    return {name: [(x, compare(store, point, size.few)) for x, point in sweep_points(size)[name]]
+            for name in names}
 
 
-def acceptance(store: Store, size: Size, out: Path) -> Drawn:
+def delay(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
-    names = ("acceptance-c", "acceptance-goliath", "acceptance-gpu")
-    figure, axes, found = _sweep(store, size, names, "acceptance", logarithmic=True)
-    for axis in axes:
-        axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
-        axis.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-        axis.yaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
-    save(figure, out, "acceptance", "Speed against the share of first guesses that are right "
-         "(logarithmic).", drawn)
-    for name, points in found.items():
-        for x, stats in points:
-            drawn.rows += rows_of("acceptance", f"{name} {x:.0%}", stats)
-        gains = [(x, s["pipeinfer"].mean() / s["speculative"].mean(),
-                  s["pipeinfer"].mean() / s["iterative"].mean()) for x, s in points]
-        peak = max(gains, key=lambda g: g[1])
-        drawn.measured.append(
-            f"{SWEEP_TITLES[name]}: from {gains[0][2]:.2f} to {gains[-1][2]:.2f} times iterative; "
-            f"over the best synchronous speculation at most {peak[1]:.2f} times, at {peak[0]:.0%}.")
-    return drawn
-
-
-def delay(store: Store, size: Size, out: Path) -> Drawn:
-    drawn = Drawn()
-    figure, _, found = _sweep(store, size, ("delay", "delay-gpu"), "ms added to every link")
-    save(figure, out, "delay", "Speed against a delay added to every link, 79 % acceptance.",
-         drawn)
-    for name, points in found.items():
+    for name, points in _sweep(store, size, ("delay", "delay-gpu")).items():
         for x, stats in points:
             drawn.rows += rows_of("delay", f"{name} {x:g} ms", stats)
         gains = [s["pipeinfer"].mean() / s["speculative"].mean() for _, s in points]
@@ -141,14 +97,10 @@ def delay(store: Store, size: Size, out: Path) -> Drawn:
     return drawn
 
 
-def slow(store: Store, size: Size, out: Path) -> Drawn:
+def slow(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
     names = ("slow-equal", "slow-planned")
-    figure, axes, found = _sweep(store, size, names, "node 4 slower by this factor", share=True)
-    for axis in axes:
-        axis.set_xticks(list(FACTORS), [f"{f:g}" for f in FACTORS])
-    save(figure, out, "slow", "One of eight nodes of cluster C made slower, Dolphin with "
-         "TinyLlama.", drawn)
+    found = _sweep(store, size, names)
     for name, points in found.items():
         for x, stats in points:
             drawn.rows += rows_of("slow", f"{name} x{x:g}", stats)
@@ -282,7 +234,7 @@ def controller(store: Store, size: Size, out: Path) -> Drawn:
     return drawn
 
 
-# --- scale, cancellation, drafts, where the time goes --------------------------------------------
+# --- scale, cancellation, where the time goes ----------------------------------------------------
 
 STAGES = (8, 16, 32, 64, 128, 256)
 
@@ -298,12 +250,11 @@ def scale_needs(size: Size) -> list[Job]:
     return [Job(one, timed=True) for _, runs in scale_runs(size) for one in runs.values()]
 
 
-def scale(store: Store, size: Size, out: Path) -> Drawn:
+def scale(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
     found = [(n, {p: store.get(one, timed=True) for p, one in runs.items()})
              for n, runs in scale_runs(size)]
     stages = [n for n, _ in found]
-    figure, axes = panels(4, width=4.4, height=2.8, most=2)
 
     def metric(record: dict[str, Any], name: str, n: int) -> float:
         if name == "head":
@@ -316,19 +267,9 @@ def scale(store: Store, size: Size, out: Path) -> Drawn:
 
     plots = (("speed", "tokens/s"), ("head", "scheduler, us per run"),
              ("bytes", "KB per link and accepted token"), ("runs", "runs per accepted token"))
-    for axis, (name, label) in zip(axes, plots, strict=True):
-        for policy in ("iterative", "pipeinfer"):
-            values = [metric(records[policy], name, n) for n, records in found]
-            axis.plot(stages, values, marker=MARK[policy], color=COLOUR[policy])
-            drawn.rows += [Row("scale", f"{n} stages", policy, label, v)
-                           for n, v in zip(stages, values, strict=True)]
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(stages, [str(n) for n in stages])
-        axis.minorticks_off()
-        axis.set(xlabel="stages", ylabel=label, ylim=(0, None))
-    legend(figure, ("iterative", "pipeinfer"))
-    save(figure, out, "scale", "256 layers of a 70B's shape over up to 256 stages of cluster C's "
-         "machines, 79 % acceptance, 256 tokens.", drawn)
+    for name, label in plots:
+        drawn.rows += [Row("scale", f"{n} stages", policy, label, metric(records[policy], name, n))
+                       for policy in ("iterative", "pipeinfer") for n, records in found]
     for name, what in (("head", "scheduler per run, us"), ("bytes", "KB per link and token"),
                        ("runs", "runs per token"), ("speed", "tokens/s")):
         values = [metric(records["pipeinfer"], name, n) for n, records in found]
@@ -366,23 +307,18 @@ def path_needs(size: Size) -> list[Job]:
             for run in texts(variant, size.few)]
 
 
-def paths(store: Store, size: Size, out: Path) -> Drawn:
+def paths(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
     seeds = size.few
-    figure, axes = panels(2, width=5.8, height=3.3)
-    points = path_points(size)
-    colours = {"none": "#9aa7b8", "backward": "#5b8fe0", "direct": "#2563c9"}
     gains = []
-    for index, name in enumerate(colours):
-        for x, (label, point) in enumerate(points):
+    for name in ("none", "backward", "direct"):
+        for label, point in path_points(size):
             one = stat(store, path_variants(point)[name], seeds)
             reference = stat(store, path_variants(point)["none"], seeds)
             assert one is not None
             assert reference is not None
             ratio = one.mean() / reference.mean()
             share = statistics.fmean(sum(r["wasted"]) / sum(r["busy"]) for r in one.records)
-            axes[0].bar(x + (index - 1) * 0.27, ratio, 0.25, color=colours[name])
-            axes[1].bar(x + (index - 1) * 0.27, share, 0.25, color=colours[name])
             case = label.replace("\n", " ")
             drawn.rows += [Row("cancellation", case, name, "speed over none", ratio, 0.0, seeds),
                            Row("cancellation", case, name, "dead share of stage time", share, 0.0,
@@ -390,81 +326,9 @@ def paths(store: Store, size: Size, out: Path) -> Drawn:
             if name == "direct":
                 back = stat(store, path_variants(point)["backward"], seeds)
                 gains.append((one.mean() / back.mean(), ratio))
-    for axis, label in zip(axes, ("speed over no cancellation", "stage time on dead runs"),
-                           strict=True):
-        axis.set_xticks(range(len(points)), [label for label, _ in points], fontsize=7.5)
-        axis.grid(axis="x", visible=False)
-        axis.set_ylabel(label)
-    axes[0].axhline(1.0, color="#555", lw=1)
-    axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
-    figure.legend(handles=[Patch(color=c, label=n) for n, c in (
-        ("no cancellation", colours["none"]), ("backward, stage to stage", colours["backward"]),
-        ("direct, to all stages", colours["direct"]))], loc="outside upper center", ncols=3)
-    save(figure, out, "cancellation", "How a cancellation travels; micro-batches of one, nothing "
-         "tuned while running.", drawn)
     drawn.measured.append(
         f"Cancellation makes runs {from_to(g[1] for g in gains)} times as fast; sent to all stages "
         f"at once instead of from stage to stage {from_to(g[0] for g in gains)} times.")
-    return drawn
-
-
-DRAFTS = ("draft-1b", "draft-7b", "draft-13b")
-DRAFT_CLUSTERS = (("c", 8), ("a", 8), ("b", 13), ("gpu", 4))
-
-
-def draft_points(size: Size) -> list[tuple[tuple[str, int], str, float, Experiment]]:
-    shares = size.thin((0.5, 0.7, 0.9))
-    return [((cluster, n), pair, share, base(cluster, pair, size, nodes=n, acceptance=share))
-            for cluster, n in size.thin(DRAFT_CLUSTERS) for pair in DRAFTS for share in shares]
-
-
-def draft_needs(size: Size) -> list[Job]:
-    return [Job(run) for *_, point in draft_points(size) for run in texts(point, size.few)]
-
-
-def drafts(store: Store, size: Size, out: Path) -> Drawn:
-    drawn = Drawn()
-    places = size.thin(DRAFT_CLUSTERS)
-    figure, axes = panels(len(places), width=4.4, most=2)
-    lines: dict[Any, list[tuple[float, float]]] = {}
-    facts = {}
-    for place, pair, share, point in draft_points(size):
-        one = stat(store, point, size.few)
-        if one is None:
-            continue
-        lines.setdefault((place, pair), []).append((share, one.mean()))
-        facts[place, pair] = one.records[0]
-        drawn.rows.append(Row("drafts", f"{place[0]} {place[1]} nodes {pair} {share:.0%}",
-                              "pipeinfer", "tokens_per_second", one.mean(), one.spread(),
-                              len(one.records)))
-    for axis, place in zip(axes, places, strict=True):
-        for pair, colour, mark in zip(DRAFTS, ("#2563c9", "#2a9d72", "#b04a9c"), "osv",
-                                      strict=True):
-            points = lines.get((place, pair), [])
-            if points:
-                record = facts[place, pair]
-                ratio = record["draft_seconds"] / max(record["stage_seconds"])
-                axis.plot(*zip(*points, strict=True), marker=mark, color=colour,
-                          label=f"{pair[6:].upper()}: {ratio:.2f} of a stage per token")
-        axis.legend(fontsize=8)
-        axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
-        axis.set_xticks([share for _, pair, share, _ in draft_points(size) if pair == DRAFTS[0]])
-        axis.set(title=f"cluster {place[0].upper()}, {place[1]} nodes", xlabel="acceptance",
-                 ylabel="tokens/s", ylim=(0, None))
-        small, needed = dict(lines.get((place, "draft-1b"), [])), []
-        for pair in DRAFTS[1:]:
-            big = lines.get((place, pair), [])
-            if 0.7 in small and big and big[-1][1] >= small[0.7]:
-                shares, speeds = zip(*big, strict=True)
-                share = float(np.interp(small[0.7], speeds, shares))
-                needed.append(f"{pair[6:].upper()} needs {share:.0%}")
-            elif 0.7 in small:
-                needed.append(f"{pair[6:].upper()} does not get there by 90 %")
-        if needed:
-            drawn.measured.append(f"Cluster {place[0].upper()}, {place[1]} nodes: to match the "
-                                  f"1.1B draft at 70 %, {', '.join(needed)}.")
-    save(figure, out, "drafts", "Dolphin 70B under PipeInfer with drafts of three sizes at equal "
-         "acceptance: what a larger draft costs, and what it must bring.", drawn)
     return drawn
 
 
@@ -486,14 +350,11 @@ def where(store: Store, size: Size, out: Path) -> Drawn:
     drawn = Drawn()
     points = time_points(size)
     figure, axes = panels(len(points), sharey=True, height=3.2)
-    pictures = {}
     for axis, (pair, point) in zip(axes, points, strict=True):
         labels, stacks = [], []
         for policy in ("iterative", "speculative", "pipeinfer"):
             chosen = compare(store, point, size.seeds, (policy,))[policy].experiment
             _, result = traced(chosen)
-            if policy == "pipeinfer":
-                pictures[pair] = result
             split = _time_split(result)
             labels.append({"iterative": "iterative", "speculative": "synchr.\n(best)"}.get(
                 policy, ""))
@@ -531,7 +392,6 @@ def where(store: Store, size: Size, out: Path) -> Drawn:
     save(figure, out, "time", "Where the stages' time goes, 8 nodes of cluster C, one text. In "
          "synchronous speculation rejected rows travel in the token's own run and count as of "
          "use.", drawn)
-    _timeline(pictures[points[0][0]], points[0][0], out, drawn)
     return drawn
 
 
@@ -543,26 +403,3 @@ def _time_split(result: Any) -> list[dict[str, float]]:
         if inside > 0 and fate in split[stage]:
             split[stage][fate] += inside / (end - start)
     return split
-
-
-def _timeline(result: Any, pair: str, out: Path, drawn: Drawn) -> None:
-    stages = len(result.busy)
-    begin = result.times[0] + 0.4 * (result.times[-1] - result.times[0])
-    span = 1.2
-    figure, (axis,) = panels(1, width=11, height=0.6 + 0.36 * stages)
-    for stage, _, start, end, fate in result.spans:
-        if end > begin and start < begin + span:
-            axis.barh(stage, end - start, left=start - begin, height=0.78, color=FATES[fate],
-                      edgecolor="white", lw=0.4)
-    for when in result.times:
-        if begin < when < begin + span:
-            axis.plot(when - begin, -0.75, marker="v", ms=5, color="#2563c9")
-    axis.set_yticks(range(stages), [f"stage {k + 1}" for k in range(stages)])
-    axis.set(xlim=(0, span), ylim=(stages - 0.4, -1.2), xlabel="seconds")
-    axis.grid(visible=False)
-    marks = plt.Line2D([], [], color="#2563c9", marker="v", ls="", label="token accepted")
-    figure.legend(handles=[*(Patch(color=FATES[f], label=FATE_NAMES[f])
-                             for f in ("token", "guess", "dead", "skipped")), marks],
-                  loc="outside upper center", ncols=5)
-    save(figure, out, "timeline", f"{span} seconds of {pair} on 8 nodes of cluster C under "
-         "PipeInfer, stages as lanes.", drawn)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.patches import Patch
 
@@ -35,7 +34,6 @@ from benchmarks.paper.plots import (
     panels,
     rows_of,
     save,
-    short,
     stat,
     texts,
     title_of,
@@ -193,69 +191,6 @@ def ttft(store: Store, size: Size, out: Path) -> Drawn:
     return drawn
 
 
-def itl(store: Store, size: Size, out: Path) -> Drawn:
-    drawn, grid = Drawn(), nodes_grid(store, size)
-    figure, axes = panels(len(_pairs(size)))
-
-    def value(one: Stat) -> tuple[float, tuple[float, float]]:
-        mean = one.mean("itl_mean")
-        return mean, (0.0, max(0.0, one.mean("itl_p95") - mean))
-
-    for axis, pair in zip(axes, _pairs(size), strict=True):
-        _lines(axis, pair, grid, size, value)
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("seconds")
-    legend(figure)
-    save(figure, out, "itl", "Mean time between accepted tokens, cluster C; bars reach to the "
-         "95th percentile: accepted guesses come in bursts.", drawn)
-    for (pair, n), stats in grid.items():
-        drawn.rows += rows_of("itl", f"c {n} nodes {pair}", stats,
-                              ("itl_mean", "itl_sd", "itl_p95"))
-    for policy in POLICIES:
-        at = {pair: grid[pair, 8][policy] for pair in _pairs(size)}
-        drawn.measured.append(
-            f"{NAME[policy]}, 8 nodes: mean {from_to(s.mean('itl_mean') for s in at.values())} s, "
-            f"standard deviation within a text {from_to(s.mean('itl_sd') for s in at.values())} "
-            "s.")
-    return drawn
-
-
-def memory(store: Store, size: Size, out: Path) -> Drawn:
-    drawn, grid = Drawn(), nodes_grid(store, size)
-    targets = list(dict.fromkeys(profiles().pair(pair).target for pair in _pairs(size)))
-    figure, axes = panels(len(targets))
-    for axis, target in zip(axes, targets, strict=True):
-        for pair in _pairs(size):
-            if profiles().pair(pair).target != target:
-                continue
-            second = TABLE_I.index(pair) % 2
-            for policy in POLICIES:
-                stats = [grid[pair, n][policy] for n in _nodes(size)]
-                axis.plot([s.memory for s in stats], [s.mean() for s in stats],
-                          marker=MARK[policy], color=COLOUR[policy], ms=5, lw=1,
-                          ls="--" if second else "-")
-        axis.set(xscale="log", yscale="log", xlabel="GiB per node (mean)", ylabel="tokens/s",
-                 title=profiles().model(target).title)
-        for which in (axis.xaxis, axis.yaxis):
-            which.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
-            which.set_minor_formatter(mpl.ticker.NullFormatter())
-            which.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
-    legend(figure)
-    save(figure, out, "memory", "Memory per node against speed, cluster C with "
-         f"{', '.join(map(str, _nodes(size)))} nodes (right to left); dashed: the larger draft.",
-         drawn)
-    for (pair, n), stats in grid.items():
-        drawn.rows += [Row("memory", f"c {n} nodes {pair}", policy, "GiB per node", one.memory)
-                       for policy, one in stats.items()]
-    per = {p: [stats[p].mean() / stats[p].memory for stats in grid.values()] for p in POLICIES}
-    gains = [a / b for a, b in zip(per["pipeinfer"], per["speculative"], strict=True)]
-    more = [stats["pipeinfer"].memory / stats["iterative"].memory for stats in grid.values()]
-    drawn.measured.append(
-        f"PipeInfer brings {from_to(gains)} times the tokens/s per GiB of the best synchronous "
-        f"speculation; both need {from_to(more)} times iterative's memory per node (the draft).")
-    return drawn
-
-
 # --- Figs. 7b, 7c: gigabit --------------------------------------------------------------------
 
 
@@ -264,40 +199,11 @@ def constrained_needs(size: Size) -> list[Job]:
             for job in compared(base(cluster, pair, size, nodes=n), size.seeds)]
 
 
-def bars(axis: Any, labels: Sequence[str], groups: Sequence[dict[str, Stat]], metric: str,
-         policies: Sequence[str] = POLICIES) -> None:
-    width = 0.8 / len(policies)
-    for index, policy in enumerate(policies):
-        at = [x + (index - (len(policies) - 1) / 2) * width for x, g in enumerate(groups)
-              if policy in g]
-        there = [g[policy] for g in groups if policy in g]
-        axis.bar(at, [s.mean(metric) for s in there], width * 0.94, color=COLOUR[policy],
-                 yerr=[s.spread(metric) for s in there], error_kw={"lw": 1, "capsize": 2})
-    axis.set_xticks(range(len(labels)), labels)
-    axis.grid(axis="x", visible=False)
-
-
-def bar_legend(figure: Any, policies: Sequence[str] = POLICIES) -> None:
-    figure.legend(handles=[Patch(color=COLOUR[p], label=NAME[p]) for p in policies],
-                  loc="outside upper center", ncols=len(policies))
-
-
-def constrained(store: Store, size: Size, out: Path) -> Drawn:
+def constrained(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
     pairs = size.thin(SMALL)
     grid = {(pair, c, n): compare(store, base(c, pair, size, nodes=n), size.seeds)
             for pair in pairs for c, n in CLUSTERS}
-    for metric, name, unit in (("tokens_per_second", "constrained", "tokens/s"),
-                               ("ttft", "constrained-ttft", "seconds")):
-        figure, axes = panels(len(pairs))
-        for axis, pair in zip(axes, pairs, strict=True):
-            groups = [grid[pair, c, n] for c, n in CLUSTERS]
-            bars(axis, [f"{c.upper()}, {n} nodes" for c, n in CLUSTERS], groups, metric)
-            axis.set(title=title_of(pair), ylabel=unit)
-            axis.set_ylim(bottom=0)
-        bar_legend(figure)
-        save(figure, out, name, f"{'Speed' if metric != 'ttft' else 'Time to first token'} over "
-             "gigabit Ethernet (B: cluster A and five old desktops, layers as planned).", drawn)
     gains: dict[str, list[float]] = {bench.BASELINE: [], "speculative": [], "published": []}
     first: list[float] = []
     for (pair, c, n), stats in grid.items():
@@ -370,41 +276,35 @@ def ablations(store: Store, size: Size, out: Path) -> Drawn:
 
 def _ablations(store: Store, size: Size, out: Path, drawn: Drawn, policy: str) -> None:
     own, published, pairs = ABLATIONS[policy], policy == "published", size.thin(SMALL)
-    labels = ["all", "no\ncancel", "no con-\ntinuous",
-              "no multi-\nbuffer" if published else "no alter-\nnatives", "no\nasync"]
-    colours = ["#5b8fe0", "#9aa7b8", "#9aa7b8", "#c98b3c", "#c98b3c"]
-    if not published:
-        labels, colours = ["tuned", *labels], ["#2563c9", *colours]
-    figure, axes = panels(len(pairs), width=4.0, height=3.1)
-    latency, latency_axes = panels(len(pairs), width=4.0, height=3.1)
-    for axis, other, pair in zip(axes, latency_axes, pairs, strict=True):
+    by_pair = {}
+    for pair in pairs:
         tuned = [] if published else [stat(store, base("c", pair, size, nodes=8), size.seeds)]
         found = [[stat(store, o, size.seeds) for o in ablation_options(pair, size, off, policy)]
                  for off in ("", *own)]
-        stats = tuned + [max((s for s in one if s is not None), key=Stat.mean) for one in found]
-        for which, metric, unit in ((axis, "tokens_per_second", "tokens/s"),
-                                    (other, "itl_mean", "seconds between tokens")):
-            which.bar(range(len(stats)), [s.mean(metric) for s in stats], 0.7, color=colours,
-                      yerr=[s.spread(metric) for s in stats], error_kw={"lw": 1, "capsize": 3})
-            which.set_xticks(range(len(stats)), labels, fontsize=8)
-            which.grid(axis="x", visible=False)
-            which.set(title=title_of(pair), ylabel=unit)
-        _contributions(drawn, pair, policy, stats)
-    for grey in (figure, latency):
-        grey.legend(handles=[Patch(color="#5b8fe0", label="everything on"),
-                             Patch(color="#9aa7b8", label="in the paper too"),
-                             Patch(color="#c98b3c", label="not measurable in the paper")],
-                    loc="outside upper center", ncols=3)
-    caption = (
-        "Components of the policy that the paper describes, each switched off; 8 nodes of cluster "
-        "C, nothing is tuned. Without continuous speculation the single run has up to 4 or 8 "
-        "guesses, whichever is faster." if published else
-        "Each component switched off, 8 nodes of cluster C; every bar is the best of a few fixed "
-        "settings (micro-batches of 1 and 2; trees of 1, 2, 4, 8), nothing is tuned while running "
-        "but in the first.")
-    name = "ablations-published" if published else "ablations"
-    save(figure, out, name, caption, drawn)
-    save(latency, out, f"{name}-itl", caption, drawn)
+        by_pair[pair] = tuned + [max((s for s in one if s is not None), key=Stat.mean)
+                                 for one in found]
+        _contributions(drawn, pair, policy, by_pair[pair])
+    if published:
+        _draw_ablations(by_pair, out, drawn)
+
+
+def _draw_ablations(by_pair: dict[str, list[Stat]], out: Path, drawn: Drawn) -> None:
+    labels = ["all", "no\ncancel", "no con-\ntinuous", "no multi-\nbuffer", "no\nasync"]
+    colours = ["#5b8fe0", "#9aa7b8", "#9aa7b8", "#c98b3c", "#c98b3c"]
+    figure, axes = panels(len(by_pair), width=4.0, height=3.1)
+    for axis, (pair, stats) in zip(axes, by_pair.items(), strict=True):
+        axis.bar(range(len(stats)), [s.mean() for s in stats], 0.7, color=colours,
+                 yerr=[s.spread() for s in stats], error_kw={"lw": 1, "capsize": 3})
+        axis.set_xticks(range(len(stats)), labels, fontsize=8)
+        axis.grid(axis="x", visible=False)
+        axis.set(title=title_of(pair), ylabel="tokens/s")
+    figure.legend(handles=[Patch(color="#5b8fe0", label="everything on"),
+                           Patch(color="#9aa7b8", label="in the paper too"),
+                           Patch(color="#c98b3c", label="not measurable in the paper")],
+                  loc="outside upper center", ncols=3)
+    save(figure, out, "ablations-published", "Components of the policy that the paper describes, "
+         "each switched off; 8 nodes of cluster C, nothing is tuned. Without continuous "
+         "speculation the single run has up to 4 or 8 guesses, whichever is faster.", drawn)
 
 
 def _contributions(drawn: Drawn, pair: str, policy: str, stats: Sequence[Stat]) -> None:
@@ -437,22 +337,10 @@ def gpu_needs(size: Size) -> list[Job]:
             for job in compared(base("gpu", pair, size), size.seeds)]
 
 
-def gpu(store: Store, size: Size, out: Path) -> Drawn:
+def gpu(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
     pairs = size.thin(TABLE_III)
     groups = [compare(store, base("gpu", pair, size), size.seeds) for pair in pairs]
-    figure, (axis,) = panels(1, width=11.5, height=3.8)
-    bars(axis, [f"{short(p)}\n{profiles().pair(p).acceptance:.0%}" for p in pairs], groups,
-         "tokens_per_second")
-    axis.tick_params(axis="x", labelsize=7.5)
-    axis.set_ylabel("tokens/s")
-    for x, group in enumerate(groups):
-        if "pipeinfer" not in group:
-            axis.text(x + 0.3, 1, "does not fit", rotation=90, ha="center", va="bottom",
-                      color=COLOUR["pipeinfer"], fontsize=8.5)
-    bar_legend(figure)
-    save(figure, out, "gpu", "Four GPUs over InfiniBand QDR (MI60, P40, Titan V, RTX 3090). The "
-         "paper reports no acceptances here: they are assumed (the percentages).", drawn)
     gains: dict[str, dict[str, float]] = {
         bench.BASELINE: {}, "speculative": {}, "published": {}, "iterative": {}}
     for pair, stats in zip(pairs, groups, strict=True):
@@ -490,25 +378,16 @@ def prompts_needs(size: Size) -> list[Job]:
     return [Job(run) for policy in POLICIES for runs in _prompt_runs(size, policy) for run in runs]
 
 
-def prompts(store: Store, size: Size, out: Path) -> Drawn:
+def prompts(store: Store, size: Size, _: Path) -> Drawn:
     drawn = Drawn()
-    figure, (axis,) = panels(1, width=9.5, height=3.4)
-    shares = prompt_acceptances(size)
     parts = []
     for policy in POLICIES:
         found = [[store.get(run)["tokens_per_second"] for run in runs]
                  for runs in _prompt_runs(size, policy)]
         values = max(found, key=statistics.fmean)
-        axis.plot(range(len(values)), values, marker=MARK[policy], color=COLOUR[policy], lw=1.6)
         mean, spread = statistics.fmean(values), statistics.stdev(values)
         drawn.rows.append(Row("prompts", "gpu senku-tinyllama", policy, "tokens_per_second", mean,
                               spread, len(values)))
         parts.append(f"{NAME[policy]} {mean:.1f} +-{spread:.1f} tokens/s ({spread / mean:.0%})")
-    axis.set_xticks(range(len(shares)), [f"{i + 1}\n{s:.0%}" for i, s in enumerate(shares)])
-    axis.set(xlabel="prompt, and its acceptance", ylabel="tokens/s", ylim=(0, None))
-    legend(figure)
-    save(figure, out, "prompts", "Senku 70B with TinyLlama on four GPUs. Every prompt is another "
-         "text with another acceptance, drawn from a Beta distribution of mean 65 % and standard "
-         "deviation 8 %; synchronous settings are fixed for all prompts.", drawn)
     drawn.measured.append("Mean and standard deviation over prompts: " + "; ".join(parts) + ".")
     return drawn

@@ -46,19 +46,8 @@ PAPER = {
     "gain": "1.5 to 2.15 times synchronous speculation (shaded), up to 1.7 well aligned, 2.15 "
             "poorly",
     "ttft": "PipeInfer near parity with iterative, synchronous far slower",
-    "itl": "follows the generation speed",
-    "memory": "PipeInfer as much memory as synchronous, iterative less; most speed per memory",
-    "constrained": "greatest gains here; B over A: Dolphin marginally slower, Falcon much, "
-                   "Goliath faster",
-    "constrained-ttft": "PipeInfer in some cases below iterative",
-    "ablations": "slower without cancellation, severely without continuous (Falcon moderately)",
-    "ablations-itl": "longer without cancellation",
     "ablations-published": "slower without cancellation, severely without continuous (Falcon "
                            "moderately)",
-    "ablations-published-itl": "longer without cancellation",
-    "gpu": "faster than synchronous in all cases but one (Dolphin 2.9)",
-    "prompts": "PipeInfer consistent from prompt to prompt, synchronous erratic",
-    "cancellation": "cancellations travel backwards from stage to stage",
 }
 
 mpl.rcParams.update({

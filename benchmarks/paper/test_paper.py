@@ -108,7 +108,7 @@ def test_a_stopped_run_keeps_what_it_finished_and_lets_go_of_the_file(tmp_path, 
     path = tmp_path / "results.jsonl"
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.paper", "--quick", "--only", "drafts", "--out",
+        [sys.executable, "-m", "benchmarks.paper", "--quick", "--only", "cancellation", "--out",
          str(tmp_path)],
         cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
@@ -178,8 +178,7 @@ def test_the_report_is_whole_and_loads_nothing(report):
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport"' in text
     pictures = sorted(path.name for path in report.parent.glob("*.png"))
-    assert pictures == ["cancellation.png", "gain.png", "speed.png", "time.png", "timeline.png",
-                        "ttft.png"]
+    assert pictures == ["gain.png", "speed.png", "time.png", "ttft.png"]
     assert text.count("<img ") == len(pictures)
     assert "tokens differ from those of iterative decoding in 0" in text
     for name in ("speed", "ttft"):
@@ -205,7 +204,7 @@ def test_the_main_part_can_be_published(report, tmp_path):
     (tmp_path / "paper-2000-01-01.csv").write_text("old")
     experiments.copy_main(report.parent, tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".csv")
-    assert names == ["gain.png", "speed.png", "summary.md", "time.png", "timeline.png", "ttft.png"]
+    assert names == ["gain.png", "speed.png", "summary.md", "time.png", "ttft.png"]
     assert [path.read_text() != "old" for path in tmp_path.glob("*.csv")] == [True]
     text = (tmp_path / "summary.md").read_text()
     assert "| Generation speed and nodes (Fig. 4) |" in text
