@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 
 import pytest
 
@@ -168,6 +169,17 @@ def test_wrong_use(args, says):
     code, said = refusal(chaos_command, args)
     assert code == 2
     assert says in said
+
+
+def test_a_refused_campaign_leaves_no_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    other = tmp_path / "other.jsonl"
+    other.write_text("{}\n")
+    code, said = refusal(chaos_command, ["--resume", str(other)])
+    assert code == 2
+    assert "is no file of" in said
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_faults_of_the_disk_need_root_and_say_so(monkeypatch):

@@ -112,17 +112,18 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
                  "--parallel", str(max(4, requests)), "--any-model-name",
                  *_flag("--grid", given["grid"])]
     arguments += [*_flag("-m", given["model"]), *_flag("-md", given["draft"])]
-    folder = Path(tempfile.mkdtemp(prefix="pipeinfer-chaos-")) / "cache"
-    setup = Setup(ranks, spares, (*arguments, *serve_arguments),
-                  bodies(requests, tokens, seed, mixed=given["mixed"]), folder,
-                  given["keep_logs"], given["seconds"], victims, _client(given["client"]))
+    asker = _client(given["client"])
     told = {"ranks": ranks, "spares": spares, "requests": requests, "tokens": tokens, "seed": seed,
             "mixed": given["mixed"]}
     file = None if given["resume"] is None else CampaignFile(given["resume"], {
         **told, "faults": list(given["faults"]), "moments": list(given["moments"]),
         "victim": given["victim"], "client": given["client"],
         "serve": [*arguments, *serve_arguments]})
+    folder = Path(tempfile.mkdtemp(prefix="pipeinfer-chaos-")) / "cache"
     folder.mkdir()
+    setup = Setup(ranks, spares, (*arguments, *serve_arguments),
+                  bodies(requests, tokens, seed, mixed=given["mixed"]), folder,
+                  given["keep_logs"], given["seconds"], victims, asker)
     signal.signal(signal.SIGTERM, _end)  # or the job under trial would stay
     try:
         planned = plan(given["faults"], given["moments"], given["runs"], seed,
