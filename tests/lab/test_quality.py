@@ -44,6 +44,11 @@ def test_an_answer_counts_where_it_is_contained(tmp_path):
     assert found[1].score("a, c b") == 0.5
 
 
+def test_an_answer_without_letters_and_digits_is_compared_as_it_is(tmp_path):
+    found, = read(tmp_path, {"question": "Which sign?", "answer": "+"})
+    assert (found.score("It is +."), found.score(""), found.score("It is -.")) == (1.0, 0.0, 0.0)
+
+
 def test_files_of_other_benchmarks(tmp_path):
     found = read(
         tmp_path, {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."],

@@ -33,9 +33,11 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def contained(wanted: Sequence[str], text: str) -> float:
-    """Share of the phrases that occur in a text, as whole words, whatever their case."""
+    """Share of the phrases that occur in a text, as whole words, whatever their case; of signs
+    without letters or digits, as they are."""
     have = f" {' '.join(words(text))} "
-    return sum(f" {' '.join(words(one))} " in have for one in wanted) / len(wanted)
+    return sum(f" {' '.join(words(one))} " in have if words(one) else one in text
+               for one in wanted) / len(wanted)
 
 
 def answer_f1(text: str, answer: str) -> float:
