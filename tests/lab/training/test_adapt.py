@@ -317,7 +317,8 @@ def test_adapters_are_in_pefts_format(tmp_path, data):
 @pytest.mark.parametrize(("change", "says"), [
     ({"peft_type": "LOHA"}, "only plain LoRA"), ({"use_dora": True}, "use_dora True"),
     ({"rank_pattern": {"a": 1}}, "rank_pattern"), ({"r": "x"}, "cannot be read"),
-    ({"r": float("inf")}, "cannot be read"), ({"peft_type": "a\nb"}, r"this is 'a\\nb'")])
+    ({"r": float("inf")}, "cannot be read"), ({"r": 0}, "cannot be read"),
+    ({"peft_type": "a\nb"}, r"this is 'a\\nb'")])
 def test_adapters_that_would_be_merged_wrongly_are_refused(tmp_path, change, says):
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2} | change
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

@@ -158,7 +158,7 @@ def load_adapter(folder: Path) -> LoraAdapter:
                              "with peft")
         _check(settings, weights)
         tokens = _read_tokens(folder / _TAGS) if (folder / _TAGS).is_file() else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, UsageError,
             SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{folder}: cannot be read as a LoRA adapter: {reason}") from error
