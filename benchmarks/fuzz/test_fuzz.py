@@ -1,7 +1,7 @@
 """Mutated input of every kind: what once failed, and some hundred fresh cases.
 
 `python -m benchmarks.fuzz` examines as many as one likes; inputs that fail are kept in
-tests/corpus/<kind>/ and replayed here, compressed, by what is in them.
+corpus/<kind>/ beside this file and replayed here, compressed, by what is in them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@
 
 Several are separated by commas. Each happens once in a process (slow, links and lose-cancel last),
 and says so on standard error. Every wrapper returns its argument untouched when no fault is for
-this rank; those of the port and the backend are in `faulty.py`. Knows progress and shard files,
+this rank; those of the port and the backend are in `wrappers.py`. Knows progress and shard files,
 no MPI, request, plan or server.
 """
 

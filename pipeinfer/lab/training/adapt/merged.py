@@ -127,4 +127,5 @@ def first_free(path: Path) -> int:
         return ModelFile(path).array_length("tokenizer.ggml.tokens")
     from tokenizers import Tokenizer
 
-    return 1 + max(Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab(True).values())
+    highest: int = max(Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab(True).values())
+    return 1 + highest
