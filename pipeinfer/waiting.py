@@ -1,5 +1,5 @@
 """What happens in a long wait; and how compute threads wait for one another, see
-benchmarks/records/machine.md#spin.
+benchmarks/records/HISTORY.md#spin.
 
 By default threads spin for milliseconds, and if another process has taken a core the other threads
 spin all that time. A bound that is too short is no better: a sleeping thread needs some 50 us to

@@ -3,5 +3,4 @@
     python -m benchmarks.gpu prepare            # without a GPU: .gpu/, what the command needs there
     bash benchmarks/gpu/run.sh --out FOLDER     # on the machine with the GPU: FOLDER/gpu.json
     bash benchmarks/gpu/run.sh --out FOLDER --device rpc     # the rehearsal, on any machine
-    python -m benchmarks.gpu record FOLDER/gpu.json       # writes benchmarks/records/gpu.toml
 """

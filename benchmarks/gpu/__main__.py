@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -68,17 +67,6 @@ def build_folder(folder: Path, sources: Path, device: str) -> Path:
     digest = hashlib.blake2b(sources.read_bytes() if sources.exists() else b"",
                              digest_size=8).hexdigest()
     return folder / f"llama-{device}-{digest}"
-
-
-@main.command("record")
-@click.argument("results", nargs=-1, required=True,
-                type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--commit", default="", help="The commit that was measured.")
-def record_command(results: tuple[Path, ...], commit: str) -> None:
-    """Write benchmarks/records/gpu.toml from the results of one or more checks."""
-    from benchmarks.gpu.record import write
-
-    write([json.loads(result.read_text()) for result in results], commit)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,27 @@
-"""Makes tables of records again from their raw results, and compares.
+"""Makes tables of records again from their raw results, and compares; looks for what records lack.
 
     python -m benchmarks.records.check
 
-Raw results are the numbers beside the plots (paper/paper-*.csv) and the files in `raw`. A
-record whose raw results are not kept cannot be made again; how many those are is printed.
+Raw results are the numbers of the plots (paper/paper-*.csv) and the files in `raw`. A record whose
+raw results are not stored cannot be made again; how many those are is printed.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu import record as record_of_gpus
 from benchmarks.methods import draft_ranks, lookahead, lossless
 from benchmarks.paper import heads
 from benchmarks.peers import servers
-from benchmarks.records import paper_tables, raw_files, write
+from benchmarks.records import pages, paper_tables, raw_files
+from benchmarks.records.pages import Record
 from benchmarks.records.paper_tables import Paper
 from benchmarks.wide import grids as wide_grids
 
-PAPER = write.HERE / "paper"
+PAPER = pages.HERE / "paper"
 PAIRS = {
     "dolphin-tinyllama": "Dolphin 70B + TinyLlama", "dolphin-orca2": "Dolphin 70B + Orca 2 7B",
     "goliath-xwin7b": "Goliath 120B + XWin 7B", "goliath-xwin13b": "Goliath 120B + XWin 13B",
@@ -33,8 +32,7 @@ ACCEPTED = {"dolphin-tinyllama": ", 79 % accepted", "dolphin-orca2": ", 66 %",
 SMALL = {"dolphin-tinyllama": "Dolphin + TinyLlama", "goliath-xwin7b": "Goliath + XWin 7B",
          "falcon-7b": "Falcon + Falcon 7B"}
 BASELINE = "speculative-published"
-RAW = write.HERE / "raw"
-GPUS = write.HERE.parent / "gpu" / "results"
+RAW = pages.HERE / "raw"
 Rows = list[list[str]]
 
 
@@ -166,33 +164,38 @@ def wrong_rows(kept: Sequence[Sequence[str]], made: Rows) -> list[str]:
     if len(kept) != len(made):
         return [f"{len(kept)} rows, {len(made)} by the raw results"]
     return [f"{' | '.join(one)}: by the raw results {' | '.join(two)}"
-            for one, two in zip(kept, made, strict=True) if list(one) != two]
+            for one, two in zip(kept, as_on_pages(made), strict=True) if list(one) != two]
 
 
-def kept_rows(record: Mapping[str, Any]) -> Rows:
-    """A record's rows without the columns that no program makes; a value is a row of one cell."""
-    left_out = BY_HAND.get(record["id"], ())
-    return [[cell for k, cell in enumerate(row) if k not in left_out]
-            for row in record.get("rows", [[record.get("value", "")]])]
+def as_on_pages(rows: Rows) -> Rows:
+    """Rows as a page has them: an empty cell is a dash."""
+    return [[cell.strip() or "-" for cell in row] for row in rows]
 
 
-def without_raw(records: Mapping[str, Mapping[str, Any]], made: Container[str]) -> list[str]:
-    """The tables that are new and whose raw results are not kept."""
+def kept_rows(record: Record) -> Rows:
+    """A record's rows without the columns that no program makes."""
+    left_out = BY_HAND.get(record.name, ())
+    return [[cell for k, cell in enumerate(row) if k not in left_out] for row in record.rows]
+
+
+def without_raw(records: Mapping[str, Record], made: Container[str]) -> list[str]:
+    """The tables that are new and whose raw results are not stored."""
     return [name for name, record in records.items()
-            if record.get("rows") and record["date"] >= KEPT_SINCE and name not in made]
+            if len(record.rows[0]) > 1 and record.date >= KEPT_SINCE and name not in made]
 
 
 def main() -> int:
     """Compare every table whose raw results are kept."""
-    records = {record["id"]: record for group in write.read() for record in group.records}
+    records = pages.read()
     paper = Paper(max(PAPER.glob("paper-*.csv"), key=lambda path: path.name))
     made = {name: make(paper) for name, make in FROM_PAPER.items()}
-    made |= {record["id"]: record["rows"] for record in record_of_gpus.records_of(
-        [json.loads(path.read_text(encoding="utf-8")) for path in sorted(GPUS.glob("*.json"))])}
     made["peers-workers-three"] = workers()
     made |= {name: make(_raw(path)) for name, (path, make) in FROM_RAW.items()}
     made |= wide_grids.rows_of(_raw("grids.json.gz"))
-    wrong = 0
+    lacking = pages.problems(records, pages.CLAIMS.read_text(encoding="utf-8"))
+    for line in lacking:
+        print(line, file=sys.stderr)
+    wrong = len(lacking)
     for name, rows in made.items():
         for line in wrong_rows(kept_rows(records[name]), rows):
             wrong += 1
@@ -202,7 +205,7 @@ def main() -> int:
         print(f"{name}: a new table needs its raw results: keep them in records/raw, and name "
               "what makes its rows here", file=sys.stderr)
     print(f"{len(made)} of {len(records)} records were made again from raw results, "
-          f"{wrong} rows differ")
+          f"{wrong} differences and lacks")
     return 1 if wrong else 0
 
 

@@ -1,109 +1,107 @@
-"""Pages are what the records give, and records say what they have to."""
+"""Records have what they need, claims have records, tables are what their raw results give."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.records import check, raw_files, write
+from benchmarks.records import check, pages, raw_files
+from benchmarks.records.pages import Record
 
-GOOD = """
-order = 1
-title = "A group"
-processor = "a machine"
-[[record]]
-id = "one"
-what = "something"
-value = "3 ms"
-date = "2026-11-22"
-commit = "unknown"
-labels = ["emulated"]
+PAGE = """# A group
+
+Processor, unless said otherwise: a machine.
+
+| what | measured | labels | date, commit | command |
+| --- | --- | --- | --- | --- |
+| <a id="one"></a>something | 3 ms | *emulated* | 2026-11-22, unknown | `pipeinfer bench` |
+
+<a id="two"></a>**A table** (2026-11-23; commit a1b2c3d; `python -m benchmarks.paper`)
+
+| by | speed |
+| --- | --- |
+| us | 3 |
+| others | - |
+
+Notes with | a bar.
+
+<a id="three"></a>**A picture** (2026-11-24; commit unknown; `python -m benchmarks.gone`)
+
+4 ms.
 """
+CLAIM = '- <a id="x"></a>It is fast (2026-11-22; [record](../benchmarks/records/a.md#{}))'
 
 
-def test_the_pages_are_what_the_records_give():
-    assert write.main(["--check"]) == 0
+@pytest.fixture
+def records(tmp_path):
+    (tmp_path / "a.md").write_text(PAGE)
+    (tmp_path / pages.HISTORY).write_text('- <a id="one"></a>something else\n')
+    return pages.read(tmp_path)
 
 
-def test_a_page_that_was_edited_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(write, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(write, "PAGES", tmp_path)
-    assert write.main(["--check"]) == 1
-    assert write.main([]) == 0
-    assert write.main(["--check"]) == 0
-    write.PAGE.write_text(write.PAGE.read_text().replace("3,328", "3,329", 1))
-    assert write.main(["--check"]) == 1
-    assert "python -m benchmarks.records.write" in capsys.readouterr().err
+def test_a_page_is_read_as_records(records):
+    assert {name: one.rows for name, one in records.items()} == {
+        "one": [["3 ms"]], "two": [["us", "3"], ["others", "-"]], "three": [["4 ms"]]}
+    assert {one.processor for one in records.values()} == {"a machine"}
+    assert [one.date for one in records.values()] == ["2026-11-22", "2026-11-23", "2026-11-24"]
 
 
-def test_tables_are_what_their_raw_results_give(monkeypatch, capsys):
+def test_a_name_is_one_records(tmp_path, records):
+    (tmp_path / "b.md").write_text(PAGE)
+    with pytest.raises(ValueError, match="there are two records one"):
+        pages.read(tmp_path)
+
+
+def test_a_record_lacks_no_date_and_no_program(records):
+    found = pages.problems(records, "")
+    assert found == ["a.md, three: benchmarks.gone is not in this tree: name the commit that "
+                     "has it, or make the record a line of HISTORY.md"]
+    kept = replace(records["three"], facts="2026-11-24; `python -m benchmarks.gone` at a1b2c3d")
+    assert pages.problems({"three": kept}, "") == []
+    assert pages.problems({"three": replace(kept, facts="`pipeinfer bench`")}, "") == [
+        "a.md, three: no date"]
+    assert pages.missing_programs("python -m benchmarks.paper; bash benchmarks/gpu/run.sh") == []
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("two", ""), ("four", "x: a.md has no record four"),
+    ("three", "x: a claim needs a processor, and a command that is in this tree")])
+def test_a_claim_has_a_record_whose_command_is_here(records, name, says):
+    del records["one"]
+    found = pages.problems(records, CLAIM.format(name))
+    assert found[-1:] == ([says] if says else found[-1:])
+    assert says or not [one for one in found if one.startswith("x:")]
+
+
+def test_records_and_claims_are_whole_and_tables_are_what_their_raw_results_give(
+        monkeypatch, capsys):
     assert check.main() == 0
-    assert "0 rows differ" in capsys.readouterr().out
-    groups = write.read()
-    for group in groups:
-        for record in group.records:
-            if record["id"] == "published-gain":
-                record["rows"][0][1] = "1.60"
-    monkeypatch.setattr(write, "read", lambda: groups)
+    assert "0 differences and lacks" in capsys.readouterr().out
+    found = pages.read()
+    found["published-gain"].rows[0][1] = "1.60"
+    monkeypatch.setattr(pages, "read", lambda: found)
     assert check.main() == 1
     assert "published-gain: Dolphin 70B" in capsys.readouterr().err
 
 
-def test_a_group_becomes_a_section(tmp_path):
-    (tmp_path / "a.toml").write_text(GOOD)
-    text = write.group_page(*write.read(tmp_path))
-    assert text.startswith("# A group")
-    assert '| <a id="one"></a>something | 3 ms | *emulated* | 2026-11-22, unknown | unknown |' \
-        in text
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    (("id = \"one\"\n", ""), "no id"),
-    (("value = \"3 ms\"\n", ""), "neither value nor columns"),
-    (("value = \"3 ms\"", 'columns = ["a", "b"]\nrows = [["1"]]'), "differs in length"),
-    (("labels", "lables"), "unknown lables"),
-    (("2026-11-22", "last week"), "isoformat"),
-    (("[[record]]", GOOD[GOOD.index("[[record]]"):] + "[[record]]"), "two records one"),
-    (('"unknown"', '"unknown"\nclaim = "3"'), "a claim needs its command"),
-    (('"unknown"', '"unknown"\ncommand = "python -m benchmarks.gone --all"'),
-     "benchmarks.gone is not"),
-    (('"unknown"', '"unknown"\ncommand = "bash benchmarks/gone.sh"\nclaim = "3"\nkept_at = "a1"'),
-     "benchmarks/gone.sh of a claim"),
-])
-def test_records_that_lack_something_are_refused(tmp_path, change, message):
-    (tmp_path / "a.toml").write_text(GOOD.replace(*change, 1))
-    with pytest.raises(ValueError, match=message):
-        write.read(tmp_path)
-
-
-def test_programs_that_are_gone_are_kept_at_a_commit(tmp_path):
-    (tmp_path / "a.toml").write_text(GOOD.replace(
-        'commit = "unknown"', 'commit = "unknown"\ncommand = "python -m benchmarks.gone"\n'
-        'kept_at = "a1"'))
-    assert "| `python -m benchmarks.gone` at a1 |" in write.group_page(*write.read(tmp_path))
-    assert write.missing_programs("python -m benchmarks.paper; bash benchmarks/gpu/run.sh") == []
-
-
 def test_some_dozens_of_records_are_claims():
-    """Links to docs/benchmarks.md lead to claims alone: tests/test_docs_links.py."""
-    claims = [record["id"] for group in write.read() for record in group.records
-              if "claim" in record]
-    assert 25 <= len(claims) <= 60
-    assert [name for name in claims if f'<a id="{name}"></a>' not in write.PAGE.read_text()] == []
+    assert 25 <= len(pages.claims(pages.CLAIMS.read_text())) <= 60
 
 
-def test_links_between_records_lead_to_the_page_of_their_group(tmp_path):
-    (tmp_path / "a.toml").write_text(GOOD.replace("something", "as [here](#two) and [here](#one)"))
-    (tmp_path / "b.toml").write_text(GOOD.replace('"one"', '"two"'))
-    pages = write.pages(write.read(tmp_path))
-    assert "as [here](b.md#two) and [here](#one)" in pages[write.PAGES / "a.md"]
+def test_history_repeats_no_record():
+    names = re.findall(r'<a id="([\w-]+)"', (pages.HERE / pages.HISTORY).read_text())
+    assert len(set(names)) == len(names)
+    assert not {*names} & {*pages.read()}
 
 
 def test_emulated_figures_say_so():
     """A figure over profiles must not look like one of the machines that it names."""
-    emulated = next(group for group in write.read() if group.name == "emulated")
-    for record in emulated.records:
-        if record["processor"] == emulated.processor:
-            assert {"emulated", "paced", "virtual time"} & set(record["labels"]), record["id"]
+    for record in pages.read().values():
+        if record.page == "emulated.md" and "*on " not in record.facts:
+            said = re.search(r"\*(computed|emulated|paced|virtual time)\*", record.facts)
+            assert said, record.name
 
 
 @pytest.mark.parametrize("name", ["found.json", "found.json.gz"])
@@ -117,15 +115,19 @@ def test_raw_results_are_read_as_they_were_written(tmp_path, name):
     assert path.read_bytes() == before  # the same numbers give the same file
 
 
+def record(name, *rows, date="2026-11-22"):
+    return Record(name, "a.md", [*map(list, rows)], date, "a machine")
+
+
 def test_columns_that_no_program_makes_are_not_compared(monkeypatch):
     monkeypatch.setattr(check, "BY_HAND", {"one": (0, 2)})
-    assert check.kept_rows({"id": "one", "rows": [["a", "b", "c"]]}) == [["b"]]
-    assert check.kept_rows({"id": "two", "rows": [["a", "b", "c"]]}) == [["a", "b", "c"]]
-    assert check.kept_rows({"id": "two", "value": "0"}) == [["0"]]
+    assert check.kept_rows(record("one", "abc")) == [["b"]]
+    assert check.kept_rows(record("two", "abc")) == [["a", "b", "c"]]
+    assert check.wrong_rows([["a", "-"]], [["a ", ""]]) == []
 
 
 def test_new_tables_need_raw_results():
-    table = {"rows": [["1"]], "date": check.KEPT_SINCE}
-    records = {"new": table, "made": table, "old": {**table, "date": "2026-11-27"},
-               "value": {"value": "1", "date": check.KEPT_SINCE}}
+    new = check.KEPT_SINCE
+    records = {"new": record("new", "12", date=new), "made": record("made", "12", date=new),
+               "old": record("old", "12"), "value": record("value", "1", date=new)}
     assert check.without_raw(records, {"made"}) == ["new"]
