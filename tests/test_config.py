@@ -8,7 +8,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.methods import settings_table
 from pipeinfer.cli.main import main
 from pipeinfer.cli.options import JOB, parse, words_of
 from pipeinfer.cluster.generate import grammar_text
@@ -24,7 +23,6 @@ from pipeinfer.config import (
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
 from pipeinfer.nodes import HostEntry, read_hostfile
-from tests.rig import launch
 
 
 def test_the_command_line_wins_over_environment_file_and_default(tmp_path, monkeypatch):
@@ -166,8 +164,3 @@ def test_the_words_of_a_command_give_another_one_the_same_options(tmp_path):
         other = parse(words_of(one, *JOB), *JOB)
         assert (other.config, other.own) == (one.config, one.own)
         assert other.origin == one.origin
-
-
-def test_the_page_has_the_table_of_settings():
-    text = (launch.ROOT / "docs" / "options.md").read_text()
-    assert text == settings_table.page(text)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
-from benchmarks.methods import feature_table
 from pipeinfer.cluster import features
 from pipeinfer.config import Config
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies import registry
 from tests.support.configs import job_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 #: options that make a config use each feature and, where that cannot be helped, another one
 GIVEN = {
     "-md": {"draft_model": "a.gguf"}, "-md none": {"draft_model": "none"},
@@ -92,7 +89,3 @@ def test_what_pipeinfer_chooses_by_itself_is_left_out(feature, given, says):
     assert features.excluding(feature, config_of(given).job) == says
     wanted = "refused" if feature == features.STATE else "left out"
     assert features.verdict(given, feature) == (wanted if says else "")
-
-
-def test_the_page_has_the_table():
-    assert PAGE.read_text() == feature_table.page()

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.methods import api_table, settings_table
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import ApiError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"prompt": "x"}
-
-
-def test_the_page_is_what_the_schema_gives():
-    text = PAGE.read_text()
-    assert text == settings_table.page(text, api_table.TABLES)
 
 
 @pytest.mark.parametrize("name", sorted(schema.REFUSED.keys() - {"prompt"}))
