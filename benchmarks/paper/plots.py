@@ -199,10 +199,6 @@ def title_of(pair: str) -> str:
     return f"{name}\n{profile.acceptance:.0%} accepted{' (assumed)' if profile.assumed else ''}"
 
 
-def short(pair: str) -> str:
-    return profiles().pair(pair).title.replace(" (GPU)", "").replace(" + ", "\n+ ")
-
-
 def panels(count: int, width: float = 3.7, height: float = 2.9, most: int = 3, **more: Any
            ) -> tuple[Any, list[Any]]:
     columns = min(most, count)
