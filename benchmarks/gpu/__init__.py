@@ -1,6 +1,6 @@
 """What pipeinfer does on a GPU that can be had for minutes: one command, one JSON.
 
-    python -m benchmarks.gpu prepare            # without a GPU: .gpu/, what the command needs there
-    bash benchmarks/gpu/run.sh --out FOLDER     # on the machine with the GPU: FOLDER/gpu.json
+    bash benchmarks/gpu/run.sh --out FOLDER     # FOLDER/gpu.json
+    python -m benchmarks.gpu pack               # .gpu/, to be copied to a machine without a network
     bash benchmarks/gpu/run.sh --out FOLDER --device rpc     # the rehearsal, on any machine
 """

@@ -55,7 +55,6 @@ class Check:
         return [
             Step("facts", "facts", 20, self.facts),
             Step("library", "build", 330, self.library),
-            Step("keep library", "facts", 60, self.keep_library, ("library",)),
             Step("models", "models", 200, self.models),
             Step("torch", "torch", 90, self.torch),
             Step("devices", "device", 30, self.devices, ("library",)),
@@ -93,8 +92,6 @@ class Check:
 
     def library(self, seconds: float) -> dict[str, Any]:
         """llama.cpp for this device, built here unless an earlier call did."""
-        if self.device.libraries.parent != self.build:
-            return {"built": False, "folder": self.device.libraries.name}
         if self.device.kind == "vulkan":
             if not any(self.device.libraries.glob("libllama-*")):
                 fetch_vulkan(self.device.libraries)
@@ -105,14 +102,6 @@ class Check:
             build_plugin(self.device.libraries, self.build / "llama.cpp")
         size = sum(path.stat().st_size for path in self.device.libraries.glob("*.so"))
         return {"said": said.splitlines()[-12:], "bytes": size}
-
-    def keep_library(self, seconds: float) -> dict[str, Any]:
-        """The library as a file of the results: `--libraries` takes it on the next machine."""
-        if self.device.kind != "cuda":
-            return {}
-        child(["tar", "-I", "xz -3 -T4", "-C", str(self.device.libraries.parent), "-cf",
-               str(self.out / "library.tar.xz"), self.device.libraries.name], seconds, self.log)
-        return {"bytes": (self.out / "library.tar.xz").stat().st_size}
 
     def models(self, seconds: float) -> dict[str, Any]:
         """The embedded pair inflated to real shapes: the text and its acceptance stay."""

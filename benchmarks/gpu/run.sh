@@ -1,30 +1,35 @@
 #!/usr/bin/env bash
 # What pipeinfer does on this machine's GPU, in one JSON file:
-#   benchmarks/gpu/run.sh --out FOLDER [--device cuda|rpc|vulkan] [--limit SECONDS]
-#                         [--only STEP,STEP] [--work FOLDER] [--libraries FOLDER]
-# FOLDER/gpu.json is rewritten after every step, FOLDER/log says what happened. Needs no network:
-# what the machine's Python lacks, and the sources of llama.cpp, are in .gpu, which
-# `python -m benchmarks.gpu prepare` makes. PYTHON names the interpreter.
+#   benchmarks/gpu/run.sh [--out FOLDER] [--device cuda|rpc|vulkan] [--limit SECONDS]
+#                         [--only STEP,STEP] [--work FOLDER]
+# FOLDER is $OUT where that is set. FOLDER/gpu.json is rewritten after every step, FOLDER/log has what
+# programs printed. What the machine's Python lacks, and the sources of llama.cpp, are in .gpu: it is
+# packed first where it is missing, and copied there for a machine without a network. PYTHON names
+# the interpreter.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-out='' work=/tmp/pipeinfer-gpu device=cuda given=()
+out=${OUT:-} work=/tmp/pipeinfer-gpu device=cuda given=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --out) out=$2 ;;
         --work) work=$2 ;;
         --device) device=$2 given+=("$1" "$2") ;;
-        --limit | --only | --libraries) given+=("$1" "$2") ;;
+        --limit | --only) given+=("$1" "$2") ;;
         *) echo "run.sh: $1 is no option" >&2; exit 2 ;;
     esac
     shift 2
 done
-[ -n "$out" ] || { echo "run.sh: --out FOLDER is missing" >&2; exit 2; }
+[ -n "$out" ] || { echo "run.sh: --out FOLDER is missing, and OUT is not set" >&2; exit 2; }
 mkdir -p "$out" "$work"
 exec > >(tee -a "$out/log") 2>&1
 python=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 PYTHONPATH=$root TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export XDG_CACHE_HOME=$work/cache OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 unset PYTHONDONTWRITEBYTECODE
+
+if [ ! -e "$root/.gpu/openmpi.tar.xz" ]; then
+    (cd "$root" && "$python" -m benchmarks.gpu pack) || exit 1
+fi
 
 # packages that this Python lacks
 site=$work/site

@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,6 @@ class Report:
             known = self.data["steps"].setdefault(name, {"at": round(self.seconds, 1)})
             known |= {"state": state, **more}
             self._write()
-
-    def result(self, name: str) -> Any:
-        """What a step found, None without a result."""
-        with self._lock:
-            return self.data["steps"].get(name, {}).get("result")
 
     def state(self, name: str) -> str:
         """The state of a step, empty before it is known."""
@@ -100,64 +96,59 @@ class Runner:
 
     report: Report
     deadline: float
-    _ended: dict[str, threading.Event] = field(default_factory=dict)
 
     def run(self, steps: Sequence[Step], only: Sequence[str] = (),
             left_out: Collection[str] = ()) -> None:
         """Run these steps, or those of them that `only` names, and close the report. left_out:
         names of steps that are not taken."""
-        self._ended = {step.name: threading.Event() for step in steps}
-        chosen = [step for step in steps
-                  if step.name not in left_out and (not only or step.name in only)]
-        for step in steps:
-            if step not in chosen:
-                self._ended[step.name].set()
-                if step.name in left_out:
-                    self.report.step(step.name, "left out")
+        ended = {step.name: threading.Event() for step in steps}
         lanes: dict[str, list[Step]] = {}
-        for step in chosen:
-            lanes.setdefault(step.lane, []).append(step)
-        threads = [threading.Thread(target=self._lane, args=(own, bool(only)), name=lane)
-                   for lane, own in lanes.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for step in steps:
+            if step.name in left_out:
+                self.report.step(step.name, "left out")
+            if step.name in left_out or (only and step.name not in only):
+                ended[step.name].set()
+            else:
+                lanes.setdefault(step.lane, []).append(step)
+
+        def lane(own: Sequence[Step]) -> None:
+            for step in own:
+                try:
+                    waited = next((name for name in (*step.needs, *step.after)
+                                   if not ended[name].wait(max(0.0, self._left))), "")
+                    self._one(step, waited, () if only else step.needs)
+                finally:
+                    ended[step.name].set()
+
+        with ThreadPoolExecutor(max(1, len(lanes))) as pool:
+            for done in [pool.submit(lane, own) for own in lanes.values()]:
+                done.result()
         self.report.close()
 
-    def _lane(self, steps: Sequence[Step], chosen: bool) -> None:
-        for step in steps:
-            try:
-                self._one(step, chosen)
-            finally:
-                self._ended[step.name].set()
+    @property
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
 
-    def _one(self, step: Step, chosen: bool) -> None:
-        for name in (*step.needs, *step.after):
-            if not self._ended[name].wait(max(0.0, self.deadline - time.monotonic())):
-                self.report.step(step.name, "skipped", error=f"no time: waited for {name}")
-                return
-        lacking = [] if chosen else [
-            name for name in step.needs if self.report.state(name) != "done"]
-        left = self.deadline - time.monotonic()
-        if lacking or left < 1.0:
-            self.report.step(step.name, "skipped",
-                             error=f"without {', '.join(lacking)}" if lacking else "no time left")
+    def _one(self, step: Step, waited: str, needs: Sequence[str]) -> None:
+        """Run a step, unless there is a reason not to. waited: a step that did not end in time."""
+        lacking = [name for name in needs if self.report.state(name) != "done"]
+        why = f"no time: waited for {waited}" if waited else \
+            f"without {', '.join(lacking)}" if lacking else \
+            "no time left" if self._left < 1.0 else ""
+        if why:
+            self.report.step(step.name, "skipped", error=why)
             return
         self.report.step(step.name, "running")
-        print(f"[{self.report.seconds:6.1f} s] {step.name}", flush=True)
-        started = time.monotonic()
+        started, state = time.monotonic(), "failed"
         more: dict[str, Any] = {}
         try:
-            more["result"], state = step.work(min(step.seconds, left)), "done"
-        except StepError as error:
-            state, more["error"] = "failed", str(error)[-_KEPT:]
-            if error.partial is not None:
-                more["result"] = error.partial
+            more["result"], state = step.work(min(step.seconds, self._left)), "done"
         except Exception as error:
-            state, more["error"] = "failed", f"{type(error).__name__}: {error}"[-_KEPT:]
-        more["seconds"] = round(time.monotonic() - started, 1)
-        self.report.step(step.name, state, **more)
+            kind = "" if isinstance(error, StepError) else f"{type(error).__name__}: "
+            more["error"] = f"{kind}{error}"[-_KEPT:]
+            if isinstance(error, StepError) and error.partial is not None:
+                more["result"] = error.partial
+        self.report.step(step.name, state, seconds=round(time.monotonic() - started, 1), **more)
         print(f"[{self.report.seconds:6.1f} s] {step.name}: {state} {more.get('error', '')[-300:]}",
               flush=True)
 

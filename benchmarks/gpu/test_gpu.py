@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import MOST_BYTES, PACKED, ROOT, build_folder, tracked_bytes
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.devices import _LAVAPIPE, Device
-from benchmarks.gpu.prepare import MOST_BYTES, PACKED, ROOT, tracked_bytes
 from benchmarks.gpu.steps import Report, Runner, Step, StepError, child
 
 HERE = Path(__file__).resolve().parent
@@ -131,9 +131,10 @@ def rehearse(tmp_path, device, *more, seconds=480):
     """The check's own script on this device."""
     out = tmp_path / "out"
     done = subprocess.run(
-        ["bash", str(HERE / "run.sh"), "--out", str(out), "--work", str(tmp_path / "work"),
-         "--device", device, "--limit", str(seconds), *more],
-        env=os.environ | {"PYTHON": sys.executable, "PIPEINFER_GPU_BUILDS": str(BUILDS)},
+        ["bash", str(HERE / "run.sh"), "--work", str(tmp_path / "work"), "--device", device,
+         "--limit", str(seconds), *more],
+        env=os.environ | {"OUT": str(out), "PYTHON": sys.executable,
+                          "PIPEINFER_GPU_BUILDS": str(BUILDS)},
         capture_output=True, text=True, check=False, timeout=seconds + 60)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     found = json.loads((out / "gpu.json").read_text())
@@ -142,15 +143,13 @@ def rehearse(tmp_path, device, *more, seconds=480):
 
 
 def build_of(device):
-    from benchmarks.gpu.__main__ import build_folder
-
     return build_folder(BUILDS, PACKED / "llama.tar.xz", device)
 
 
 def prepared(device):
     """Make what the check needs, and the library: it takes ten minutes of a core, once."""
     BUILDS.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu", "prepare"], cwd=ROOT, check=True,
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", "pack"], cwd=ROOT, check=True,
                    capture_output=True, timeout=900)
     if device == "rpc":
         subprocess.run(["bash", str(HERE / "build.sh"), str(PACKED / "llama.tar.xz"),
