@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import functools
 import re
 from pathlib import Path
@@ -128,17 +127,6 @@ def sources():
             if path.is_file() and path.suffix in CODE and not SKIPPED & set(path.parts) \
                     and path != Path(__file__).resolve():
                 yield path
-
-
-def test_the_page_on_architecture_names_every_development_command():
-    entries = configparser.ConfigParser()
-    entries.read(ROOT / "setup.cfg")
-    commands = dict(line.split(" = ") for line in entries["options.entry_points"][
-        "pipeinfer.commands"].strip().splitlines())
-    row, = (line for line in prose(ROOT / "docs" / "architecture.md").splitlines()
-            if line.startswith("| `lab` |"))
-    assert re.findall(r"`(\w+)`", row.partition("and the commands ")[2]) == sorted(
-        name for name, home in commands.items() if home.startswith("pipeinfer.lab."))
 
 
 def test_pages_and_sections_that_the_code_names_are_there():
