@@ -54,6 +54,7 @@ _log = logging.getLogger("pipeinfer.server")
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 #: docs/serving.md says what each status means
 _ERRORS: _Responses = {kind: {"model": replies.ErrorReply} for kind in ("4XX", "5XX")}
+_NO_MORE: _Responses = {}
 _MESSAGE_ERRORS: _Responses = {kind: {"model": replies.MessageError} for kind in ("4XX", "5XX")}
 _EVENTS = {"itemSchema": {"type": "object", "required": ["data"],
                           "properties": {"data": {"type": "string"}}}}
@@ -316,23 +317,21 @@ class Server:
 
     def _add_routes(self) -> None:
         def route(methods: str, path: str, call: Any, model: Any = None,
-                  more: _Responses = _ERRORS, **extra: Any) -> None:
+                  more: _Responses = _NO_MORE, **extra: Any) -> None:
+            errors = _MESSAGE_ERRORS if path.startswith("/v1/messages") else _ERRORS
             self.app.add_api_route(path, call, methods=methods.split(), response_model=model,
-                                   responses={**_ERRORS, **more}, **extra)
+                                   responses={**errors, **more}, **extra)
             if methods == "GET" and path != "/pipeline":  # which has no end
                 self.app.add_api_route(path, call, methods=["HEAD"], include_in_schema=False)
 
         official = dict[str, Any]  # as OpenAI's and Anthropic's own description says
-        for path, call, more in (
-                ("/v1/completions", self.completions, _STREAM),
-                ("/v1/chat/completions", self.chat_completions, _STREAM),
-                ("/v1/responses", self.responses, _STREAM),
-                ("/v1/messages", self.messages, {**_STREAM, **_MESSAGE_ERRORS})):
-            route("POST", path, call, official, more)
+        for path, call in (("/v1/completions", self.completions),
+                           ("/v1/chat/completions", self.chat_completions),
+                           ("/v1/responses", self.responses), ("/v1/messages", self.messages)):
+            route("POST", path, call, official, _STREAM)
             route("GET", f"{path}/{{name}}", self.again.retrieve, official, _STREAM)
             route("DELETE", f"{path}/{{name}}", self.again.delete, replies.Deleted)
-        route("POST", "/v1/messages/count_tokens", self.count_tokens, official,
-              _MESSAGE_ERRORS)
+        route("POST", "/v1/messages/count_tokens", self.count_tokens, official)
         route("POST", "/v1/embeddings", self.embed, official)
         route("POST", "/tokenize", self.tokenize, replies.Tokens)
         route("POST", "/detokenize", self.detokenize, replies.Content)
