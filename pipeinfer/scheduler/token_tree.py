@@ -295,9 +295,14 @@ class Tree(Struct):
     def _drop(self, dead: Sequence[Node], main: int, length: int) -> None:
         self.pool.truncate(main, length)
         for seq_id in dict.fromkeys(i for node in dead for i in node.seq_ids if i != main):
-            self.pool.release(seq_id, length)
+            self.pool.release(seq_id, self._shared(seq_id, length))
         for node in dead:
             node.alive = False
+
+    def _shared(self, seq_id: int, length: int) -> int:
+        """How many of the first `length` positions an id that dies has from others' runs."""
+        del seq_id
+        return length
 
     def kill(self) -> list[Node]:
         """Kill the whole tree because the lane ends; the caller releases the lane's ids."""
@@ -453,9 +458,14 @@ class BufferedTree(Tree):
         used = {end.seq_ids[0], *(i for n in end.subtree() if n is not end for i in n.seq_ids)}
         for seq_id, length in left.items():
             if seq_id not in used:
-                self.pool.release(seq_id, min(length, self._own.pop(seq_id, length)))
+                self.pool.release(seq_id, self._shared(seq_id, length))
         self.pool.propagate(self.lane, self.frontier.seq_ids[0], end.pos + self.shares)
         return survivor, dead
+
+    @override
+    def _shared(self, seq_id: int, length: int) -> int:
+        """Without the rows that its run repeats, which are not there if the run was skipped."""
+        return min(length, self._own.pop(seq_id, length))
 
     def _path(self, base: Node) -> list[Node]:
         """The nodes from the frontier down to `base`."""

@@ -15,8 +15,9 @@ from pipeinfer.core.types import END, Choice, Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler import events
 from pipeinfer.scheduler.events import Drafted, Emit, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
-from pipeinfer.scheduler.token_tree import BufferedTree
+from pipeinfer.scheduler.token_tree import PLANNED, BufferedTree, Node
 from tests.support.sample import examples, fewer
 from tests.support.simulated import Pipeline, plain
 
@@ -131,6 +132,16 @@ def test_buffers_of_a_tree_by_hand():
         SeqRemove(1, 3, END), SeqRemove(4, 3, END), SeqRemove(3, 3, END), SeqRemove(2, 4, END))
     assert {SeqCopy(0, k, 3, 4) for k in (1, 3, 4)} <= set(again.ops)  # propagation
     assert sorted(scheduler.pool.free) == [1, 2, 3, 4, 5, 6]
+
+
+def test_rows_that_a_run_repeats_do_not_stay_with_its_id():
+    """If the run is skipped they were never computed."""
+    pool = SequencePool(2)
+    pool.acquire(0)
+    tree = BufferedTree(0, pool, Node(5, 2, None, (0,), 7, speculative=False), shares=False)
+    tree.issue([Node(7, 3, tree.frontier, (), PLANNED, speculative=True)], 8)
+    tree.prune()
+    assert pool.warm == {1: 2}
 
 
 def test_a_tree_repeats_its_path_once_without_multibuffering():
