@@ -43,7 +43,8 @@ class Remote:
             why = "a part of the name is empty or has over 63 letters" if isinstance(
                 error, UnicodeError) else error
             raise UsageError(f"--url {url} is not an address: {why}") from error
-        if not (api_key := api_key.strip()).isascii() or not f"{api_key}x".isprintable():
+        api_key = api_key.strip()
+        if not (api_key.isascii() and api_key.isprintable()):
             raise UsageError("--api-key holds a character that no key has: give it in ASCII, on "
                              "one line")
         if parts.scheme not in ("http", "https") or not parts.hostname:

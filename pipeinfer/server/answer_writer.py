@@ -226,10 +226,11 @@ class AnswerWriter:
         parts = choice.parser.push(delta.text, ended)
         for part in parts:
             if isinstance(part, Call | More):
-                choice.arguments = choice.arguments * isinstance(part, More) + part.arguments
+                begun = choice.arguments if isinstance(part, More) else ""
+                choice.arguments = begun + part.arguments
         called = choice.called or any(isinstance(part, Call) for part in parts)
         choice.cut = bool(ended and called and choice.reading.stop) and (
-            object_of(choice.arguments or 0) is None)
+            not choice.arguments or object_of(choice.arguments) is None)
         parts = parts if self.asked.stream else joined(parts)
         if choice.cut and not self.asked.stream:
             del parts[max(at for at, part in enumerate(parts) if isinstance(part, Call)):]

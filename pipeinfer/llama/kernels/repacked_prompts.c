@@ -11,6 +11,14 @@
 
 static product *their_gemms[REPACKED_TYPES];
 
+/* Bytes of a block, where its four-bit numbers begin, behind eight scales, and what they stand for */
+static const struct { int bytes, start; int8_t values[16]; } layouts[REPACKED_TYPES] = {
+    /* llama.cpp has flipped the highest bit */
+    {144, 16, {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}},
+    {144, 16, {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}},
+    /* twice the numbers, and so half the scales */
+    {136, 8, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}}};
+
 #ifdef X86
 
 #include "avx2.h"
@@ -35,14 +43,6 @@ enum { COLUMNS = 16,  /* of a panel: the lanes of a register of 512 bits */
 #define VNNI __attribute__((target(FLAGS)))
 #define LANES VNNI static inline __attribute__((always_inline))
 #define IN_SIXTEENS _Pragma("GCC unroll 16")
-
-/* Where a block's four-bit numbers begin, behind eight scales, and what they stand for */
-static const struct { int bytes, start; int8_t values[16]; } layouts[REPACKED_TYPES] = {
-    /* llama.cpp has flipped the highest bit */
-    {144, 16, {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}},
-    {144, 16, {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}},
-    /* twice the numbers, and so half the scales */
-    {136, 8, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}}};
 
 static bool taken[REPACKED_TYPES], tiles;
 
@@ -455,7 +455,7 @@ static void prompt(enum repacked type, int length, float *to, size_t apart, cons
                    const void *y, int rows, int weights)
 {
     const int done = repacked_prompt(type, length, to, apart, x, y, rows, weights);
-    const int64_t bytes = length / 32 * (type == REPACKED_MXFP4 ? 136 : 144) / 8;
+    const int64_t bytes = length / 32 * layouts[type].bytes / 8;
     if (done < weights)
         their_gemms[type](length, to + done, apart, (const uint8_t *)x + done * bytes, y, rows,
                           weights - done);
