@@ -23,8 +23,8 @@ from pathlib import Path
 import click
 
 from benchmarks.peers.programs import sources
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.llama.loader import LIBRARY_VARIABLE
+from tests.kit.random_model import RandomSpec, write_random_model
 
 _LATER = dict.fromkeys(("AVX2", "FMA", "F16C", "BMI2"), "OFF")
 #: build -> cmake's options of ggml

@@ -1,6 +1,6 @@
 """Starts models of real sizes and reports what a start takes beyond llama.cpp's own loading.
 
-    pipeinfer inflate --shape llama-8b --type Q4_0 -o 8b.gguf
+    python -m benchmarks.inflate --shape llama-8b --type Q4_0 -o 8b.gguf
     python -m benchmarks.sizes 8b.gguf [MORE.gguf ...] [--ranks 1 4] [--busy] [--rounds 2]
 
 Each model is started with an empty cache of measurements, then again with what the first start
@@ -25,7 +25,7 @@ from typing import Any
 from pipeinfer.backends.llamacpp.context import LlamaOptions, load_model
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import ensure_llama
-from tests.rig import launch
+from tests.kit import launch
 
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 

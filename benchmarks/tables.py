@@ -31,8 +31,6 @@ from pipeinfer.cli.options import default_of
 from pipeinfer.cluster import features as exclusions
 from pipeinfer.config import SECTIONS, Option
 from pipeinfer.errors import PipeinferError
-from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.architectures import TABLE, declared
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
@@ -45,7 +43,9 @@ from pipeinfer.server.app import Server
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.settings import Settings
-from tests.rig.cut_check import cuts_of, differing, load
+from tests.kit.cut_check import cuts_of, differing, load
+from tests.kit.random_architectures import ALONE, RECIPES, STATEFUL
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TITLES = {"model": "Models and backends", "cluster": "Ranks and hosts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from click.testing import CliRunner
 
 from benchmarks import portability
-from tests.rig.launch import ROOT
+from tests.kit.launch import ROOT
 
 
 def test_the_tests_that_it_runs_are_there():

@@ -19,7 +19,7 @@ settings.register_profile("sample", settings.get_profile("full"), max_examples=1
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before tests are imported: `tests.support.sample` reads the profile then."""
+    """Before tests are imported: `tests.kit.sample` reads the profile then."""
     settings.load_profile("full" if config.getoption("full") else "sample")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: other workers have the other cores
 

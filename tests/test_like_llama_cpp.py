@@ -13,8 +13,8 @@ from pipeinfer.config import Config, JobConfig, ModelConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.llama import short_runs
-from tests.rig.launch import ROOT
-from tests.rig.plain_loop import PlainLoop
+from tests.kit.launch import ROOT
+from tests.kit.plain_loop import PlainLoop
 
 TARGET = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 F16, AUTO = 1, -1

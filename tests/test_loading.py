@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeinfer.loading import uncollected
-from tests.rig.launch import ROOT
+from tests.kit.launch import ROOT
 
 
 def test_it_collects_afterwards_as_before():

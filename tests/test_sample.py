@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.rig.launch import ROOT
-from tests.support.sample import FULL, matrix
+from tests.kit.launch import ROOT
+from tests.kit.sample import FULL, matrix
 
 TESTS = """
 import pytest
@@ -38,7 +38,7 @@ def test_what_is_selected(tmp_path, text, args, wanted, says):
     (tmp_path / "test_it.py").write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.rig.fixtures", "-v",
+        [sys.executable, "-m", "pytest", "-p", "tests.kit.fixtures", "-v",
          "--basetemp", tmp_path / "inner", *args],  # nothing of other runs is cleaned up
         cwd=tmp_path, capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})

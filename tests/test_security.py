@@ -21,12 +21,12 @@ import requests
 
 from pipeinfer.cli.options import parse
 from pipeinfer.errors import ModelError, RequestError, UsageError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import llama_rules
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.text import chat_template, helper
 from pipeinfer.server import middleware
-from tests.rig.server_peer import Front, settings_of
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.server_peer import Front, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from benchmarks import tables as table
 from pipeinfer.models.shard import SPLITTABLE
-from tests.support.sample import mostly_full
+from tests.kit.sample import mostly_full
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 

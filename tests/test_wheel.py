@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig import launch
-from tests.rig.served import Served
-from tests.support.sample import fewer
+from tests.kit import launch
+from tests.kit.sample import fewer
+from tests.kit.served import Served
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 GENERATE = ["generate", "-p", "import os\n", "-n", "12", "--temp", "0", "--json"]

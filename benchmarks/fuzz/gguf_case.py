@@ -174,8 +174,8 @@ def parse(raw: bytes) -> File:
 @functools.cache
 def seeds() -> tuple[File, ...]:
     """Good files of several architectures, types and tokenizers."""
-    from pipeinfer.lab.random_architectures import RECIPES
-    from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+    from tests.kit.random_architectures import RECIPES
+    from tests.kit.random_model import RandomSpec, tiny, write_random_model
 
     small: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_head_kv": 1, "n_ff": 64,
                              "n_vocab": 272, "n_ctx": 256}

@@ -1,6 +1,6 @@
 """HTTP requests as bytes: request lines, headers and JSON bodies changed, against the real process.
 
-The HTTP process runs against a scripted engine (tests/rig/server_peer.py), so that a
+The HTTP process runs against a scripted engine (tests/kit/server_peer.py), so that a
 case costs milliseconds; `benchmarks.serving.malformed` sends what a schema makes to a whole server.
 A case may end in any answer below 500, or in a closed connection; at the end the process must live,
 answer a good request, have written no traceback and not have grown.
@@ -180,7 +180,7 @@ def prepare() -> None:
     """Start the process; what it writes to standard error is kept."""
     if _Running.front is not None:
         return
-    from tests.rig.server_peer import Front
+    from tests.kit.server_peer import Front
 
     _Running.log = tempfile.TemporaryFile()
     kept = os.dup(2)

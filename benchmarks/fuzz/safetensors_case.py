@@ -60,10 +60,10 @@ def unpack(raw: bytes) -> Files:
 @functools.cache
 def seeds() -> tuple[Files, ...]:
     """Good folders: one file of weights, several with an index, and an adapter in each."""
-    from pipeinfer.lab.random_model import RandomSpec, write_random_model
     from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
     from pipeinfer.models.gguf import ModelFile
-    from tests.rig.embedded_folder import write_folder
+    from tests.kit.embedded_folder import write_folder
+    from tests.kit.random_model import RandomSpec, write_random_model
 
     spec = RandomSpec(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=64, n_vocab=272, n_ctx=256)
     with tempfile.TemporaryDirectory() as place:

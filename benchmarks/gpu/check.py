@@ -113,7 +113,7 @@ class Check:
             path = self.model(name)
             if path.exists():
                 continue
-            command = [sys.executable, "-m", "pipeinfer", "inflate", str(source), "-o", str(path),
+            command = [sys.executable, "-m", "benchmarks.inflate", str(source), "-o", str(path),
                        "--n-layer", str(layers), "--n-embd", str(width), "--n-head", str(heads),
                        "--n-head-kv", str(kv), "--n-ff", str(ff), "--type", kind, "--no-verify",
                        "--json"]
@@ -339,7 +339,7 @@ class Check:
         """How many tests passed, and which did not."""
         log = self.out / f"tests-{name}"
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-p",
-                   "no:cacheprovider", "-o", "addopts=-p tests.rig.fixtures",
+                   "no:cacheprovider", "-o", "addopts=-p tests.kit.fixtures",
                    "-o", "filterwarnings=", "--timeout", "120", *files]
         with log.open("w") as file:
             try:

@@ -19,7 +19,7 @@ from benchmarks.methods.prompts import PROMPTS
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.settings import PUBLISHED
-from tests.rig.launch import environment, mpirun_path
+from tests.kit.launch import environment, mpirun_path
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX = ROOT / "tests" / "rig" / "programs" / "matrix.py"

@@ -18,8 +18,8 @@ from msgspec import structs
 from pipeinfer.backends.llamacpp.context import CACHE_TYPES
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig.near_tie import tie_where
-from tests.rig.plain_loop import PlainLoop
+from tests.kit.near_tie import tie_where
+from tests.kit.plain_loop import PlainLoop
 
 
 def main(task_path: str, out_path: str) -> None:

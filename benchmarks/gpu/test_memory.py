@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import devices, jobs
 from benchmarks.gpu.steps import StepError, child, json_lines
 from benchmarks.gpu.test_padded import device_of
-from tests.support.sample import full
+from tests.kit.sample import full
 
 MIB = 1 << 20
 SMALL = 46 * MIB  #: for six layers of the model with their cache and scratch, not for all twelve

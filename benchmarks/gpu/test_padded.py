@@ -15,7 +15,7 @@ from benchmarks.gpu.jobs import ALL, DRAFT
 from benchmarks.gpu.steps import child, json_lines
 from benchmarks.gpu.test_gpu import NEEDS_LAVAPIPE, build_of, prepared
 from pipeinfer.core.sampling import noise_key
-from tests.support.sample import full
+from tests.kit.sample import full
 
 ROWS = 4  #: of each decode
 COUNT = 132  #: tokens of an answer

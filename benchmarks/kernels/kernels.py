@@ -22,10 +22,10 @@ from pathlib import Path
 import click
 import numpy as np
 
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import ensure_llama
 from pipeinfer.models.gguf import ModelFile
+from tests.kit.random_model import RandomSpec, write_random_model
 
 ROWS = (1, 2, 3, 4, 5, 6, 8)
 FTYPES = {"Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q4_K_M": 15,

@@ -35,7 +35,7 @@ from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
 
 RESULTS = Path(__file__).parents[1] / "results" / "bita.json"
 TARGET = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.records import raw_files
-from tests.rig import launch
+from tests.kit import launch
 
 TEXTS = ("Explain how a suspension bridge carries its load.",
          "Write a short story about a lighthouse keeper and a storm.",

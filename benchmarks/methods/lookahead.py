@@ -27,7 +27,7 @@ from pipeinfer.cluster.session import Session
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.strategies.proposers.lookahead import Lookahead
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

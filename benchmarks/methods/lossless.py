@@ -33,9 +33,9 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.planning.wide import shares_of
 from pipeinfer.scheduler.settings import PUBLISHED
-from tests.rig.near_tie import tie_where
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.sliced_loop import SlicedLoop
+from tests.kit.near_tie import tie_where
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sliced_loop import SlicedLoop
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded"
 POLICIES = (

@@ -1,4 +1,4 @@
-"""Cases that real ranks answer in one job: `tests/rig/programs/matrix.py`."""
+"""Cases that real ranks answer in one job: `tests/kit/programs/matrix.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.rig.launch import python
+from tests.kit.launch import python
 
 
 def answers_of(ranks: int, config: Mapping[str, Any], cases: Sequence[Mapping[str, Any]], *,

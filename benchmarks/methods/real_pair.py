@@ -28,8 +28,8 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.sliced_loop import SlicedLoop
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sliced_loop import SlicedLoop
 
 QUESTIONS = (
     "What is photosynthesis?", "Write a short poem about the sea.", "How do I boil an egg?",

@@ -60,10 +60,10 @@ from pipeinfer.models import locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.judge import relative
-from tests.rig import launch
-from tests.rig.clockwork import write_clockwork
-from tests.rig.namespaces import Cluster
-from tests.rig.plain_loop import PlainLoop
+from tests.kit import launch
+from tests.kit.clockwork import write_clockwork
+from tests.kit.namespaces import Cluster
+from tests.kit.plain_loop import PlainLoop
 
 ROWS = (1, 2, 4, 8)
 CODE = "parser = argparse.ArgumentParser(description='Count words in a file')\n"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.lab.emulation.synthetic import TAIL, mixed
-from tests.rig.plain_loop import PlainLoop
+from tests.kit.plain_loop import PlainLoop
 
 NAMED = 4  #: tokens that the draft names at a position
 _OTHERS = 32

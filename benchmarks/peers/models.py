@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
+from benchmarks.inflate.inflate import inflate
 from benchmarks.kernels.kernels import quantise
 from benchmarks.peers.programs import fetch
-from pipeinfer.lab.commands.inflate import inflate
 from pipeinfer.models import locate
 from pipeinfer.models.locate import EMBEDDED
 

@@ -19,7 +19,7 @@ import click
 
 from pipeinfer.errors import ClusterError
 from pipeinfer.lab.measuring_rpc import worker
-from tests.rig.launch import run
+from tests.kit.launch import run
 
 _DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")
 _COUNT = re.compile(r"\bn_(drafted|accept) += (\d+)")

@@ -28,8 +28,8 @@ from pipeinfer.lab.chaos.client import Answer, complete, get
 from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
-from tests.rig.launch import environment, mpirun_path
-from tests.rig.plain_loop import PlainLoop
+from tests.kit.launch import environment, mpirun_path
+from tests.kit.plain_loop import PlainLoop
 
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded"
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.serving import campaigns
 from pipeinfer.lab.chaos.client import complete
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig.launch import mpirun_path
-from tests.rig.plain_loop import PlainLoop
+from tests.kit.launch import mpirun_path
+from tests.kit.plain_loop import PlainLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow,
               pytest.mark.skipif(mpirun_path() is None, reason="no mpirun")]

@@ -8,8 +8,8 @@ import pytest
 
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.server.frames import Refused
-from tests.rig.server_peer import front
-from tests.support.sample import full
+from tests.kit.sample import full
+from tests.kit.server_peer import front
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from benchmarks.methods.heldout import prompts
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.sliced_loop import SlicedLoop
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sliced_loop import SlicedLoop
 
 
 def scores(loop: PlainLoop, text: list[int], chunk: int = 1) -> FloatArray:

@@ -11,16 +11,16 @@ from pipeinfer.backends.llamacpp.backend import LlamaOptions
 from pipeinfer.backends.llamacpp.head import LlamaBlocks
 from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.types import make_rows
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import BLOCKS, BlockShape, CompletedHead
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.dflash import BlockDraft
 from tests.backends.test_heads import job
-from tests.rig.block_files import BLOCK, write_block_draft
-from tests.rig.block_server import COUNT, PROMPT, rounds_of
-from tests.rig.cut_check import load
-from tests.support.sample import full
+from tests.kit.block_files import BLOCK, write_block_draft
+from tests.kit.block_server import COUNT, PROMPT, rounds_of
+from tests.kit.cut_check import load
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import full
 
 TAPS = (1, 3, 5)
 OPTIONS = LlamaOptions(head="dflash", keep_order=False, layer_callbacks=False, huge_pages=False,

@@ -15,14 +15,14 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import has_gpu
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from tests.rig import cut_check
-from tests.rig.checked import CheckedLlama, check_rows
-from tests.rig.toy import ToyBackend, ToySpec, draft_of
+from tests.kit import cut_check
+from tests.kit.checked import CheckedLlama, check_rows
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.toy import ToyBackend, ToySpec, draft_of
 
 N_LAYERS = 4
 
@@ -75,7 +75,7 @@ def make(request, tiny_model, shard_cache, monkeypatch):
                                       n_batch=n_batch)
         elif request.param == "torch":
             from pipeinfer.backends.pytorch.options import TorchOptions
-            from tests.rig.checked_torch import CheckedTorch
+            from tests.kit.checked_torch import CheckedTorch
 
             backend = CheckedTorch.load(
                 tiny_model, layers=(start, stop), n_ctx=n_ctx, n_seq_max=n_seq_max,

@@ -8,9 +8,9 @@ import pytest
 from pipeinfer.backends.llamacpp import eval_callback
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import make_rows
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
+from tests.kit.random_model import RandomSpec, write_random_model
 
 N_LAYERS = 3
 ROWS = make_rows([(5, 0, (0,), True), (6, 1, (0,), True)])

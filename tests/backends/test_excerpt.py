@@ -19,14 +19,14 @@ from pipeinfer.backends.llamacpp.excerpt import (
     excerpt_of,
 )
 from pipeinfer.core.types import make_rows
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import binding, short_runs
 from pipeinfer.models.excerpt import kinds_of
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
-from tests.support.sample import full
+from tests.kit.random_architectures import RECIPES, STATEFUL
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import full
 
 #: recipes whose layers llama.cpp can compute from the first one on, as of a whole model
 NAMES = ("llama", "qwen2", "qwen3", *RECIPES, *STATEFUL)

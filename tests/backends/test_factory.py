@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.backends.factory import llama_options
 from pipeinfer.cli.generate import generate
 from pipeinfer.config import ModelConfig
-from tests.support.refusals import output
+from tests.kit.refusals import output
 
 
 @pytest.mark.parametrize("values", ["q8_0", "q4_0", "bf16"])

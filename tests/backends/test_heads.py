@@ -16,14 +16,14 @@ from pipeinfer.backends.llamacpp.taps import refusal
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.errors import BackendError, ModelError
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import HeadSource, SmallVocabulary, complete, has_head, head_of
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.target_head import TargetHead
-from tests.rig.clockwork import write_clockwork, write_eagle
-from tests.support.llama_head import LlamaEagle
-from tests.support.sample import FULL, mostly_full
+from tests.kit.clockwork import write_clockwork, write_eagle
+from tests.kit.llama_head import LlamaEagle
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import FULL, mostly_full
 
 HEADED = ("glm4moe", "deepseek2-mtp", "qwen35-mtp", "qwen35moe-mtp")
 TEXT = [int(one) for one in np.random.default_rng(3).integers(0, 256, 40)]

@@ -22,7 +22,7 @@ from pipeinfer.backends.llamacpp.huge_pages import (
 )
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.lab.random_model import tiny, write_random_model
+from tests.kit.random_model import tiny, write_random_model
 
 pytestmark = pytest.mark.skipif(setting() not in ("always", "madvise"),
                                 reason="this system gives no huge pages")

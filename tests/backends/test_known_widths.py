@@ -9,7 +9,7 @@ import pytest
 
 from pipeinfer.backends.exact_width import known_widths
 from pipeinfer.models import shard_cache
-from tests.rig.toy import ToyBackend
+from tests.kit.toy import ToyBackend
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,12 @@ from pipeinfer.backends.llamacpp.cells import CellOrder
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from tests.rig.checked import CheckedLlama
-from tests.rig.toy import ToyBackend
-from tests.support.kv_oracle import KvOracle, from_scratch
+from tests.kit.checked import CheckedLlama
+from tests.kit.kv_oracle import KvOracle, from_scratch
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.toy import ToyBackend
 
 N_SEQS = 5
 IDS = st.integers(0, N_SEQS - 1)

@@ -11,7 +11,7 @@ from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
-from tests.support.gguf_files import write_sliceable
+from tests.kit.gguf_files import write_sliceable
 
 N_TOKENS = 12
 

@@ -8,12 +8,12 @@ import pytest
 from pipeinfer.backends.base import norms
 from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard, stage_layers
-from tests.rig.cut_check import load
-from tests.rig.plain_loop import PlainLoop
-from tests.support.sample import full
+from tests.kit.cut_check import load
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import full
 
 pytestmark = pytest.mark.slow
 TEXTS = [[7], list(range(3, 40)), [5, 9] * 30]

@@ -14,7 +14,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
-from tests.support.sample import mostly_full
+from tests.kit.sample import mostly_full
 
 PATH = EMBEDDED / "draft.gguf"
 ROWS, N_VOCAB = 4, 4096

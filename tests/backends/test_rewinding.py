@@ -10,11 +10,11 @@ from pipeinfer.backends.rewinding import COPIES, RewindingBackend, ids_for
 from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.types import END, SamplingParams, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.strategies.proposers.draft_model import DraftModel
-from tests.support.kv_oracle import KvOracle
-from tests.support.sample import full
+from tests.kit.kv_oracle import KvOracle
+from tests.kit.random_model import tiny, write_random_model
+from tests.kit.sample import full
 
 
 def load(path, ids, n_ctx=512):

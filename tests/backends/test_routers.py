@@ -7,11 +7,11 @@ import pytest
 
 from pipeinfer.backends.llamacpp import eval_callback
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
-from tests.rig.cut_check import load
-from tests.rig.plain_loop import PlainLoop
-from tests.support.sample import full
+from tests.kit.cut_check import load
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.random_model import tiny, write_random_model
+from tests.kit.sample import full
 
 TRIALS = 12
 

@@ -12,12 +12,12 @@ from pipeinfer.backends.llamacpp import context
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.llama import stream
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.models.slices import slices_of
-from tests.support.sample import mostly_full
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import mostly_full
 
 pytestmark = pytest.mark.skipif(not stream.available(), reason="no streams here")
 RANGES = ((0, 2), (2, 4), (4, 6))

@@ -16,14 +16,14 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import PlanError
-from pipeinfer.lab.random_architectures import ALONE, RECIPES, STATEFUL
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
-from tests.rig.cut_check import cuts_of, differing, load
-from tests.support.gguf_files import altered
-from tests.support.sample import fewer, full
+from tests.kit.cut_check import cuts_of, differing, load
+from tests.kit.gguf_files import altered
+from tests.kit.random_architectures import ALONE, RECIPES, STATEFUL
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import fewer, full
 
 CASES = {
     "llama-F32": RandomSpec(qtype="F32"),

@@ -10,8 +10,8 @@ from pipeinfer.backends.exact_width import settle_threads
 from pipeinfer.backends.llamacpp import backend as llama_backend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import make_rows
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.llama import binding
+from tests.kit.random_model import RandomSpec, write_random_model
 
 
 class Timed:

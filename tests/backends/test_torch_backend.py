@@ -19,8 +19,8 @@ from pipeinfer.errors import (
     UnsupportedArchitecture,
     UsageError,
 )
-from tests.support.sample import full
-from tests.support.tiny_torch import (
+from tests.kit.sample import full
+from tests.kit.tiny_torch import (
     FAMILIES,
     LAYERS,
     VOCAB,

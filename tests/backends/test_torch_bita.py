@@ -36,8 +36,8 @@ from pipeinfer.lab.training.bita.bita import (
 from pipeinfer.lab.training.bita.frozen import continue_greedily, load_frozen
 from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
 from pipeinfer.models.bita_adapter import load_bita
-from tests.support.sample import fewer
-from tests.support.tiny_torch import LAYERS, VOCAB, reference, save
+from tests.kit.sample import fewer
+from tests.kit.tiny_torch import LAYERS, VOCAB, reference, save
 
 PLAN = Plan(steps=12, batch=4, groups=6, samples=24, tokens=28, given=10, masks=3, prompts=4,
             rate=2e-2, warmup=4, bfloat16=False)

@@ -12,8 +12,7 @@ from pipeinfer.backends.pytorch.cells import CellTable
 from pipeinfer.core.types import ALL_SEQS, END, Rows, SeqJoin, make_rows
 from pipeinfer.errors import BackendError
 from tests.backends.test_torch_backend import TOLERANCE
-from tests.rig.toy import ToyBackend
-from tests.support.tiny_torch import (
+from tests.kit.tiny_torch import (
     LAYERS,
     VOCAB,
     chain,
@@ -24,6 +23,7 @@ from tests.support.tiny_torch import (
     tokens_of,
     torch,
 )
+from tests.kit.toy import ToyBackend
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma2"])

@@ -10,12 +10,12 @@ import pytest
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.errors import UnsupportedArchitecture
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
-from tests.rig import launch
-from tests.support.tiny_torch import chain, forward, load, reference, save, tokens_of, torch
+from tests.kit import launch
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.tiny_torch import chain, forward, load, reference, save, tokens_of, torch
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 TEXT = ("def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + "
@@ -78,7 +78,7 @@ def test_a_folder_and_a_gguf_of_one_model_are_the_same_bits(tmp_path):
     """And both are what transformers computes: the pairs of rotated rows were put back right."""
     from transformers import AutoModelForCausalLM
 
-    from tests.rig.embedded_folder import write_folder
+    from tests.kit.embedded_folder import write_folder
 
     path = EMBEDDED / "target.gguf"
     folder = write_folder(path, tmp_path / "target")

@@ -20,9 +20,9 @@ from pipeinfer.models.slice_parts import Slice, sizes_of
 from pipeinfer.models.slices import slices_of, widths_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
-from tests.support.gguf_files import write_sliceable
-from tests.support.sample import full, mostly_full
-from tests.support.tiny_torch import (
+from tests.kit.gguf_files import write_sliceable
+from tests.kit.sample import full, mostly_full
+from tests.kit.tiny_torch import (
     CONFIG_MAPPING,
     FAMILIES,
     LAYERS,

@@ -22,12 +22,12 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.pasta import Pasta, Positions, Spacing
 from pipeinfer.strategies.decomposers.pdos import Pdos
+from tests.kit.sample import matrix
+from tests.kit.threaded import EOS, ThreadedPipeline, Words, reference
+from tests.kit.tiny_torch import LAYERS, VOCAB, load, masked_forward, save
+from tests.kit.tiny_torch import reference as tiny_model
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import APAR, PASTA, PDOS
-from tests.support.sample import matrix
-from tests.support.threaded import EOS, ThreadedPipeline, Words, reference
-from tests.support.tiny_torch import LAYERS, VOCAB, load, masked_forward, save
-from tests.support.tiny_torch import reference as tiny_model
 
 N_CTX, MOST = 300, 48
 METHODS = {

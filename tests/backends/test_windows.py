@@ -11,9 +11,9 @@ from pipeinfer.backends.base import ALL_IDS
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.lab.random_model import tiny, write_random_model
-from tests.rig.checked import CheckedLlama
-from tests.support.sample import matrix
+from tests.kit.checked import CheckedLlama
+from tests.kit.random_model import tiny, write_random_model
+from tests.kit.sample import matrix
 
 _SEQS, _CELLS = 6, 256
 

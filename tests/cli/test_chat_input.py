@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from pipeinfer.cli.terminal import note_forwarded_input
-from tests.rig import launch
-from tests.support.sample import mostly_full
+from tests.kit import launch
+from tests.kit.sample import mostly_full
 
 READER = """
 from pipeinfer.cli.chat_terminal import own_terminal

@@ -23,7 +23,7 @@ from pipeinfer.cli import chat_terminal
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
-from tests.support.sample import full
+from tests.kit.sample import full
 
 
 @pytest.mark.parametrize(("text", "done"), [

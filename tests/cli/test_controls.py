@@ -14,8 +14,8 @@ import pytest
 
 from pipeinfer.cli import terminal
 from pipeinfer.cli.chat_terminal import Plain
-from tests.rig import launch
-from tests.support.references import TARGET
+from tests.kit import launch
+from tests.kit.references import TARGET
 
 #: into the clipboard, a link that hides its target, clear, the same by C1, backspaces
 HOSTILE = "A\x1b]52;c;QUJD\x07B\x1b]8;;http://x\x1b\\C\x1b[2JD\x9b2JE\x08\x08F\nG"

@@ -17,7 +17,7 @@ from pipeinfer.cli import doctor_hosts
 from pipeinfer.cli.doctor_hosts import check_hosts, common_network, is_here
 from pipeinfer.errors import UsageError
 from pipeinfer.nodes import HostEntry
-from tests.rig import launch
+from tests.kit import launch
 
 OWN = doctor_hosts._own_facts()
 

@@ -15,8 +15,8 @@ import pytest
 
 from pipeinfer.cli import inherited
 from pipeinfer.cli.main import _outside
-from tests.rig import launch
-from tests.support.sample import mostly_full
+from tests.kit import launch
+from tests.kit.sample import mostly_full
 
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]
 WRITER = """

@@ -16,8 +16,8 @@ from pipeinfer.lab.commands.bench import bench_command
 from pipeinfer.lab.commands.files import shard
 from pipeinfer.lab.commands.plan import plan_command
 from pipeinfer.lab.forecast import file_view
-from pipeinfer.lab.random_model import tiny, write_random_model
-from tests.rig import launch
+from tests.kit import launch
+from tests.kit.random_model import tiny, write_random_model
 
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 

@@ -24,7 +24,6 @@ from pipeinfer.core.control import DraftReady, DraftSetup, PortName, Ready
 from pipeinfer.core.messages import Tag
 from pipeinfer.errors import ClusterError, PlanError, UsageError
 from pipeinfer.host import Place
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.models.slices import slices_of
 from pipeinfer.nodes import NodeSettings, RankInfo
@@ -35,7 +34,8 @@ from pipeinfer.runtime.drafts import DraftPosts, SlicedDraft
 from pipeinfer.strategies import registry
 from pipeinfer.strategies.resources import Asked, Draft
 from pipeinfer.transport.inproc import local_ports
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
+from tests.kit.random_model import tiny, write_random_model
 
 DRAFT, TARGET = EMBEDDED / "draft.gguf", EMBEDDED / "target.gguf"
 OWN = NodeSettings(proposer="prompt-lookup")

@@ -10,7 +10,7 @@ from pipeinfer.cluster import features
 from pipeinfer.config import Config
 from pipeinfer.errors import UsageError
 from pipeinfer.strategies import registry
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
 
 #: options that make a config use each feature and, where that cannot be helped, another one
 GIVEN = {

@@ -18,7 +18,6 @@ from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.host import Place
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning.judge import expected
@@ -26,6 +25,7 @@ from pipeinfer.planning.partition import Member
 from pipeinfer.planning.planner import load_of
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import cut_layers
+from tests.kit.random_model import tiny, write_random_model
 
 
 @pytest.fixture

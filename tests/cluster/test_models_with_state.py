@@ -13,15 +13,15 @@ import pytest
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.lab.random_architectures import ALONE, STATEFUL
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig import launch
-from tests.rig.checked import CheckedLlama
-from tests.rig.served import serve
-from tests.support.references import GREEDY, alone, seeded
-from tests.support.sample import full, mostly_full
+from tests.kit import launch
+from tests.kit.checked import CheckedLlama
+from tests.kit.random_architectures import ALONE, STATEFUL
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.references import GREEDY, alone, seeded
+from tests.kit.sample import full, mostly_full
+from tests.kit.served import serve
 
 PROMPT = "the rain in the then the rain in the"
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "40", "-c",

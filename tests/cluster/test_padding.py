@@ -15,11 +15,11 @@ from pipeinfer.cluster.sizing import ids_for, kept_for
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import PortName, Ready
 from pipeinfer.core.policy import Policy
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import has_windows
 from pipeinfer.models.locate import EMBEDDED, open_model
 from pipeinfer.nodes import NodeSettings, RankInfo
+from tests.kit.random_model import tiny, write_random_model
 
 MODEL = open_model(EMBEDDED / "draft.gguf")
 HOSTS = [RankInfo(0, "a"), RankInfo(1, "b")]

@@ -8,12 +8,12 @@ import pytest
 from pipeinfer.cluster.resolve import JobFacts, choose, resolve
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.random_architectures import STATEFUL
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.nodes import RankInfo
-from tests.rig.launch import ROOT
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
+from tests.kit.launch import ROOT
+from tests.kit.random_architectures import STATEFUL
+from tests.kit.random_model import tiny, write_random_model
 
 EMBEDDED = ROOT / "pipeinfer" / "models" / "embedded"
 DRAFT = EMBEDDED / "draft.gguf"

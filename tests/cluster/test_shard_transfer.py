@@ -26,13 +26,13 @@ from pipeinfer.config import ClusterConfig
 from pipeinfer.core.control import PortName, Setup, ShardOffer, ShardWanted
 from pipeinfer.core.messages import ShardChunk, ShardEnd, ShardHave, Tag
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, TransportTimeout
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.models.slices import slices_of
 from pipeinfer.transport.inproc import local_ports
-from tests.support.sample import examples
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import examples
 
 
 class Bytes:

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from pipeinfer.cluster.resolve import shares_cores
 from pipeinfer.nodes import NodeSettings, RankInfo
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
 
 HOSTS = [RankInfo(rank, "box", cores=2, cores_host=8) for rank in range(4)]
 

@@ -18,7 +18,7 @@ from pipeinfer.core.sampling import (
     shortlist,
 )
 from pipeinfer.core.types import NO_TOKEN, SamplingParams
-from tests.support.sample import fewer
+from tests.kit.sample import fewer
 
 NO_HISTORY = np.zeros(1, np.int32)
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -1.5, -2.0, -4.0], np.float32)

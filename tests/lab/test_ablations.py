@@ -24,7 +24,7 @@ from pipeinfer.lab.ablations import (
     samples,
     variants_of,
 )
-from tests.rig import launch
+from tests.kit import launch
 
 
 def sample(speed, tokens=(1, 2)):

@@ -12,7 +12,7 @@ from pipeinfer.errors import UsageError
 from pipeinfer.lab.commands import bench
 from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.emulation.scenarios import Experiment
-from tests.support.sample import mostly_full
+from tests.kit.sample import mostly_full
 
 FAST = ("--nodes", "4", "--tokens", "32", "--prompt-tokens", "16")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.rig import launch
+from tests.kit import launch
 
 
 @pytest.mark.mpi

@@ -25,7 +25,7 @@ from pipeinfer.lab.faults.faults import (
 from pipeinfer.lab.faults.wrappers import faulty_backend, faulty_port
 from pipeinfer.transport.base import Layout
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 
 @pytest.fixture(autouse=True)

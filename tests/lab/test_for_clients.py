@@ -12,7 +12,7 @@ from pipeinfer.lab import for_clients
 from pipeinfer.lab.commands.plan import plan_command
 from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.emulation.wide import WideExperiment
-from tests.rig.launch import ROOT
+from tests.kit.launch import ROOT
 
 PROFILES = load_profiles(None)
 

@@ -13,8 +13,8 @@ from pipeinfer.lab.emulation.profiles import load_profiles
 from pipeinfer.lab.emulation.scenarios import Experiment, build
 from pipeinfer.lab.emulation.virtual import prompt_of
 from pipeinfer.scheduler.controller import Controller, Timing, gaps, groups
-from tests.support.clients import Clients
-from tests.support.sample import fewer, full
+from tests.kit.clients import Clients
+from tests.kit.sample import fewer, full
 
 TOKENS = fewer(64, 32)
 

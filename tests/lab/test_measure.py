@@ -9,8 +9,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.lab import measuring
-from tests.rig import launch
-from tests.support import llama_programs
+from tests.kit import launch, llama_programs
 
 
 @pytest.mark.slow

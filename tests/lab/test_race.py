@@ -22,7 +22,7 @@ from pipeinfer.lab.race import (
     lanes_of,
     result_line,
 )
-from tests.rig import launch
+from tests.kit import launch
 
 
 def finished(policy=Policy.ITERATIVE, tokens=(1, 2), text="one\ttwo", speed=5.0, runs=(0, 9)):

@@ -26,7 +26,7 @@ from pipeinfer.lab.emulation.virtual import (
 )
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
-from tests.support.sample import fewer, full, matrix
+from tests.kit.sample import fewer, full, matrix
 
 PROFILES = load_profiles()
 

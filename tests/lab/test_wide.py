@@ -20,7 +20,7 @@ from pipeinfer.lab.emulation.virtual import prompt_of
 from pipeinfer.lab.emulation.wide import APART, BESIDE, SLICED, TURNS, WideExperiment
 from pipeinfer.planning.judge import LoadMix, tokens_per_second
 from pipeinfer.planning.teams import SumCost, Wire
-from tests.support.sample import fewer
+from tests.kit.sample import fewer
 
 PROFILES = load_profiles()
 BASE = WideExperiment("c", "dolphin-tinyllama", nodes=8, tokens=96, prompt=32)

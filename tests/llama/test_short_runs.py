@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.llama import binding, short_runs
 from pipeinfer.loading import c_part
-from tests.support.sample import full
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import full
 
 #: ggml's number of a type -> elements and bytes of a block, where halves of its scales are
 BLOCKS = {0: (1, 4, ()), 1: (1, 2, ()), 2: (32, 18, (0,)), 3: (32, 20, (0, 2)), 6: (32, 22, (0,)),

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from pipeinfer.errors import RequestError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import helper
 from pipeinfer.models.text.tokenizer import SAFE_CHARACTERS
+from tests.kit import launch
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import full, mostly_full
 from tests.models.test_marks import folder_like, sentencepiece
-from tests.rig import launch
-from tests.support.sample import full, mostly_full
 
 pytestmark = pytest.mark.slow
 #: the first name of each kind of pre-tokenizer in llama.cpp

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import BLOCKS, BlockShape, CompletedHead, taps_of
 from pipeinfer.models.llama_rules import check_file
-from tests.rig.block_files import BLOCK, TOP, write_block_draft
+from tests.kit.block_files import BLOCK, TOP, write_block_draft
+from tests.kit.random_model import RandomSpec, write_random_model
 
 MASK = 300
 

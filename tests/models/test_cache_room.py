@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.main import main
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard_cache
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.shard_cache import FRESH_SECONDS, kept, make_room, shrink, sum_of, used_now
+from tests.kit.random_model import RandomSpec, write_random_model
 
 
 @pytest.fixture

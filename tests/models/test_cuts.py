@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.errors import ModelError, PlanError, ProtocolError, UnsupportedArchitecture
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.models.slice_parts import Slice, check_fits, sizes_of
 from pipeinfer.models.slices import slices_of, widths_of
-from tests.support.gguf_files import altered, write_sliceable
-from tests.support.sample import examples
+from tests.kit.gguf_files import altered, write_sliceable
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import examples
 
 TARGET = EMBEDDED / "target.gguf"
 

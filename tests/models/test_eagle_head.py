@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import ModelError, UsageError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import CompletedHead, complete
 from pipeinfer.models.shard_cache import store
+from tests.kit.random_model import RandomSpec, write_random_model
 
 VOCABULARY, WIDTH = 320, 64
 CHOSEN = np.array([3, 4, 5, 9, 200, 201, 319], np.int64)

@@ -8,13 +8,13 @@ import pytest
 from pipeinfer.backends.llamacpp import backend, eval_callback
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, ModelError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import embedding
 from pipeinfer.models.embedding import EmbeddingSource, EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
-from tests.support.embeddings import extract_embedding
+from tests.kit.embeddings import extract_embedding
+from tests.kit.random_model import RandomSpec, write_random_model
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 

@@ -6,12 +6,12 @@ import math
 from types import SimpleNamespace
 
 from pipeinfer.cli.summary import flops_of
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.flops import row_flops
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.scheduler.events import LaneStats
-from tests.support.gguf_files import altered
+from tests.kit.gguf_files import altered
+from tests.kit.random_model import tiny, write_random_model
 
 
 def test_a_row_is_multiplied_with_every_matrix_once():

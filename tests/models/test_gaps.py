@@ -11,11 +11,11 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, UnsupportedArchitecture
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gaps import GapModel, half_split
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from tests.support.gguf_files import altered
+from tests.kit.gguf_files import altered
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
 
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 

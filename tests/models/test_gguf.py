@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
-from tests.support.gguf_files import split
-from tests.support.sample import examples
+from tests.kit.gguf_files import split
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import examples
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from pipeinfer.models.hf_folder import ModelDir, torch_parts
 from pipeinfer.models.locate import context_size, open_model
 from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.planner import load_of
-from tests.rig import launch
-from tests.rig.embedded_folder import write_folder
+from tests.kit import launch
+from tests.kit.embedded_folder import write_folder
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 

@@ -19,8 +19,8 @@ from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.hf_tokenizer import FolderTokenizer
 from pipeinfer.models.text.tokenizer import check_draft_vocab
 from pipeinfer.models.text.vocabulary import Vocabulary
-from tests.rig import launch
-from tests.rig.embedded_folder import write_folder
+from tests.kit import launch
+from tests.kit.embedded_folder import write_folder
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import hub_files
 from pipeinfer.models.gguf import ModelFile
-from tests.rig import launch
-from tests.rig.block_files import write_block_draft
-from tests.rig.clockwork import write_apart, write_clockwork, write_eagle
-from tests.support.fake_hub import COMMIT, Hub, running
-from tests.support.gguf_files import split
+from tests.kit import launch
+from tests.kit.block_files import write_block_draft
+from tests.kit.clockwork import write_apart, write_clockwork, write_eagle
+from tests.kit.fake_hub import COMMIT, Hub, running
+from tests.kit.gguf_files import split
+from tests.kit.random_model import RandomSpec, write_random_model
 
 pytestmark = pytest.mark.slow
 REPO = "maker/Model-GGUF"

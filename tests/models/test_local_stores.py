@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from pipeinfer.cli.main import main
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import local_stores
 from pipeinfer.models.locate import find, targeted
-from tests.support.gguf_files import altered, split
+from tests.kit.gguf_files import altered, split
+from tests.kit.random_model import RandomSpec, write_random_model
 
 MODEL_LAYER = "application/vnd.ollama.image.model"
 

@@ -11,7 +11,7 @@ from pipeinfer.errors import RequestError
 from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.grammar import compile_grammar, loosely
 from pipeinfer.models.text.vocabulary import Vocabulary
-from tests.support.sample import fewer
+from tests.kit.sample import fewer
 
 TEXT = [bytes([i]) for i in range(32, 127)]
 END = len(TEXT)

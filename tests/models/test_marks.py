@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import RequestError
-from pipeinfer.lab import random_model
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.marks import MarkGuard, Marks
-from tests.support.sample import mostly_full
+from tests.kit import random_model
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import mostly_full
 
 _LOOP = "{% for m in messages %}"
 _END = "{% endfor %}"
@@ -234,7 +234,7 @@ def folder_like(path):
     pytest.importorskip("tokenizers", reason="model folders need it")
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from tests.rig.embedded_folder import write_folder
+    from tests.kit.embedded_folder import write_folder
 
     write_folder(write_random_model(path.with_name("source.gguf"), RandomSpec(n_layer=1)), path)
     ids = {text: i for i, text in enumerate(_PIECES)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.rig.launch import ROOT
+from tests.kit.launch import ROOT
 
 ALONE = """
 import sys

@@ -6,14 +6,14 @@ import gguf
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab import random_model
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.llama_rules import check_file, check_vocabulary
 from pipeinfer.models.locate import open_tokenizer
-from tests.support.gguf_files import altered
+from tests.kit import random_model
+from tests.kit.gguf_files import altered
+from tests.kit.random_architectures import RECIPES, STATEFUL
+from tests.kit.random_model import tiny, write_random_model
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import ModelError, PlanError, UnsupportedArchitecture
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard as shard_module
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import entry
 from pipeinfer.models.layers import entries
 from pipeinfer.models.shard import check_splittable, extract_shard, shard_bytes, stage_layers
 from pipeinfer.models.shard_cache import cache_directory
-from tests.support.gguf_files import split
+from tests.kit.gguf_files import split
+from tests.kit.random_model import RandomSpec, write_random_model
 
 
 @pytest.fixture(scope="module")

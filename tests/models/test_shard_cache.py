@@ -14,12 +14,12 @@ import pytest
 from pipeinfer.backends import exact_width
 from pipeinfer.core.types import CURVE_ROWS
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models import shard_cache
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.shard_cache import cache_directory, recall, remember
 from tests.cluster.test_shard_transfer import Bytes, pattern, transfer
+from tests.kit.random_model import RandomSpec, write_random_model
 
 
 @pytest.fixture(scope="module")

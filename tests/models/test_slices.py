@@ -14,15 +14,15 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import ShardSource, extract_shard, shard_bytes
 from pipeinfer.models.slice_parts import sizes_of
 from pipeinfer.models.slices import slices_of, widths_of
-from tests.support.gguf_files import altered, write_sliceable
-from tests.support.sample import matrix
+from tests.kit.gguf_files import altered, write_sliceable
+from tests.kit.random_model import tiny, write_random_model
+from tests.kit.sample import matrix
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")

@@ -7,17 +7,17 @@ import pytest
 
 from pipeinfer.backends.llamacpp.eval_callback import Routers
 from pipeinfer.errors import ModelError, UnsupportedArchitecture
-from pipeinfer.lab.random_architectures import RECIPES, STATEFUL
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models import slice_parts
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.slices import slices_of, widths_of
+from tests.kit.embeddings import extract_embedding
+from tests.kit.random_architectures import RECIPES, STATEFUL
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import FULL, matrix, mostly_full
 from tests.models.test_slices import logits_of_slices, logits_of_whole, steps_of
-from tests.support.embeddings import extract_embedding
-from tests.support.sample import FULL, matrix, mostly_full
 
 MIXTURES = ("deepseek2", "deepseek2-lite", "gemma4", "glm4moe", "gpt-oss", "granitemoe", "llama4",
             "qwen3moe")

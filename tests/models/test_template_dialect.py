@@ -7,10 +7,10 @@ from datetime import datetime
 import pytest
 
 from pipeinfer.errors import RequestError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text import chat_template
 from pipeinfer.models.text.tokenizer import Tokenizer
+from tests.kit.random_model import RandomSpec, write_random_model
 
 TALK = {"messages": [{"role": "user", "content": "hi"},
                      {"role": "assistant", "content": "<think>x</think>yes"}],

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.errors import ModelError, RequestError, UsageError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.text.tokenizer import Tokenizer, check_draft_vocab
+from tests.kit.random_model import RandomSpec, write_random_model
 
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded"
 

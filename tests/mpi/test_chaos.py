@@ -20,9 +20,9 @@ from pipeinfer.lab.chaos.report import Outcome, resumed, spread, summary, table
 from pipeinfer.lab.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer.lab.chaos.victims import Victims
 from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount
-from tests.rig import launch
-from tests.support.refusals import refusal
-from tests.support.sample import full
+from tests.kit import launch
+from tests.kit.refusals import refusal
+from tests.kit.sample import full
 
 CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.kit import launch
+from tests.kit.sample import full
+from tests.kit.served import serve
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
-from tests.rig import launch
-from tests.rig.served import serve
-from tests.support.sample import full
 
 pytestmark = pytest.mark.slow
 CHAT = [*PIPEINFER, "chat"]

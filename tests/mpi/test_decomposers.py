@@ -15,11 +15,11 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.generate import generate
 from pipeinfer.lab.commands.compare import compare_command
+from tests.kit import launch
+from tests.kit.refusals import refusal
+from tests.kit.sample import fewer, full
+from tests.kit.served import serve
 from tests.mpi.test_jobs import PIPEINFER
-from tests.rig import launch
-from tests.rig.served import serve
-from tests.support.refusals import refusal
-from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 #: the sample counts steps of the first three, and compares texts with LLAMA

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from pipeinfer.lab.commands.inflate import inflate
-from tests.rig import launch
-from tests.support.own_caches import own_caches
-from tests.support.sample import full
+from benchmarks.inflate.inflate import inflate
+from tests.kit import launch
+from tests.kit.own_caches import own_caches
+from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from tests.rig import launch
-from tests.support.references import alone, seeded
-from tests.support.sample import full
+from tests.kit import launch
+from tests.kit.references import alone, seeded
+from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"

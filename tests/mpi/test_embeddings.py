@@ -8,11 +8,11 @@ import numpy as np
 import openai
 import pytest
 
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.served import serve
-from tests.support.sample import full
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import full
+from tests.kit.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 MEAN, CLS, LAST = 1, 2, 3  #: llama.cpp's numbers

@@ -14,11 +14,11 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.vocabulary import Vocabulary
+from tests.kit import launch
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sample import full
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 from tests.mpi.test_matrix import run_matrix
-from tests.rig import launch
-from tests.rig.plain_loop import PlainLoop
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT, COUNT = "settings = ", 40

@@ -9,15 +9,15 @@ import sys
 import gguf
 import pytest
 
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import SmallVocabulary
 from pipeinfer.models.locate import open_tokenizer
+from tests.kit import launch
+from tests.kit.block_files import write_block_draft
+from tests.kit.clockwork import successors, write_apart, write_clockwork, write_eagle
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.sample import full
 from tests.mpi.test_turns import TURNS
-from tests.rig import launch
-from tests.rig.block_files import write_block_draft
-from tests.rig.clockwork import successors, write_apart, write_clockwork, write_eagle
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 HEADED = ("glm4moe", "deepseek2-mtp", "qwen35-mtp", "qwen35moe-mtp")

@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 
+from tests.kit import launch
+from tests.kit.fake_hub import Hub, running
+from tests.kit.gguf_files import split
+from tests.kit.own_caches import own_caches
+from tests.kit.sample import full
 from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
-from tests.rig import launch
-from tests.support.fake_hub import Hub, running
-from tests.support.gguf_files import split
-from tests.support.own_caches import own_caches
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REPO = "maker/Model-GGUF"

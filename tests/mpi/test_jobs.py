@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from pipeinfer.cli.generate import generate
-from tests.rig import launch
-from tests.support.references import alone
-from tests.support.refusals import refusal
-from tests.support.sample import fewer, full
+from tests.kit import launch
+from tests.kit.references import alone
+from tests.kit.refusals import refusal
+from tests.kit.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -132,7 +132,7 @@ def test_a_policy_that_needs_a_draft_says_so():
     ("bloom", 3, False, 3, "bloom"),
 ])
 def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
-    from pipeinfer.lab.random_model import RandomSpec, write_random_model
+    from tests.kit.random_model import RandomSpec, write_random_model
 
     path = write_random_model(tmp_path / "small.gguf", RandomSpec(n_layer=2))
     if architecture != "llama":

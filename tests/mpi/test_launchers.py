@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import launch
 from tests.mpi.test_jobs import LONG, PIPEINFER, interrupt
-from tests.rig import launch
 
 SCRIPTS = sorted(path for folder in ("launch", ".ci") for path in (launch.ROOT / folder).iterdir()
                  if path.is_file() and (

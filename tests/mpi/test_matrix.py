@@ -18,22 +18,21 @@ import pytest
 
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.lab import random_architectures
-from pipeinfer.lab.random_architectures import HEADED, RECIPES, STATEFUL
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.bita_adapter import BitaAdapter, save_bita
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from pipeinfer.scheduler.settings import PUBLISHED
+from tests.kit import launch, random_architectures
+from tests.kit.block_files import write_block_draft
+from tests.kit.clockwork import write_eagle
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.random_architectures import HEADED, RECIPES, STATEFUL
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.references import StagedLoop
+from tests.kit.sample import fewer, full
+from tests.kit.sliced_loop import SlicedLoop
 from tests.models.test_slices_of_architectures import MIXTURES, stages_of
-from tests.rig import launch
-from tests.rig.block_files import write_block_draft
-from tests.rig.clockwork import write_eagle
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.sliced_loop import SlicedLoop
-from tests.support.references import StagedLoop
-from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPTS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n" * 6)
@@ -113,7 +112,7 @@ def shallow(folder: Path) -> Path:
 
 
 def hugging_face(folder: Path) -> Path:
-    from tests.rig.embedded_folder import write_folder
+    from tests.kit.embedded_folder import write_folder
 
     return write_folder(shallow(folder), folder / "target")
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tests.rig import launch
-from tests.support.own_caches import own_caches
-from tests.support.references import alone, seeded
-from tests.support.sample import full
+from tests.kit import launch
+from tests.kit.own_caches import own_caches
+from tests.kit.references import alone, seeded
+from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]

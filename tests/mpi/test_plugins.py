@@ -9,11 +9,11 @@ import os
 import openai
 import pytest
 
+from tests.kit import launch
+from tests.kit.references import alone
+from tests.kit.sample import full
+from tests.kit.served import PIPEINFER, serve
 from tests.mpi.test_jobs import EMBEDDED
-from tests.rig import launch
-from tests.rig.served import PIPEINFER, serve
-from tests.support.references import alone
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = ("-p", "import os", "-n", "24", "--temp", "0", "-c", "512")
@@ -28,8 +28,8 @@ def installed(tmp_path_factory):
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stutter\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
         "[pipeinfer.strategies]\n"
-        "stutter = tests.support.plugin:STUTTER\n"
-        "shout = tests.support.plugin:SHOUT\n")
+        "stutter = tests.kit.plugin:STUTTER\n"
+        "shout = tests.kit.plugin:SHOUT\n")
     return {"PYTHONPATH": f"{site}{os.pathsep}{launch.ROOT}"}
 
 
@@ -103,7 +103,7 @@ def test_a_broken_package_is_named(installed, tmp_path):
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
-        "[pipeinfer.strategies]\nbroken = tests.support.absent:SPEC\n")
+        "[pipeinfer.strategies]\nbroken = tests.kit.absent:SPEC\n")
     done = launch.run(1, [*PIPEINFER, "generate", "-p", "x"],
                       PYTHONPATH=f"{tmp_path}{os.pathsep}{launch.ROOT}")
     assert done.returncode == 2

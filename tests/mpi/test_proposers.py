@@ -15,12 +15,12 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
+from tests.kit import launch
+from tests.kit.configs import job_config
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.refusals import output, refusal
+from tests.kit.sample import fewer
 from tests.mpi.test_matrix import adapter_at
-from tests.rig import launch
-from tests.rig.plain_loop import PlainLoop
-from tests.support.configs import job_config
-from tests.support.refusals import output, refusal
-from tests.support.sample import fewer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from tests.rig import launch
-from tests.rig.served import serve
-from tests.support.references import alone, seeded
+from tests.kit import launch
+from tests.kit.references import alone, seeded
+from tests.kit.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]

@@ -18,10 +18,10 @@ from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig import launch
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.served import PIPEINFER, serve
-from tests.support.refusals import refusal
+from tests.kit import launch
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.refusals import refusal
+from tests.kit.served import PIPEINFER, serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"

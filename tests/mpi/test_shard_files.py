@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from pipeinfer.llama import stream
-from tests.rig import launch
-from tests.support.own_caches import own_caches
+from tests.kit import launch
+from tests.kit.own_caches import own_caches
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REQUEST = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def area(r):\n", "-n", "24",

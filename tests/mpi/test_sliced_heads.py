@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
-from tests.rig import launch
-from tests.rig.clockwork import successors, write_clockwork, write_eagle
-from tests.rig.sliced_loop import SlicedLoop
-from tests.support.references import seeded
-from tests.support.sample import full
+from tests.kit import launch
+from tests.kit.clockwork import successors, write_clockwork, write_eagle
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.references import seeded
+from tests.kit.sample import full
+from tests.kit.sliced_loop import SlicedLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "the rain in"

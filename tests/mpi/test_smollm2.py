@@ -10,10 +10,10 @@ import pytest
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models import locate
 from pipeinfer.models.locate import open_tokenizer
+from tests.kit import launch
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sample import fewer, full
 from tests.mpi.test_jobs import PIPEINFER
-from tests.rig import launch
-from tests.rig.plain_loop import PlainLoop
-from tests.support.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     locate.smollm2() is None,

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.cluster.notes import doubts_about
 from pipeinfer.config import ModelConfig
 from pipeinfer.core.policy import Policy
-from tests.rig import launch
+from tests.kit import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 GENERATE = ["-m", "pipeinfer", "generate", "-p", "def", "-n", "4", "--temp", "0"]

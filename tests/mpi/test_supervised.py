@@ -17,8 +17,8 @@ import pytest
 import requests
 
 from pipeinfer.cluster import cleanup
-from tests.rig import launch
-from tests.rig.served import Served
+from tests.kit import launch
+from tests.kit.served import Served
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 RUN = str(launch.ROOT / "launch" / "run")

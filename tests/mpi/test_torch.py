@@ -15,12 +15,12 @@ from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.cli.generate import generate
 from pipeinfer.models.locate import open_tokenizer
+from tests.kit import launch
+from tests.kit.embedded_folder import write_folder
+from tests.kit.references import StagedLoop
+from tests.kit.refusals import output, refusal
+from tests.kit.sample import fewer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
-from tests.rig import launch
-from tests.rig.embedded_folder import write_folder
-from tests.support.references import StagedLoop
-from tests.support.refusals import output, refusal
-from tests.support.sample import fewer
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 #: the sample's has 2 layers, not 12: to measure how many rows are exact takes seconds a rank

@@ -10,11 +10,11 @@ import pytest
 for _package in ("torch", "transformers", "safetensors"):
     pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
 
+from tests.kit import launch
+from tests.kit.sample import full
 from tests.mpi.test_decomposers import compare, texts
 from tests.mpi.test_jobs import PIPEINFER
 from tests.mpi.test_torch import PROMPT
-from tests.rig import launch
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 QUESTION = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"

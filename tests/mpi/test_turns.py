@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from pipeinfer import host
-from tests.rig import launch
-from tests.rig.served import serve
-from tests.support.references import alone, seeded
-from tests.support.sample import full
+from tests.kit import launch
+from tests.kit.references import alone, seeded
+from tests.kit.sample import full
+from tests.kit.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     host.facts(1, 0, 1).cores_host < 2 or host.numa_nodes() > 1,

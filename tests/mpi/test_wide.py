@@ -9,13 +9,13 @@ import pytest
 
 from pipeinfer.cli.generate import generate as generate_command
 from pipeinfer.lab.chaos.job import poll
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
+from tests.kit import launch
+from tests.kit.own_caches import own_caches
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.references import alone
+from tests.kit.refusals import refusal
+from tests.kit.served import serve
 from tests.mpi.test_jobs import PIPEINFER
-from tests.rig import launch
-from tests.rig.served import serve
-from tests.support.own_caches import own_caches
-from tests.support.references import alone
-from tests.support.refusals import refusal
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

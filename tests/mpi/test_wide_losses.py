@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from pipeinfer.lab.chaos.job import ServerJob, poll
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
-from tests.rig import launch
-from tests.rig.sliced_loop import SlicedLoop
-from tests.support.references import alone, seeded
-from tests.support.sample import full
+from tests.kit import launch
+from tests.kit.random_model import tiny, write_random_model
+from tests.kit.references import alone, seeded
+from tests.kit.sample import full
+from tests.kit.sliced_loop import SlicedLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def read(path):\n", "-n", "60",

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from tests.kit import launch
+from tests.kit.sample import full
 from tests.mpi.test_jobs import PROGRAMS
-from tests.rig import launch
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 #: after so many tokens, who holds what, stage by stage: rank, layers, slices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rig import namespaces
+from tests.kit import namespaces
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,9 +14,9 @@ import time
 import pytest
 
 from pipeinfer.models.locate import open_tokenizer
-from tests.rig.namespaces import Cluster
-from tests.support.references import TARGET, alone, seeded
-from tests.support.sample import full
+from tests.kit.namespaces import Cluster
+from tests.kit.references import TARGET, alone, seeded
+from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "class Queue:\n    def __init__(self):\n"

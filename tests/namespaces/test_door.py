@@ -10,8 +10,8 @@ import sys
 import psutil
 import pytest
 
+from tests.kit.namespaces import Cluster
 from tests.namespaces.test_cut import read_until
-from tests.rig.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 URL = "http://127.0.0.1:8128"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.namespaces import ROOT, Cluster
+from tests.kit.namespaces import ROOT, Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PAGE = Path(ROOT) / "docs" / "getting-started.md"

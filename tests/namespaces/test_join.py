@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.rig.namespaces import Cluster
+from tests.kit.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]

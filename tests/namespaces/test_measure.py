@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.lab import measuring
-from tests.rig.namespaces import Cluster
-from tests.support import llama_programs
+from tests.kit import llama_programs
+from tests.kit.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow,
               pytest.mark.full("one host in tests/lab/test_measure.py")]

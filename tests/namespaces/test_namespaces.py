@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig import launch, namespaces
-from tests.rig.namespaces import Cluster
-from tests.support.references import alone, seeded
+from tests.kit import launch, namespaces
+from tests.kit.namespaces import Cluster
+from tests.kit.references import alone, seeded
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
@@ -187,7 +187,7 @@ def begin_of_command(pid):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_stays_when_the_program_is_killed(number):
-    command = [sys.executable, "-m", "tests.rig.namespaces",
+    command = [sys.executable, "-m", "tests.kit.namespaces",
                "--nodes", "2", "--cpu", "0.5", "--", "sleep", "600"]
     before = set(namespaces.STATE.glob("*"))
     process = subprocess.Popen(command, cwd=launch.ROOT, start_new_session=True)

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from tests.kit.launch import ROOT
+from tests.kit.namespaces import Cluster
 from tests.namespaces.test_cut import read_until
 from tests.namespaces.test_door import BODY, CLIENT
-from tests.rig.launch import ROOT
-from tests.rig.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PIPEINFER = [sys.executable, "-P", "-m", "pipeinfer"]

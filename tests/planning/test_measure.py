@@ -10,11 +10,11 @@ import pytest
 
 from pipeinfer import host
 from pipeinfer.config import JobConfig, ModelConfig
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard_cache import recall, remember
 from pipeinfer.planning import measure
-from tests.rig.toy import ToyBackend
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.toy import ToyBackend
 
 
 @pytest.fixture(scope="module")

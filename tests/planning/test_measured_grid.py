@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.slices import slices_of, widths_of
 from pipeinfer.planning.judge import LoadMix
@@ -15,6 +14,7 @@ from pipeinfer.planning.planner import load_of
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.teams import Network, SumCost, Wire, busiest, team
 from pipeinfer.planning.wide import share_of
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
 
 FIGURES = Figures(1e10, 1, {1: 1.0, 2: 1.3, 4: 1.9})
 

@@ -19,13 +19,13 @@ from pipeinfer.cluster.placement import members_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.lab import forecast
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import partition, planner
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member, measure
-from tests.support.sample import fewer
+from tests.kit.random_model import tiny, write_random_model
+from tests.kit.sample import fewer
 
 GIB = 2.0**30
 
@@ -378,7 +378,7 @@ def test_cluster_profile_and_own_split(plan):
 
 
 def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
-    from pipeinfer.lab.random_model import RandomSpec, tiny, write_random_model
+    from tests.kit.random_model import RandomSpec, tiny, write_random_model
 
     path = write_random_model(tmp_path / "tiny.gguf", RandomSpec(n_layer=9, qtype="Q8_0"))
     lonely, draft = write_random_model(tmp_path / "m3.gguf", tiny("minimax-m3")), ("-md", str(path))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeinfer.errors import PlanError
 from pipeinfer.planning.partition import Load, Member
 from pipeinfer.planning.replan import Holding, replan
-from tests.support.sample import examples
+from tests.kit.sample import examples
 
 
 def load(n, last=0.0):

@@ -18,7 +18,7 @@ from pipeinfer.runtime.drafts import DraftPosts, DraftTeam, RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
 SECONDS = 20.0

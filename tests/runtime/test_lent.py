@@ -13,7 +13,7 @@ from pipeinfer.errors import BackendError
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.inproc import local_ports
 from pipeinfer.transport.lent import Stuck
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
 HEAD, OWN = "head", "stage"

@@ -21,7 +21,7 @@ from pipeinfer.scheduler.events import Emit
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
 TIMEOUT = 16.0

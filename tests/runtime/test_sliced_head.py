@@ -17,7 +17,6 @@ from pipeinfer.core.messages import Decode, Tag
 from pipeinfer.core.sampling import log_total
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import PlanError
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import CompletedHead, HeadSource, SmallVocabulary
 from pipeinfer.models.slices import slices_of
@@ -29,8 +28,9 @@ from pipeinfer.strategies.proposers.target_head import TargetHead
 from pipeinfer.transport.inproc import local_ports
 from tests.backends import test_heads
 from tests.backends.test_heads import OPTIONS, SIZES, TEXT, parts, tapped, written
-from tests.rig.clockwork import write_eagle
-from tests.support.sample import full
+from tests.kit.clockwork import write_eagle
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.sample import full
 
 SAMPLED = SamplingParams(temperature=0.8, key=5)
 SECONDS = 20.0

@@ -12,7 +12,7 @@ from pipeinfer.core.messages import Cancel, Decode, LaneOpen, RunCancelled, RunF
 from pipeinfer.core.types import SamplingParams, make_rows
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=16, n_layers=3, n_embd=8)
 

@@ -29,9 +29,9 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.toy import ToyBackend, ToySpec, draft_of
-from tests.support.sample import matrix
-from tests.support.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of
+from tests.kit.sample import matrix
+from tests.kit.toy import ToyBackend, ToySpec, draft_of
+from tests.kit.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of
 
 SPEC = ToySpec(n_vocab=48, n_layers=4, n_embd=16)
 PROMPT = tuple(range(3, 12))

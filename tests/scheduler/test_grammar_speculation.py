@@ -30,8 +30,8 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.toy import ToyBackend, ToySpec, draft_of
-from tests.support.sample import matrix
+from tests.kit.sample import matrix
+from tests.kit.toy import ToyBackend, ToySpec, draft_of
 
 pytestmark = pytest.mark.slow
 TEXTS = ['{', '}', '[', ']', '"', ':', ',', ' ', '"a":', '"b":', 'true', 'false', 'tr', 'ue', '1',

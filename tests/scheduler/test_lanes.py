@@ -21,8 +21,8 @@ from pipeinfer.core.types import Request, SeqCopy
 from pipeinfer.scheduler.events import AbortRequest, Emit, Enqueue, Finish
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
-from tests.support.sample import examples, fewer
-from tests.support.simulated import Pipeline, plain
+from tests.kit.sample import examples, fewer
+from tests.kit.simulated import Pipeline, plain
 
 N_VOCAB = 7
 

@@ -15,8 +15,8 @@ from pipeinfer.strategies.decomposers.base import MAIN
 from pipeinfer.strategies.decomposers.pasta import Pasta
 from pipeinfer.strategies.decomposers.pdos import Pdos
 from pipeinfer.strategies.decomposers.skeleton import Prompts, Skeleton
+from tests.kit.threaded import EOS, ThreadedPipeline, Words, reference
 from tests.scheduler.test_lanes import check_at_rest
-from tests.support.threaded import EOS, ThreadedPipeline, Words, reference
 
 COUNT, MOST, N_CTX = 40, 3000, 4000
 PROMPT = (5, 6, 5)

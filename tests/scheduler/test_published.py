@@ -18,8 +18,8 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from pipeinfer.scheduler.token_tree import PLANNED, BufferedTree, Node
-from tests.support.sample import examples, fewer
-from tests.support.simulated import Pipeline, plain
+from tests.kit.sample import examples, fewer
+from tests.kit.simulated import Pipeline, plain
 
 START = structs.replace(Limits(n_ctx=400, policy=Policy.PUBLISHED, exact_width=8, credit=6,
                                partitions=6), **PUBLISHED)

@@ -16,9 +16,9 @@ from pipeinfer.strategies.decomposers.pasta import Pasta
 from pipeinfer.strategies.decomposers.pdos import Pdos
 from pipeinfer.strategies.decomposers.skeleton import Prompts, Skeleton
 from pipeinfer.strategies.proposers.lookahead import Lookahead
+from tests.kit.sample import fewer, matrix, mostly_full
+from tests.kit.threaded import EOS, ThreadedPipeline, Words, reference
 from tests.scheduler.test_lanes import check_at_rest
-from tests.support.sample import fewer, matrix, mostly_full
-from tests.support.threaded import EOS, ThreadedPipeline, Words, reference
 
 N_CTX, MOST = 400, 90
 #: special tokens first, then plain words; the weights make tags frequent

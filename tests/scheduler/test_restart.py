@@ -16,11 +16,11 @@ from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Enqueue, Finish, Refuse, Restart, RunDone
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.lookahead import Lookahead
+from tests.kit.sample import matrix
+from tests.kit.simulated import Pipeline, Stage, plain
+from tests.kit.threaded import EOS, KvModel, ThreadedPipeline
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import METHODS, MOST, N_CTX, expected, prompt_of, text_of
-from tests.support.sample import matrix
-from tests.support.simulated import Pipeline, Stage, plain
-from tests.support.threaded import EOS, KvModel, ThreadedPipeline
 
 N_VOCAB = 7
 BASE = tuple(random.Random(1).choices(range(N_VOCAB), k=40))

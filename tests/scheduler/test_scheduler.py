@@ -21,8 +21,8 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
-from tests.support.sample import examples
-from tests.support.simulated import Pipeline, plain
+from tests.kit.sample import examples
+from tests.kit.simulated import Pipeline, plain
 
 LIMITS = st.builds(
     Limits,

@@ -17,8 +17,8 @@ from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.state_tree import StateTree
 from pipeinfer.scheduler.token_tree import PLANNED, Node
-from tests.support.sample import examples
-from tests.support.simulated import Pipeline, plain
+from tests.kit.sample import examples
+from tests.kit.simulated import Pipeline, plain
 
 LIMITS = Limits(n_ctx=400, states=True, credit=5, partitions=8, draft_max=1)
 

@@ -13,7 +13,7 @@ from pipeinfer.errors import InvariantError, ProtocolError
 from pipeinfer.scheduler.events import Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
-from tests.support.simulated import Pipeline
+from tests.kit.simulated import Pipeline
 
 LIMITS = Limits(n_ctx=400, policy=Policy.PIPEINFER, credit=4, partitions=8, exact_width=4)
 

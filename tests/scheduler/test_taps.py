@@ -16,8 +16,8 @@ from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
-from tests.support.sample import examples
-from tests.support.simulated import Pipeline, mark, plain
+from tests.kit.sample import examples
+from tests.kit.simulated import Pipeline, mark, plain
 
 LIMITS = Limits(n_ctx=400, credit=5, partitions=8, draft_max=2, chunk=4, parallel=2)
 KINDS = {

@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from tests.rig.server_peer import front
-from tests.support.gguf_files import with_template
+from tests.kit.gguf_files import with_template
+from tests.kit.server_peer import front
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")

@@ -11,7 +11,7 @@ import requests
 from msgspec import structs
 
 from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Status, Submit
-from tests.rig.server_peer import SECONDS
+from tests.kit.server_peer import SECONDS
 from tests.server.test_door import TEXT, Client, Door, rest, some
 
 pytestmark = pytest.mark.slow

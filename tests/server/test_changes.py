@@ -25,7 +25,7 @@ from pipeinfer.server.frames import (
     Submit,
     Watch,
 )
-from tests.rig.server_peer import FACTS, front
+from tests.kit.server_peer import FACTS, front
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"

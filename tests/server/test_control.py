@@ -21,7 +21,7 @@ from pipeinfer.server.http_process import unix_listener
 from pipeinfer.server.http_server import obey
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.orders import Hold, Look, Move
-from tests.rig.server_peer import FACTS, settings_of
+from tests.kit.server_peer import FACTS, settings_of
 
 SETTINGS = settings_of("m", parallel=1, queue=0)
 

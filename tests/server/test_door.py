@@ -29,7 +29,7 @@ from pipeinfer.server.frames import (
     Submit,
     encode,
 )
-from tests.rig.server_peer import FACTS, SECONDS, Peer, settings_of
+from tests.kit.server_peer import FACTS, SECONDS, Peer, settings_of
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"

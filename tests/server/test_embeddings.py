@@ -8,11 +8,11 @@ import numpy as np
 import openai
 import pytest
 
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import no_embeddings, pooling_of
 from pipeinfer.server.frames import Ended, Refused, Submit, Token
-from tests.rig.server_peer import front
+from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.server_peer import front
 from tests.server.test_http import MODEL, error
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ from pipeinfer.models.text.constraint import Constraint
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.server.frames import Submit
 from pipeinfer.server.generic_tools import messages_for, without_system
-from tests.rig.server_peer import front
+from tests.kit.gguf_files import with_template
+from tests.kit.server_peer import front
 from tests.server.test_http import events
 from tests.server.test_tools import CALL, OTHER, TOOL
-from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 STRICT = ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"

@@ -10,10 +10,10 @@ import pytest
 import requests
 
 from pipeinfer.server.frames import Submit
+from tests.kit.sample import fewer, full
+from tests.kit.server_peer import front
 from tests.models.test_apart import write_with
-from tests.rig.server_peer import front
 from tests.server.test_http import CHAT, error, events
-from tests.support.sample import fewer, full
 
 pytestmark = pytest.mark.slow
 LONG = 4_000_000

@@ -33,7 +33,7 @@ from pipeinfer.server.frames import (
     Token,
     Watch,
 )
-from tests.rig.server_peer import FACTS, SECONDS, front
+from tests.kit.server_peer import FACTS, SECONDS, front
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
@@ -278,7 +278,7 @@ def test_the_pipeline_is_watched_only_while_somebody_looks(server):
 def test_a_model_that_is_a_folder_is_served_too(tmp_path):
     pytest.importorskip("tokenizers")
     pytest.importorskip("safetensors")
-    from tests.rig.embedded_folder import write_folder
+    from tests.kit.embedded_folder import write_folder
 
     with front(write_folder(MODEL, tmp_path)) as server:
         answer = server.post("/v1/chat/completions", CHAT).json()

@@ -12,7 +12,7 @@ from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
 from pipeinfer.server.middleware import Guard, scopes_of
-from tests.rig.server_peer import SECONDS, settings_of
+from tests.kit.server_peer import SECONDS, settings_of
 from tests.server.test_http import MODEL, error, front
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipeinfer.errors import UsageError
 from pipeinfer.server import http_process
-from tests.rig.served import serve
+from tests.kit.served import serve
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ from pipeinfer.server.anthropic_messages import MessagesRequest
 from pipeinfer.server.families import HERMES
 from pipeinfer.server.frames import Refused, Submit
 from pipeinfer.server.tools import Thought, Words
-from tests.rig.server_peer import front
+from tests.kit.gguf_files import with_template
+from tests.kit.server_peer import front
 from tests.server.test_response_items import prompt
 from tests.server.test_tools import CALL, TEMPLATE
-from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],

@@ -14,7 +14,7 @@ from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.middleware import MAX_HEADERS, Origins
-from tests.rig.server_peer import SECONDS, front
+from tests.kit.server_peer import SECONDS, front
 from tests.server.test_http import MODEL, error
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.rig.served import serve
+from tests.kit.served import serve
 from tests.server.pages import CHROMIUM, PROMPT, Page
 
 pytestmark = [

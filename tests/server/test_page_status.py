@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig.served import serve
+from tests.kit.served import serve
 from tests.server.pages import CHROMIUM, Page
 
 pytestmark = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.server.frames import Abort, Changed, Ended, Recovering, Status, Submit
-from tests.rig.server_peer import FACTS, front
+from tests.kit.server_peer import FACTS, front
 from tests.server.pages import CHROMIUM, Page
 
 pytestmark = [

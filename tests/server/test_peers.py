@@ -10,10 +10,10 @@ import pytest
 from openai import pagination, types
 from openai.types import chat, responses
 
-from pipeinfer.lab import random_model
 from pipeinfer.server import http_server
 from pipeinfer.server.frames import Submit
-from tests.rig.server_peer import front
+from tests.kit import random_model
+from tests.kit.server_peer import front
 from tests.server.test_http import MODEL, error, events
 from tests.server.test_tools import CALL, OTHER, TOOL
 

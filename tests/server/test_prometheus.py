@@ -11,8 +11,8 @@ import pytest
 import requests
 import yaml
 
-from tests.rig import launch
-from tests.rig.server_peer import SECONDS, front
+from tests.kit import launch
+from tests.kit.server_peer import SECONDS, front
 from tests.server.test_docs import BOARD, ROOT, exposed, used
 from tests.server.test_http import MODEL
 

@@ -12,7 +12,7 @@ from pipeinfer.cli.serve import origins
 from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.middleware import normalized
-from tests.rig.server_peer import SECONDS, front
+from tests.kit.server_peer import SECONDS, front
 from tests.server.test_http import MODEL, error
 
 pytestmark = pytest.mark.slow

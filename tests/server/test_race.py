@@ -17,8 +17,8 @@ import requests
 
 from pipeinfer.cli.serve import race_words
 from pipeinfer.config import Config
-from tests.rig.server_peer import SECONDS, front
-from tests.support.sample import full
+from tests.kit.sample import full
+from tests.kit.server_peer import SECONDS, front
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"

@@ -11,10 +11,10 @@ import pytest
 
 from pipeinfer.server.frames import Refused, Submit
 from pipeinfer.server.openai_responses import ResponseRequest
-from tests.rig.server_peer import front
+from tests.kit.gguf_files import with_template
+from tests.kit.server_peer import front
 from tests.server.test_http import error
 from tests.server.test_tools import CALL
-from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 TOOL = {"type": "function", "name": "add", "strict": True, "parameters": {

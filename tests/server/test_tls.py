@@ -19,8 +19,8 @@ from pipeinfer.server import tls
 from pipeinfer.server.frames import Abort
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
-from tests.rig import launch
-from tests.rig.server_peer import SECONDS, front
+from tests.kit import launch
+from tests.kit.server_peer import SECONDS, front
 from tests.server.test_http import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,9 @@ from pipeinfer.server.answer_parser import AnswerParser
 from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.families import FAMILIES, HERMES, QUOTE, family_of
 from pipeinfer.server.tools import Call, Thought, ToolUse, Words, joined
-from tests.rig.server_peer import front
+from tests.kit.gguf_files import with_template
+from tests.kit.server_peer import front
 from tests.server.test_http import events
-from tests.support.gguf_files import with_template
 
 FUNCTIONS = [
     {"name": "f", "parameters": {"type": "object", "required": ["a"], "properties": {

@@ -6,9 +6,9 @@ import pytest
 from pydantic_core import from_json
 
 from pipeinfer.server.frames import Submit
-from tests.rig.server_peer import front
+from tests.kit.gguf_files import with_template
+from tests.kit.server_peer import front
 from tests.server.test_http import error, events
-from tests.support.gguf_files import with_template
 
 pytestmark = pytest.mark.slow
 TEMPLATE = (

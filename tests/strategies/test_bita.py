@@ -22,10 +22,10 @@ from pipeinfer.scheduler.events import Enqueue, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
+from tests.kit.sample import examples
+from tests.kit.simulated import Cell, KvModel, Pipeline, next_token, plain
 from tests.scheduler import test_restart as lossy
 from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
-from tests.support.sample import examples
-from tests.support.simulated import Cell, KvModel, Pipeline, next_token, plain
 
 MASK, PROMPT_ID = 1000, 99  #: the first mask's token id; the prompts' sequence id
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=60)

@@ -10,7 +10,7 @@ from pipeinfer.strategies.decomposers.base import TokenVocabulary
 from pipeinfer.strategies.decomposers.pasta import ASYNC, END_ASYNC, Pasta, Positions, Spacing
 from pipeinfer.strategies.decomposers.pdos import Markers, Pdos
 from pipeinfer.strategies.decomposers.skeleton import Prompts, Skeleton
-from tests.support.threaded import reference
+from tests.kit.threaded import reference
 
 
 class Texts:

@@ -14,9 +14,9 @@ from pipeinfer.strategies.proposers.draft_lookahead import DraftLookahead
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.strategies.proposers.lookahead import Lookahead
 from pipeinfer.strategies.resources import Draft
-from tests.rig.toy import ToyBackend
+from tests.kit.configs import job_config
+from tests.kit.toy import ToyBackend
 from tests.strategies.test_draft_model import SPEC, fresh, job, never
-from tests.support.configs import job_config
 
 
 def evaluations(draft, wanted):

@@ -14,7 +14,7 @@ from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=2, n_embd=8, seed=2)
 

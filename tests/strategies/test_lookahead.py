@@ -23,10 +23,10 @@ from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.lookahead import SPEC, Lookahead, Pool, Window, window_rows
 from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
+from tests.kit import simulated
+from tests.kit.sample import examples, fewer
+from tests.kit.simulated import Pipeline, next_token, plain
 from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, check_requests
-from tests.support import simulated
-from tests.support.sample import examples, fewer
-from tests.support.simulated import Pipeline, next_token, plain
 
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=40)
 PIPELINED = Limits(n_ctx=400, exact_width=16, credit=5, partitions=30)

@@ -18,7 +18,7 @@ from pipeinfer.strategies.decomposers.prompts import (
     texts_of,
     vocabulary_of,
 )
-from tests.support.threaded import EOS, reference
+from tests.kit.threaded import EOS, reference
 
 QUESTION = "What {outline} is {point} and why?"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]

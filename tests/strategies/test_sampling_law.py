@@ -16,7 +16,7 @@ from msgspec import structs
 
 from pipeinfer.core.sampling import candidates, choose, noise_key
 from pipeinfer.core.types import SamplingParams, make_rows
-from tests.rig.toy import ToyBackend, ToySpec
+from tests.kit.toy import ToyBackend, ToySpec
 
 pytestmark = pytest.mark.slow
 SPEC = ToySpec(n_vocab=8, n_layers=2, n_embd=8, seed=4)

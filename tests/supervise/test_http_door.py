@@ -12,7 +12,7 @@ import pytest
 from pipeinfer.server import http_process
 from pipeinfer.server.orders import Look
 from pipeinfer.supervise import http_door
-from tests.rig.server_peer import SECONDS, settings_of
+from tests.kit.server_peer import SECONDS, settings_of
 from tests.server.test_http import MODEL
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from pipeinfer.cluster.cleanup import VARIABLE
 from pipeinfer.supervise.job import SupervisedJob
-from tests.rig import launch
+from tests.kit import launch
 
 #: a daemon's ssh that does not end, with the launcher's output, and a helper that ends soon
 LAUNCHER = """

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.rig import launch
+from tests.kit import launch
 
 COMMAND = [sys.executable, "-m", "pipeinfer", "run"]
 

@@ -13,10 +13,10 @@ import pytest
 
 from pipeinfer.errors import RequestError
 from pipeinfer.supervise.state import Folder, Reload, Rescale, SocketStatus, call
+from tests.kit import launch
+from tests.kit.sample import full
+from tests.kit.served import PIPEINFER, Served
 from tests.mpi.test_supervised import Stream, job_processes
-from tests.rig import launch
-from tests.rig.served import PIPEINFER, Served
-from tests.support.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"

@@ -38,7 +38,7 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Halt, Join, Skip
 from pipeinfer.strategies.decomposers.pasta import Pasta
 from pipeinfer.strategies.decomposers.prompts import vocabulary_of
-from tests.support.tiny_torch import reference, save, tokens_of
+from tests.kit.tiny_torch import reference, save, tokens_of
 
 DRAFT = EMBEDDED / "draft.gguf"
 PLAIN = Arithmetic("cpu", torch.float32, False)

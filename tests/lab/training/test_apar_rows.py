@@ -22,7 +22,7 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN, Fork
 from pipeinfer.strategies.decomposers.prompts import vocabulary_of
-from tests.rig.launch import run
+from tests.kit.launch import run
 
 DRAFT = EMBEDDED / "draft.gguf"
 LIST = ("Two things help:\n\n1. **Water:** It keeps the machines cool all day.\n"

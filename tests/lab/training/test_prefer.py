@@ -24,7 +24,7 @@ from pipeinfer.lab.training.pasta.bonbon import Round
 from pipeinfer.lab.training.tasks import markup
 from pipeinfer.lab.training.tasks.batches import collate
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
-from tests.rig import launch
+from tests.kit import launch
 
 TASK = EMBEDDED / "task.gguf"
 PLAIN = Arithmetic("cpu", torch.float32, False)

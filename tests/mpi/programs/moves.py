@@ -16,7 +16,7 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.planning.replan import Holding
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
 
 
 def holdings(session, stages):

@@ -15,7 +15,7 @@ from msgspec import structs
 from pipeinfer.errors import ProtocolError
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.agent import JoinRefused
-from tests.rig.launch import ROOT
+from tests.kit.launch import ROOT
 from tests.supervise.join.test_joining import OFFER, SECONDS, World, anyone
 
 

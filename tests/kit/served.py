@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.rig import launch
+from tests.kit import launch
 
 PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 SECONDS = 90.0

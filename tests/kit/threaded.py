@@ -21,8 +21,8 @@ from pipeinfer.strategies.decomposers.base import (
     Skip,
     TokenVocabulary,
 )
-from tests.support import simulated
-from tests.support.simulated import Cell, Pipeline, Stage
+from tests.kit import simulated
+from tests.kit.simulated import Cell, Pipeline, Stage
 
 EOS = 0
 

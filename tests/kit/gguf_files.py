@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeinfer.lab import random_model
-from pipeinfer.lab.random_model import RandomSpec, write_random_model
 from pipeinfer.models.gguf import ModelFile
+from tests.kit import random_model
+from tests.kit.random_model import RandomSpec, write_random_model
 
 _OWN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.lab.chaos.whole import free_port as free_port
 from pipeinfer.transport.settings import mpi_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +27,13 @@ inherited.settle()
 sys.exit(supervised(lambda _: sys.argv[1:], dict(os.environ), "chat" if "chat" in sys.argv else ""))
 """
 _OUTER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def mpirun_path() -> str | None:
@@ -43,7 +50,7 @@ def environment(**extra: str) -> dict[str, str]:
     env |= mpi_settings()
     env["PIPEINFER_DEFAULT_MODEL"] = "embedded"  # whatever else is installed
     env.setdefault("PIPEINFER_TURNS", "off")
-    env["PYTHONPATH"] = str(ROOT)
+    env["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks" / "lab")))
     env["PYTHONFAULTHANDLER"] = "1"
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     return env | extra

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from pipeinfer.core.sampling import candidates
 from pipeinfer.core.types import SamplingParams
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.sliced_loop import SlicedLoop
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sliced_loop import SlicedLoop
 
 
 class Tie(Struct, frozen=True):

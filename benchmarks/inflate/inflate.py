@@ -36,8 +36,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as QType
 
+from benchmarks.inflate.real_shapes import SHAPES, TYPES, write_one_by_one, write_shape
+from pipeinfer.errors import UsageError
 from pipeinfer.files import check_writable
-from pipeinfer.lab.real_shapes import SHAPES, TYPES, write_one_by_one, write_shape
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -500,8 +501,8 @@ def inflate_command(
     """Make a larger MODEL with the same outputs, to benchmark real compute (default: 1 B).
 
     \b
-    pipeinfer inflate embedded.gguf -o big.gguf
-    pipeinfer inflate --shape llama-8b --type Q4_0 -o 8b.gguf
+    python -m benchmarks.inflate embedded.gguf -o big.gguf
+    python -m benchmarks.inflate --shape llama-8b --type Q4_0 -o 8b.gguf
     """
     if (model is None) == (shape is None):
         raise click.UsageError("give either MODEL or --shape")
@@ -523,7 +524,7 @@ def inflate_command(
             elif model is not None:
                 result = asdict(inflate(model, out, n_layer=n_layer or 22, **sizes, qtype=qtype,
                                         seed=seed, progress=progress))
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         raise click.UsageError(str(error)) from error
     if model is not None and check:
         result |= asdict(verify(model, out))

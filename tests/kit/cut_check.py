@@ -16,7 +16,7 @@ from pipeinfer.core.types import FloatArray, Rows, make_rows
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred, keeps_state
 from pipeinfer.models.shard import extract_shard, stage_layers
-from tests.rig.checked import CheckedLlama
+from tests.kit.checked import CheckedLlama
 
 Cut = list[tuple[int, int]]
 

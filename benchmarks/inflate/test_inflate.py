@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType as QType
 
-from pipeinfer.lab.commands import inflate as module
-from pipeinfer.lab.commands.inflate import Shape, head_map, inflate, placement, verify
+from benchmarks.inflate import inflate as module
+from benchmarks.inflate.inflate import Shape, head_map, inflate, placement, verify
 from pipeinfer.models import locate
-from tests.support.sample import full
+from tests.kit.sample import full
 
 EMBEDDED = locate.EMBEDDED / "target.gguf"
 VOCAB = 96

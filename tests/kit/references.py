@@ -10,8 +10,8 @@ from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, SamplingParams, make_rows
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.planning.wide import shares_of
-from tests.rig.plain_loop import PlainLoop
-from tests.rig.sliced_loop import SlicedLoop
+from tests.kit.plain_loop import PlainLoop
+from tests.kit.sliced_loop import SlicedLoop
 
 TARGET = EMBEDDED / "target.gguf"
 GREEDY = SamplingParams()

@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pipeinfer.cli.main import main
-from pipeinfer.lab.real_shapes import SHAPES, parameters
+from benchmarks.inflate.inflate import inflate_command
+from benchmarks.inflate.real_shapes import SHAPES, parameters
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 
@@ -29,8 +29,8 @@ def test_every_shape_is_tried():
 
 def test_a_file_of_few_layers_and_another_vocabulary(tmp_path):
     out = tmp_path / "two.gguf"
-    done = CliRunner().invoke(main, [
-        "inflate", "--shape", "qwen3-30b-a3b", "--n-layer", "1", "--type", "Q4_K_M",
+    done = CliRunner().invoke(inflate_command, [
+        "--shape", "qwen3-30b-a3b", "--n-layer", "1", "--type", "Q4_K_M",
         "--vocabulary", str(EMBEDDED / "target.gguf"), "-o", str(out), "--json"])
     assert done.exit_code == 0, done.output
     model = ModelFile(out)
@@ -42,6 +42,6 @@ def test_a_file_of_few_layers_and_another_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("args", [[], ["--shape", "llama-8b", str(EMBEDDED / "draft.gguf")]])
 def test_a_model_or_a_shape_is_given(args, tmp_path):
-    done = CliRunner().invoke(main, ["inflate", *args, "-o", str(tmp_path / "x.gguf")])
+    done = CliRunner().invoke(inflate_command, [*args, "-o", str(tmp_path / "x.gguf")])
     assert done.exit_code == 2
     assert "either MODEL or --shape" in done.output

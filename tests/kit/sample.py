@@ -1,4 +1,4 @@
-"""What the sample leaves out (see `tests.rig.fixtures`): examples of properties
+"""What the sample leaves out (see `tests.kit.fixtures`): examples of properties
 and cells of matrices."""
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.lab.random_architectures import (
+from tests.kit.random_architectures import (
     ALONE,
     RECIPES,
     STATEFUL,
@@ -28,7 +28,7 @@ from pipeinfer.lab.random_architectures import (
     Sizes,
     tensors_of,
 )
-from pipeinfer.lab.random_model import add_key, add_tokenizer, drawn, quantise
+from tests.kit.random_model import add_key, add_tokenizer, drawn, quantise
 
 TYPES = ("Q4_0", "Q8_0", "Q4_K_M", "Q6_K", "F16", "BF16", "MXFP4")
 _POOL = 512  #: different rows of a matrix

@@ -21,7 +21,7 @@ from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.slices import slices_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
-from tests.rig.plain_loop import FEW, PlainLoop
+from tests.kit.plain_loop import FEW, PlainLoop
 
 
 class SlicedLoop(PlainLoop):

@@ -13,9 +13,9 @@ import gguf
 import numpy as np
 
 from pipeinfer.core.types import FloatArray
-from pipeinfer.lab.random_model import tiny, write_random_model
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import all_of, blocks_of, header_of
+from tests.kit.random_model import tiny, write_random_model
 
 VOCAB = 300
 _WIDTH = 512  #: no less than tokens, so that their rows are orthogonal

@@ -24,7 +24,7 @@ from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request, SamplingParams
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.scheduler.events import Emit, Finish
-from tests.support.configs import job_config
+from tests.kit.configs import job_config
 
 
 def at_once(session: Session, prompts: Sequence[str], params: SamplingParams, count: int

@@ -1,7 +1,7 @@
 """A Beowulf cluster on one machine: network namespaces as hosts, with real links and real sshd.
 
-    python -m tests.rig.namespaces --nodes 5 --slow 3:0.25 -- pipeinfer generate
-    python -m tests.rig.namespaces --nodes 3 -- bash        # a shell on node1
+    python -m tests.kit.namespaces --nodes 5 --slow 3:0.25 -- pipeinfer generate
+    python -m tests.kit.namespaces --nodes 3 -- bash        # a shell on node1
 
 Every node has its own network namespace behind a switch (a bridge in a namespace of its own, veth
 links, `tc tbf` on both ends), its own host name, `/etc/hosts`, sshd with its own key, a cgroup
@@ -81,7 +81,7 @@ class Cluster:
 
     rate: of every link, as tc writes it ("" for no limit). burst: bytes that pass at once before
     that; a small one makes short transfers take what a wire takes, too. delay, loss: seconds that a
-    frame takes, and the share that is lost (tests/rig/bad_wires.py); then nodes cannot be
+    frame takes, and the share that is lost (tests/kit/bad_wires.py); then nodes cannot be
     unplugged. cpu: cores per node, 0 for
     no limit; cpus: other values for some nodes. private: directories that are empty and its own on
     every node but node1, which keeps the real ones. sshd: whether they can be logged in to.

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeinfer.backends.llamacpp.eval_callback import place_of
 from pipeinfer.backends.team import TeamShape
-from tests.rig.toy import ToyBackend, _normed, _weights
+from tests.kit.toy import ToyBackend, _normed, _weights
 
 
 def bounds(size, count):

@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from pipeinfer.lab.random_model import add_key
 from pipeinfer.models.gguf import ModelFile
+from tests.kit.random_model import add_key
 
 BLOCK, RANK, KERNEL, GROUP, TOP = 8, 32, 4, 32, 4
 

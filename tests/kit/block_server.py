@@ -1,6 +1,6 @@
 """llama.cpp's own driver of drafts of blocks, for comparison: xllamacpp.Server in a process.
 
-`python -m tests.rig.block_server MODEL DRAFT KIND PLACES P_MIN` completes a prompt and logs all.
+`python -m tests.kit.block_server MODEL DRAFT KIND PLACES P_MIN` completes a prompt and logs all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Round(NamedTuple):
 def rounds_of(model: Path, draft: Path, kind: str, places: int, p_min: float = 0.0) -> list[Round]:
     """Return the server's drafts. places: of a block that predict. p_min: least confidence."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rig.block_server", model, draft, kind, str(places),
+        [sys.executable, "-m", "tests.kit.block_server", model, draft, kind, str(places),
          str(p_min)], capture_output=True, text=True, errors="replace", timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     found, tokens = [], []

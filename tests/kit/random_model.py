@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.random_architectures import (
+from pipeinfer.models.architectures import declared
+from pipeinfer.models.text.hf_tokenizer import byte_tokens
+from tests.kit.random_architectures import (
     ALONE,
     EXPERT_FF,
     EXPERTS,
@@ -34,8 +36,6 @@ from pipeinfer.lab.random_architectures import (
     Sizes,
     tensors_of,
 )
-from pipeinfer.models.architectures import declared
-from pipeinfer.models.text.hf_tokenizer import byte_tokens
 
 #: mixes: the type of most matrices, and that of `output`, `attn_v` and `ffn_down`
 _MIXES = {

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.inflate` (docs/models.md): models of any size, for benchmarks."""
