@@ -15,6 +15,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+#: where the development tools are
+LAB = "it is in the package pipeinfer-lab: in a checkout, pip install ./benchmarks/lab"
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:

@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: tests that start real jobs by the dozen, or with `-t 1`
 _JOBS = ("tests/mpi/", "tests/models/test_hub.py", "tests/supervise/test_up.py",
-         "tests/namespaces/test_cut.py", "tests/lab/test_ablations.py", "tests/lab/test_race.py",
-         "tests/server/test_page", "tests/cluster/test_generate.py")
+         "tests/namespaces/test_cut.py", "tests/cli/test_ablations.py",
+         "tests/supervise/test_race.py", "tests/server/test_page", "tests/cluster/test_generate.py")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -127,7 +127,7 @@ def test_no_compiler_was_needed(installed):
     assert not {"llama-cpp-python", "llama_cpp_python"} & {one["name"] for one in listed}
 
 
-@pytest.mark.full("its jobs in tests/lab/test_demo.py; fetches 93 MB")
+@pytest.mark.full("its jobs in tests/supervise/test_demo.py; fetches 93 MB")
 def test_the_demo_answers_and_races(installed):
     done = run(installed, "pipeinfer", "demo", timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -160,29 +160,41 @@ def test_the_server_has_its_page_and_a_model(installed, tmp_path):
         process.stderr.close()
 
 
-def test_a_user_needs_no_lab(installed):
-    """Without its folder everything that serves works, and its commands say what is gone."""
-    package, = installed.glob("lib/python*/site-packages/pipeinfer")
-    aside = installed / "lab-aside"
-    (package / "lab").rename(aside)
-    try:
-        assert len(tokens(run(installed, "pipeinfer", *GENERATE))) == 12
-        assert len(tokens(run(installed, "mpirun", "-np", "2", "pipeinfer", *GENERATE))) == 12
-        for command in ("doctor", "models", "cache", "serve --help", "up --help", "chat --help",
-                        "--help"):
-            done = run(installed, "pipeinfer", *command.split())
-            assert done.returncode == 0, done.stdout + done.stderr
-        for command in ("bench", "plan model --dry-run", "train", "compare -m task"):
-            done = run(installed, "pipeinfer", *command.split())
-            assert done.returncode == 2, command
-            line, = done.stderr.splitlines()
-            assert f"{command.split()[0]} is one of pipeinfer's development tools" in line
-        done = run(installed, "pipeinfer", *GENERATE, "--hook", "fault=kill@1:decode=3")
-        assert done.returncode == 2
-        assert "--hook fault needs pipeinfer's development tools" in done.stderr
+def test_the_product_is_all_of_it(installed):
+    """Without the lab every command of users works, and what is missing says how to get it."""
+    listed = run(installed, "pipeinfer", "--help")
+    assert listed.returncode == 0
+    assert not [name for name in ("bench", "chaos", "train") if f"  {name} " in listed.stdout]
+    for command in ("doctor", "models", "cache", "serve --help", "up --help", "chat --help",
+                    "race --help", "demo --help", "measure --help",
+                    "plan dolphin-70b --dry-run --cluster c",
+                    "ablate --cluster c --size 4 -n 8"):
+        done = run(installed, "pipeinfer", *command.split())
+        assert done.returncode == 0, done.stdout + done.stderr
+    for command in (("bench",), ("chaos", "--nonsense"), ("train", "--help"),
+                    ("measure", "--programs", "."), (*GENERATE, "--hook", "fault=kill@1:decode=3")):
+        done = run(installed, "pipeinfer", *command)
+        assert done.returncode == 2, command
+        line, = done.stderr.splitlines()
+        assert "pip install ./benchmarks/lab" in line
         assert "Traceback" not in done.stderr
+
+
+def test_the_lab_adds_its_commands(installed):
+    done = pip(installed, "install", "--quiet", "--no-compile", "--no-deps", "--no-build-isolation",
+               str(launch.ROOT / "benchmarks" / "lab"))
+    assert done.returncode == 0, done.stderr
+    try:
+        assert "  chaos " in run(installed, "pipeinfer", "--help").stdout
+        done = run(installed, "pipeinfer", "bench", "--nodes", "3", "--tokens", "8", "--policy",
+                   "pipeinfer")
+        assert done.returncode == 0, done.stderr
+        assert "tokens/s" in done.stdout
+        done = run(installed, "mpirun", "-np", "3", "pipeinfer", *GENERATE, "--hook",
+                   "fault=kill@1:decode=3")
+        assert "fault" in done.stderr
     finally:
-        aside.rename(package / "lab")
+        pip(installed, "uninstall", "--yes", "pipeinfer-lab")
 
 
 def test_nothing_of_pytest_is_in_the_wheel(installed):

@@ -56,7 +56,7 @@ _TRACE = {"traceEvents": [{"ph": "X", "ts": 1.0, "dur": 5.0, "tid": 1, "cat": "c
 @functools.cache
 def seeds() -> dict[str, tuple[str, ...]]:
     """Good files by kind."""
-    profiles = (ROOT / "pipeinfer/lab/emulation/profiles.toml").read_text(encoding="utf-8")
+    profiles = (ROOT / "pipeinfer/emulation/profiles.toml").read_text(encoding="utf-8")
     nodes = (ROOT / "hostfiles/beowulf-hetero.toml").read_text(encoding="utf-8")
     return {
         "o": (_OPTIONS,), "n": (nodes, "layers = [4, 4]\n[defaults]\nmemory = 8000000000\n"),
@@ -133,10 +133,10 @@ def prepare() -> None:
     import pipeinfer.cli.serve
     import pipeinfer.cluster.generate
     import pipeinfer.cluster.launch
-    import pipeinfer.lab.commands.compare
-    import pipeinfer.lab.emulation.profiles
-    import pipeinfer.lab.timeline
+    import pipeinfer.emulation.profiles
     import pipeinfer.nodes  # noqa: F401
+    import pipeinfer_lab.commands.compare
+    import pipeinfer_lab.timeline  # noqa: F401
 
     seeds()
 
@@ -190,13 +190,13 @@ def _keys(path: Path) -> None:
 
 
 def _profiles(path: Path) -> None:
-    from pipeinfer.lab.emulation.profiles import load_profiles
+    from pipeinfer.emulation.profiles import load_profiles
 
     load_profiles(path)
 
 
 def _prompts(path: Path) -> None:
-    from pipeinfer.lab.commands.compare import file_prompts
+    from pipeinfer_lab.commands.compare import file_prompts
 
     assert file_prompts(path)
 
@@ -221,7 +221,7 @@ def _schema(path: Path) -> None:
 
 
 def _trace(path: Path) -> None:
-    from pipeinfer.lab.timeline import read_trace
+    from pipeinfer_lab.timeline import read_trace
 
     read_trace(path)
 

@@ -40,7 +40,7 @@ def seeds() -> tuple[folders.Files, ...]:
     """Good adapters: matrices alone, and with new tokens."""
     import torch
 
-    from pipeinfer.lab.training.adapt.lora import LoraAdapter, LoraSettings, NewTokens, save_adapter
+    from pipeinfer_lab.training.adapt.lora import LoraAdapter, LoraSettings, NewTokens, save_adapter
 
     made, stem = [], "base_model.model.model.layers.{}.{}.lora_{}.weight"
     weights = {stem.format(layer, name, part): torch.full(shape, 0.25)
@@ -112,18 +112,18 @@ def _change_header(draw: random.Random, header: Any) -> Any:
 
 def prepare() -> None:
     """Import what cases use, and make the seeds."""
-    import pipeinfer.lab.training.adapt.merged
-    import pipeinfer.lab.training.adapt.write_folder  # noqa: F401
+    import pipeinfer_lab.training.adapt.merged
+    import pipeinfer_lab.training.adapt.write_folder  # noqa: F401
 
     seeds()
 
 
 def examine(data: bytes, directory: Path) -> str:
     """Do with the adapter what `train merge` does."""
-    from pipeinfer.lab.training.adapt.lora import load_adapter
-    from pipeinfer.lab.training.adapt.merged import Merged
-    from pipeinfer.lab.training.adapt.write_folder import write_folder
     from pipeinfer.models.locate import open_tokenizer
+    from pipeinfer_lab.training.adapt.lora import load_adapter
+    from pipeinfer_lab.training.adapt.merged import Merged
+    from pipeinfer_lab.training.adapt.write_folder import write_folder
 
     model, adapter, out = (directory / name for name in ("model", "adapter", "out"))
     for folder, files in ((model, base()), (adapter, folders.unpack(data))):

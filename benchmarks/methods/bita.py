@@ -30,11 +30,11 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import JobConfig
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.lab.commands.comparison import use_of_stages
 from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.scheduler.hint_rows import HintRows
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
+from pipeinfer_lab.commands.comparison import use_of_stages
 from tests.kit.configs import job_config
 
 RESULTS = Path(__file__).parents[1] / "results" / "bita.json"
@@ -82,8 +82,8 @@ def main() -> None:
 @click.option("--steps", default=1000, show_default=True)
 def tune(work: Path, steps: int) -> None:
     """Tune the three kinds of prompts on the same batches."""
-    from pipeinfer.lab.training.bita.bita import Plan
-    from pipeinfer.lab.training.bita.bita import run as run_tuning
+    from pipeinfer_lab.training.bita.bita import Plan
+    from pipeinfer_lab.training.bita.bita import run as run_tuning
 
     run_tuning(TARGET, adapter_path(work, "deep"), work, Plan(steps=steps),
                kinds=("deep", "shallow", "none"), report=click.echo)
@@ -262,9 +262,9 @@ def figures(work: Path, steps: int, batch: int, groups: int, samples: int, texts
     Every adapter is tuned on the same texts of the model's own; adapters and figures that are there
     stay.
     """
-    from pipeinfer.lab.training.bita.bita import Plan
-    from pipeinfer.lab.training.bita.bita import run as run_tuning
-    from pipeinfer.lab.training.work_folder import NOTE
+    from pipeinfer_lab.training.bita.bita import Plan
+    from pipeinfer_lab.training.bita.bita import run as run_tuning
+    from pipeinfer_lab.training.work_folder import NOTE
 
     path = work / "figures.json"
     found = json.loads(path.read_text()) if path.exists() else []

@@ -5,8 +5,8 @@ Which files are held out is decided by a hash of their names, see `training.corp
 
 from __future__ import annotations
 
-from pipeinfer.lab.training.corpus import library
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer_lab.training.corpus import library
 
 
 def prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:

@@ -27,9 +27,9 @@ from benchmarks.paper import results
 from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.plots import Drawn, Figure, Row, Size
 from benchmarks.paper.report import page
+from pipeinfer.emulation.profiles import lookup
 from pipeinfer.errors import PipeinferError
 from pipeinfer.files import write_atomically
-from pipeinfer.lab.emulation.profiles import lookup
 
 MAIN = ("speed", "gain", "ttft", "ablations-published", "trees", "controller", "time", "wide")
 OUT = Path(__file__).parents[1] / "results" / "paper"

@@ -33,7 +33,7 @@ from benchmarks.paper.plots import (
     title_of,
 )
 from benchmarks.paper.results import Job, Store, traced
-from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer.emulation.scenarios import Experiment
 from pipeinfer.scheduler.controller import cutoff
 
 # --- sweeps -----------------------------------------------------------------------------------

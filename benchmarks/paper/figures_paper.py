@@ -39,8 +39,9 @@ from benchmarks.paper.plots import (
     title_of,
 )
 from benchmarks.paper.results import Job, Store, profiles
-from pipeinfer.lab.commands import bench
-from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer.emulation import scenarios
+from pipeinfer.emulation.scenarios import Experiment
+from pipeinfer_lab.commands import bench
 
 # --- Figs. 4 to 7a: cluster C -----------------------------------------------------------------
 
@@ -250,10 +251,10 @@ def ablation_options(pair: str, size: Size, off: str, policy: str) -> list[Exper
         settings: list[dict[str, Any]] = [{"tree_max": tree} for tree in (4, 8)] \
             if off == "continuous" else [{}]
     elif off == "continuous":
-        settings = [{"tree_max": tree} for tree in bench.TREES]
+        settings = [{"tree_max": tree} for tree in scenarios.TREES]
     elif off == "async":
         settings = [{"tree_max": tree, "p_min": p}
-                    for tree in bench.TREES for p in bench.CUTOFFS]
+                    for tree in scenarios.TREES for p in scenarios.CUTOFFS]
     else:
         settings = [{"draft_max": batch} for batch in (1, 2)]
     return [dataclasses.replace(start, limits=tuple(one.items())) for one in settings]

@@ -26,8 +26,9 @@ from benchmarks.paper.plots import (
     title_of,
 )
 from benchmarks.paper.results import Job, Store
-from pipeinfer.lab.commands import bench
-from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer.emulation.scenarios import Experiment
+from pipeinfer_lab.commands import bench
+from pipeinfer_lab.two_drafts import TwoDrafts
 
 PATHS = (1, 2, 4)
 SECOND = {"dolphin-tinyllama": "dolphin-orca2", "goliath-xwin7b": "goliath-xwin13b",
@@ -53,8 +54,8 @@ def cases(pair: str, size: Size) -> dict[tuple[str, str, int, bool], Experiment]
                 one = dataclasses.replace(one, limits=tuple(limits.items()))
                 found[policy, name, paths, False] = one
                 if paths > 1 and name == next(iter(SIZES)):
-                    found[policy, name, paths, True] = dataclasses.replace(
-                        one, second=SECOND[pair])
+                    found[policy, name, paths, True] = TwoDrafts(
+                        **dataclasses.asdict(one), second=SECOND[pair])
     return found
 
 

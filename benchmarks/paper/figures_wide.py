@@ -29,10 +29,10 @@ from benchmarks.paper.plots import (
 )
 from benchmarks.paper.results import Job, Store, profiles
 from pipeinfer.core.policy import Policy
+from pipeinfer.emulation import wide
+from pipeinfer.emulation.wide import WideExperiment
 from pipeinfer.errors import PlanError
-from pipeinfer.lab import grids
-from pipeinfer.lab.emulation import wide
-from pipeinfer.lab.emulation.wide import WideExperiment
+from pipeinfer.forecast import grids
 
 GROUNDS = (("c", 4, "f32"), ("c", 8, "f32"), ("c", 32, "f32"), ("a", 8, "f16"))
 

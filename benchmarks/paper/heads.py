@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import raw_files
-from pipeinfer.lab.emulation import scenarios, wide
-from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
+from pipeinfer.emulation import scenarios, wide
+from pipeinfer.emulation.profiles import Profiles, load_profiles
 
 _TODAY = Path(__file__).with_name("today.toml")
 SMALL = {"desktops": "old desktops", "minis": "mini computers"}

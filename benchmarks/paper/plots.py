@@ -18,13 +18,13 @@ import matplotlib as mpl
 
 from benchmarks import pictures
 from benchmarks.paper.results import Job, Store, profiles
-from pipeinfer.lab.commands import bench
-from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer.emulation.scenarios import Experiment, synchronous_grid
+from pipeinfer_lab.commands import bench
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-POLICIES = ("iterative", bench.BASELINE, "speculative", "published", "pipeinfer")
+POLICIES = tuple(bench.LABELS)
 COLOUR = {"iterative": "#7a8594", bench.BASELINE: "#e3a857", "speculative": "#c2601c",
           "published": "#3f9c74", "pipeinfer": "#2563c9"}
 NAME = {"iterative": "iterative", bench.BASELINE: "synchronous, as published",
@@ -152,7 +152,7 @@ def plain(experiment: Experiment, policy: str) -> Experiment:
 def options(experiment: Experiment, policy: str) -> list[Experiment]:
     """What the policy is the best of."""
     if policy == "speculative":
-        return bench.synchronous_grid(plain(experiment, "iterative"))
+        return synchronous_grid(plain(experiment, "iterative"))
     return [experiment if policy == "pipeinfer" else plain(experiment, policy)]
 
 

@@ -47,8 +47,8 @@ from pipeinfer.cluster.sizing import controller_for, limits_for, sizes_for, spar
 from pipeinfer.config import JobConfig
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import END, SamplingParams, make_rows
-from pipeinfer.lab.emulation.synthetic import SyntheticPair
-from pipeinfer.lab.emulation.virtual import (
+from pipeinfer.emulation.synthetic import SyntheticPair
+from pipeinfer.emulation.virtual import (
     Overheads,
     Scenario,
     VirtualStage,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.types import FloatArray
-from pipeinfer.lab.emulation.synthetic import TAIL, mixed
+from pipeinfer.emulation.synthetic import TAIL, mixed
 from tests.kit.plain_loop import PlainLoop
 
 NAMED = 4  #: tokens that the draft names at a position

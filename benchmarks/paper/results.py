@@ -27,18 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import pipeinfer
+import pipeinfer_lab
+from pipeinfer.emulation import scenarios, virtual
+from pipeinfer.emulation.profiles import Profiles, load_profiles
+from pipeinfer.emulation.scenarios import Experiment
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.lab.commands import bench
-from pipeinfer.lab.emulation import scenarios, virtual
-from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
-from pipeinfer.lab.emulation.scenarios import Experiment
 from pipeinfer.scheduler.scheduler import Scheduler
+from pipeinfer_lab.commands import bench
 
 _DIE_WITH_PARENT = 1  #: PR_SET_PDEATHSIG
 EXTRA = Path(__file__).with_name("paper.toml")
 #: Whatever decides, proposes or emulates: an experiment's result may depend on any of it.
 _SOURCES = ("core/**/*.py", "scheduler/**/*.py", "strategies/**/*.py", "planning/*.py",
-            "lab/commands/bench.py", "lab/emulation/*.py", "lab/emulation/*.toml")
+            "emulation/*.py", "emulation/*.toml")
+_LAB = ("commands/bench.py", "two_drafts.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Job:
 
     def key(self) -> str:
         """Tells jobs of any version apart."""
-        text = f"{version()} {self.timed} {self.experiment.name()}"
+        text = f"{version()} {self.timed} {self.experiment!r}"
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -58,9 +60,10 @@ class Job:
 def version() -> str:
     """A hash of everything that a result depends on."""
     digest = hashlib.sha256()
-    root = Path(pipeinfer.__file__).parent
-    for path in [*sorted(p for pattern in _SOURCES for p in root.glob(pattern)), EXTRA]:
-        digest.update(str(path.name if path == EXTRA else path.relative_to(root)).encode())
+    root, lab = Path(pipeinfer.__file__).parent, Path(pipeinfer_lab.__file__).parent
+    for path in [*sorted(p for pattern in _SOURCES for p in root.glob(pattern)), EXTRA,
+                 *(lab / name for name in _LAB)]:
+        digest.update(str(path.relative_to(root) if root in path.parents else path.name).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -149,7 +152,7 @@ class Store:
 
     def add(self, job: Job, result: dict[str, Any]) -> None:
         """Keep a result; it is on disk when this returns."""
-        entry = {"key": job.key(), "version": version(), "experiment": job.experiment.name(),
+        entry = {"key": job.key(), "version": version(), "experiment": repr(job.experiment),
                  "timed": job.timed, "result": result}
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()

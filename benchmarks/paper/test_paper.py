@@ -19,9 +19,9 @@ from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.plots import Size
 from pipeinfer.cli.options import parse
 from pipeinfer.config import JobConfig
+from pipeinfer.emulation.scenarios import Experiment
+from pipeinfer.emulation.wide import WideExperiment
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.emulation.scenarios import Experiment
-from pipeinfer.lab.emulation.wide import WideExperiment
 
 SMALL = Size(1, 32, quick=True)
 

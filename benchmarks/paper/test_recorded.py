@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.paper.recorded import RecordedPair, Text, circles
-from pipeinfer.lab.emulation import scenarios
-from pipeinfer.lab.emulation.profiles import load_profiles
-from pipeinfer.lab.emulation.scenarios import Experiment
-from pipeinfer.lab.emulation.virtual import prompt_of, simulate
+from pipeinfer.emulation import scenarios
+from pipeinfer.emulation.profiles import load_profiles
+from pipeinfer.emulation.scenarios import Experiment
+from pipeinfer.emulation.virtual import prompt_of, simulate
 
 
 def edited():

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from pipeinfer.errors import ClusterError
-from pipeinfer.lab.measuring_rpc import worker
+from pipeinfer_lab.measuring_rpc import worker
 from tests.kit.launch import run
 
 _DECODED = re.compile(r"decoded +(\d+) tokens in +([\d.]+) seconds")

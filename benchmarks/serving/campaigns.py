@@ -24,10 +24,10 @@ import psutil
 from benchmarks.methods.prompts import PROMPTS
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.lab.chaos.client import Answer, complete, get
-from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer_lab.chaos.client import Answer, complete, get
+from pipeinfer_lab.chaos.whole import free_port
 from tests.kit.launch import environment, mpirun_path
 from tests.kit.plain_loop import PlainLoop
 

@@ -29,11 +29,11 @@ from typing import Any
 from benchmarks.methods.prompts import PROMPTS
 from benchmarks.peers.programs import SERVER, find
 from benchmarks.serving.campaigns import server
-from pipeinfer.lab import http_async
-from pipeinfer.lab.chaos.client import get
-from pipeinfer.lab.chaos.whole import free_port
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.transport.http_client import HttpFailure
+from pipeinfer_lab import http_async
+from pipeinfer_lab.chaos.client import get
+from pipeinfer_lab.chaos.whole import free_port
 
 _SILENCE = 300.0
 _START_SECONDS = 120.0

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from benchmarks.serving import campaigns
-from pipeinfer.lab.chaos.client import complete
 from pipeinfer.models.locate import open_tokenizer
+from pipeinfer_lab.chaos.client import complete
 from tests.kit.launch import mpirun_path
 from tests.kit.plain_loop import PlainLoop
 

@@ -7,15 +7,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeinfer.lab import measuring
+import msgspec
+
+from pipeinfer.cli import measuring
+from pipeinfer.errors import UsageError
 
 FOLDER = Path(__file__).parent
 _MARK = "<!-- written by python -m benchmarks.shared -->"
 
 
+def read(path: Path) -> measuring.Record:
+    """Read a shared record. Raises UsageError for a file that is none."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=measuring.Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path}: no record of `pipeinfer measure`: {error}") from None
+    if record.format != measuring.FORMAT:
+        raise UsageError(f"{path}: format {record.format}; this version reads {measuring.FORMAT}")
+    return record
+
+
 def records() -> dict[str, measuring.Record]:
     """All records, by name. Raises UsageError for a file that is none."""
-    return {path.stem: measuring.read(path)
+    return {path.stem: read(path)
             for path in sorted((FOLDER / "records").glob("*.json"))}
 
 

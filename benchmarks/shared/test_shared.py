@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks.shared import __main__ as shared
+from pipeinfer.cli import measuring
 from pipeinfer.errors import UsageError
-from pipeinfer.lab import measuring
 
 
 def test_the_page_has_every_record():
@@ -30,4 +30,4 @@ def test_what_is_no_record_is_refused(tmp_path, change):
     path = tmp_path / "other.json"
     path.write_text(json.dumps(json.loads(first.read_text()) | change))
     with pytest.raises(UsageError, match=r"other\.json"):
-        measuring.read(path)
+        shared.read(path)

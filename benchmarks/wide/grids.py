@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import raw_files
+from pipeinfer.emulation import wide
+from pipeinfer.emulation.profiles import Profiles, load_profiles
+from pipeinfer.emulation.wide import APART, BESIDE, TURNS, WideExperiment
 from pipeinfer.files import write_atomically
-from pipeinfer.lab import grids
-from pipeinfer.lab.emulation import wide
-from pipeinfer.lab.emulation.profiles import Profiles, load_profiles
-from pipeinfer.lab.emulation.wide import APART, BESIDE, TURNS, WideExperiment
-from pipeinfer.lab.grids import Row, Table
+from pipeinfer.forecast import grids
+from pipeinfer.forecast.grids import Row, Table
 
 OUT = Path(__file__).parents[1] / "records" / "grids.toml"
 PAIRS = ("dolphin-tinyllama", "goliath-xwin7b", "falcon-7b")

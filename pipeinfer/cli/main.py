@@ -19,10 +19,14 @@ from pipeinfer.cli import inherited
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped, fail, leave
 from pipeinfer.cluster.shutdown import note_exit
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.loading import plug_ins, uncollected
+from pipeinfer.loading import LAB, plug_ins, uncollected
 from pipeinfer.transport.base import Dismissed
 
 GROUP = "pipeinfer.commands"  #: entry points
+#: development tools, and where they are
+_ELSEWHERE = {
+    **dict.fromkeys(("bench", "chaos", "compare", "sample", "shard", "trace", "train"), LAB),
+    "inflate": "in a checkout it is python -m benchmarks.inflate"}
 #: errors of files and streams that no program can prevent
 _FROM_OUTSIDE = (errno.EAGAIN, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EISDIR,
                  errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
@@ -57,6 +61,8 @@ class _Main(click.Group):
             raise UsageError("this installation names no commands (it is older than its sources): "
                              "install pipeinfer again, or call launch/test --version in a checkout")
         if cmd_name not in found:
+            if cmd_name in _ELSEWHERE:
+                return _missing(cmd_name, _ELSEWHERE[cmd_name])
             return super().get_command(ctx, cmd_name)
         try:
             with uncollected():
@@ -64,7 +70,8 @@ class _Main(click.Group):
         except ModuleNotFoundError as error:
             if not found[cmd_name].module.startswith(str(error.name)):
                 raise
-            return _stripped(cmd_name, str(error.name))
+            return _missing(cmd_name, f"this installation lacks {error.name} (it is older than its "
+                                      "sources, or a part was removed): install pipeinfer again")
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -118,12 +125,13 @@ def _outside(error: Exception) -> str:
     return ""
 
 
-def _stripped(name: str, module: str) -> click.Command:
-    """Return a replacement for a command whose module was removed from the installation. It raises
-    UsageError when run."""
+def _missing(name: str, why: str) -> click.Command:
+    """Return a replacement for a command that is not installed. It raises UsageError when run.
+
+    why: with what to do.
+    """
     def refuse(**_given: Any) -> None:
-        raise UsageError(f"{name} is one of pipeinfer's development tools ({module}), which this "
-                         "installation was stripped of: install pipeinfer again")
+        raise UsageError(f"{name} is not installed: {why}")
 
     return click.Command(name, callback=refuse, help="Not installed.", add_help_option=False,
                          context_settings={"ignore_unknown_options": True},

@@ -7,6 +7,15 @@ from typing import Any
 
 from pipeinfer.scheduler.events import LaneStats
 
+#: words and colour for what became of a run, as on the page (server/web: runs.js, app.css), which
+#: has one for all that were cancelled
+FATES = {
+    "prompt": ("prompt", "#8a6bb8"), "non-speculative": ("plain", "#2b6cb0"),
+    "accepted": ("accepted", "#0b8a67"), "partly accepted": ("partly accepted", "#7fa31b"),
+    "rejected": ("rejected", "#cf5a1e"), "stopped": ("cancelled, cut short", "#8f3a10"),
+    "skipped": ("cancelled, not computed", "#eab296"),
+}
+
 
 def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
             notes: list[str]) -> str:

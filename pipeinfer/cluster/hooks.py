@@ -2,7 +2,7 @@
 another machine.
 
 A hook is an entry point of the group `pipeinfer.hooks`, a `Hook` class. It is loaded only if --hook
-names it, so a job without one does not import the lab. This module contains no fault and no pace.
+names it. This module contains no fault and no pace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeinfer.backends.exact_width import Widths
 from pipeinfer.backends.team import Team
 from pipeinfer.config import ClusterConfig
 from pipeinfer.errors import UsageError
-from pipeinfer.loading import plug_ins
+from pipeinfer.loading import LAB, plug_ins
 from pipeinfer.transport.base import Port
 
 T = TypeVar("T")
@@ -122,13 +122,14 @@ class Hooks:
 
 def _load(name: str) -> Callable[[Sequence[str], int], Hook]:
     known = {one.name: one for one in plug_ins(GROUP)}
+    if name == "fault" and name not in known:
+        raise UsageError(f"--hook fault is not installed: {LAB}")
     if name not in known:
         raise UsageError(f"--hook: there is no {name!r}: write NAME=VALUE with one of "
                          f"{', '.join(sorted(known))}")
     try:
         found: Callable[[Sequence[str], int], Hook] = known[name].load()
     except ModuleNotFoundError as error:
-        raise UsageError(f"--hook {name} needs pipeinfer's development tools, and {error.name} is "
-                         "not installed: install pipeinfer from its wheel or its sources"
-                         ) from error
+        raise UsageError(f"--hook {name} needs {error.name}, which is not installed: install its "
+                         "package again") from error
     return found

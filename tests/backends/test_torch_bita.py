@@ -21,8 +21,9 @@ from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.core.types import Rows, make_rows
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.training.__main__ import main
-from pipeinfer.lab.training.bita.bita import (
+from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer_lab.training.__main__ import main
+from pipeinfer_lab.training.bita.bita import (
     KINDS,
     Adapter,
     Plan,
@@ -33,9 +34,8 @@ from pipeinfer.lab.training.bita.bita import (
     read_contexts,
     tune,
 )
-from pipeinfer.lab.training.bita.frozen import continue_greedily, load_frozen
-from pipeinfer.lab.training.bita.own_answers import Samples, answered, even
-from pipeinfer.models.bita_adapter import load_bita
+from pipeinfer_lab.training.bita.frozen import continue_greedily, load_frozen
+from pipeinfer_lab.training.bita.own_answers import Samples, answered, even
 from tests.kit.sample import fewer
 from tests.kit.tiny_torch import LAYERS, VOCAB, reference, save
 

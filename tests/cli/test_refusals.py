@@ -9,13 +9,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from pipeinfer.cli.plan import plan_command
 from pipeinfer.errors import UsageError
-from pipeinfer.lab import grids
-from pipeinfer.lab.commands import compare, sample
-from pipeinfer.lab.commands.bench import bench_command
-from pipeinfer.lab.commands.files import shard
-from pipeinfer.lab.commands.plan import plan_command
-from pipeinfer.lab.forecast import file_view
+from pipeinfer.forecast import grids
+from pipeinfer.forecast.report import file_view
+from pipeinfer_lab.commands import compare, sample
+from pipeinfer_lab.commands.bench import bench_command
+from pipeinfer_lab.commands.files import shard
 from tests.kit import launch
 from tests.kit.random_model import tiny, write_random_model
 
@@ -87,7 +87,7 @@ def test_comparing_refuses_options_without_effect_before_anything_loads(monkeypa
 
 
 def test_ranks_that_sample_need_no_torch():
-    without = "import sys; sys.modules['torch'] = None; import pipeinfer.lab.commands.sample"
+    without = "import sys; sys.modules['torch'] = None; import pipeinfer_lab.commands.sample"
     subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
 
 
@@ -96,7 +96,7 @@ def test_ranks_that_sample_need_no_torch():
                                                                 "--tokens", "8"])])
 def test_grids_of_a_model_that_is_not_sliced_are_said_to_be_emulated_only(
         monkeypatch, command, more):
-    # it is said before grids are emulated, which takes seconds: tests/lab/test_wide.py
+    # it is said before grids are emulated, which takes seconds: tests/emulation/test_wide.py
     monkeypatch.setattr(grids, "compare", lambda *given: given)
     monkeypatch.setattr(grids, "as_text", lambda table: "a table")
     arguments = ["--cluster", "c", "--pair", "falcon-7b", *more]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import cli
-from pipeinfer.cli.summary import chrome_trace, memory_figures, summary
+from pipeinfer.cli.summary import FATES, chrome_trace, memory_figures, summary
 from pipeinfer.cluster.generate import Generated, run_request, sampling_params
 from pipeinfer.config import JobConfig, SamplingConfig
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ContextOverflow, UsageError
-from pipeinfer.lab.timeline import FATES, draw_timeline
 from pipeinfer.scheduler.events import LaneStats
+from pipeinfer_lab.timeline import draw_timeline
 
 
 @pytest.mark.parametrize("text", ["x", "5", "5*2", "a+1", "5+x", "99999999999+1", "5+nan", "5-inf"])

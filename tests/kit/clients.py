@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from pipeinfer.core.types import Request
-from pipeinfer.lab.emulation.virtual import Simulation, prompt_of
+from pipeinfer.emulation.virtual import Simulation, prompt_of
 from pipeinfer.scheduler.events import Enqueue
 
 

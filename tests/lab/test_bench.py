@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli import main, terminal
+from pipeinfer.emulation.profiles import load_profiles
+from pipeinfer.emulation.scenarios import Experiment, synchronous_grid
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.commands import bench
-from pipeinfer.lab.emulation.profiles import load_profiles
-from pipeinfer.lab.emulation.scenarios import Experiment
+from pipeinfer_lab.commands import bench
 from tests.kit.sample import mostly_full
 
 FAST = ("--nodes", "4", "--tokens", "32", "--prompt-tokens", "16")
@@ -76,7 +76,7 @@ def test_json_carries_every_run():
 
 def test_synchronous_is_the_best_of_the_grid():
     profiles = load_profiles()
-    grid = bench.synchronous_grid(Experiment("c", "dolphin-tinyllama", nodes=4, tokens=32,
+    grid = synchronous_grid(Experiment("c", "dolphin-tinyllama", nodes=4, tokens=32,
                                              prompt=16))
     assert len(grid) == 8
     speeds = [bench.measure(profiles, one)["tokens_per_second"] for one in grid]

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.lab.commands import compare, comparison
-from pipeinfer.lab.commands.compare import (
+from pipeinfer_lab.commands import compare, comparison
+from pipeinfer_lab.commands.compare import (
     compare_command,
     configs_for,
     judge_all,
@@ -23,9 +23,9 @@ from pipeinfer.lab.commands.compare import (
     parse_method,
     superset,
 )
-from pipeinfer.lab.commands.comparison import Answer, by_kind, geometric, rows_of
-from pipeinfer.lab.quality.judge import controlled
-from pipeinfer.lab.quality.prompt import Prompt
+from pipeinfer_lab.commands.comparison import Answer, by_kind, geometric, rows_of
+from pipeinfer_lab.quality.judge import controlled
+from pipeinfer_lab.quality.prompt import Prompt
 
 
 def answer(method, seconds, steps, tokens, visible, *, exact=True, text="t"):
@@ -69,7 +69,7 @@ def test_pdos_is_compared_with_its_prompt_decoded_in_sequence_too():
 
 
 def test_judgements_count_against_the_plain_answer_and_by_kind(monkeypatch):
-    monkeypatch.setattr("pipeinfer.lab.training.pasta.endpoint.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("pipeinfer_lab.training.pasta.endpoint.time.sleep", lambda seconds: None)
     plain = [answer("plain", 1.0, 9, 9, 9, text="ab"), answer("plain", 1.0, 9, 9, 9, text="a")]
     cod = [answer("cod", 1.0, 3, 3, 3, text="abcd"), answer("cod", 1.0, 3, 3, 3, text="abc")]
     asked = [Prompt("Which?", reference="a", kind="x"), Prompt("Why?", kind="y")]
@@ -162,7 +162,7 @@ def test_what_is_loaded_suffices_for_every_method():
 
 
 def test_what_is_loaded_is_the_same_on_every_rank():
-    program = ("from pipeinfer.lab.commands.compare import parse_method, superset\n"
+    program = ("from pipeinfer_lab.commands.compare import parse_method, superset\n"
                "from pipeinfer.config import JobConfig\n"
                "configs = [parse_method(m, JobConfig()) for m in ('pdos', 'skeleton', 'apar')]\n"
                "print(superset(configs, JobConfig()).speculation.decomposer)")

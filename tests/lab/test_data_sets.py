@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.commands.compare import behind
-from pipeinfer.lab.commands.comparison import Answer
-from pipeinfer.lab.quality import scores
-from pipeinfer.lab.quality.prompt_sets import file_prompts
+from pipeinfer_lab.commands.compare import behind
+from pipeinfer_lab.commands.comparison import Answer
+from pipeinfer_lab.quality import scores
+from pipeinfer_lab.quality.prompt_sets import file_prompts
 
 SETS = Path(__file__).parent / "sets"
 

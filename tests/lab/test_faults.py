@@ -13,7 +13,9 @@ import pytest
 from pipeinfer.core.messages import Cancel, LaneClose, Tag
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, UsageError
-from pipeinfer.lab.faults.faults import (
+from pipeinfer.transport.base import Layout
+from pipeinfer.transport.inproc import local_ports
+from pipeinfer_lab.faults.faults import (
     Fault,
     Kind,
     faulty_cache,
@@ -22,9 +24,7 @@ from pipeinfer.lab.faults.faults import (
     happened_here,
     parse_faults,
 )
-from pipeinfer.lab.faults.wrappers import faulty_backend, faulty_port
-from pipeinfer.transport.base import Layout
-from pipeinfer.transport.inproc import local_ports
+from pipeinfer_lab.faults.wrappers import faulty_backend, faulty_port
 from tests.kit.toy import ToyBackend, ToySpec
 
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.commands.compare import task_prompts
-from pipeinfer.lab.quality import judge, scores, task_sets
-from pipeinfer.lab.quality.prompt_sets import file_prompts
+from pipeinfer_lab.commands.compare import task_prompts
+from pipeinfer_lab.quality import judge, scores, task_sets
+from pipeinfer_lab.quality.prompt_sets import file_prompts
 
 
 def test_conversations_are_prompts_too(tmp_path):

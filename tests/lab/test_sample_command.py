@@ -15,10 +15,10 @@ from pipeinfer.cluster.generate import Generated
 from pipeinfer.config import JobConfig
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.commands import comparison, sample
-from pipeinfer.lab.training.pasta.endpoint import Endpoint
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.prompts import Opening
+from pipeinfer_lab.commands import comparison, sample
+from pipeinfer_lab.training.pasta.endpoint import Endpoint
 from tests.lab.test_compare import Judge, answer
 
 

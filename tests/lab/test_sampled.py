@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli import main, terminal
-from pipeinfer.lab.emulation.sampled import MSS, SHARED, SampledPair, multi_step
-from pipeinfer.lab.emulation.synthetic import N_VOCAB
+from pipeinfer.emulation.synthetic import N_VOCAB
+from pipeinfer_lab.sampled import MSS, SHARED, SampledPair, multi_step
 
 THIRDS = ((5, 3, 2), (1, 8, 1), (0, 4, 6), (10, 0, 0), (2, 2, 6))  #: tenths, of three tokens
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.main import main
 from pipeinfer.config import JobConfig
+from pipeinfer.emulation.profiles import load_profiles
 from pipeinfer.errors import ModelError, UsageError
-from pipeinfer.lab.emulation.profiles import load_profiles
-from pipeinfer.lab.forecast import view
+from pipeinfer.forecast.report import view
 from pipeinfer.models import locate
 from pipeinfer.models.locate import model_paths, targeted
 

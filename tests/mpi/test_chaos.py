@@ -12,14 +12,14 @@ import pytest
 
 from pipeinfer.core.grid import Grid
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.chaos import soak, whole
-from pipeinfer.lab.chaos.campaign import CampaignFile
-from pipeinfer.lab.chaos.client import Answer, take
-from pipeinfer.lab.chaos.command import chaos_command, plan
-from pipeinfer.lab.chaos.report import Outcome, resumed, spread, summary, table
-from pipeinfer.lab.chaos.trial import FAULTS, MOMENTS, bodies
-from pipeinfer.lab.chaos.victims import Victims
-from pipeinfer.lab.chaos.whole import DISKS, WHOLE, can_mount
+from pipeinfer_lab.chaos import soak, whole
+from pipeinfer_lab.chaos.campaign import CampaignFile
+from pipeinfer_lab.chaos.client import Answer, take
+from pipeinfer_lab.chaos.command import chaos_command, plan
+from pipeinfer_lab.chaos.report import Outcome, resumed, spread, summary, table
+from pipeinfer_lab.chaos.trial import FAULTS, MOMENTS, bodies
+from pipeinfer_lab.chaos.victims import Victims
+from pipeinfer_lab.chaos.whole import DISKS, WHOLE, can_mount
 from tests.kit import launch
 from tests.kit.refusals import refusal
 from tests.kit.sample import full

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.generate import generate
-from pipeinfer.lab.commands.compare import compare_command
+from pipeinfer_lab.commands.compare import compare_command
 from tests.kit import launch
 from tests.kit.refusals import refusal
 from tests.kit.sample import fewer, full

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipeinfer.cli.generate import generate as generate_command
-from pipeinfer.lab.chaos.job import poll
+from pipeinfer_lab.chaos.job import poll
 from tests.kit import launch
 from tests.kit.own_caches import own_caches
 from tests.kit.random_model import RandomSpec, write_random_model

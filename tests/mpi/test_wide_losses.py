@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeinfer.lab.chaos.job import ServerJob, poll
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
+from pipeinfer_lab.chaos.job import ServerJob, poll
 from tests.kit import launch
 from tests.kit.random_model import tiny, write_random_model
 from tests.kit.references import alone, seeded

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.lab import measuring
+from pipeinfer.cli import measuring
 from tests.kit import llama_programs
 from tests.kit.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow,
-              pytest.mark.full("one host in tests/lab/test_measure.py")]
+              pytest.mark.full("one host in tests/cli/test_measure.py")]
 
 
 @pytest.mark.parametrize("worker", [True, False])

@@ -18,7 +18,7 @@ from pipeinfer.cli import main, terminal
 from pipeinfer.cluster.placement import members_of
 from pipeinfer.config import ClusterConfig
 from pipeinfer.errors import PlanError, UsageError
-from pipeinfer.lab import forecast
+from pipeinfer.forecast import report as forecast
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import partition, planner
@@ -234,7 +234,7 @@ def test_the_draft_takes_memory_of_its_host():
 
 @pytest.fixture
 def plan(monkeypatch):
-    monkeypatch.setattr("pipeinfer.lab.forecast.TOKENS", 32)
+    monkeypatch.setattr("pipeinfer.forecast.report.TOKENS", 32)
     monkeypatch.setattr(terminal, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
 
     def run(*args, code=0):

@@ -19,7 +19,6 @@ from pipeinfer.core.policy import Ablation, CancelPath, Policy
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import Request, SamplingParams, make_rows
 from pipeinfer.errors import ProtocolError, TransportTimeout
-from pipeinfer.lab.faults.delaying import DelayingPort
 from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.runtime.head import Head
 from pipeinfer.runtime.port_team import PortTeam
@@ -29,6 +28,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
+from pipeinfer_lab.faults.delaying import DelayingPort
 from tests.kit.sample import matrix
 from tests.kit.toy import ToyBackend, ToySpec, draft_of
 from tests.kit.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of

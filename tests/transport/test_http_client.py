@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
-from pipeinfer.lab import http_async
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
+from pipeinfer_lab import http_async
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

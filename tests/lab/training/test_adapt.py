@@ -17,27 +17,27 @@ from safetensors import safe_open
 
 from pipeinfer.backends.pytorch.weights import load_shard
 from pipeinfer.errors import ModelError, UsageError
-from pipeinfer.lab.training.__main__ import main
-from pipeinfer.lab.training.adapt import sft
-from pipeinfer.lab.training.adapt.chats import Chat, read_chats
-from pipeinfer.lab.training.adapt.lora import (
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
+from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Halt, Join, Skip
+from pipeinfer.strategies.decomposers.pasta import Pasta
+from pipeinfer.strategies.decomposers.prompts import vocabulary_of
+from pipeinfer_lab.training.__main__ import main
+from pipeinfer_lab.training.adapt import sft
+from pipeinfer_lab.training.adapt.chats import Chat, read_chats
+from pipeinfer_lab.training.adapt.lora import (
     LoraAdapter,
     LoraSettings,
     NewTokens,
     load_adapter,
     save_adapter,
 )
-from pipeinfer.lab.training.adapt.merged import Merged
-from pipeinfer.lab.training.adapt.rows import row_of
-from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
-from pipeinfer.lab.training.adapt.tune import Tuning, _parts, tune
-from pipeinfer.lab.training.adapt.wording import TAGS, Wording
-from pipeinfer.lab.training.pasta import pasta
-from pipeinfer.lab.training.pasta.annotate import parse
-from pipeinfer.models.locate import EMBEDDED, open_tokenizer
-from pipeinfer.strategies.decomposers.base import MAIN, Feed, Fork, Halt, Join, Skip
-from pipeinfer.strategies.decomposers.pasta import Pasta
-from pipeinfer.strategies.decomposers.prompts import vocabulary_of
+from pipeinfer_lab.training.adapt.merged import Merged
+from pipeinfer_lab.training.adapt.rows import row_of
+from pipeinfer_lab.training.adapt.trainee import Arithmetic, Trainee
+from pipeinfer_lab.training.adapt.tune import Tuning, _parts, tune
+from pipeinfer_lab.training.adapt.wording import TAGS, Wording
+from pipeinfer_lab.training.pasta import pasta
+from pipeinfer_lab.training.pasta.annotate import parse
 from tests.kit.tiny_torch import reference, save, tokens_of
 
 DRAFT = EMBEDDED / "draft.gguf"
@@ -266,7 +266,7 @@ def test_micro_batches_add_up_to_the_batch(words):
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_leaves_what_it_has_learnt(tmp_path, data, monkeypatch):
-    from pipeinfer.lab.training.adapt import tune as module
+    from pipeinfer_lab.training.adapt import tune as module
 
     parts, count = module._parts, []
 

@@ -15,13 +15,13 @@ for _package in ("torch", "transformers", "safetensors", "tokenizers"):
 
 from click.testing import CliRunner
 
-from pipeinfer.lab.training.__main__ import main
-from pipeinfer.lab.training.adapt import apar_rows
-from pipeinfer.lab.training.adapt.wording import Wording
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN, Fork
 from pipeinfer.strategies.decomposers.prompts import vocabulary_of
+from pipeinfer_lab.training.__main__ import main
+from pipeinfer_lab.training.adapt import apar_rows
+from pipeinfer_lab.training.adapt.wording import Wording
 from tests.kit.launch import run
 
 DRAFT = EMBEDDED / "draft.gguf"

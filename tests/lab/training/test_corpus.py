@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeinfer.lab.training.corpus import is_held_out, library
+from pipeinfer_lab.training.corpus import is_held_out, library
 
 
 def test_sources_are_split_by_name_and_tests_are_none_of_them(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipeinfer.lab.training.minimise import Progress, Schedule, adamw, minimise
+from pipeinfer_lab.training.minimise import Progress, Schedule, adamw, minimise
 
 
 def weight():

@@ -15,16 +15,16 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.adapt.chats import read_chats, read_jsonl
-from pipeinfer.lab.training.pasta import annotate, bonbon, pasta
-from pipeinfer.lab.training.pasta.endpoint import Endpoint, EndpointError
-from pipeinfer.lab.training.tasks import tasks
+from pipeinfer_lab.training.adapt.chats import read_chats, read_jsonl
+from pipeinfer_lab.training.pasta import annotate, bonbon, pasta
+from pipeinfer_lab.training.pasta.endpoint import Endpoint, EndpointError
+from pipeinfer_lab.training.tasks import tasks
 
 torch = pytest.importorskip("torch")
 
-from pipeinfer.lab.training.__main__ import main  # noqa: E402
-from pipeinfer.lab.training.pasta import verdicts  # noqa: E402
-from pipeinfer.lab.training.pasta.pasta import IGNORE, Block, Flat  # noqa: E402
+from pipeinfer_lab.training.__main__ import main  # noqa: E402
+from pipeinfer_lab.training.pasta import verdicts  # noqa: E402
+from pipeinfer_lab.training.pasta.pasta import IGNORE, Block, Flat  # noqa: E402
 
 U, P, A, X, E, Y, S, Z = range(8)
 #: u P1 A1 x E1 P2 A2 y E2 S z: one-token promises of length 1, then a sync.

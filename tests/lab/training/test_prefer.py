@@ -15,15 +15,15 @@ import torch
 from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
-from pipeinfer.lab.training.__main__ import main
-from pipeinfer.lab.training.adapt.lora import LoraSettings, load_adapter
-from pipeinfer.lab.training.adapt.prefer import pairs_of, run
-from pipeinfer.lab.training.adapt.trainee import Arithmetic, Trainee
-from pipeinfer.lab.training.pasta import pasta
-from pipeinfer.lab.training.pasta.bonbon import Round
-from pipeinfer.lab.training.tasks import markup
-from pipeinfer.lab.training.tasks.batches import collate
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
+from pipeinfer_lab.training.__main__ import main
+from pipeinfer_lab.training.adapt.lora import LoraSettings, load_adapter
+from pipeinfer_lab.training.adapt.prefer import pairs_of, run
+from pipeinfer_lab.training.adapt.trainee import Arithmetic, Trainee
+from pipeinfer_lab.training.pasta import pasta
+from pipeinfer_lab.training.pasta.bonbon import Round
+from pipeinfer_lab.training.tasks import markup
+from pipeinfer_lab.training.tasks.batches import collate
 from tests.kit import launch
 
 TASK = EMBEDDED / "task.gguf"

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from pipeinfer.lab.training.tasks import tasks
+from pipeinfer_lab.training.tasks import tasks
 
 
 @pytest.mark.parametrize("kind", list(tasks.KINDS))

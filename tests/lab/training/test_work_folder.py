@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.errors import ModelError
-from pipeinfer.lab.training.work_folder import NOTE, claim
 from pipeinfer.models.locate import EMBEDDED
+from pipeinfer_lab.training.work_folder import NOTE, claim
 
 TARGET, DRAFT = EMBEDDED / "target.gguf", EMBEDDED / "draft.gguf"
 
