@@ -354,8 +354,7 @@ def where(store: Store, size: Size, out: Path) -> Drawn:
         labels, stacks = [], []
         for policy in ("iterative", "speculative", "pipeinfer"):
             chosen = compare(store, point, size.seeds, (policy,))[policy].experiment
-            _, result = traced(chosen)
-            split = _time_split(result)
+            split = _time_split(*traced(chosen))
             labels.append({"iterative": "iterative", "speculative": "synchr.\n(best)"}.get(
                 policy, ""))
             if policy != "pipeinfer":
@@ -395,10 +394,10 @@ def where(store: Store, size: Size, out: Path) -> Drawn:
     return drawn
 
 
-def _time_split(result: Any) -> list[dict[str, float]]:
+def _time_split(result: Any, traced: Any) -> list[dict[str, float]]:
     start, end = result.times[0], result.times[-1]
     split = [dict.fromkeys(("token", "guess", "dead", "skipped"), 0.0) for _ in result.busy]
-    for stage, _, begin, stop, fate in result.spans:
+    for stage, _, begin, stop, fate in traced.spans:
         inside = min(stop, end) - max(begin, start)
         if inside > 0 and fate in split[stage]:
             split[stage][fate] += inside / (end - start)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -34,13 +33,14 @@ from pipeinfer.emulation.scenarios import Experiment
 from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer_lab.commands import bench
+from pipeinfer_lab.traced import Traced, simulate
 
 _DIE_WITH_PARENT = 1  #: PR_SET_PDEATHSIG
 EXTRA = Path(__file__).with_name("paper.toml")
 #: Whatever decides, proposes or emulates: an experiment's result may depend on any of it.
 _SOURCES = ("core/**/*.py", "scheduler/**/*.py", "strategies/**/*.py", "planning/*.py",
             "emulation/*.py", "emulation/*.toml")
-_LAB = ("commands/bench.py", "two_drafts.py")
+_LAB = ("commands/bench.py", "traced.py", "two_drafts.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +254,7 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def traced(experiment: Experiment) -> tuple[scenarios.Built, virtual.Result]:
+def traced(experiment: Experiment) -> tuple[virtual.Result, Traced]:
     """A run with its spans, which are too long to keep."""
     built = scenarios.build(profiles(), experiment)
-    scenario = dataclasses.replace(built.scenario, trace=True)
-    return built, virtual.simulate(scenario, scenarios.controller_of(built, experiment))
+    return simulate(built.scenario, scenarios.controller_of(built, experiment))

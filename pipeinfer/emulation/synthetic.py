@@ -112,19 +112,17 @@ class Pair(Protocol):
 
 
 class SyntheticBackend:
-    """One shard of a synthetic target (`layers` of `n_layers`), or the whole draft.
+    """A synthetic target, or its draft.
 
     Holds tokens by sequence id and position; a path that the scheduler never sent, or cells that
     a skipped run never made, give other tokens. Logits are the log-probabilities of the guesses.
     """
 
     def __init__(
-        self, pair: Pair, *, layers: tuple[int, int], n_layers: int, n_ctx: int,
-        n_seq_max: int, draft: bool = False, n_embd: int = 8, n_batch: int = 256,
+        self, pair: Pair, n_ctx: int, n_seq_max: int, *, draft: bool = False, n_embd: int = 8,
     ) -> None:
-        last = layers[1] == n_layers
-        self.info = ShardInfo("synthetic", layers, n_layers, layers[0] == 0, last, n_embd,
-                              pair.n_vocab, n_ctx, n_seq_max, n_batch, 0, 0)
+        self.info = ShardInfo("synthetic", (0, 1), 1, True, True, n_embd, pair.n_vocab, n_ctx,
+                              n_seq_max, 256, 0, 0)
         self.capabilities = Capabilities(free_positions=True, separate_views=False,
                                          embedding_rows=False, stops_inside=False)
         self.pair = pair
@@ -134,7 +132,7 @@ class SyntheticBackend:
     def decode(
         self, rows: Rows, hidden: FloatArray | None = None,  # noqa: ARG002
         should_stop: Callable[[], bool] | None = None,  # noqa: ARG002
-    ) -> FloatArray | None:
+    ) -> FloatArray:
         """Evaluate `rows`; each makes one cell."""
         tokens = self._tokens
         places = list(zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
@@ -142,8 +140,6 @@ class SyntheticBackend:
         for token, pos, ids in places:
             for seq_id in ids:
                 tokens[seq_id, pos] = token
-        if not self.info.last:
-            return np.zeros((len(rows), self.info.n_embd), np.float32)
         wanted = np.flatnonzero(rows.outputs).tolist()
         logits = np.full((len(wanted), self.info.n_vocab), np.log(_FLOOR), np.float32)
         for row, index in zip(logits, wanted, strict=True):
@@ -184,8 +180,7 @@ class SyntheticHead(SyntheticBackend):
     shift = 0
 
     def __init__(self, pair: SyntheticPair, n_ctx: int, n_seq_max: int) -> None:
-        super().__init__(pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=n_seq_max,
-                         n_embd=1)
+        super().__init__(pair, n_ctx, n_seq_max, n_embd=1)
         self.tapped = np.zeros((0, 1), np.float32)
         self._pair = pair
 
@@ -197,7 +192,6 @@ class SyntheticHead(SyntheticBackend):
                should_stop: Callable[[], bool] | None = None) -> FloatArray:
         """Evaluate `rows`; each makes one cell."""
         logits = super().decode(rows, hidden, should_stop)
-        assert logits is not None
         assert hidden is not None
         self.tapped = hidden + 1
         for row, index in zip(logits, np.flatnonzero(rows.outputs).tolist(), strict=True):

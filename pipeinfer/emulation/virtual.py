@@ -114,7 +114,6 @@ class Scenario:
     overheads: Overheads = field(default_factory=Overheads)
     draft_paths: int = 8
     direct_cancel: bool = False
-    trace: bool = False
     proposers: tuple[str, ...] = ("draft",)
     context: int = 0
     draft_attention: Callable[[int, int], float] = no_attention
@@ -129,9 +128,7 @@ class Scenario:
 class Result:
     """Times in seconds, counted from the moment the prompt was processed (its token is free).
 
-    busy, wasted: seconds each stage computed, and computed for runs that were dead by then or
-    died later. spans (only when tracing): (stage, run, start, end, fate), where fate is prompt,
-    token (an accepted one's run), guess, dead (computed, and of no use) or skipped.
+    busy: seconds each stage computed.
     """
 
     tokens: list[int]
@@ -142,8 +139,6 @@ class Result:
     head_busy: float
     draft_busy: float
     sent_bytes: int
-    spans: list[tuple[int, int, float, float, str]]
-    wasted: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -198,7 +193,6 @@ class _StageState:
     idle_since: float = 0.0
     waking: bool = False
     busy: float = 0.0
-    run_seconds: dict[int, float] = field(default_factory=dict)
 
 
 class Simulation:
@@ -210,17 +204,14 @@ class Simulation:
         self.now = 0.0
         self.scheduler = Scheduler(scenario.limits)
         n_ctx = scenario.prompt + scenario.tokens + 8
-        n_seq = scenario.limits.n_ids
-        self.target = SyntheticBackend(
-            scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx, n_seq_max=n_seq)
+        self.target = SyntheticBackend(scenario.pair, n_ctx, scenario.limits.n_ids)
         paths = scenario.draft_paths + scenario.limits.parallel - 1
         ids = paths + max(scenario.limits.branches, 1)
         self.taps = isinstance(scenario.pair, SyntheticPair) and bool(scenario.pair.by_depth)
         draft: DraftModel = TargetHead(
             SyntheticHead(scenario.pair, n_ctx, ids), paths=paths) \
             if isinstance(scenario.pair, SyntheticPair) and self.taps else DraftModel(
-                SyntheticBackend(scenario.pair, layers=(0, 1), n_layers=1, n_ctx=n_ctx,
-                                 n_seq_max=ids, draft=True), paths=paths)
+                SyntheticBackend(scenario.pair, n_ctx, ids, draft=True), paths=paths)
         self.draft = Cascade(self.proposers(draft))
         self.stages = [_StageState(spec) for spec in scenario.stages]
         self.link_free = [0.0] * len(scenario.links)
@@ -237,8 +228,6 @@ class Simulation:
         self.finished: LaneStats | None = None
         self.head_busy = self.draft_busy = 0.0
         self.sent = 0
-        self.died: dict[int, float] = {}
-        self.spans: list[tuple[int, int, float, float, str]] = []
 
     def proposers(self, draft: DraftModel) -> list[DraftModel | PromptLookup]:
         """All that propose tokens, in the order in which they are asked."""
@@ -259,11 +248,9 @@ class Simulation:
         self.at(0.0, lambda: self.feed(Enqueue(request)))
         self.advance()
         assert self.finished is not None
-        spans = [(stage, run, start, end, "dead" if fate == "guess" and run in self.died else fate)
-                 for stage, run, start, end, fate in self.spans]
         return Result(self.tokens, self.times, self.times[0] if self.times else 0.0,
                       self.finished, [stage.busy for stage in self.stages], self.head_busy,
-                      self.draft_busy, self.sent, spans, self._wasted())
+                      self.draft_busy, self.sent)
 
     def advance(self) -> None:
         """Until everything has ended. Raises PipeinferError when it never does."""
@@ -287,17 +274,13 @@ class Simulation:
         self.times.append(self.now)
         self.tokens.append(token)
 
+    def computed(self, stage: int, run: Decode, started: float, *, skipped: bool) -> None:
+        """A stage has done with a run, now."""
+
     def ended(self, request_id: int, stats: LaneStats) -> None:
         """A request ended."""
         del request_id
         self.finished = stats
-
-    def _wasted(self) -> list[float]:
-        wasted = []
-        for stage in self.stages:
-            wasted.append(sum(seconds for run, seconds in stage.run_seconds.items()
-                              if run in self.died))
-        return wasted
 
     # --- the head -----------------------------------------------------------------------------
 
@@ -316,9 +299,6 @@ class Simulation:
                 self.scheduler.tune(limits)
         for instruction in self.scheduler.handle(event):
             self._execute(instruction)
-        for run in self.scheduler.runs.values():
-            if run.cancelled:
-                self.died.setdefault(run.run_id, self.now)
 
     def _execute(self, item: Instruction) -> None:
         match item:
@@ -447,11 +427,7 @@ class Simulation:
         if isinstance(item, Decode):
             stage.last_run = item.run_id
             stage.cancelled.discard(item.run_id)
-            stage.run_seconds[item.run_id] = self.now - stage.started
-            if self.spec.trace:
-                fate = "skipped" if packet.skipped else "guess" if item.speculative else (
-                    "token" if item.rows.outputs.all() else "prompt")
-                self.spans.append((index, item.run_id, stage.started, self.now, fate))
+            self.computed(index, item, stage.started, skipped=packet.skipped)
             if packet.skipped:
                 stage.skipped.add(item.run_id)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 
 import pytest
@@ -12,36 +11,20 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.emulation import scenarios
 from pipeinfer.emulation.profiles import load_profiles
 from pipeinfer.emulation.scenarios import Experiment
-from pipeinfer.emulation.synthetic import SyntheticPair
 from pipeinfer.emulation.virtual import (
     HEADER_BYTES,
     ROW_BYTES,
     Overheads,
-    Scenario,
-    VirtualStage,
     Wire,
     prompt_of,
     simulate,
 )
 from pipeinfer.scheduler.controller import Controller
-from pipeinfer.scheduler.settings import PUBLISHED, Limits
+from pipeinfer.scheduler.settings import PUBLISHED
+from tests.kit.emulated import scenario
 from tests.kit.sample import fewer, full, matrix
 
 PROFILES = load_profiles()
-
-
-def scenario(stages=(0.010, 0.010, 0.010), *, row_cost=0.4, draft=0.002, acceptance=0.7, wire=None,
-             tokens=96, prompt=24, overheads=None, claimed=None, seed=0, direct=True, **limits):
-    wire = wire or Wire(20e-6, 1e9)
-    credit = len(stages) + 1
-    values = {"n_ctx": prompt + tokens + 8, "exact_width": 16, "credit": credit,
-              "partitions": 2 * credit + 8, "draft_max": 1, **limits}
-    return Scenario(
-        tuple(VirtualStage(lambda rows, one=one: one * (1 + row_cost * (rows - 1)), 8)
-              for one in stages),
-        (wire,) * credit, lambda rows: draft, Limits(**values),
-        SyntheticPair(acceptance, seed=seed, claimed=claimed), row_bytes=4096, prompt=prompt,
-        tokens=tokens, overheads=overheads or Overheads(), direct_cancel=direct)
 
 
 def plain(spec):
@@ -164,32 +147,6 @@ def test_a_factor_on_a_node_is_a_factor_on_its_stage():
     planned = scenarios.build(PROFILES, dataclasses.replace(slow, split="planned"))
     counts = planned.split.counts
     assert counts[3] < min(counts[:3] + counts[4:])
-
-
-def test_cancellation_reduces_wasted_time_and_direct_is_no_slower():
-    def run(direct, off):
-        spec = scenario((0.02,) * 6, acceptance=0.5, direct=direct, ablations=frozenset(off))
-        return simulate(spec)
-
-    none, backward, direct = run(True, [Ablation.CANCEL]), run(False, []), run(True, [])
-    assert sum(direct.wasted) < 0.8 * sum(none.wasted)
-    assert sum(direct.wasted) <= sum(backward.wasted) <= sum(none.wasted)
-    assert direct.tokens == backward.tokens == none.tokens
-    assert direct.tokens_per_second > none.tokens_per_second
-
-
-def test_spans_say_what_stages_did():
-    spec = dataclasses.replace(scenario(acceptance=0.5), trace=True)
-    result = simulate(spec)
-    by_stage = [[s for s in result.spans if s[0] == stage] for stage in range(3)]
-    for spans, busy in zip(by_stage, result.busy, strict=True):
-        assert all(b[2] >= a[3] - 1e-12 for a, b in itertools.pairwise(spans))
-        assert 0.9 * busy < sum(s[3] - s[2] for s in spans) <= busy
-    fates = {s[4] for s in result.spans}
-    assert fates == {"prompt", "token", "guess", "dead", "skipped"}
-    dead = sum(s[3] - s[2] for s in by_stage[0] if s[4] in ("dead", "skipped"))
-    assert dead <= result.wasted[0] + 1e-9
-    assert simulate(scenario(acceptance=0.5)).spans == []
 
 
 GRID = [(size, join) for size in (1, 2, 4, 8) for join in (False, True)]

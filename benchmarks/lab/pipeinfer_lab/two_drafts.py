@@ -10,11 +10,12 @@ from pipeinfer.emulation import scenarios
 from pipeinfer.emulation.profiles import Profiles
 from pipeinfer.emulation.scenarios import Built, Experiment, draft_bytes, draft_time
 from pipeinfer.emulation.synthetic import SyntheticBackend, SyntheticPair
-from pipeinfer.emulation.virtual import Result, Scenario, Simulation
+from pipeinfer.emulation.virtual import Result, Scenario
 from pipeinfer.errors import UsageError
 from pipeinfer.scheduler.controller import Controller
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
+from pipeinfer_lab.traced import Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class _Second(DraftModel):
             yield rows
 
 
-class _Simulation(Simulation):
+class _Simulation(Traced):
     """pair, seconds: the second draft, and the time of its decode by rows."""
 
     def __init__(self, scenario: Scenario, controller: Controller | None, pair: SyntheticPair,
@@ -55,9 +56,8 @@ class _Simulation(Simulation):
     def proposers(self, draft: DraftModel) -> list[DraftModel | PromptLookup]:
         info, limits = self.target.info, self.spec.limits
         paths = self.spec.draft_paths + limits.parallel - 1
-        backend = SyntheticBackend(
-            self._pair, layers=(0, 1), n_layers=1, n_ctx=info.n_ctx,
-            n_seq_max=paths + max(limits.branches, 1), draft=True)
+        backend = SyntheticBackend(self._pair, info.n_ctx, paths + max(limits.branches, 1),
+                                   draft=True)
         return [*super().proposers(draft), _Second(backend, self._begin, paths)]
 
     def _begin(self) -> None:
@@ -69,7 +69,7 @@ class _Simulation(Simulation):
         return seconds
 
 
-def run(profiles: Profiles, experiment: TwoDrafts) -> tuple[Built, Result]:
+def run(profiles: Profiles, experiment: TwoDrafts) -> tuple[Built, Result, Traced]:
     """Emulate an experiment in virtual time. Raises UsageError and PlanError."""
     built = scenarios.build(profiles, experiment)
     first, second = profiles.pair(experiment.pair), profiles.pair(experiment.second)
@@ -81,4 +81,4 @@ def run(profiles: Profiles, experiment: TwoDrafts) -> tuple[Built, Result]:
         SyntheticPair(second.acceptance, seed=experiment.prompt_seed, draft=1),
         draft_time(draft, head))
     memory = (built.memory[0] + draft_bytes(draft, experiment), *built.memory[1:])
-    return replace(built, memory=memory), simulation.run()
+    return replace(built, memory=memory), simulation.run(), simulation

@@ -27,11 +27,7 @@ from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.emulation import scenarios, wide
 from pipeinfer.emulation.profiles import Profiles, load_profiles, lookup
 from pipeinfer.emulation.scenarios import Built, Experiment, synchronous_grid
-from pipeinfer.emulation.virtual import (
-    Result,
-    prompt_of,
-    simulate,
-)
+from pipeinfer.emulation.virtual import Result, prompt_of
 from pipeinfer.errors import UsageError
 from pipeinfer.planning.partition import size_text
 from pipeinfer.scheduler.controller import TUNABLE
@@ -39,6 +35,7 @@ from pipeinfer.scheduler.settings import Limits
 from pipeinfer.text_table import aligned
 from pipeinfer_lab import two_drafts
 from pipeinfer_lab.sampled import GREEDY, MSS, SHARED, Drawing
+from pipeinfer_lab.traced import Traced, simulate
 from pipeinfer_lab.two_drafts import TwoDrafts
 
 BASELINE = "speculative-published"
@@ -71,10 +68,10 @@ def measure(profiles: Profiles, experiment: Experiment, drawing: Drawing = GREED
     if isinstance(experiment, TwoDrafts) and experiment.second:
         return figures(*two_drafts.run(profiles, experiment))
     built = drawing.applied(build(profiles, experiment), experiment)
-    return figures(built, simulate(built.scenario, scenarios.controller_of(built, experiment)))
+    return figures(built, *simulate(built.scenario, scenarios.controller_of(built, experiment)))
 
 
-def figures(built: Built, result: Result) -> dict[str, Any]:
+def figures(built: Built, result: Result, traced: Traced) -> dict[str, Any]:
     """What a run showed. tokens_equal: whether they are those of plain decoding."""
     itl = result.itl
     stats = structs.asdict(result.stats)
@@ -94,7 +91,7 @@ def figures(built: Built, result: Result) -> dict[str, Any]:
                           for stage in scenario.stages],
         "row_cost": built.row_cost,
         "draft_seconds": scenario.draft(1) + scenario.draft_attention(cells, cells),
-        "busy": result.busy, "wasted": result.wasted, "head_busy": result.head_busy,
+        "busy": result.busy, "wasted": traced.wasted, "head_busy": result.head_busy,
         "draft_busy": result.draft_busy, "sent_bytes": result.sent_bytes,
         "bytes_per_token": result.sent_bytes / max(len(result.times), 1), **stats,
     }
