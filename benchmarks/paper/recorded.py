@@ -85,6 +85,8 @@ class RecordedPair:
     not recorded is shared out among `_OTHERS` that never come up.
     """
 
+    by_depth = ()
+
     def __init__(self, text: Text) -> None:
         used = np.unique(np.concatenate([text.prompt, text.answer, text.names.ravel()]))
         self.n_vocab = len(used) + _OTHERS

@@ -11,7 +11,8 @@ from benchmarks.paper.recorded import RecordedPair, Text, circles
 from pipeinfer.emulation import scenarios
 from pipeinfer.emulation.profiles import load_profiles
 from pipeinfer.emulation.scenarios import Experiment
-from pipeinfer.emulation.virtual import prompt_of, simulate
+from pipeinfer.emulation.virtual import Simulation, prompt_of
+from pipeinfer.strategies.proposers.prompt_lookup import PromptLookup
 
 
 def edited():
@@ -28,6 +29,16 @@ def edited():
                 np.tile(np.array([0.65, 0.1, 0.05, 0.05], np.float32), (len(answer), 1)))
 
 
+class Lookup(Simulation):
+    def proposers(self, draft):
+        return [PromptLookup()]
+
+
+class Both(Simulation):
+    def proposers(self, draft):
+        return [PromptLookup(), draft]
+
+
 @pytest.mark.parametrize("policy", ["iterative", "speculative", "pipeinfer", "published"])
 def test_the_recorded_answer_comes_out_and_the_text_helps_where_it_repeats(policy):
     pair = RecordedPair(text := edited())
@@ -35,9 +46,9 @@ def test_the_recorded_answer_comes_out_and_the_text_helps_where_it_repeats(polic
                      tokens=pair.n_answer)
     built = scenarios.build(load_profiles(), one)
     accepted = []
-    for proposers in (("draft",), ("prompt-lookup",), ("prompt-lookup", "draft")):
-        scenario = replace(built.scenario, pair=pair, proposers=proposers)
-        result = simulate(scenario, scenarios.controller_of(built, one))
+    scenario = replace(built.scenario, pair=pair)
+    for kind in (Simulation, Lookup, Both):
+        result = kind(scenario, scenarios.controller_of(built, one)).run()
         assert result.tokens == pair.plain(prompt_of(scenario), pair.n_answer)
         accepted.append(result.stats.accepted_speculative)
     if policy == "pipeinfer":

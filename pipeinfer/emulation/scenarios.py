@@ -211,19 +211,6 @@ def controller_of(built: Built, experiment: Experiment) -> Controller | None:
     return controller if controller.active else None
 
 
-def stage_members(
-    stages: Sequence[NodeProfile], factors: Sequence[float], target: ModelProfile
-) -> list[Member]:
-    """The nodes as the planner sees them: seconds per byte of weights for a run of one row."""
-    size = 1e9
-    return [
-        Member(node.title,
-               factor * (node.seconds(size, target.quantisation, 1) - node.overhead) / size,
-               factor * node.overhead, float(node.memory), optional=True)
-        for node, factor in zip(stages, factors, strict=True)
-    ]
-
-
 def load_of(target: ModelProfile, cache_per_layer: float) -> Load:
     """The layers as the planner sees them; costs in bytes that one row uses."""
     n = target.n_layers
@@ -238,7 +225,12 @@ def load_of(target: ModelProfile, cache_per_layer: float) -> Load:
 def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: ModelProfile,
            experiment: Experiment) -> Split:
     load = load_of(target, cache_bytes(target, experiment))
-    members = stage_members(stages, factors, target)
+    size = 1e9  # members are as the planner sees them: seconds per byte for a run of one row
+    members = [
+        Member(node.title,
+               factor * (node.seconds(size, target.quantisation, 1) - node.overhead) / size,
+               factor * node.overhead, float(node.memory), optional=True)
+        for node, factor in zip(stages, factors, strict=True)]
     if experiment.split == "planned":
         return partition(load, members)
     each, more = divmod(target.n_layers, len(stages))

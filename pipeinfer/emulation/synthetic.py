@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -33,8 +32,6 @@ class SyntheticPair:
     seed: another seed, another text
     spread: concentration of the Beta distribution of confidences (small: nearly always sure or
         unsure; large: always the same)
-    second: share of the remaining probability that the next guess holds; None: 0.55 of the
-        acceptance
     claimed: mean of the confidences that the draft claims; None: they are true
     by_depth: the draft is a prediction head, whose first guesses are right in these shares of
         positions, by the distance from the target's last row (beyond the last: as there)
@@ -44,7 +41,6 @@ class SyntheticPair:
     acceptance: float
     seed: int = 0
     spread: float = 1.0
-    second: float | None = None
     claimed: float | None = None
     by_depth: tuple[float, ...] = ()
     draft: int = 0
@@ -79,7 +75,7 @@ class SyntheticPair:
         tokens: list[int] = []
         claims: list[float] = []
         edge, left = 0.0, 1.0
-        second = 0.55 * acceptance if self.second is None else self.second
+        second = 0.55 * acceptance  # share of the rest that the next guess holds
         wrong = draw >> 48
         for k in range(4):
             share = confidence if k == 0 else left * second
@@ -97,20 +93,6 @@ class SyntheticPair:
         return path[len(prompt):]
 
 
-class Pair(Protocol):
-    """A target and its draft, as the emulator asks them: see `SyntheticPair`."""
-
-    @property
-    def n_vocab(self) -> int: ...
-    @property
-    def acceptance(self) -> float: ...
-
-    def prompt(self, count: int, request: int) -> tuple[int, ...]: ...
-    def token(self, path: tuple[int, ...], pos: int) -> int: ...
-    def guesses(self, path: tuple[int, ...], pos: int) -> tuple[list[int], list[float]]: ...
-    def plain(self, prompt: tuple[int, ...], count: int) -> list[int]: ...
-
-
 class SyntheticBackend:
     """A synthetic target, or its draft.
 
@@ -118,10 +100,9 @@ class SyntheticBackend:
     a skipped run never made, give other tokens. Logits are the log-probabilities of the guesses.
     """
 
-    def __init__(
-        self, pair: Pair, n_ctx: int, n_seq_max: int, *, draft: bool = False, n_embd: int = 8,
-    ) -> None:
-        self.info = ShardInfo("synthetic", (0, 1), 1, True, True, n_embd, pair.n_vocab, n_ctx,
+    def __init__(self, pair: SyntheticPair, n_ctx: int, n_seq_max: int, *, draft: bool = False
+                 ) -> None:
+        self.info = ShardInfo("synthetic", (0, 1), 1, True, True, 1, pair.n_vocab, n_ctx,
                               n_seq_max, 256, 0, 0)
         self.capabilities = Capabilities(free_positions=True, separate_views=False,
                                          embedding_rows=False, stops_inside=False)
@@ -180,9 +161,8 @@ class SyntheticHead(SyntheticBackend):
     shift = 0
 
     def __init__(self, pair: SyntheticPair, n_ctx: int, n_seq_max: int) -> None:
-        super().__init__(pair, n_ctx, n_seq_max, n_embd=1)
+        super().__init__(pair, n_ctx, n_seq_max)
         self.tapped = np.zeros((0, 1), np.float32)
-        self._pair = pair
 
     def encode(self, rows: FloatArray) -> FloatArray:
         """Return the hidden rows, float32[n, n_embd], for rows of the target."""
@@ -196,7 +176,7 @@ class SyntheticHead(SyntheticBackend):
         self.tapped = hidden + 1
         for row, index in zip(logits, np.flatnonzero(rows.outputs).tolist(), strict=True):
             pos = rows.lists.positions[index]
-            names, claims = self._pair.guesses(
+            names, claims = self.pair.guesses(
                 self.path(rows.seq_ids[index][0], pos), pos, 1 + int(hidden[index, 0]))
             row[:] = np.log(_FLOOR)
             row[names] = np.log(np.maximum(claims, _FLOOR))

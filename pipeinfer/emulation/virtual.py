@@ -24,12 +24,7 @@ from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.messages import CacheOps, Cancel, Decode, LaneClose, LaneOpen
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.emulation.synthetic import (
-    Pair,
-    SyntheticBackend,
-    SyntheticHead,
-    SyntheticPair,
-)
+from pipeinfer.emulation.synthetic import SyntheticBackend, SyntheticHead, SyntheticPair
 from pipeinfer.errors import PipeinferError
 from pipeinfer.scheduler.controller import Controller, gaps
 from pipeinfer.scheduler.events import (
@@ -98,8 +93,7 @@ class Scenario:
     """One request on one pipeline.
 
     links: one more than stages: head to first, between stages, last to head. draft: seconds of a
-    draft decode of so many rows. row_bytes: bytes of one row's activations. proposers: `draft`
-    and `prompt-lookup` in the order in which they are asked; the latter takes no time of its own.
+    draft decode of so many rows. row_bytes: bytes of one row's activations.
     context: tokens that are cached before the prompt. draft_attention: as a stage's, for the draft.
     """
 
@@ -107,14 +101,13 @@ class Scenario:
     links: tuple[Wire, ...]
     draft: Callable[[int], float]
     limits: Limits
-    pair: Pair
+    pair: SyntheticPair
     row_bytes: int = 0
     prompt: int = 128
     tokens: int = 512
     overheads: Overheads = field(default_factory=Overheads)
     draft_paths: int = 8
     direct_cancel: bool = False
-    proposers: tuple[str, ...] = ("draft",)
     context: int = 0
     draft_attention: Callable[[int, int], float] = no_attention
 
@@ -207,10 +200,10 @@ class Simulation:
         self.target = SyntheticBackend(scenario.pair, n_ctx, scenario.limits.n_ids)
         paths = scenario.draft_paths + scenario.limits.parallel - 1
         ids = paths + max(scenario.limits.branches, 1)
-        self.taps = isinstance(scenario.pair, SyntheticPair) and bool(scenario.pair.by_depth)
+        self.taps = bool(scenario.pair.by_depth)
         draft: DraftModel = TargetHead(
             SyntheticHead(scenario.pair, n_ctx, ids), paths=paths) \
-            if isinstance(scenario.pair, SyntheticPair) and self.taps else DraftModel(
+            if self.taps else DraftModel(
                 SyntheticBackend(scenario.pair, n_ctx, ids, draft=True), paths=paths)
         self.draft = Cascade(self.proposers(draft))
         self.stages = [_StageState(spec) for spec in scenario.stages]
@@ -231,8 +224,7 @@ class Simulation:
 
     def proposers(self, draft: DraftModel) -> list[DraftModel | PromptLookup]:
         """All that propose tokens, in the order in which they are asked."""
-        return [PromptLookup() if name == "prompt-lookup" else draft
-                for name in self.spec.proposers]
+        return [draft]
 
     def draft_seconds(self, rows: int) -> float:
         """The time of the draft's decode that is next."""

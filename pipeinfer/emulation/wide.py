@@ -3,22 +3,20 @@
 The scheduler sees stages, as always. A stage's time is that of its slowest member in the attention,
 plus that of its slowest member in the feed-forward part, plus the sums, for any number of rows.
 Head and draft have a node of their own, or a part of the first member's cores and bandwidth, which
-then holds a smaller share, or all of that machine by turns with the only stage; or all members have
-slices of a prediction head, by turns. Profiles give machines and links; what a sum costs besides is
-`SumCost`.
+then holds a smaller share, or all of that machine by turns with the only stage. Profiles give
+machines and links; what a sum costs besides is `SumCost`.
 This module starts nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
 
-from pipeinfer.cluster.draft_ranks import STEP
 from pipeinfer.cluster.sizing import for_time_sharing
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import CURVE_ROWS
@@ -47,7 +45,7 @@ from pipeinfer.planning.partition import Member, Split
 from pipeinfer.planning.teams import EXCHANGE, PEER, Network, PlannedTeam, SumCost, TeamCut
 
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-APART, BESIDE, TURNS, SLICED = "apart", "beside", "by turns", "sliced"
+APART, BESIDE, TURNS = "apart", "beside", "by turns"
 PART = 0.25  #: of the first member's cores and bandwidth that head and draft take beside it
 
 
@@ -56,9 +54,8 @@ class WideExperiment(Experiment):
     """As `Experiment`, on a grid. `nodes` counts all nodes, head and draft included.
 
     widths: members of each stage; () for the best grid. head: where head and draft are, apart,
-    beside, or on the first member's machine by turns with the target, or sliced, by turns, over all
-    members, both of which take grids of one stage; with the iterative policy there is no draft, and
-    the head is taken to cost nothing.
+    beside, or on the first member's machine by turns with the target, which takes a grid of one
+    stage; with the iterative policy there is no draft, and the head is taken to cost nothing.
     part: see `PART`. sum_type: of values on the wire. exchange, peer: see `SumCost`. groups: of the
     cluster's nodes, see `Cluster`.
     """
@@ -79,7 +76,7 @@ def ground_of(profiles: Profiles, experiment: WideExperiment) -> Ground:
     if groups and count > len(groups):
         raise UsageError(f"--hosts {count}: the hostfile has {len(groups)} ranks")
     drafter, groups = ground.drafter, groups[:count]
-    if experiment.policy != Policy.ITERATIVE and experiment.head not in (TURNS, SLICED):
+    if experiment.policy != Policy.ITERATIVE and experiment.head != TURNS:
         if experiment.head == BESIDE:
             drafter = part_of(nodes[0], experiment.part)
             nodes = (part_of(nodes[0], 1 - experiment.part), *nodes[1:])
@@ -160,7 +157,7 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
     ground = ground_of(profiles, experiment)
     grid = grid or plan(profiles, experiment)
     target, policy = ground.target, Policy(experiment.policy)
-    turns = experiment.head in (TURNS, SLICED) and policy is Policy.PIPEINFER
+    turns = experiment.head == TURNS and policy is Policy.PIPEINFER
     if turns and len(grid.stages) > 1:
         raise UsageError(f"grid {grid.name}: draft and target compute by turns where there is one "
                          f"stage: use --head {APART} or {BESIDE}")
@@ -181,29 +178,19 @@ def build(profiles: Profiles, experiment: WideExperiment, grid: GridPlan | None 
     seconds = tuple(stage.seconds(1) for stage in virtual)
     built = on_stages(virtual, ground, experiment,
                       Split(grid.layers, seconds, tuple(map(max, grid.memory))), memory)
+    return by_turns(built) if turns else built
+
+
+def by_turns(built: Built) -> Built:
+    """The scenario with the limits of head and draft that wait for the only stage, unless limits
+    are set."""
     scenario = built.scenario
-    if experiment.head == SLICED:
-        scenario = dataclasses.replace(scenario, draft=partial(
-            _sliced, scenario.draft, ground, len(grid.stages[0].hosts), experiment))
-    if turns and not built.pinned:
-        scenario = dataclasses.replace(scenario, limits=structs.replace(
-            scenario.limits, time_sharing=True, **for_time_sharing(
-                built.curve, scenario.draft(1) / max(seconds), scenario.limits.exact_width,
-                weighed=True)))
-    return dataclasses.replace(built, scenario=scenario)
-
-
-def _sliced(whole: Callable[[int], float], ground: Ground, width: int,
-            experiment: WideExperiment, rows: int) -> float:
-    """Time of a decode of a head in slices. Besides what slices and sums take, every member has all
-    of the projection of token and row, which is as large as 2 rows of the output matrix for each
-    element of a row."""
-    draft, node = ground.draft, ground.drafter
-    projection = 2 * draft.n_embd * draft.output_bytes / draft.n_vocab
-    sums, wire = sums_of(experiment), teams.Wire(ground.wire.latency, ground.wire.bandwidth)
-    return (node.seconds(projection, draft.quantisation, rows)
-            + (whole(rows) - node.overhead) / width
-            + 3 * sums.seconds(width, rows * draft.n_embd, wire) + STEP)
+    if built.pinned:
+        return built
+    share = scenario.draft(1) / max(stage.seconds(1) for stage in scenario.stages)
+    limits = structs.replace(scenario.limits, time_sharing=True, **for_time_sharing(
+        built.curve, share, scenario.limits.exact_width, weighed=True))
+    return dataclasses.replace(built, scenario=dataclasses.replace(scenario, limits=limits))
 
 
 def stage_seconds(one: PlannedTeam, count: int, last: bool, nodes: Sequence[NodeProfile],

@@ -48,7 +48,6 @@ class Drawing:
         if not self.temperature:
             return built
         pair = built.scenario.pair
-        assert isinstance(pair, SyntheticPair)
         if pair.by_depth or experiment.claimed is not None:
             raise UsageError("--temp is for pairs of a target and one draft model whose "
                              "confidences are its own: leave it out, or choose another --pair")

@@ -33,8 +33,9 @@ from pipeinfer.planning.partition import size_text
 from pipeinfer.scheduler.controller import TUNABLE
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.text_table import aligned
-from pipeinfer_lab import two_drafts
+from pipeinfer_lab import sliced, two_drafts
 from pipeinfer_lab.sampled import GREEDY, MSS, SHARED, Drawing
+from pipeinfer_lab.sliced import SLICED
 from pipeinfer_lab.traced import Traced, simulate
 from pipeinfer_lab.two_drafts import TwoDrafts
 
@@ -58,6 +59,8 @@ def as_policy(experiment: Experiment, policy: str) -> Experiment:
 def build(profiles: Profiles, experiment: Experiment) -> Built:
     """An experiment's scenario, on a grid or not. Raises UsageError and PlanError."""
     if isinstance(experiment, wide.WideExperiment):
+        if experiment.head == SLICED:
+            return sliced.build(profiles, experiment)
         return wide.build(profiles, experiment)
     return scenarios.build(profiles, experiment)
 
@@ -129,7 +132,7 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("--grid", default="", help="Wide stages, such as 2x4 or 4,3.")
 @click.option("--head", default=wide.APART,
-              type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS, wide.SLICED]),
+              type=click.Choice([wide.APART, wide.BESIDE, wide.TURNS, SLICED]),
               help="With --grid: head and draft on a node of their own, on a member's, or "
                    "sharing the first member's in time with the only stage; or sliced over all.")
 @click.option("--sum-type", type=click.Choice(list(wide.ITEM_BYTES)), default="f32",
