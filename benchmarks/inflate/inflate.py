@@ -22,11 +22,9 @@ Does not know: architectures other than llama, biases, experts, sharding. Shapes
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +35,13 @@ import numpy as np
 from gguf import GGMLQuantizationType as QType
 
 from benchmarks.inflate.real_shapes import SHAPES, TYPES, write_one_by_one, write_shape
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
+from pipeinfer.backends.llamacpp.context import LlamaOptions
+from pipeinfer.core.types import make_rows
 from pipeinfer.errors import UsageError
 from pipeinfer.files import check_writable
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.locate import open_tokenizer
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -415,61 +418,29 @@ def verify(
     )
 
 
-@contextmanager
-def _loaded(path: Path) -> Iterator[Any]:
-    """The model that llama.cpp makes of ``path``."""
-    from pipeinfer.llama import binding
-    from pipeinfer.llama.library import ensure_llama, model_params
-    from pipeinfer.models.gguf import ModelFile
-    from pipeinfer.models.repacking import may_repack
-
-    ensure_llama()
-    params = model_params()
-    params.use_extra_bufts = may_repack(ModelFile(path))
-    model = binding.llama_model_load_from_file(os.fsencode(path), params)
-    if not model:
-        raise ValueError(f"llama.cpp cannot load {path}")
-    try:
-        yield model
-    finally:
-        binding.llama_model_free(model)
-
-
 def _tokens(path: Path, text: str) -> list[int]:
     """The ids of ``text`` in the model at ``path``, with its leading token."""
-    from pipeinfer.llama import binding
-
-    with _loaded(path) as model:
-        vocab, raw = binding.llama_model_get_vocab(model), text.encode()
-        ids = (binding.llama_token * (len(raw) + 8))()
-        count = binding.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)
-        return list(ids[:count])
+    tokenizer = open_tokenizer(path)
+    try:
+        return tokenizer.encode(text)
+    finally:
+        tokenizer.close()
 
 
 def _logits(path: Path, tokens: Sequence[int], threads: int) -> npt.NDArray[np.float32]:
     """Logits [position, vocabulary] of ``tokens``, decoded in one batch."""
-    from pipeinfer.llama import binding
-
-    count = len(tokens)
-    params = binding.llama_context_default_params()
-    params.n_ctx = params.n_batch = params.n_ubatch = count
-    params.n_threads = params.n_threads_batch = threads
-    with _loaded(path) as model:
-        context = binding.llama_init_from_model(model, params)
-        batch = binding.llama_batch_init(count, 0, 1)
-        try:
-            batch.n_tokens = count
-            for i, token in enumerate(tokens):
-                batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            if binding.llama_decode(context, batch):
-                raise ValueError(f"llama.cpp cannot decode with {path}")
-            n_vocab = binding.llama_vocab_n_tokens(binding.llama_model_get_vocab(model))
-            pointer = binding.llama_get_logits(context)
-            return np.ctypeslib.as_array(pointer, (count, n_vocab)).copy()
-        finally:
-            binding.llama_batch_free(batch)
-            binding.llama_free(context)
+    layers, count = ModelFile(path).n_layers, len(tokens)
+    backend = LlamaCppBackend.load(
+        path, layers=(0, layers), n_layers_total=layers, first=True, last=True, n_ctx=count,
+        n_seq_max=1, n_batch=count, n_threads=threads,
+        options=LlamaOptions(type_k="f16", type_v="f16"))
+    try:
+        found = backend.decode(make_rows([(token, i, (0,), True)
+                                          for i, token in enumerate(tokens)]))
+        assert found is not None
+        return found
+    finally:
+        backend.close()
 
 
 @click.command("inflate")
