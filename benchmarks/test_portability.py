@@ -1,17 +1,10 @@
-"""The comparison of processors: what it runs is there."""
+"""The comparison of processors: its environments."""
 
 from __future__ import annotations
 
 from click.testing import CliRunner
 
 from benchmarks import portability
-from tests.kit.launch import ROOT
-
-
-def test_the_tests_that_it_runs_are_there():
-    for name in portability.TESTS:
-        path, _, test = name.partition("::")
-        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text() or not test
 
 
 def test_an_environment_names_its_library_and_leaves_numpys_new_kernels_alone(tmp_path):
