@@ -140,7 +140,8 @@ def environment(folder: Path, tree: Path, logs: Path) -> dict[str, str]:
     built = next((folder / "llama").rglob("libllama.so"), None)
     if built is None:
         raise click.UsageError(f"{folder} has no library: run build first")
-    return {**os.environ, "PYTHONPATH": str(tree), "LD_PRELOAD": " ".join(preload),
+    return {**os.environ, "LD_PRELOAD": " ".join(preload),
+            "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'benchmarks' / 'lab'}",
             "FUZZ_STDERR": "1", "GGML_NO_BACKTRACE": "1",  # which would wait for a debugger
             "PIPEINFER_LLAMA_LIBRARY": str(built.resolve()),
             "ASAN_OPTIONS": f"log_path={logs}/report:detect_leaks=0:allocator_may_return_null=1"}

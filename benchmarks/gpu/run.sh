@@ -23,7 +23,7 @@ done
 mkdir -p "$out" "$work"
 exec > >(tee -a "$out/log") 2>&1
 python=${PYTHON:-python3}
-export PYTHONUNBUFFERED=1 PYTHONPATH=$root TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONUNBUFFERED=1 PYTHONPATH=$root:$root/benchmarks/lab TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export XDG_CACHE_HOME=$work/cache OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 unset PYTHONDONTWRITEBYTECODE
 
@@ -44,7 +44,20 @@ if [ ! -d "$site" ]; then
         fi
     done
 fi
-export PYTHONPATH=$root:$site
+# the commands and hooks of this checkout, which need not be installed here
+"$python" - "$root" "$site" <<'END' || exit 1
+import pathlib, sys, tomllib
+root, site = map(pathlib.Path, sys.argv[1:])
+for folder in (root, root / "benchmarks" / "lab"):
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    about = site / f"{project['name'].replace('-', '_')}-0.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("\n".join(
+        line for group, names in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in names.items()))))
+END
+export PYTHONPATH=$root:$root/benchmarks/lab:$site
 
 # Open MPI, where there is none of those that survive a rank (4.1 also asks for ssh on one host)
 beside=$("$python" -c 'import os, sys; print(os.path.dirname(sys.executable))')

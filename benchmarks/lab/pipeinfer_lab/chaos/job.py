@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+import pipeinfer
 from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.transport.settings import mpi_settings
 
@@ -58,9 +59,10 @@ def environment(**more: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items()
            if k.startswith(_SETTINGS) or not k.startswith(_OUTER)}
     env = mpi_settings() | {"PIPEINFER_DEFAULT_MODEL": "embedded", "PIPEINFER_TURNS": "off"} | env
-    root = Path(__file__).resolve().parents[3]
+    root, lab = Path(pipeinfer.__file__).parents[1], Path(__file__).resolve().parents[2]
     if (root / "launch" / "mpi.env").exists():  # a checkout
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
+        env["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(root), str(lab), env.get("PYTHONPATH")]))
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     return env | more
 
