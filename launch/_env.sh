@@ -8,6 +8,9 @@
 set -euo pipefail
 ROOT=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV="$ROOT/.venv"
+OWN=(--editable "$ROOT")
+LAB="$ROOT/benchmarks/lab"  # a machine that has joined got the source without it
+[ ! -d "$LAB" ] || OWN+=(--editable "$LAB")
 NATIVE=${PIPEINFER_NATIVE:-}
 VULKAN=
 
@@ -65,7 +68,8 @@ setup() {
     local extras=$1 stamp wanted python
     has_mpirun || extras="mpi,$extras"
     wanted=$(sed '/^\[tool\.ruff\]/,$d' "$ROOT/pyproject.toml"  # without settings of checks
-        cat "$ROOT"/{setup.py,constraints.txt,benchmarks/lab/pyproject.toml} "$ROOT"/pipeinfer/llama/kernels/*.[ch]; echo "$ROOT")
+        cat "$ROOT"/{setup.py,constraints.txt} "$ROOT"/pipeinfer/llama/kernels/*.[ch]
+        echo "$ROOT"; [ ! -d "$LAB" ] || cat "$LAB/pyproject.toml")
     if compgen -G "$VENV/.installed-native-*" >/dev/null; then NATIVE=1; fi  # it stays so
     [ -z "$NATIVE" ] || extras="native,$extras"
     [ -z "$VULKAN" ] || extras="vulkan,$extras"
@@ -86,7 +90,7 @@ setup() {
             compile_llama
             install_quietly "$(required "$extras")" "$VENV"/native/*.whl
             install_quietly "" --no-deps --force-reinstall "$VENV"/native/*.whl  # built anew or not
-            install_quietly "" --no-deps --editable "$ROOT" --editable "$ROOT/benchmarks/lab"
+            install_quietly "" --no-deps "${OWN[@]}"
         else
             say "installing into .venv"
             install_prebuilt "$extras"
@@ -140,7 +144,7 @@ install_prebuilt() {
     # would also compile Python's bytecode on one core.
     local own list
     list=$(required "$1")
-    LOG=own.log install_quietly "" --no-deps --editable "$ROOT" --editable "$ROOT/benchmarks/lab" &
+    LOG=own.log install_quietly "" --no-deps "${OWN[@]}" &
     own=$!
     trap 'kill "$own" 2>/dev/null || true' EXIT
     install_by_uv "$list" || install_quietly "$list" --no-compile --only-binary xllamacpp
@@ -148,7 +152,7 @@ install_prebuilt() {
     trap - EXIT
     # some packages have files for other versions of Python
     "$VENV/bin/python" -m compileall -q -j 0 "$VENV"/lib/python3*/site-packages \
-        "$ROOT"/{pipeinfer,benchmarks/lab} >/dev/null 2>&1 || true
+        "$ROOT/pipeinfer" >/dev/null 2>&1 || true
 }
 
 install_by_uv() {

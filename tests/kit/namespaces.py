@@ -281,7 +281,8 @@ class Cluster:
         return env | {
             "PIPEINFER_SSH_ARGS": f"-i {key} -o StrictHostKeyChecking=no -o "
                                   "UserKnownHostsFile=/dev/null -o LogLevel=ERROR",
-            "PYTHONPATH": str(ROOT), "PIPEINFER_HOSTFILE": str(self.hostfile), **more,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks' / 'lab'}",
+            "PIPEINFER_HOSTFILE": str(self.hostfile), **more,
         }
 
     def start(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str
