@@ -266,8 +266,8 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case messages.RunFinished(run_id, choices, taps=taps):
-                    self._returned(message, events.RunDone(run_id, choices, taps))
+                case messages.RunFinished(run_id, choices, taps=taps, loaded=loaded):
+                    self._returned(message, events.RunDone(run_id, choices, taps, loaded))
                 case messages.RunCancelled(run_id):
                     self._returned(message, events.RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):

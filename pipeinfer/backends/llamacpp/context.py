@@ -70,6 +70,8 @@ class LlamaOptions(Struct, frozen=True):
         overwrites
     head: whether the file is a head of the target, whose rows have a token and a hidden row
     own_prompts: whether our kernels may multiply long runs, for the whole process
+    saves: whether cells can be saved and put back, see `LlamaCppBackend.save`; not with streams or
+        gaps, nor on a GPU
     huge_pages: whether to copy mapped weights, see `huge_pages.into_huge_pages`; only with
         use_mmap, and without use_mlock, numa and layers on a GPU
     """
@@ -83,6 +85,7 @@ class LlamaOptions(Struct, frozen=True):
     use_mlock: bool = False
     huge_pages: bool = True
     own_prompts: bool = True
+    saves: bool = False
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True
@@ -395,6 +398,12 @@ class LoadedModel:
         self.again = bool(own.reads_again) and not head and self.row_parts > 1
         self.further_ids = 0 if own.copied_whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether a part of a sequence has cells that can be copied: all but pure states have."""
+        return not (self._head or self.own.copied_whole
+                    or binding.llama_model_is_recurrent(self.handle))
 
     def resolved(self, options: LlamaOptions) -> LlamaOptions:
         """Return the options with every "auto" of the cache decided, and no streams where the model

@@ -1,0 +1,63 @@
+"""Names of pieces of prompts on the stages' disks, and which of them are there.
+
+Cells of a chunk depend on the tokens up to its end and on the arithmetic of the stages. So a name
+is a digest of those, as a chain: `key(k) = H(key(k - 1), tokens of chunk k)`, begun with a root
+that stands for the arithmetic and is keyed with a secret. The state behind a chunk has a name of
+its own. What is there is a hint: files may vanish at any time, and a run tells what was read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from hashlib import blake2b
+
+from msgspec import Struct
+
+from pipeinfer.core.messages import KEY_BYTES
+
+_STATE = b"state"
+STATE_CHUNKS = 16  #: chunks after which a state is stored, besides those that the cache keeps
+
+
+class Stored(Struct, eq=False):
+    """What the disks of all stages hold.
+
+    root: a digest of what cells depend on besides tokens
+    ranges: whether chunks are stored; False: whole texts, with the state behind them
+    names: of the pieces that all stages hold
+    found, missed: pieces that were read, and those of which a stage had none
+    """
+
+    root: bytes
+    ranges: bool
+    names: set[bytes]
+    found: int = 0
+    missed: int = 0
+
+    def chain(self, prompt: Sequence[int], chunk: int) -> list[bytes]:
+        """Return the names of a prompt's whole chunks."""
+        names, name = [], self.root
+        for stop in range(chunk, len(prompt) + 1, chunk):
+            tokens = array("i", prompt[stop - chunk : stop]).tobytes()
+            name = blake2b(name + tokens, digest_size=KEY_BYTES).digest()
+            names.append(name)
+        return names
+
+    @staticmethod
+    def state(name: bytes) -> bytes:
+        """Return the name of the state behind a chunk."""
+        return blake2b(name + _STATE, digest_size=KEY_BYTES).digest()
+
+    def longest_state(self, names: Sequence[bytes]) -> int:
+        """Return the most chunks of those named behind which everything is stored; 0 for none."""
+        there = len(names)
+        if self.ranges:
+            there = next((i for i, name in enumerate(names) if name not in self.names), there)
+        return next((i for i in range(there, 0, -1) if self.state(names[i - 1]) in self.names), 0)
+
+
+def common(held: Collection[bytes]) -> set[bytes]:
+    """Return the names that all stages hold. held: of each, its names one after the other."""
+    every = [{one[i : i + KEY_BYTES] for i in range(0, len(one), KEY_BYTES)} for one in held]
+    return set.intersection(*every) if every else set()
