@@ -25,6 +25,7 @@ from pipeinfer.backends.factory import EXACT_LIMIT, llama_options, load_torch, t
 from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.team import PeerSilent, Region, SharedTeam, Team, TeamShape, available
 from pipeinfer.cluster.hooks import Hooks
+from pipeinfer.cluster.kept_prompts import no_disk
 from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.sizing import exact_rows
 from pipeinfer.config import ClusterConfig, JobConfig, ModelConfig
@@ -278,6 +279,7 @@ class LlamaLoader(PartLoader):
                 config.model,
                 callbacks=not whole or config.speculation.policy != "iterative",
                 gaps=setup.gaps, streams=streams > 0,
+                saves=not piece and not no_disk(config, gaps=setup.gaps),
             ),
             progress=lambda phase, share: self.report(phase, round(share * size), size),
         )

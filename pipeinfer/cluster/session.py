@@ -24,6 +24,7 @@ from msgspec import Struct, structs
 from pipeinfer.cluster import notes, sizing
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.draft_ranks import load_proposers, remotes_of, sliced, sources_of
+from pipeinfer.cluster.kept_prompts import no_disk, stored_by
 from pipeinfer.cluster.placement import Job, judge_of
 from pipeinfer.cluster.resolve import Drafting, choose, for_chains
 from pipeinfer.cluster.shard_transfer import source_of
@@ -35,7 +36,7 @@ from pipeinfer.errors import ClusterError, Loss, RankLost, StageFailed, UsageErr
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.layers import keeps_state, no_embeddings
+from pipeinfer.models.layers import has_ranges, keeps_state, no_embeddings
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -293,9 +294,11 @@ class Session:
             if worker is not None:
                 worker.close(timeout=5.0)
             raise
+        stored = self.head.scheduler.state.stored
         self.head.replace(
             Scheduler(setup.limits, setup.rows, drafts=worker is not None), worker,
                           setup.controller)
+        self.head.scheduler.state.stored = stored
         self.limits, self.config, self.draft = setup.limits, config, self.head.draft
         self.watch_draft()
 
@@ -311,6 +314,18 @@ class Session:
         else:
             self.on_change(str(self.assembly.changes[-1]))
 
+    def learn_stored(self) -> None:
+        """Give the scheduler the names of the pieces of prompts that all stages keep on disks."""
+        config, job = self.loaded.job.config, self.loaded.job
+        ready = self.assembly.ready.values()
+        why = no_disk(config, gaps=job.gaps, chains=job.chains, cut=is_cut(self.assembly.held))
+        kept = not why and all(one.stored is not None for one in ready)
+        self.head.scheduler.state.stored = stored_by(
+            config.cluster, self.bits, ready, ranges=has_ranges(job.model)) if kept else None
+        if config.cluster.kv_disk and not kept:
+            why = why or "not every stage can"
+            self.notes.append(f"no prompts are kept on disks (--kv-disk): {why}")
+
     def resume(self, reason: str = "") -> None:
         """Replay open requests over the present stages; or, with a reason, end them with it."""
         setup = self._settings(self.config, self.limits.policy)
@@ -318,6 +333,7 @@ class Session:
         for remote in remotes_of(self.draft):
             if isinstance(remote, SlicedDraft):
                 remote.move()
+        self.learn_stored()
         self.head.restart(self.assembly.grid, setup.limits, setup.controller, reason)
         self.watch_pace()
         self._tell(str(self.assembly.changes[-1]))
@@ -403,6 +419,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
         name, notes.at_start(job, assembly, hosts, remotes, further),
         time.monotonic() - started, first,
         share, fatal(place))
+    session.learn_stored()
     head.on_loss = session.go_on
     session.watch_pace()
     session.watch_draft()

@@ -36,6 +36,7 @@ from pipeinfer.backends.factory import (
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.cluster.draft_ranks import DraftLoader
 from pipeinfer.cluster.hooks import Hooks
+from pipeinfer.cluster.kept_prompts import arithmetic_of, open_store
 from pipeinfer.cluster.parts import (
     LOADERS,
     PATIENCE,
@@ -62,6 +63,7 @@ from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
+from pipeinfer.runtime.kv_store import KvStore, StagePieces
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember, HeadSlices
 from pipeinfer.runtime.stage import Stage
@@ -98,6 +100,7 @@ class StageProcess:
         self._reported = "", 0.0  #: the phase that the head was sent last, and when
         self._borrows = False  #: whether it runs on cores of idle ranks, too
         self._own_cores: frozenset[int] = frozenset()
+        self._store: KvStore | None = None
 
     def run(self) -> bool:
         """Serve until a Shutdown (True), or a failure that was reported to the head (False).
@@ -110,6 +113,8 @@ class StageProcess:
                 self._epoch()
                 self._part_team()
                 self._close(self._parts)
+                if self._store is not None:
+                    self._store.close()
                 return True
             except Regrouped:
                 self._hooks.recovering()
@@ -261,7 +266,10 @@ class StageProcess:
         widths = self._hooks.widths(widths)
         backend = self._hooks.backend(backend, in_team=team is not None)
         report("starting", 1, 1)
-        self._port.send(0, Tag.RESULT, self._ready(setup, backend, widths, team, kind, config))
+        kept = self._kept_pieces(config)
+        ready = self._ready(setup, backend, widths, team, kind, config)
+        self._port.send(0, Tag.RESULT, ready if kept is None else msgspec.structs.replace(
+            ready, stored=kept.names))
         begun = 0 if team is None else team.count
         return Stage(
             self._port,
@@ -276,6 +284,7 @@ class StageProcess:
             learned=learned,
             tapped=_tapped(backend, setup),
             drafting=self._head,
+            pieces=kept,
             extra_report=lambda: {
                 "host": host_name(),
                 "rank": self._place.rank,
@@ -295,7 +304,22 @@ class StageProcess:
             sum(part.received for part in parts), tuple(part.layers for part in parts),
             setup.cut and pieces_of(setup),
             "" if team is None else "memory" if team.shares_memory else "messages",
-            self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost)
+            self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost,
+            arithmetic_of(kind))
+
+    def _kept_pieces(self, config: JobConfig) -> StagePieces | None:
+        """Return this stage's prompts on the disk; None if it keeps none."""
+        found = [getattr(one.backend, "saver", None) for one in self._parts]
+        savers = [one for one in found if one is not None]
+        if not config.cluster.kv_disk or len(savers) != len(self._parts):
+            return None
+        try:
+            self._store = self._store or open_store(config.cluster)
+        except (PipeinferError, OSError) as error:
+            sys.stderr.write(f"pipeinfer: note: rank {self._place.rank} keeps no prompts on its "
+                             f"disk: {error}\n")
+            return None
+        return StagePieces(self._store, savers)
 
     def _join_team(self, config: JobConfig, setup: control.Setup) -> Team | None:
         """Meet the other members of this stage; None for a stage of whole layers."""

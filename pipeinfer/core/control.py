@@ -252,6 +252,9 @@ class Ready(_Message, frozen=True, tag=True):
     gpu: llama.cpp's names of the devices that hold its layers; "" where the processor computes
     padded: rows to which short decodes are filled up there; 0: they are not
     padding_cost: the time of so many rows relative to one
+    arithmetic: a digest of what bits depend on in this process
+    stored: names of the pieces of prompts on its disk for these layers, one after the other; None:
+        it keeps none
     """
 
     port: PortName
@@ -273,11 +276,13 @@ class Ready(_Message, frozen=True, tag=True):
     gpu: str = ""
     padded: int = 0
     padding_cost: float = 1.0
+    arithmetic: str = ""
+    stored: bytes | None = None
 
     def figures(self) -> dict[str, Any]:
         """All fields but the port, by name."""
         own: dict[str, Any] = msgspec.structs.asdict(self)
-        del own["port"]
+        del own["port"], own["stored"]
         return own
 
 
@@ -300,6 +305,24 @@ class Pace(_Message, frozen=True, tag=True):
     runs: int
     compute: float
     waited: float
+
+
+class Kept(_Message, frozen=True, tag=True):
+    """What a stage's host has on its disk of prompts, sent at intervals after runs that use it.
+
+    written, read, missed, dropped: pieces that the stage's process wrote and read, that were not
+        there, and that it had no time or room to write
+    written_bytes: by this process
+    held_bytes: in the folder
+    """
+
+    port: PortName
+    written: int
+    read: int
+    missed: int
+    dropped: int
+    written_bytes: int
+    held_bytes: int
 
 
 class RollCall(_Message, frozen=True, tag=True):
@@ -486,7 +509,8 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = NewEpoch | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Pace | RollCall | Standing | Report | SumRegion
+    Setup | Receive | Progress | Ready | Received | Pace | Kept | RollCall | Standing | Report
+    | SumRegion
     | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Assignment
 Control: TypeAlias = Order | StartMessage

@@ -36,7 +36,8 @@ class Loading:
             return ()
         seq_id, index = lane.main_id, start // limits.chunk
         found = [Piece(names[index], seq_id, start, stop)] if stored.ranges else []
-        if limits.states and (stop in lane.kept_at or not (index + 1) % STATE_CHUNKS):
+        last = self._state.admission.limit(len(lane.request.prompt))
+        if limits.states and (stop in {*lane.kept_at, last} or not (index + 1) % STATE_CHUNKS):
             found.append(Piece(stored.state(names[index]), seq_id, 0, stop, state=True))
         return tuple(one for one in found if one.key not in stored.names)
 
@@ -85,7 +86,7 @@ class Loading:
             lane.next_row = block.stop if whole else 0
             lane.kept_at = admission.places(lane) if whole else set()
             block.computed = whole
-            if whole:
+            if whole and state.limits.kept:
                 admission.keep_state(lane, block)
         else:
             for _ in run.loads[loaded:]:
@@ -106,8 +107,8 @@ class Loading:
         """The names of the chunks of a lane's prompt; none if they are not to be kept."""
         stored = self._state.stored
         if lane.names is None:
-            apart = lane.has_threads or lane.jumps or not (
-                lane.request.stores and self._state.admission.shares(lane.ticket))
+            apart = lane.has_threads or lane.jumps or lane.request.params.reads_prompt \
+                or not lane.request.stores
             lane.names = [] if stored is None or apart else stored.chain(
                 lane.request.prompt, self._state.limits.chunk)
         return lane.names
