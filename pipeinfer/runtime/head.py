@@ -214,10 +214,11 @@ class Head:
         """Return, for the snapshot, what is on the stages' disks; empty if nothing is kept there.
         """
         stored, kept = self.scheduler.state.stored, list(self._kept.values())
-        return {} if stored is None else {"stored": {
-            "pieces": len(stored.names), "read": stored.found, "missed": stored.missed,
-            **{name: sum(getattr(one, name) for one in kept)
-               for name in ("written", "dropped", "written_bytes", "held_bytes")}}}
+        return {} if stored is None else {
+            "stored_pieces": len(stored.names), "stored_read": stored.found,
+            "stored_missed": stored.missed,
+            **{f"stored_{name}": sum(getattr(one, name) for one in kept)
+               for name in ("written", "dropped", "written_bytes", "held_bytes")}}
 
     def drain(self, timeout: float) -> None:
         """Wait for the runs that are still in flight after their request has ended.
