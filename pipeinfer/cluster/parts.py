@@ -279,7 +279,7 @@ class LlamaLoader(PartLoader):
                 config.model,
                 callbacks=not whole or config.speculation.policy != "iterative",
                 gaps=setup.gaps, streams=streams > 0,
-                saves=not piece and not no_disk(config, gaps=setup.gaps),
+                text=setup.text, saves=not piece and not no_disk(config, gaps=setup.gaps),
             ),
             progress=lambda phase, share: self.report(phase, round(share * size), size),
         )

@@ -36,7 +36,13 @@ from pipeinfer.errors import ClusterError, Loss, RankLost, StageFailed, UsageErr
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.layers import has_ranges, keeps_state, no_embeddings
+from pipeinfer.models.layers import (
+    has_ranges,
+    has_two_rotations,
+    keeps_state,
+    no_embeddings,
+    original_context,
+)
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -116,6 +122,7 @@ class LoadedCluster(Struct, frozen=True):
                 stream=sizing.stream_cells(job.n_ctx) if job.chains else 0,
                 cores=self.hosts[holding.rank].cores_host if job.time_sharing else 0,
                 taps=job.taps,
+                text=job.n_ctx,
                 half_taps=config.cluster.hidden_type == "f16",
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
@@ -247,12 +254,19 @@ class Session:
         model, assembly = self.config.model, self.assembly
         parts = (self.loaded.job.model.fingerprint, self.loaded.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
-                 cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
+                 self._far, cut_layers(assembly.held),
+                 is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}),
                  *self._devices(),
                  *(ready.padded for _, ready in sorted(assembly.ready.items())
                    if ready.padded))
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    @property
+    def _far(self) -> bool:
+        """Whether positions are rotated as in long texts, which the context decides."""
+        model = self.loaded.job.model
+        return has_two_rotations(model) and self.loaded.job.n_ctx > original_context(model)
 
     def _devices(self) -> list[Any]:
         """Return the GPUs that compute; with the layers of each, where one kind is not for all."""

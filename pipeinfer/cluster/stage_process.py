@@ -370,7 +370,7 @@ class StageProcess:
         """Close the loaded parts that the new setup does not use."""
         setup, config, threads, kind = options
         same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps,
-                setup.stream)
+                setup.stream, setup.text)
         usable = (
             same == self._options and not registry.adapter(config.speculation)
         )  # learned prompts live in the cache

@@ -197,6 +197,7 @@ class Setup(_Message, frozen=True, tag=True):
     taps: layers of the model whose inputs a head reads, see `backends.base.tap`
     half_taps: whether they are sent as float16
     stream: cells that a stage on a GPU has for each sequence id; 0: all share `n_ctx`
+    text: most positions of a request, see `LlamaOptions.text`
     """
 
     port: PortName
@@ -223,6 +224,7 @@ class Setup(_Message, frozen=True, tag=True):
     taps: tuple[int, ...] = ()
     half_taps: bool = False
     stream: int = 0
+    text: int = 0
 
 
 class Receive(_Message, frozen=True, tag=True):

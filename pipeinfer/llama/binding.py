@@ -144,6 +144,13 @@ class llama_model_quantize_params(ctypes.Structure):
     )
 
 
+class llama_model_kv_override(ctypes.Structure):
+    """A number in place of one in a file's metadata; an empty key ends a list of them."""
+
+    _fields_ = (("tag", c_int), ("key", ctypes.c_char * 128), ("val_i64", ctypes.c_int64),
+                ("rest", ctypes.c_char * 120))
+
+
 #: An empty list of devices: without one, a process that loads a model opens a context on each GPU.
 NO_DEVICES = (c_void_p * 1)()
 
