@@ -25,9 +25,9 @@ from pipeinfer.backends.factory import EXACT_LIMIT, llama_options, load_torch, t
 from pipeinfer.backends.pytorch.options import torch_version
 from pipeinfer.backends.team import PeerSilent, Region, SharedTeam, Team, TeamShape, available
 from pipeinfer.cluster.hooks import Hooks
-from pipeinfer.cluster.kept_prompts import no_disk
 from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.sizing import exact_rows
+from pipeinfer.cluster.stored_prompts import no_disk
 from pipeinfer.config import ClusterConfig, JobConfig, ModelConfig
 from pipeinfer.core.control import Setup, SumRegion
 from pipeinfer.core.grid import Grid

@@ -24,11 +24,11 @@ from msgspec import Struct, structs
 from pipeinfer.cluster import notes, sizing
 from pipeinfer.cluster.assembly import Assembly, ProgressHook, Terms
 from pipeinfer.cluster.draft_ranks import load_proposers, remotes_of, sliced, sources_of
-from pipeinfer.cluster.kept_prompts import no_disk, stored_by
 from pipeinfer.cluster.placement import Job, judge_of
 from pipeinfer.cluster.resolve import Drafting, choose, for_chains
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
+from pipeinfer.cluster.stored_prompts import no_disk, stored_by
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
 from pipeinfer.core.policy import Policy

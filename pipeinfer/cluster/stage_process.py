@@ -36,7 +36,6 @@ from pipeinfer.backends.factory import (
 from pipeinfer.backends.team import PeerFailed, PeerSilent, Team
 from pipeinfer.cluster.draft_ranks import DraftLoader
 from pipeinfer.cluster.hooks import Hooks
-from pipeinfer.cluster.kept_prompts import arithmetic_of, open_store
 from pipeinfer.cluster.parts import (
     LOADERS,
     PATIENCE,
@@ -52,6 +51,7 @@ from pipeinfer.cluster.parts import (
 )
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
+from pipeinfer.cluster.stored_prompts import arithmetic_of, open_store
 from pipeinfer.config import JobConfig
 from pipeinfer.core import control
 from pipeinfer.core.grid import Grid
@@ -245,15 +245,15 @@ class StageProcess:
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         report = self._hooks.progress(functools.partial(self._report, ""))
         kind = backend_for(config.model.backend, Path(setup.model))
-        layers, pieces = (setup.start, setup.stop), pieces_of(setup)
-        threads = max(1, self._threads(config, setup) // len(pieces))
-        self._make_room(layers, pieces, (setup, config, threads, kind))
+        layers, slices = (setup.start, setup.stop), pieces_of(setup)
+        threads = max(1, self._threads(config, setup) // len(slices))
+        self._make_room(layers, slices, (setup, config, threads, kind))
         loader = LOADERS[kind](config, setup, self._port, self._hooks, threads, report)
-        for piece in pieces:
+        for piece in slices:
             held = [part.layers for part in self._parts if part.piece == piece]
             for gap in gaps_of(layers, held):
                 self._parts.append(loader.load(piece, gap))
-        self._parts.sort(key=lambda part: (pieces.index(part.piece), part.layers))
+        self._parts.sort(key=lambda part: (slices.index(part.piece), part.layers))
         team = self._join_team(config, setup)
         backend, widths = joined(self._parts) if team is None else self._wide(
             loader, setup, team)
@@ -266,10 +266,9 @@ class StageProcess:
         widths = self._hooks.widths(widths)
         backend = self._hooks.backend(backend, in_team=team is not None)
         report("starting", 1, 1)
-        kept = self._kept_pieces(config)
-        ready = self._ready(setup, backend, widths, team, kind, config)
-        self._port.send(0, Tag.RESULT, ready if kept is None else msgspec.structs.replace(
-            ready, stored=kept.names))
+        pieces = self._stored_pieces(config)
+        self._port.send(0, Tag.RESULT, self._ready(
+            setup, backend, widths, team, kind, config, pieces))
         begun = 0 if team is None else team.count
         return Stage(
             self._port,
@@ -284,7 +283,7 @@ class StageProcess:
             learned=learned,
             tapped=_tapped(backend, setup),
             drafting=self._head,
-            pieces=kept,
+            pieces=pieces,
             extra_report=lambda: {
                 "host": host_name(),
                 "rank": self._place.rank,
@@ -295,7 +294,7 @@ class StageProcess:
         )
 
     def _ready(self, setup: control.Setup, backend: Backend, widths: Widths, team: Team | None,
-               kind: str, config: JobConfig) -> control.Ready:
+               kind: str, config: JobConfig, pieces: StagePieces | None) -> control.Ready:
         info, parts = backend.info, self._parts
         return control.Ready(
             self._name, self._place.rank, host_name(), (setup.start, setup.stop), kind,
@@ -305,9 +304,9 @@ class StageProcess:
             setup.cut and pieces_of(setup),
             "" if team is None else "memory" if team.shares_memory else "messages",
             self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost,
-            arithmetic_of(kind))
+            arithmetic_of(kind), None if pieces is None else pieces.names)
 
-    def _kept_pieces(self, config: JobConfig) -> StagePieces | None:
+    def _stored_pieces(self, config: JobConfig) -> StagePieces | None:
         """Return this stage's prompts on the disk; None if it keeps none."""
         found = [getattr(one.backend, "saver", None) for one in self._parts]
         savers = [one for one in found if one is not None]

@@ -309,7 +309,7 @@ class Pace(_Message, frozen=True, tag=True):
     waited: float
 
 
-class Kept(_Message, frozen=True, tag=True):
+class StoreFigures(_Message, frozen=True, tag=True):
     """What a stage's host has on its disk of prompts, sent at intervals after runs that use it.
 
     written, read, missed, dropped: pieces that the stage's process wrote and read, that were not
@@ -511,9 +511,9 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = NewEpoch | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Pace | Kept | RollCall | Standing | Report
-    | SumRegion
-    | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop | DraftDone)
+    Setup | Receive | Progress | Ready | Received | Pace | StoreFigures | RollCall | Standing
+    | Report | SumRegion | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop
+    | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Assignment
 Control: TypeAlias = Order | StartMessage
 

@@ -19,13 +19,13 @@ from msgspec import Struct
 from pipeinfer.core import messages
 from pipeinfer.core.control import (
     DraftStop,
-    Kept,
     Pace,
     Progress,
     Ready,
     Received,
     Report,
     Standing,
+    StoreFigures,
 )
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
@@ -84,7 +84,7 @@ class Head:
         self.scheduler = scheduler
         self._port, self._grid, self._draft = port, grid, draft
         self._cancel_path, self._timeout = cancel_path, timeout
-        self._kept: dict[int, Kept] = {}  # by stage
+        self._kept: dict[int, StoreFigures] = {}  # by stage
         self._news: deque[events.Emit | events.Finish | events.Refuse] = deque()
         self._last_result = time.monotonic()
         self._woken = False
@@ -292,7 +292,7 @@ class Head:
                     self._returned(message, events.RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):
                     self.times.pace.reported(self._grid.node(port), runs, compute, waited)
-                case Kept(port):
+                case StoreFigures(port):
                     self._kept[port.stage] = message
                 case Standing():
                     if self._links is not None:

@@ -58,6 +58,13 @@ class StoreCounts(Struct):
     held_bytes: int = 0
 
 
+def pieces_in(folder: Path, *, temporary: bool = False) -> list[Path]:
+    """Return the files of pieces in a store's folder. temporary: those that are being written,
+    too."""
+    return [path for path in folder.glob("[0-9a-f][0-9a-f]/*")
+            if _NAME.fullmatch(path.name) or temporary]
+
+
 class KvStore:
     """The store in one folder.
 
@@ -140,12 +147,7 @@ class KvStore:
         return self._folder / name[:2] / name
 
     def _files(self) -> list[Path]:
-        found: list[Path] = []
-        for folder in self._folder.iterdir():
-            if len(folder.name) == 2:
-                with contextlib.suppress(OSError):
-                    found += folder.iterdir()
-        return found
+        return pieces_in(self._folder, temporary=True)
 
     def _ranges(self, key: bytes) -> list[Layers]:
         start, ranges = key.hex(), []

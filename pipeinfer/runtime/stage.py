@@ -22,7 +22,7 @@ from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
 from pipeinfer.core import messages
 from pipeinfer.core.codec import check_decode, check_ops
-from pipeinfer.core.control import DraftSetup, Kept, Pace, Report, RollCall, Standing
+from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing, StoreFigures
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import CancelPath
@@ -87,7 +87,7 @@ _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation insi
 _ANY_POSITION = 1 << 31
 _BRIEF_SECONDS = 25e-3  #: longest run after which the loop is lent to the head's thread
 _NAMED = 8  #: tokens in the result of a row whose id is beyond the vocabulary
-_KEPT_SECONDS = 1.0  #: between two reports of what is on the disk
+_STORE_SECONDS = 1.0  #: between two reports of what is on the disk
 _PACE = 16  #: runs after which a member of a wide stage reports their times
 _NOTHING = np.zeros(0, np.int32)  #: a path that is not read
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
@@ -201,7 +201,7 @@ class Stage:
                         None if able.separate_views else info.n_vocab + learned,
                         None if info.first else info.n_embd)
         self._history = History(info.n_seq_max, info.n_ctx) if self._answers else None
-        self._next_probe = self._next_kept = 0.0
+        self._next_probe = self._next_figures = 0.0
         self._run_at_hand = -1
         self._speculates = False
         self._pulse = pulse or Pulse()
@@ -355,18 +355,11 @@ class Stage:
         dead, whole = self._is_dead(run), all(run.rows.lists.outputs)
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
-            look = None  # a check at each layer costs time
-            if not self._leads:
-                pass  # the leader decides
-            elif run.speculative or not whole:  # not whole: a part of a prompt
-                look = self._should_stop
-            elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
-                look = self._look
             if self._embeds(run):
                 result = self._pooled.add(self._backend, run, self._lanes[run.lanes[0]].pooling)
                 taps = None  # nothing follows an embedding
             else:
-                result = self._backend.decode(run.rows, run.hidden, look)
+                result = self._backend.decode(run.rows, run.hidden, self._check_inside(run))
                 if result is not None and self._tapped is not None and self._leads:
                     taps = _beside(taps, self._tapped())
         computed, waited = time.monotonic() - clock, self._waited - waited
@@ -390,6 +383,16 @@ class Stage:
             brief = fate is Fate.COMPUTED and not self._speculates and whole \
                 and computed < _BRIEF_SECONDS
             self._lent.lend(self._turn if brief else None)
+
+    def _check_inside(self, run: messages.Decode) -> Callable[[], bool] | None:
+        """Return what to call at each layer of a run; None for nothing, as a check costs time."""
+        if not self._leads:
+            return None  # the leader decides
+        if run.speculative or not all(run.rows.lists.outputs):  # or a part of a prompt
+            return self._should_stop
+        if self._speculates and self._cancel_path is CancelPath.BACKWARD:
+            return self._look
+        return None
 
     def _load(self, run: messages.Decode, start: float, clock: float) -> None:
         """Read the cells of a run from the disk, as far as this stage and those before have them.
@@ -525,10 +528,10 @@ class Stage:
             self._port.send(0, messages.Tag.RESULT,
                             Pace(self._name, runs, stats.compute, stats.waited))
         if self._pieces is not None and (run.saves or run.loads) and (
-                now := time.monotonic()) > self._next_kept:
-            self._next_kept = now + _KEPT_SECONDS
+                now := time.monotonic()) > self._next_figures:
+            self._next_figures = now + _STORE_SECONDS
             self._port.send(0, messages.Tag.RESULT,
-                            Kept(self._name, **structs.asdict(self._pieces.counts)))
+                            StoreFigures(self._name, **structs.asdict(self._pieces.counts)))
 
     def _report(self) -> Report:
         stats, info = self.stats, self._backend.info

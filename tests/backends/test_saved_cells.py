@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import numpy as np
@@ -50,7 +51,7 @@ def continued(stages, tokens, seq_id):
     """Logits of a continuation: single rows, a short run, single rows."""
     ends = [*range(STOP, STOP + 5), STOP + 8, *range(STOP + 9, STOP + 13)]
     return b"".join(decode(stages, tokens, a, b, seq_id).tobytes()
-                    for a, b in zip(ends, ends[1:], strict=False))
+                    for a, b in itertools.pairwise(ends))
 
 
 def saved(stages, tokens, seq_id=0):

@@ -422,6 +422,11 @@ class LoadedModel:
         self.further_ids = 0 if own.copied_whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
 
+    def nothing(self, n_seq_max: int) -> int | None:
+        """Return the id that never holds anything, whose copy lets a state go; None without
+        states."""
+        return n_seq_max + self.further_ids if self.keeps_state else None
+
     @property
     def has_ranges(self) -> bool:
         """Whether a part of a sequence has cells that can be copied: all but pure states have."""

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.backends.base import ShardInfo
 from pipeinfer.backends.llamacpp.cells import OccupiedCells
+from pipeinfer.backends.llamacpp.context import LoadedModel
 from pipeinfer.backends.llamacpp.saved_cells import CellLayout
 from pipeinfer.core.types import make_rows
 from pipeinfer.llama import binding
@@ -73,6 +75,14 @@ class CellSaver:
         self.layout = layout
         self._context, self._memory = context, binding.llama_get_memory(context)
         self._cells, self._scratch, self._nothing = cells, scratch, nothing
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, cells: OccupiedCells | None, source: Any, info: ShardInfo,
+           context: Any) -> CellSaver:
+        """Return the saver of a loaded part, whose context has one id more where `has_ranges`."""
+        layout = layout_of(source, loaded.handle, info.layers, windows=loaded.has_windows)
+        scratch = info.n_seq_max + loaded.further_ids + 1 if loaded.has_ranges else None
+        return cls(context, cells, layout, scratch, loaded.nothing(info.n_seq_max))
 
     @property
     def by_range(self) -> bool:

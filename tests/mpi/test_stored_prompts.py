@@ -20,7 +20,8 @@ ASK = ["generate", "-p", TEXT, "-n", "40", "--temp", "0.8", "--seed", "5", "--ig
 
 def generate(np, *more):
     done = launch.run(np, [*PIPEINFER, *ASK, *more], timeout=120)
-    assert done.returncode == 0 and done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     return found["tokens"], found["stats"]
 
