@@ -249,11 +249,7 @@ class StageProcess:
         threads = max(1, self._threads(config, setup) // len(slices))
         self._make_room(layers, slices, (setup, config, threads, kind))
         loader = LOADERS[kind](config, setup, self._port, self._hooks, threads, report)
-        for piece in slices:
-            held = [part.layers for part in self._parts if part.piece == piece]
-            for gap in gaps_of(layers, held):
-                self._parts.append(loader.load(piece, gap))
-        self._parts.sort(key=lambda part: (slices.index(part.piece), part.layers))
+        self._load_missing(loader, layers, slices)
         team = self._join_team(config, setup)
         backend, widths = joined(self._parts) if team is None else self._wide(
             loader, setup, team)
@@ -292,6 +288,14 @@ class StageProcess:
                 **host.memory_parts(),
             },
         )
+
+    def _load_missing(self, loader: PartLoader, layers: tuple[int, int], slices: tuple[str, ...]
+                      ) -> None:
+        for piece in slices:
+            held = [part.layers for part in self._parts if part.piece == piece]
+            for gap in gaps_of(layers, held):
+                self._parts.append(loader.load(piece, gap))
+        self._parts.sort(key=lambda part: (slices.index(part.piece), part.layers))
 
     def _ready(self, setup: control.Setup, backend: Backend, widths: Widths, team: Team | None,
                kind: str, config: JobConfig, pieces: StagePieces | None) -> control.Ready:
