@@ -254,19 +254,13 @@ class Session:
         model, assembly = self.config.model, self.assembly
         parts = (self.loaded.job.model.fingerprint, self.loaded.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
-                 self._far, cut_layers(assembly.held),
+                 _rotates_far(self.loaded.job), cut_layers(assembly.held),
                  is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}),
                  *self._devices(),
                  *(ready.padded for _, ready in sorted(assembly.ready.items())
                    if ready.padded))
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-
-    @property
-    def _far(self) -> bool:
-        """Whether positions are rotated as in long texts, which the context decides."""
-        model = self.loaded.job.model
-        return has_two_rotations(model) and self.loaded.job.n_ctx > original_context(model)
 
     def _devices(self) -> list[Any]:
         """Return the GPUs that compute; with the layers of each, where one kind is not for all."""
@@ -438,6 +432,11 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
     session.watch_pace()
     session.watch_draft()
     return session
+
+
+def _rotates_far(job: Job) -> bool:
+    """Whether positions are rotated as in long texts, which the context decides."""
+    return has_two_rotations(job.model) and job.n_ctx > original_context(job.model)
 
 
 def settled(loaded: LoadedCluster, worker: Drafts | None) -> tuple[Drafts | None, list[str]]:
