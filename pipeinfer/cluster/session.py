@@ -37,7 +37,6 @@ from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.layers import (
-    has_ranges,
     has_two_rotations,
     keeps_state,
     no_embeddings,
@@ -329,7 +328,7 @@ class Session:
         why = no_disk(config, gaps=job.gaps, chains=job.chains, cut=is_cut(self.assembly.held))
         kept = not why and all(one.stored is not None for one in ready)
         self.head.scheduler.state.stored = stored_by(
-            config.cluster, self.bits, ready, ranges=has_ranges(job.model)) if kept else None
+            config.cluster, self.bits, ready, job.model) if kept else None
         if config.cluster.kv_disk and not kept:
             why = why or "not every stage can"
             self.notes.append(f"no prompts are kept on disks (--kv-disk): {why}")

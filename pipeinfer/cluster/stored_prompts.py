@@ -16,6 +16,9 @@ from pipeinfer.core.messages import KEY_BYTES
 from pipeinfer.errors import BackendError, UsageError
 from pipeinfer.files import parse_bytes
 from pipeinfer.llama.library import llama_identity
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.hf_folder import ModelDir
+from pipeinfer.models.layers import has_ranges, has_windows, keeps_state
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.runtime.kv_store import KvStore
 from pipeinfer.scheduler.stored import Stored, common
@@ -64,11 +67,11 @@ def arithmetic_of(kind: str) -> str:
     return blake2b(repr((kind, llama_identity())).encode(), digest_size=8).hexdigest()
 
 
-def stored_by(config: ClusterConfig, bits: str, ready: Collection[Ready], *, ranges: bool
-              ) -> Stored:
+def stored_by(config: ClusterConfig, bits: str, ready: Collection[Ready],
+              model: ModelFile | ModelDir) -> Stored:
     """Return what the disks of all stages hold.
 
-    bits: of the session. ready: of its stages. ranges: as of `Stored`
+    bits: of the session. ready: of its stages
     Raises UsageError for a folder of this host that cannot be used.
     """
     classes = {one.arithmetic for one in ready}
@@ -76,7 +79,9 @@ def stored_by(config: ClusterConfig, bits: str, ready: Collection[Ready], *, ran
     split = sorted(classes) if len(classes) == 1 else sorted(
         (one.layers, one.arithmetic) for one in ready)
     root = blake2b(repr((bits, split)).encode(), key=_secret(config), digest_size=KEY_BYTES)
-    return Stored(root.digest(), ranges, common([one.stored or b"" for one in ready]))
+    answers = not (keeps_state(model) or (isinstance(model, ModelFile) and has_windows(model)))
+    return Stored(root.digest(), has_ranges(model), common([one.stored or b"" for one in ready]),
+                  answers)
 
 
 def _secret(config: ClusterConfig) -> bytes:

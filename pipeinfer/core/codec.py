@@ -90,8 +90,10 @@ def encode(message: messages.Message) -> bytes:
         case messages.RunCancelled(run_id, spans):
             return _frame(messages.Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
                           n_spans=len(spans))
-        case messages.CacheOps(ops):
-            return _frame(messages.Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
+        case messages.CacheOps(ops, saves):
+            return _frame(messages.Op.CACHE_OPS, _ops_array(ops).tobytes(),
+                          *_encode_pieces(saves, (), 0), n_ops=len(ops),
+                          flags=_PIECES if saves else 0)
         case messages.ShardChunk(offset, chunk):
             return _frame(messages.Op.SHARD_CHUNK, chunk, run_id=offset)
         case FeedDraft(lane, index, rows):
@@ -137,7 +139,9 @@ def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
                 reader, flags, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
             )
         case messages.Op.CACHE_OPS:
-            message = messages.CacheOps(_read_ops(reader, n_ops))
+            ops = _read_ops(reader, n_ops)
+            message = messages.CacheOps(
+                ops, _read_pieces(reader, run_id)[0] if flags & _PIECES else ())
         case messages.Op.RUN_FINISHED:
             choices = _decode_choices(reader, n_rows)
             message = messages.RunFinished(run_id, choices, spans, _read_taps(reader, flags), n_ids)
@@ -187,10 +191,7 @@ def check_decode(
             raise ProtocolError(f"run {run.run_id} has a token outside {n_tokens} ids")
         if lanes is not None and not all(lane in lanes for lane in set(run.lanes)):
             raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
-    for piece in (*run.saves, *run.loads):
-        if not (0 <= piece.seq_id < n_seq and 0 <= piece.start < piece.stop <= n_positions):
-            raise ProtocolError(f"run {run.run_id} has a piece of cells outside {n_seq} sequences "
-                                f"of {n_positions} positions: {piece}")
+    check_pieces((*run.saves, *run.loads), n_seq, n_positions)
     if width is not None and not run.skipped and not run.loads and (
             run.hidden is None or run.hidden.shape[1] != width):
         raise ProtocolError(f"run {run.run_id} came without activations of {width} elements")
@@ -212,6 +213,14 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
                 good = 0 <= src < n_seq and 0 <= dst < n_seq and order > 0
         if not good:
             raise ProtocolError(f"an operation outside {n_seq} sequences: {op}")
+
+
+def check_pieces(pieces: tuple[messages.Piece, ...], n_seq: int, n_positions: int) -> None:
+    """Raise ProtocolError for a piece outside so many sequences and positions."""
+    for one in pieces:
+        if not (0 <= one.seq_id < n_seq and 0 <= one.start < one.stop <= n_positions):
+            raise ProtocolError(f"a piece of cells outside {n_seq} sequences of {n_positions} "
+                                f"positions: {one}")
 
 
 def _encode_spans(spans: messages.Spans) -> bytes:
@@ -295,11 +304,9 @@ def _encode_decode(m: messages.Decode) -> bytes:
     tapped, column = _encode_taps(m.taps)
     flags |= tapped
     parts += column
-    if m.saves or m.loads:
+    if column := _encode_pieces(m.saves, m.loads, m.loaded):
         flags |= _PIECES
-        parts.append(np.array([len(m.saves), len(m.loads), m.loaded], "<i4").tobytes())
-        parts.append(np.array([(one.key, one.seq_id, one.start, one.stop, one.state)
-                               for one in (*m.saves, *m.loads)], _PIECE).tobytes())
+        parts += column
     return _frame(messages.Op.DECODE, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
                   n_spans=len(m.spans))
@@ -334,6 +341,16 @@ def _decode_decode(
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
         hidden=hidden, spans=spans, taps=taps, saves=saves, loads=loads, loaded=loaded,
     )
+
+
+def _encode_pieces(saves: tuple[messages.Piece, ...], loads: tuple[messages.Piece, ...],
+                   loaded: int) -> list[bytes]:
+    """The column of pieces of cells; nothing without any."""
+    if not (saves or loads):
+        return []
+    return [np.array([len(saves), len(loads), loaded], "<i4").tobytes(), np.array(
+        [(one.key, one.seq_id, one.start, one.stop, one.state) for one in (*saves, *loads)],
+        _PIECE).tobytes()]
 
 
 def _read_pieces(reader: _Reader, run_id: int) -> tuple[

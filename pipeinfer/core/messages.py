@@ -120,9 +120,11 @@ def _same(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
 
 
 class CacheOps(Struct, frozen=True):
-    """Apply sequence operations outside any run (lane end, idle times)."""
+    """Apply sequence operations outside any run (lane end, idle times), then write `saves` to the
+    disk."""
 
     ops: tuple[SeqOp, ...]
+    saves: tuple[Piece, ...] = ()
 
 
 class LaneOpen(Struct, frozen=True, tag=True, forbid_unknown_fields=True):

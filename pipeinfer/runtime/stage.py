@@ -21,7 +21,7 @@ from msgspec import Struct, field, structs
 from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
 from pipeinfer.core import messages
-from pipeinfer.core.codec import check_decode, check_ops
+from pipeinfer.core.codec import check_decode, check_ops, check_pieces
 from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing, StoreFigures
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
@@ -301,10 +301,13 @@ class Stage:
         match message:
             case messages.Decode():
                 self._decode(message)
-            case messages.CacheOps(ops):
+            case messages.CacheOps(ops, saves):
                 check_ops(ops, self._backend.info.n_seq_max)
+                check_pieces(saves, *self._bounds[:2])
                 self._forward(message)
                 self._apply(ops)
+                if saves and self._pieces is not None:
+                    self._pieces.save(saves)
             case messages.LaneOpen(lane, params):
                 self._forward(message)
                 if params.grammar and self._answers:

@@ -152,7 +152,8 @@ class Lane(Struct, eq=False):
     kept_at: lengths of the prompt behind which its state is kept
     states: holders of the states that it has left in the prefix cache
     names: of the chunks of its prompt on the stages' disks; None: not computed yet
-    loading: whether a run reads cells of its prompt from there
+    loading: whether a run reads cells from there
+    answered: chunks of its answer that were sent there
     """
 
     lane: int
@@ -189,6 +190,7 @@ class Lane(Struct, eq=False):
     states: list[int] = field(default_factory=list)
     names: list[bytes] | None = None
     loading: bool = False
+    answered: int = 0
 
     def __post_init__(self) -> None:
         self.given = max(self.given, len(self.request.prompt))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeinfer.core.messages import Piece
+from pipeinfer.core.messages import CacheOps, Piece
 from pipeinfer.core.types import make_rows
 from pipeinfer.scheduler.lanes import Chunk, Lane, Run
 from pipeinfer.scheduler.prefix_cache import Block
@@ -49,67 +49,108 @@ class Loading:
         limit = self._state.admission.limit(len(lane.request.prompt))
         return stored.longest_state(names[: limit // limits.chunk]) * limits.chunk
 
+    def accepted(self, lane: Lane) -> None:
+        """Let the stages store the chunks of a lane's answer that have become whole."""
+        stored, chunk, n = self._state.stored, self._state.limits.chunk, len(lane.request.prompt)
+        whole = (len(lane.accepted) - 1 - n) // chunk  # the newest token has no cells yet
+        if stored is None or whole <= lane.answered or not (
+                stored.answers and self._may_store(lane)):
+            return
+        names = self._answer(lane, stored)
+        pieces = [Piece(names[i], lane.main_id, n + i * chunk, n + (i + 1) * chunk)
+                  for i in range(lane.answered, whole) if names[i] not in stored.names]
+        lane.answered = whole
+        stored.names.update(one.key for one in pieces)  # where a stage could not, a read tells
+        if pieces:
+            self._state.emit(CacheOps(self._state.pool.take_ops(), tuple(pieces)))
+
     def begin(self, lane: Lane) -> bool:
-        """Issue a run that reads the next chunks of a lane's prompt; return whether there are any.
+        """Issue a run that reads the next chunks of a lane's text; return whether there are any.
         """
-        stored, names = self._state.stored, self._names(lane)
-        if stored is None or not names:
+        stored = self._state.stored
+        if stored is None or not self._may_store(lane):
             return False
-        pieces, block = (self._whole if self._state.limits.states else self._chunks)(
-            lane, stored, names)
+        block: Block | None = None
+        if lane.next_row >= len(lane.request.prompt):
+            pieces = self._of_answer(lane, stored)
+        else:
+            pieces, block = (self._whole if self._state.limits.states else self._chunks)(
+                lane, stored, self._names(lane))
         if not pieces:
             return False
-        start, seq_id = lane.next_row, lane.main_id
-        rows = make_rows([(lane.accepted[i], i, (seq_id,), False)
-                          for i in range(start, block.stop)])
+        start, stop, seq_id = lane.next_row, pieces[-1].stop, lane.main_id
+        rows = make_rows([(lane.accepted[i], i, (seq_id,), False) for i in range(start, stop)])
         lane.last_chunk_run = self._state.launch(
             [lane], rows, [], lane.last_chunk_run, speculative=False,
             chunk=Chunk(start, block, loads=tuple(pieces)))
-        lane.next_row, lane.loading = block.stop, True
+        lane.next_row, lane.loading = stop, True
         return True
 
     def done(self, run: Run, loaded: int) -> None:
         """Handle a run that has read `loaded` of its pieces."""
         state, lane, block = self._state, run.owners[0], run.block
-        stored, admission = state.stored, state.admission
-        assert block is not None
+        stored, pieces = state.stored, run.loads
         if stored is not None:
             stored.found += loaded
-            stored.missed += loaded < len(run.loads)
+            stored.missed += loaded < len(pieces)
             # the first that a stage lacks; later ones may be there
-            stored.names.difference_update(one.key for one in run.loads[loaded : loaded + 1])
+            stored.names.difference_update(one.key for one in pieces[loaded : loaded + 1])
         if lane.done:
             return
         lane.loading = False
-        whole = loaded == len(run.loads)
-        if state.limits.states:
-            lane.next_row = block.stop if whole else 0
+        if loaded < len(pieces):
+            lane.next_row = pieces[0].start if state.limits.states else pieces[loaded].start
+            state.pool.truncate(lane.main_id, lane.next_row)
+        if block is not None:
+            self._settle(lane, block, pieces, loaded)
+            lane.reused += lane.next_row - run.start
+            lane.stats.reused = max(lane.stats.reused, lane.reused)
+            lane.stats.restored += lane.next_row - run.start
+        self._fill(lane)
+
+    def _settle(self, lane: Lane, block: Block, pieces: tuple[Piece, ...], loaded: int) -> None:
+        """Let the prefix cache hold what was read of a prompt up to `block`."""
+        admission, whole = self._state.admission, loaded == len(pieces)
+        if self._state.limits.states:
             lane.kept_at = admission.places(lane) if whole else set()
             block.computed = whole
-            if whole and state.limits.kept:
+            if whole and self._state.limits.kept:
                 admission.keep_state(lane, block)
-        else:
-            for _ in run.loads[loaded:]:
-                assert block.parent is not None
-                block = block.parent
-            for one in block.chain():
-                one.computed = True
-            admission.prefixes.release(lane.block, lane.lane, keep=block)
-            lane.block, lane.next_row = block, block.stop
-        if not whole:
-            state.pool.truncate(lane.main_id, lane.next_row)
-        lane.reused += max(0, lane.next_row - run.start)
-        lane.stats.reused = max(lane.stats.reused, lane.reused)
-        lane.stats.restored += max(0, lane.next_row - run.start)
-        self._fill(lane)
+            return
+        for _ in pieces[loaded:]:
+            assert block.parent is not None
+            block = block.parent
+        for one in block.chain():
+            one.computed = True
+        admission.prefixes.release(lane.block, lane.lane, keep=block)
+        lane.block = block
+
+    @staticmethod
+    def _may_store(lane: Lane) -> bool:
+        return lane.request.stores and not (
+            lane.has_threads or lane.jumps or lane.request.params.reads_prompt)
+
+    def _answer(self, lane: Lane, stored: Stored) -> list[bytes]:
+        return stored.answer(self._names(lane), lane.accepted, len(lane.request.prompt),
+                             self._state.limits.chunk) if stored.answers else []
+
+    def _of_answer(self, lane: Lane, stored: Stored) -> list[Piece]:
+        """The stored chunks of an answer that is replayed, up to its newest token."""
+        n, chunk, pieces = len(lane.request.prompt), self._state.limits.chunk, []
+        if (lane.next_row - n) % chunk:
+            return []
+        names = self._answer(lane, stored)[: (len(lane.accepted) - 1 - n) // chunk]
+        for i in range((lane.next_row - n) // chunk, len(names)):
+            if names[i] not in stored.names:
+                break
+            pieces.append(Piece(names[i], lane.main_id, n + i * chunk, n + (i + 1) * chunk))
+        return pieces
 
     def _names(self, lane: Lane) -> list[bytes]:
         """The names of the chunks of a lane's prompt; none if they are not to be kept."""
         stored = self._state.stored
         if lane.names is None:
-            apart = lane.has_threads or lane.jumps or lane.request.params.reads_prompt \
-                or not lane.request.stores
-            lane.names = [] if stored is None or apart else stored.chain(
+            lane.names = [] if stored is None or not self._may_store(lane) else stored.chain(
                 lane.request.prompt, self._state.limits.chunk)
         return lane.names
 

@@ -377,6 +377,8 @@ class Scheduler:
                 self._miss(lane, choice.token)
             elif lane.job_node is not None and not lane.job_node.open:
                 self.speculation.drop_job(lane)
+        if not lane.done:
+            self._loading.accepted(lane)
         self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
         if self.limits.buffered and lane.tree.frontier is not before:
             repeat_tip(self.state, lane)

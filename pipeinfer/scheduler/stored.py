@@ -4,6 +4,9 @@ Cells of a chunk depend on the tokens up to its end and on the arithmetic of the
 is a digest of those, as a chain: `key(k) = H(key(k - 1), tokens of chunk k)`, begun with a root
 that stands for the arithmetic and is keyed with a secret. The state behind a chunk has a name of
 its own. What is there is a hint: files may vanish at any time, and a run tells what was read.
+
+Rows of an answer have other bits than a prompt's with the same tokens, as they were computed in
+short runs. So they have names of their own, for a replay of this answer.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from msgspec import Struct
 
 from pipeinfer.core.messages import KEY_BYTES
 
-_STATE = b"state"
+_STATE, _ANSWER = b"state", b"answer"
 STATE_CHUNKS = 16  #: chunks after which a state is stored, besides those that the cache keeps
 
 
@@ -26,23 +29,28 @@ class Stored(Struct, eq=False):
     root: a digest of what cells depend on besides tokens
     ranges: whether chunks are stored; False: whole texts, with the state behind them
     names: of the pieces that all stages hold
+    answers: whether those of answers are stored: not where they are complete only at once, as
+        states are, and cells behind a window
     found, missed: pieces that were read, and those of which a stage had none
     """
 
     root: bytes
     ranges: bool
     names: set[bytes]
+    answers: bool = True
     found: int = 0
     missed: int = 0
 
     def chain(self, prompt: Sequence[int], chunk: int) -> list[bytes]:
         """Return the names of a prompt's whole chunks."""
-        names, name = [], self.root
-        for stop in range(chunk, len(prompt) + 1, chunk):
-            tokens = array("i", prompt[stop - chunk : stop]).tobytes()
-            name = blake2b(name + tokens, digest_size=KEY_BYTES).digest()
-            names.append(name)
-        return names
+        return _chain(self.root, prompt, chunk)
+
+    def answer(self, names: Sequence[bytes], accepted: Sequence[int], n_prompt: int, chunk: int
+               ) -> list[bytes]:
+        """Return the names of an answer's whole chunks. names: of its prompt."""
+        before = names[-1] if names else self.root
+        rest = array("i", accepted[len(names) * chunk : n_prompt]).tobytes()
+        return _chain(blake2b(before + rest + _ANSWER).digest(), accepted[n_prompt:], chunk)
 
     @staticmethod
     def state(name: bytes) -> bytes:
@@ -55,6 +63,15 @@ class Stored(Struct, eq=False):
         if self.ranges:
             there = next((i for i, name in enumerate(names) if name not in self.names), there)
         return next((i for i in range(there, 0, -1) if self.state(names[i - 1]) in self.names), 0)
+
+
+def _chain(name: bytes, tokens: Sequence[int], chunk: int) -> list[bytes]:
+    names = []
+    for stop in range(chunk, len(tokens) + 1, chunk):
+        own = array("i", tokens[stop - chunk : stop]).tobytes()
+        name = blake2b(name + own, digest_size=KEY_BYTES).digest()
+        names.append(name)
+    return names
 
 
 def common(held: Collection[bytes]) -> set[bytes]:

@@ -21,7 +21,7 @@ PROMPT = tuple(k % 7 for k in range(22))  # five whole chunks and two tokens
 
 def pipeline(limits=LIMITS, disks=None, names=(), **options):
     made = Pipeline(limits, n_vocab=7, disks=[{}, {}, {}] if disks is None else disks, **options)
-    made.scheduler.state.stored = Stored(b"root", True, set(names))
+    made.scheduler.state.stored = Stored(b"root", True, set(names), not limits.states)
     return made
 
 
@@ -119,6 +119,28 @@ def test_requests_that_leave_the_disk_alone(request_):
     again.drain()
     assert names_of(old.disks)
     assert not reads(again)
+
+
+def test_an_answer_is_read_by_its_own_replay_alone():
+    made = pipeline()
+    made.submit(Request(0, PROMPT, 30))
+    while len(made.output[0]) < 25:
+        made.step()
+    for stage in made.stages:
+        stage.kv.cells.clear()
+        stage.queue.clear()
+    made.results.clear()
+    made.cancels.clear()
+    count, length = len(made.log), len(made.output[0])
+    made.feed(Restart(LIMITS))
+    made.drain()
+    assert made.output[0] == plain(PROMPT, 30, 7)
+    prompt, answer = [run for run in made.log[count:] if isinstance(run, Decode) and run.loads]
+    assert [one.stop for one in prompt.loads] == [4, 8, 12, 16, 20]
+    assert [one.start for one in answer.loads] == list(range(22, 22 + (length - 1) // 4 * 4, 4))
+    turn = (*PROMPT, *made.output[0], 1, 2, 3)  # the next one has other rows there
+    assert ask(made, 1, turn).reused == 20
+    assert len(reads(made)) == 2
 
 
 @given(data=st.data(), states=st.booleans(), credit=st.sampled_from([1, 2, 5]),

@@ -246,6 +246,8 @@ class Pipeline:
             stage.kv.apply(item.ops)
             if self.scheduler.limits.states:
                 stage.states.apply(item.ops)
+            if isinstance(item, CacheOps):
+                self._save(index, item)
         if isinstance(item, Decode):
             skip = skipped or (self.respect_cancel and (
                 item.run_id in stage.cancelled or item.parent_id in stage.skipped))
@@ -267,6 +269,7 @@ class Pipeline:
                                         item.loaded))
 
     def _save(self, index, item):
+        assert not item.saves or self.disks is not None
         stage = self.stages[index]
         for piece in item.saves:
             cells = [Cell(c.pos, set(), c.token, c.made) for c in stage.kv.view(
