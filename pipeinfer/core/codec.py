@@ -139,9 +139,8 @@ def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
                 reader, flags, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
             )
         case messages.Op.CACHE_OPS:
-            ops = _read_ops(reader, n_ops)
-            message = messages.CacheOps(
-                ops, _read_pieces(reader, run_id)[0] if flags & _PIECES else ())
+            message = messages.CacheOps(_read_ops(reader, n_ops),
+                                        _read_pieces(reader, run_id, flags)[0])
         case messages.Op.RUN_FINISHED:
             choices = _decode_choices(reader, n_rows)
             message = messages.RunFinished(run_id, choices, spans, _read_taps(reader, flags), n_ids)
@@ -334,7 +333,7 @@ def _decode_decode(
     taps = _read_taps(reader, flags)
     if taps is not None and len(taps) != n:
         raise ProtocolError(f"run {run_id} has {len(taps)} tapped rows for {n} rows")
-    saves, loads, loaded = _read_pieces(reader, run_id) if flags & _PIECES else ((), (), 0)
+    saves, loads, loaded = _read_pieces(reader, run_id, flags)
     return messages.Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views),
         tuple(lanes.tolist()), ops,
@@ -353,8 +352,10 @@ def _encode_pieces(saves: tuple[messages.Piece, ...], loads: tuple[messages.Piec
         _PIECE).tobytes()]
 
 
-def _read_pieces(reader: _Reader, run_id: int) -> tuple[
+def _read_pieces(reader: _Reader, run_id: int, flags: int) -> tuple[
         tuple[messages.Piece, ...], tuple[messages.Piece, ...], int]:
+    if not flags & _PIECES:
+        return (), (), 0
     n_saves, n_loads, loaded = reader.array("<i4", 3).tolist()
     if not (0 <= n_saves <= _MAX_COUNT and 0 <= loaded <= n_loads <= _MAX_COUNT):
         raise ProtocolError(f"run {run_id} announces {n_saves} pieces to save and {loaded} of "
