@@ -28,9 +28,10 @@ from pipeinfer.cluster.placement import Job, judge_of
 from pipeinfer.cluster.resolve import Drafting, choose, for_chains
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
-from pipeinfer.cluster.stored_prompts import no_disk, stored_by
+from pipeinfer.cluster.stored_prompts import no_disk, peers_of, stored_by
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
+from pipeinfer.core.messages import Tag
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ClusterError, Loss, RankLost, StageFailed, UsageError
 from pipeinfer.host import Place
@@ -329,6 +330,9 @@ class Session:
         kept = not why and all(one.stored is not None for one in ready)
         self.head.scheduler.state.stored = stored_by(
             config.cluster, self.bits, ready, job.model) if kept else None
+        if kept and any(one.peers for one in ready):
+            self.loaded.port.send(1, Tag.TRANSACTION, peers_of(
+                self.assembly.grid, self.assembly.ready))
         if config.cluster.kv_disk and not kept:
             why = why or "not every stage can"
             self.notes.append(f"no prompts are kept on disks (--kv-disk): {why}")

@@ -63,6 +63,7 @@ from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
+from pipeinfer.runtime.kv_peers import StorePeers
 from pipeinfer.runtime.kv_store import KvStore, StagePieces
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember, HeadSlices
@@ -101,6 +102,7 @@ class StageProcess:
         self._borrows = False  #: whether it runs on cores of idle ranks, too
         self._own_cores: frozenset[int] = frozenset()
         self._store: KvStore | None = None
+        self._peers: StorePeers | None = None
 
     def run(self) -> bool:
         """Serve until a Shutdown (True), or a failure that was reported to the head (False).
@@ -115,6 +117,8 @@ class StageProcess:
                 self._close(self._parts)
                 if self._store is not None:
                     self._store.close()
+                if self._peers is not None:
+                    self._peers.close()
                 return True
             except Regrouped:
                 self._hooks.recovering()
@@ -280,6 +284,7 @@ class StageProcess:
             tapped=_tapped(backend, setup),
             drafting=self._head,
             pieces=pieces,
+            peers=self._peers,
             extra_report=lambda: {
                 "host": host_name(),
                 "rank": self._place.rank,
@@ -308,7 +313,8 @@ class StageProcess:
             setup.cut and pieces_of(setup),
             "" if team is None else "memory" if team.shares_memory else "messages",
             self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost,
-            arithmetic_of(kind), None if pieces is None else pieces.names)
+            arithmetic_of(kind), *((None, ()) if pieces is None or self._store is None else (
+                self._store.listing(), () if self._peers is None else self._peers.addresses)))
 
     def _stored_pieces(self, config: JobConfig) -> StagePieces | None:
         """Return this stage's prompts on the disk; None if it keeps none."""
@@ -317,7 +323,9 @@ class StageProcess:
         if not config.cluster.kv_disk or len(savers) != len(self._parts):
             return None
         try:
-            self._store = self._store or open_store(config.cluster)
+            if self._store is None:
+                self._store = open_store(config.cluster)
+                self._peers = None if host.on_one_host() else StorePeers(self._store)
         except (PipeinferError, OSError) as error:
             sys.stderr.write(f"pipeinfer: note: rank {self._place.rank} keeps no prompts on its "
                              f"disk: {error}\n")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 from pathlib import Path
 
 from pipeinfer.config import JobConfig
 from pipeinfer.config.job import AUTO, ClusterConfig
-from pipeinfer.core.control import Ready
+from pipeinfer.core.control import Peers, Ready
+from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import KEY_BYTES
 from pipeinfer.errors import BackendError, UsageError
 from pipeinfer.files import parse_bytes
@@ -21,7 +22,7 @@ from pipeinfer.models.hf_folder import ModelDir
 from pipeinfer.models.layers import has_ranges, has_windows, keeps_state
 from pipeinfer.models.shard_cache import cache_directory
 from pipeinfer.runtime.kv_store import KvStore
-from pipeinfer.scheduler.stored import Stored, common
+from pipeinfer.scheduler.stored import Stored, held_by
 from pipeinfer.strategies import registry
 
 _SECRET = "secret"  #: file in rank 0's folder
@@ -80,8 +81,13 @@ def stored_by(config: ClusterConfig, bits: str, ready: Collection[Ready],
         (one.layers, one.arithmetic) for one in ready)
     root = blake2b(repr((bits, split)).encode(), key=_secret(config), digest_size=KEY_BYTES)
     answers = not (keeps_state(model) or (isinstance(model, ModelFile) and has_windows(model)))
-    return Stored(root.digest(), has_ranges(model), common([one.stored or b"" for one in ready]),
-                  answers)
+    held = held_by([one.stored or b"" for one in ready], model.n_layers)
+    return Stored(root.digest(), has_ranges(model), held, answers)
+
+
+def peers_of(grid: Grid, ready: Mapping[int, Ready]) -> Peers:
+    """Return how the hosts of the stages reach each other's stores. ready: by node"""
+    return Peers(secrets.token_hex(32), tuple(ready[node].peers for node in grid.leaders))
 
 
 def _secret(config: ClusterConfig) -> bytes:

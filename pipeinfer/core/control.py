@@ -255,8 +255,8 @@ class Ready(_Message, frozen=True, tag=True):
     padded: rows to which short decodes are filled up there; 0: they are not
     padding_cost: the time of so many rows relative to one
     arithmetic: a digest of what bits depend on in this process
-    stored: names of the pieces of prompts on its disk for these layers, one after the other; None:
-        it keeps none
+    stored: the files of prompts on its disk, see `stored.held_by`; None: it keeps none
+    peers: addresses at which its host gives them to others; none on a single host
     """
 
     port: PortName
@@ -280,11 +280,12 @@ class Ready(_Message, frozen=True, tag=True):
     padding_cost: float = 1.0
     arithmetic: str = ""
     stored: bytes | None = None
+    peers: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """All fields but the port, by name."""
         own: dict[str, Any] = msgspec.structs.asdict(self)
-        del own["port"], own["stored"]
+        del own["port"], own["stored"], own["peers"]
         return own
 
 
@@ -325,6 +326,17 @@ class StoreFigures(_Message, frozen=True, tag=True):
     dropped: int
     written_bytes: int
     held_bytes: int
+
+
+class Peers(_Message, frozen=True, tag=True):
+    """How stages reach each other's prompts on disks; passes from stage to stage.
+
+    key: of the job, which proves that a host belongs to it
+    hosts: of each stage, the addresses of its host; none: it serves nothing
+    """
+
+    key: str
+    hosts: tuple[tuple[str, ...], ...]
 
 
 class RollCall(_Message, frozen=True, tag=True):
@@ -511,9 +523,9 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = NewEpoch | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Pace | StoreFigures | RollCall | Standing
-    | Report | SumRegion | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop
-    | DraftDone)
+    Setup | Receive | Progress | Ready | Received | Pace | StoreFigures | Peers | RollCall
+    | Standing | Report | SumRegion | ShardWanted | ShardOffer | DraftSetup | DraftReady
+    | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Assignment
 Control: TypeAlias = Order | StartMessage
 

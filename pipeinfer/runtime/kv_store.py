@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from msgspec import Struct
 from pipeinfer.backends.llamacpp.saved_cells import SavedCells, from_bytes, to_bytes
 from pipeinfer.core.messages import Piece
 from pipeinfer.errors import BackendError
+from pipeinfer.scheduler.stored import Layers, cover, entry
 
 if TYPE_CHECKING:
     from pipeinfer.backends.llamacpp.saving import CellSaver
@@ -43,7 +44,6 @@ _DAY = 86400.0
 _FREE = 1 << 30  #: bytes that stay free on the disk
 _WAITING = 256 << 20  #: bytes that may wait to be written; more are dropped
 _KEPT = 0.9  #: share of the limit that is left after the oldest files are removed
-Layers = tuple[int, int]
 
 
 class StoreCounts(Struct):
@@ -81,6 +81,9 @@ class KvStore:
             raise BackendError(f"{folder}: prompts can be read from it, so it has to be a folder "
                                f"of your own that nobody else may enter: chmod 700 {folder}")
         self.counts = StoreCounts()
+        #: called for a piece that is not whole here, and with a file that was written
+        self.fetch: Callable[[bytes, Layers], None] = lambda _, __: None
+        self.copied: Callable[[str, bytes], None] = lambda _, __: None
         self._folder, self._limit, self._days = folder, limit, days
         self._todo: deque[tuple[str, list[tuple[CellSaver, Any, bool]], int]] = deque()
         self._waiting = self._unseen = 0
@@ -89,14 +92,10 @@ class KvStore:
         self._writer = threading.Thread(target=self._write_all, daemon=True, name="kv-store")
         self._writer.start()
 
-    def names(self, layers: Layers) -> bytes:
-        """Return the keys of the pieces that are there for all of `layers`, one after the other."""
-        held: dict[str, list[Layers]] = {}
-        for path in self._files():
-            if found := _NAME.fullmatch(path.name):
-                held.setdefault(found[1], []).append((int(found[2]), int(found[3])))
-        return b"".join(bytes.fromhex(key) for key, ranges in held.items()
-                        if _cover(ranges, layers) is not None)
+    def listing(self) -> bytes:
+        """Return the files, see `stored.held_by`."""
+        return b"".join(entry(bytes.fromhex(path.name[:32]), *_layers_of(path.name))
+                        for path in pieces_in(self._folder))
 
     def save(self, key: bytes, layers: Layers, parts: list[tuple[CellSaver, Any, bool]]) -> None:
         """Write a piece behind; returns at once.
@@ -115,13 +114,34 @@ class KvStore:
     def read(self, key: bytes, layers: Layers) -> SavedCells | None:
         """Return a piece for `layers`, possibly from files of several ranges; None if some are
         missing."""
-        own = _cover(self._ranges(key), layers)
+        if not self.covers(key, layers):
+            self.fetch(key, layers)
+        own = cover(self._ranges(key), layers)
         try:
             pieces = [self._read(self._path(_name(key, one))) for one in own or ()]
-            found = SavedCells.joined(pieces) if pieces else None
+            return SavedCells.joined(pieces) if pieces else None
         except (OSError, ValueError, BackendError):
-            found = None
+            return None
+
+    def covers(self, key: bytes, layers: Layers) -> bool:
+        """Return whether this host has a piece for all of `layers`."""
+        return cover(self._ranges(key), layers) is not None
+
+    def files_of(self, key: bytes, layers: Layers) -> list[tuple[str, bytes]]:
+        """Return names and bytes of the files of a piece that have some of `layers`."""
+        found = []
+        for one in self._ranges(key):
+            if one[0] < layers[1] and layers[0] < one[1]:
+                with contextlib.suppress(OSError):
+                    found.append((_name(key, one), self._path(_name(key, one)).read_bytes()))
         return found
+
+    def accept(self, name: str, data: bytes) -> None:
+        """Store a file of another host; one that is damaged, or for which there is no room, is
+        dropped."""
+        if _NAME.fullmatch(name) and data[:_HEAD.size] == _head(memoryview(data)[_HEAD.size:]):
+            with contextlib.suppress(OSError):
+                self._put(name, data)
 
     def hit(self, *, missed: bool) -> None:
         """Count a piece that was read, or was not there."""
@@ -186,20 +206,28 @@ class KvStore:
                     self._news.notify_all()
 
     def _write(self, name: str, parts: list[tuple[CellSaver, Any, bool]]) -> None:
-        path = self._path(name)
         key, layers = bytes.fromhex(name[:32]), _layers_of(name)
-        if _cover(self._ranges(key), layers) is not None:
+        if self.covers(key, layers):
             return  # another rank, or another split, has it
-        if shutil.disk_usage(self._folder).free < _FREE:
-            self._stop("less than 1 GiB is free")
-            return
         body = to_bytes(SavedCells.joined(
             saver.layout.parse(blob, states_only=only) for saver, blob, only in parts))
+        data = _head(memoryview(body)) + body
+        if self._put(name, data):
+            self.counts.written += 1
+            self.counts.written_bytes += len(data)
+            self.copied(name, data)
+
+    def _put(self, name: str, data: bytes) -> bool:
+        """Write a file unless the disk is nearly full; return whether it was written."""
+        path = self._path(name)
+        if shutil.disk_usage(self._folder).free < _FREE:
+            self._stop("less than 1 GiB is free")
+            return False
         path.parent.mkdir(mode=0o700, exist_ok=True)
         # a file that is half written has another name, and is not in the way after a power cut
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_PARTIAL, delete=False) as file:
             try:
-                file.writelines([_head(memoryview(body)), body])
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(file.name, path)
@@ -207,11 +235,10 @@ class KvStore:
                 os.unlink(file.name)
                 raise
         self._full = False
-        self.counts.written += 1
-        self.counts.written_bytes += len(body)
-        self._unseen += len(body)
+        self._unseen += len(data)
         if self.counts.held_bytes + self._unseen > self._limit:
             self._tidy()
+        return True
 
     def _stop(self, why: str) -> None:
         self.counts.dropped += 1
@@ -252,11 +279,6 @@ class StagePieces:
     def counts(self) -> StoreCounts:
         """What the store has done."""
         return self._store.counts
-
-    @property
-    def names(self) -> bytes:
-        """The keys of what is there for this stage, one after the other."""
-        return self._store.names(self._layers)
 
     def save(self, pieces: Sequence[Piece]) -> None:
         """Take pieces out of the cache now, and write them behind."""
@@ -305,16 +327,3 @@ def _head(body: memoryview) -> bytes:
     return _HEAD.pack(_MAGIC, blake2b(body, digest_size=16).digest(), len(body))
 
 
-def _cover(ranges: Sequence[Layers], wanted: Layers) -> list[Layers] | None:
-    """Return ranges that together hold all of `wanted`; None if they do not."""
-    if wanted in ranges:
-        return [wanted]
-    at, found = wanted[0], []
-    while at < wanted[1]:
-        best = max((one for one in ranges if one[0] <= at < one[1]), key=lambda one: one[1],
-                   default=None)
-        if best is None:
-            return None
-        found.append(best)
-        at = best[1]
-    return found

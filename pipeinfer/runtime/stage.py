@@ -22,7 +22,15 @@ from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
 from pipeinfer.core import messages
 from pipeinfer.core.codec import check_decode, check_ops, check_pieces
-from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing, StoreFigures
+from pipeinfer.core.control import (
+    DraftSetup,
+    Pace,
+    Peers,
+    Report,
+    RollCall,
+    Standing,
+    StoreFigures,
+)
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import CancelPath
@@ -44,6 +52,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.models.text.vocabulary import Vocabulary
+from pipeinfer.runtime.kv_peers import StorePeers
 from pipeinfer.runtime.kv_store import StagePieces
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember
@@ -165,7 +174,7 @@ class Stage:
     tapped: returns the rows of the last decode that a head reads, float32 or float16; None without
         one.
     drafting: this member's side of a prediction head in slices.
-    pieces: cells of prompts on this host's disk; None: nothing is kept there.
+    pieces, peers: cells of prompts on this host's disk, and on others; None: nothing is kept.
     """
 
     def __init__(  # noqa: PLR0913
@@ -174,7 +183,7 @@ class Stage:
         extra_report: Callable[[], dict[str, Any]] | None = None,
         vocabulary: Vocabulary | None = None, learned: int = 0, pulse: Pulse | None = None,
         tapped: Callable[[], npt.NDArray[Any]] | None = None, drafting: HeadMember | None = None,
-        pieces: StagePieces | None = None,
+        pieces: StagePieces | None = None, peers: StorePeers | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._backend, self._team = port, backend, team
@@ -183,7 +192,7 @@ class Stage:
         self._leader_before = grid.leader(self._name.stage - 1)
         self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
         self._extra_report, self._tapped, self._drafting = extra_report, tapped, drafting
-        self._pieces = pieces
+        self._pieces, self._peers = pieces, peers
         self._leads = self._name.member == 0
         self._last = self._name.stage == grid.n_stages
         self._answers = self._last and self._leads
@@ -326,6 +335,10 @@ class Stage:
             case RollCall():
                 self._forward(message)
                 self._answer_call(message)
+            case Peers():
+                self._forward(message)
+                if self._peers is not None:
+                    self._peers.meet(message, self._name.stage)
             case messages.Shutdown():
                 self._forward(message)
                 self._port.send(0, messages.Tag.RESULT, self._report())

@@ -11,6 +11,7 @@ short runs. So they have names of their own, for a replay of this answer.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
@@ -19,6 +20,8 @@ from msgspec import Struct
 
 from pipeinfer.core.messages import KEY_BYTES
 
+Layers = tuple[int, int]  #: `[start, stop)` of the whole model
+_ENTRY = struct.Struct(f"<{KEY_BYTES}sII")
 _STATE, _ANSWER = b"state", b"answer"
 STATE_CHUNKS = 16  #: chunks after which a state is stored, besides those that the cache keeps
 
@@ -74,7 +77,31 @@ def _chain(name: bytes, tokens: Sequence[int], chunk: int) -> list[bytes]:
     return names
 
 
-def common(held: Collection[bytes]) -> set[bytes]:
-    """Return the names that all stages hold. held: of each, its names one after the other."""
-    every = [{one[i : i + KEY_BYTES] for i in range(0, len(one), KEY_BYTES)} for one in held]
-    return set.intersection(*every) if every else set()
+def entry(name: bytes, start: int, stop: int) -> bytes:
+    """Return a file of a host's listing: the layers `[start, stop)` of the piece `name`."""
+    return _ENTRY.pack(name, start, stop)
+
+
+def held_by(listings: Collection[bytes], n_layers: int) -> set[bytes]:
+    """Return the names of pieces of which the hosts together hold all layers: each fetches from the
+    others what it lacks. listings: entries, one after the other."""
+    ranges: dict[bytes, set[Layers]] = {}
+    for one in listings:
+        for name, start, stop in _ENTRY.iter_unpack(one[: len(one) // _ENTRY.size * _ENTRY.size]):
+            ranges.setdefault(name, set()).add((start, stop))
+    return {name for name, own in ranges.items() if cover(own, (0, n_layers)) is not None}
+
+
+def cover(ranges: Collection[Layers], wanted: Layers) -> list[Layers] | None:
+    """Return ranges that together hold all of `wanted`; None if they do not."""
+    if wanted in ranges:
+        return [wanted]
+    at, found = wanted[0], []
+    while at < wanted[1]:
+        best = max((one for one in ranges if one[0] <= at < one[1]), key=lambda one: one[1],
+                   default=None)
+        if best is None:
+            return None
+        found.append(best)
+        at = best[1]
+    return found

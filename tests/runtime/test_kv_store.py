@@ -8,12 +8,16 @@ import time
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipeinfer.backends.llamacpp.saved_cells import CacheCells, CellLayout, SavedCells
+from pipeinfer.core.control import Peers
 from pipeinfer.core.messages import Piece
 from pipeinfer.errors import BackendError
 from pipeinfer.runtime import kv_store
+from pipeinfer.runtime.kv_peers import StorePeers
 from pipeinfer.runtime.kv_store import KvStore, StagePieces
+from pipeinfer.scheduler.stored import entry, held_by
 
 KEY, OTHER = bytes(range(16)), bytes(range(1, 17))
 ROWS = 64
@@ -69,7 +73,7 @@ def test_a_piece_comes_back_to_the_same_stage_and_to_other_splits(store, tmp_pat
         "0-2", "0-4", "2-4"]
     for layers in (((0, 4),), ((0, 1), (1, 4)), ((1, 3),)):
         stage = pieces(store, *layers)
-        assert {stage.names[i : i + 16] for i in (0, 16)} == {KEY, OTHER}
+        assert held_by([store.listing()], 4) == {KEY, OTHER}
         assert stage.load([Piece(KEY, 3, 0, 8), Piece(OTHER, 3, 0, 8)]) == 2
         for saver in stage._savers:
             assert saver.taken[0, 8] == saver.save(0, 0, 8).tobytes()
@@ -77,7 +81,7 @@ def test_a_piece_comes_back_to_the_same_stage_and_to_other_splits(store, tmp_pat
 
 def test_a_stage_without_the_file_or_with_other_layers_misses(store):
     kept(store, layers=((1, 3),))
-    assert pieces(store, (0, 3)).names == b""
+    assert held_by([store.listing()], 3) == set()
     stage = pieces(store, (1, 3))
     assert stage.load([Piece(KEY, 0, 0, 8), Piece(OTHER, 0, 8, 16), Piece(KEY, 0, 16, 24)]) == 1
     assert (store.counts.read, store.counts.missed) == (1, 1)
@@ -121,8 +125,8 @@ def test_the_oldest_files_go_where_the_limit_is_reached(tmp_path):
             os.utime(path, (time.time() - 1000 + age,) * 2)
     assert pieces(store, (0, 4)).load([Piece(keys[12], 0, 0, 8)]) == 1
     kept(store, OTHER)
-    held = pieces(store, (0, 4)).names
-    there = [key for key in keys if key in {held[i : i + 16] for i in range(0, len(held), 16)}]
+    held = held_by([store.listing()], 4)
+    there = [key for key in keys if key in held]
     assert 4 < len(there) < 12
     assert there == keys[-len(there):]
     assert store.counts.held_bytes <= 12 * size
@@ -171,3 +175,56 @@ def test_a_slow_disk_costs_pieces_and_no_time(store, monkeypatch):
     monkeypatch.setattr(kv_store, "_WAITING", 0)
     kept(store)
     assert (store.counts.written, store.counts.dropped) == (0, 1)
+
+
+def test_hosts_hold_a_piece_together():
+    listing = [entry(KEY, 0, 2) + entry(OTHER, 0, 2), entry(KEY, 2, 5) + entry(OTHER, 3, 5)]
+    assert held_by(listing, 5) == {KEY}
+    assert held_by([b"", entry(KEY, 0, 5)[:-1]], 5) == set()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Three hosts with a stage each; two know the job's key, and the third joins later."""
+    stores = [KvStore(tmp_path / f"host{k}", 1 << 30, 30) for k in range(3)]
+    peers = [StorePeers(one) for one in stores]
+    everyone = Peers("ab" * 32, tuple(
+        (f"127.0.0.1:{one._server.server_address[1]}",) for one in peers))
+    for number, one in enumerate(peers, 1):
+        one.meet(everyone, number)
+    yield stores, peers, everyone
+    for one in (*peers, *stores):
+        one.close()
+
+
+def test_a_file_is_copied_to_the_next_stage_and_fetched_where_it_is_lacking(hosts):
+    stores, peers, _ = hosts
+    kept(stores[0], layers=((0, 2),))
+    kept(stores[2], layers=((2, 4),))
+    assert [held_by([one.listing()], 4) for one in stores] == [{KEY}, set(), set()]
+    assert [one.covers(KEY, (0, 2)) for one in stores] == [True, True, False]
+    peers[1].close()  # that host is gone, and another one has all layers now
+    stage = pieces(stores[2], (0, 4))
+    assert stage.load([Piece(KEY, 0, 0, 8)]) == 1
+    assert stage._savers[0].taken[0, 8] == stage._savers[0].save(0, 0, 8).tobytes()
+    assert stage.load([Piece(OTHER, 0, 8, 16)]) == 0
+
+
+def test_who_lacks_the_key_gets_and_leaves_nothing(hosts, capsys):
+    stores, peers, everyone = hosts
+    peers[2].meet(structs.replace(everyone, key="cd" * 32), 3)
+    kept(stores[1])
+    assert pieces(stores[2], (0, 4)).load([Piece(KEY, 0, 0, 8)]) == 0
+    kept(stores[2], OTHER)
+    assert not stores[0].covers(OTHER, (0, 4))
+    assert "gives and takes no prompts" in capsys.readouterr().err
+
+
+def test_a_damaged_copy_and_a_name_of_another_folder_are_dropped(hosts, tmp_path):
+    stores, peers, _ = hosts
+    kept(stores[1])
+    (name, data), = stores[1].files_of(KEY, (0, 4))
+    peers[0].copy(name, data[:-1])
+    peers[0].copy(f"../../{name}", data)
+    found = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob(name)}
+    assert found == {"host1", "host2"}  # the latter is its buddy

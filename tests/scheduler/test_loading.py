@@ -11,7 +11,7 @@ from pipeinfer.core.messages import Decode
 from pipeinfer.core.types import END, Request, SamplingParams, SeqRemove
 from pipeinfer.scheduler.events import Finish, Restart
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.scheduler.stored import STATE_CHUNKS, Stored, common
+from pipeinfer.scheduler.stored import STATE_CHUNKS, Stored
 from tests.support.sample import examples
 from tests.support.simulated import Pipeline, plain
 
@@ -26,7 +26,8 @@ def pipeline(limits=LIMITS, disks=None, names=(), **options):
 
 
 def names_of(disks):
-    return common([b"".join(one) for one in disks])
+    """What all stages have."""
+    return set.intersection(*(set(one) for one in disks))
 
 
 def ask(made, number=0, prompt=PROMPT, count=12):
