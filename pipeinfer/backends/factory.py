@@ -86,14 +86,16 @@ def torch_embedding(config: ModelConfig, path: Path) -> Embedding:
 
 
 def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool = False,
-                  gaps: bool = False, streams: bool = False,
-                  head: Literal["", "mtp", "eagle3", "dflash"] = "") -> Any:
+                  gaps: bool = False, streams: bool = False, saves: bool = False,
+                  text: int = 0, head: Literal["", "mtp", "eagle3", "dflash"] = "") -> Any:
     """Return the options of llama.cpp for a config.
 
     draft: whether they are for the draft
     callbacks: whether a decode can be stopped inside
     gaps: whether positions may leave gaps
     streams: whether each sequence has a part of the cache for itself
+    saves: whether cells can be saved and put back
+    text: most positions of a text; 0: as many as the cache has cells
     head: kind of a head of the target, which counts as a draft; "" for other files
     """
     from pipeinfer.backends.llamacpp.context import LlamaOptions
@@ -120,7 +122,8 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
         n_gpu_layers=gpu_layers,
         use_mmap=config.mmap,
         use_mlock=config.mlock, huge_pages=config.huge_pages and not head, head=head,
-        layer_callbacks=callbacks, gaps=gaps, streams=streams, lend=True, **values,
+        layer_callbacks=callbacks, gaps=gaps, streams=streams, saves=saves, text=text,
+        lend=True, **values,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import click
 from msgspec import structs
 
+from pipeinfer.config.job import AUTO
 from pipeinfer.errors import ModelError, PipeinferError, UsageError
 from pipeinfer.files import parse_bytes
 from pipeinfer.models import local_stores, locate
@@ -33,6 +34,7 @@ from pipeinfer.models.shard_cache import (
     mapped,
     shrink,
 )
+from pipeinfer.runtime.kv_store import pieces_in
 from pipeinfer.text_table import aligned
 
 _COME_ALONG = "pipeinfer"
@@ -262,8 +264,13 @@ _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
               help='Delete those used longest ago until the rest takes at most SIZE ("20 GiB").')
 @click.option("--unused-for", "days", type=click.FloatRange(min=0), metavar="DAYS",
               help="Delete what was not used for so many days.")
-def cache_command(remove: bool, size: str | None, days: float | None) -> None:
-    """Show the shards that this host keeps, or delete some of them.
+@click.option("--kv-disk", "prompts", metavar="DIR", default=AUTO,
+              help="Folder of prompts, as of `serve`.")
+@click.option("--forget-prompts", "forget", is_flag=True,
+              help="Delete the prompts in that folder, which a running job then computes again.")
+def cache_command(remove: bool, size: str | None, days: float | None, prompts: str, forget: bool
+                  ) -> None:
+    """Show the shards and prompts that this host keeps, or delete some of them.
 
     A shard that is missed later is made, or received, again. $PIPEINFER_CACHE names the directory;
     $PIPEINFER_CACHE_SIZE bounds it for good.
@@ -272,6 +279,13 @@ def cache_command(remove: bool, size: str | None, days: float | None) -> None:
         raise click.UsageError("--remove, --to and --unused-for exclude each other: choose one")
     directory = cache_directory()
     files = kept(directory)
+    pieces = pieces_in(directory / "kv" if prompts == AUTO else Path(prompts))
+    if forget:
+        freed = sum(path.stat().st_size for path in pieces)
+        for path in pieces:
+            path.unlink(missing_ok=True)
+        click.echo(f"{len(pieces)} pieces of prompts deleted, {size_text(freed)} freed")
+        return
     if remove or size is not None or days is not None:
         bound = 0 if size is None else parse_bytes(size, "--to")
         old = time.time() - 86400 * (days or 0.0)
@@ -286,6 +300,11 @@ def cache_command(remove: bool, size: str | None, days: float | None) -> None:
                "(PIPEINFER_CACHE_SIZE)")
     for line in _table(files, mapped()):
         click.echo(line)
+    if pieces:
+        facts = [path.stat() for path in pieces]
+        click.echo(f"{pieces[0].parents[1]}: {size_text(sum(one.st_size for one in facts))} of "
+                   f"prompts in {len(pieces)} files, last used "
+                   f"{_age(max(one.st_mtime for one in facts))} (--kv-disk)")
 
 
 def _table(files: Sequence[KeptFile], held: Collection[tuple[str, int]]) -> list[str]:

@@ -27,6 +27,9 @@ def summary(figures: Mapping[str, Any], stages: Mapping[int, Mapping[str, Any]],
         f"{_ms(ttft)} (next {_ms(after)} after the prompt's end), then every {_ms(itl)} (prompt "
         f"{figures['n_prompt']} tokens, ended by {figures['reason']}, seed {figures['seed']})",
     ]
+    if figures.get("restored"):
+        lines.append(f"prompt: {figures['restored']} of {figures['n_prompt']} tokens from the "
+                     "disks")
     if figures.get("issued_speculative"):
         lines.append(
             f"speculation: {figures['accepted_speculative']} of {figures['n_output']} tokens were "

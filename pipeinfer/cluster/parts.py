@@ -27,6 +27,7 @@ from pipeinfer.backends.team import PeerSilent, Region, SharedTeam, Team, TeamSh
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.shard_transfer import stage_shard
 from pipeinfer.cluster.sizing import exact_rows
+from pipeinfer.cluster.stored_prompts import no_disk
 from pipeinfer.config import ClusterConfig, JobConfig, ModelConfig
 from pipeinfer.core.control import Setup, SumRegion
 from pipeinfer.core.grid import Grid
@@ -278,6 +279,7 @@ class LlamaLoader(PartLoader):
                 config.model,
                 callbacks=not whole or config.speculation.policy != "iterative",
                 gaps=setup.gaps, streams=streams > 0,
+                text=setup.text, saves=not piece and not no_disk(config, gaps=setup.gaps),
             ),
             progress=lambda phase, share: self.report(phase, round(share * size), size),
         )

@@ -28,14 +28,21 @@ from pipeinfer.cluster.placement import Job, judge_of
 from pipeinfer.cluster.resolve import Drafting, choose, for_chains
 from pipeinfer.cluster.shard_transfer import source_of
 from pipeinfer.cluster.shutdown import fatal, survivable
+from pipeinfer.cluster.stored_prompts import no_disk, peers_of, stored_by
 from pipeinfer.config import JobConfig
 from pipeinfer.core.control import DraftReady, PortName, Setup
+from pipeinfer.core.messages import Tag
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import ClusterError, Loss, RankLost, StageFailed, UsageError
 from pipeinfer.host import Place
 from pipeinfer.llama.library import llama_identity
 from pipeinfer.models.gaps import GapModel
-from pipeinfer.models.layers import keeps_state, no_embeddings
+from pipeinfer.models.layers import (
+    has_two_rotations,
+    keeps_state,
+    no_embeddings,
+    original_context,
+)
 from pipeinfer.models.local_stores import label
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -115,6 +122,7 @@ class LoadedCluster(Struct, frozen=True):
                 stream=sizing.stream_cells(job.n_ctx) if job.chains else 0,
                 cores=self.hosts[holding.rank].cores_host if job.time_sharing else 0,
                 taps=job.taps,
+                text=job.n_ctx,
                 half_taps=config.cluster.hidden_type == "f16",
                 vocabulary=self.vocabulary.to_json() if self.vocabulary and last else None)
 
@@ -246,7 +254,8 @@ class Session:
         model, assembly = self.config.model, self.assembly
         parts = (self.loaded.job.model.fingerprint, self.loaded.chunk, llama_identity(),
                  model.exact, model.cache_type_k, model.cache_type_v, model.flash_attn,
-                 cut_layers(assembly.held), is_cut(assembly.held) and self.config.cluster.sum_type,
+                 _rotates_far(self.loaded.job), cut_layers(assembly.held),
+                 is_cut(assembly.held) and self.config.cluster.sum_type,
                  sorted({ready.backend for ready in assembly.ready.values()}),
                  *self._devices(),
                  *(ready.padded for _, ready in sorted(assembly.ready.items())
@@ -293,9 +302,11 @@ class Session:
             if worker is not None:
                 worker.close(timeout=5.0)
             raise
+        stored = self.head.scheduler.state.stored
         self.head.replace(
             Scheduler(setup.limits, setup.rows, drafts=worker is not None), worker,
                           setup.controller)
+        self.head.scheduler.state.stored = stored
         self.limits, self.config, self.draft = setup.limits, config, self.head.draft
         self.watch_draft()
 
@@ -311,6 +322,21 @@ class Session:
         else:
             self.on_change(str(self.assembly.changes[-1]))
 
+    def learn_stored(self) -> None:
+        """Give the scheduler the names of the pieces of prompts that all stages keep on disks."""
+        config, job = self.loaded.job.config, self.loaded.job
+        ready = self.assembly.ready.values()
+        why = no_disk(config, gaps=job.gaps, chains=job.chains, cut=is_cut(self.assembly.held))
+        kept = not why and all(one.stored is not None for one in ready)
+        self.head.scheduler.state.stored = stored_by(
+            config.cluster, self.bits, ready, job.model) if kept else None
+        if kept and any(one.peers for one in ready):
+            self.loaded.port.send(1, Tag.TRANSACTION, peers_of(
+                self.assembly.grid, self.assembly.ready))
+        if config.cluster.kv_disk and not kept:
+            why = why or "not every stage can"
+            self.notes.append(f"no prompts are kept on disks (--kv-disk): {why}")
+
     def resume(self, reason: str = "") -> None:
         """Replay open requests over the present stages; or, with a reason, end them with it."""
         setup = self._settings(self.config, self.limits.policy)
@@ -318,6 +344,7 @@ class Session:
         for remote in remotes_of(self.draft):
             if isinstance(remote, SlicedDraft):
                 remote.move()
+        self.learn_stored()
         self.head.restart(self.assembly.grid, setup.limits, setup.controller, reason)
         self.watch_pace()
         self._tell(str(self.assembly.changes[-1]))
@@ -403,10 +430,16 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
         name, notes.at_start(job, assembly, hosts, remotes, further),
         time.monotonic() - started, first,
         share, fatal(place))
+    session.learn_stored()
     head.on_loss = session.go_on
     session.watch_pace()
     session.watch_draft()
     return session
+
+
+def _rotates_far(job: Job) -> bool:
+    """Whether positions are rotated as in long texts, which the context decides."""
+    return has_two_rotations(job.model) and job.n_ctx > original_context(job.model)
 
 
 def settled(loaded: LoadedCluster, worker: Drafts | None) -> tuple[Drafts | None, list[str]]:

@@ -51,6 +51,7 @@ from pipeinfer.cluster.parts import (
 )
 from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.cluster.sizing import cancel_path
+from pipeinfer.cluster.stored_prompts import arithmetic_of, open_store
 from pipeinfer.config import JobConfig
 from pipeinfer.core import control
 from pipeinfer.core.grid import Grid
@@ -62,6 +63,8 @@ from pipeinfer.models.bita_adapter import load_bita
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.nodes import NodeSettings, settle
 from pipeinfer.runtime.draft_rank import DraftRank
+from pipeinfer.runtime.kv_peers import StorePeers
+from pipeinfer.runtime.kv_store import KvStore, StagePieces
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember, HeadSlices
 from pipeinfer.runtime.stage import Stage
@@ -98,6 +101,8 @@ class StageProcess:
         self._reported = "", 0.0  #: the phase that the head was sent last, and when
         self._borrows = False  #: whether it runs on cores of idle ranks, too
         self._own_cores: frozenset[int] = frozenset()
+        self._store: KvStore | None = None
+        self._peers: StorePeers | None = None
 
     def run(self) -> bool:
         """Serve until a Shutdown (True), or a failure that was reported to the head (False).
@@ -110,6 +115,10 @@ class StageProcess:
                 self._epoch()
                 self._part_team()
                 self._close(self._parts)
+                if self._store is not None:
+                    self._store.close()
+                if self._peers is not None:
+                    self._peers.close()
                 return True
             except Regrouped:
                 self._hooks.recovering()
@@ -240,15 +249,11 @@ class StageProcess:
         config = settle(self._config, self._place, NodeSettings(**setup.settings))
         report = self._hooks.progress(functools.partial(self._report, ""))
         kind = backend_for(config.model.backend, Path(setup.model))
-        layers, pieces = (setup.start, setup.stop), pieces_of(setup)
-        threads = max(1, self._threads(config, setup) // len(pieces))
-        self._make_room(layers, pieces, (setup, config, threads, kind))
+        layers, slices = (setup.start, setup.stop), pieces_of(setup)
+        threads = max(1, self._threads(config, setup) // len(slices))
+        self._make_room(layers, slices, (setup, config, threads, kind))
         loader = LOADERS[kind](config, setup, self._port, self._hooks, threads, report)
-        for piece in pieces:
-            held = [part.layers for part in self._parts if part.piece == piece]
-            for gap in gaps_of(layers, held):
-                self._parts.append(loader.load(piece, gap))
-        self._parts.sort(key=lambda part: (pieces.index(part.piece), part.layers))
+        self._load_missing(loader, layers, slices)
         team = self._join_team(config, setup)
         backend, widths = joined(self._parts) if team is None else self._wide(
             loader, setup, team)
@@ -261,7 +266,9 @@ class StageProcess:
         widths = self._hooks.widths(widths)
         backend = self._hooks.backend(backend, in_team=team is not None)
         report("starting", 1, 1)
-        self._port.send(0, Tag.RESULT, self._ready(setup, backend, widths, team, kind, config))
+        pieces = self._stored_pieces(config)
+        self._port.send(0, Tag.RESULT, self._ready(
+            setup, backend, widths, team, kind, config, pieces))
         begun = 0 if team is None else team.count
         return Stage(
             self._port,
@@ -276,6 +283,8 @@ class StageProcess:
             learned=learned,
             tapped=_tapped(backend, setup),
             drafting=self._head,
+            pieces=pieces,
+            peers=self._peers,
             extra_report=lambda: {
                 "host": host_name(),
                 "rank": self._place.rank,
@@ -285,8 +294,16 @@ class StageProcess:
             },
         )
 
+    def _load_missing(self, loader: PartLoader, layers: tuple[int, int], slices: tuple[str, ...]
+                      ) -> None:
+        for piece in slices:
+            held = [part.layers for part in self._parts if part.piece == piece]
+            for gap in gaps_of(layers, held):
+                self._parts.append(loader.load(piece, gap))
+        self._parts.sort(key=lambda part: (slices.index(part.piece), part.layers))
+
     def _ready(self, setup: control.Setup, backend: Backend, widths: Widths, team: Team | None,
-               kind: str, config: JobConfig) -> control.Ready:
+               kind: str, config: JobConfig, pieces: StagePieces | None) -> control.Ready:
         info, parts = backend.info, self._parts
         return control.Ready(
             self._name, self._place.rank, host_name(), (setup.start, setup.stop), kind,
@@ -295,7 +312,25 @@ class StageProcess:
             sum(part.received for part in parts), tuple(part.layers for part in parts),
             setup.cut and pieces_of(setup),
             "" if team is None else "memory" if team.shares_memory else "messages",
-            self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost)
+            self._sum_seconds, gpu_of(config.model, kind), widths.padded, widths.padding_cost,
+            arithmetic_of(kind), *((None, ()) if pieces is None or self._store is None else (
+                self._store.listing(), () if self._peers is None else self._peers.addresses)))
+
+    def _stored_pieces(self, config: JobConfig) -> StagePieces | None:
+        """Return this stage's prompts on the disk; None if it keeps none."""
+        found = [getattr(one.backend, "saver", None) for one in self._parts]
+        savers = [one for one in found if one is not None]
+        if not config.cluster.kv_disk or len(savers) != len(self._parts):
+            return None
+        try:
+            if self._store is None:
+                self._store = open_store(config.cluster)
+                self._peers = None if host.on_one_host() else StorePeers(self._store)
+        except (PipeinferError, OSError) as error:
+            sys.stderr.write(f"pipeinfer: note: rank {self._place.rank} keeps no prompts on its "
+                             f"disk: {error}\n")
+            return None
+        return StagePieces(self._store, savers)
 
     def _join_team(self, config: JobConfig, setup: control.Setup) -> Team | None:
         """Meet the other members of this stage; None for a stage of whole layers."""
@@ -346,7 +381,7 @@ class StageProcess:
         """Close the loaded parts that the new setup does not use."""
         setup, config, threads, kind = options
         same = (kind, threads, setup.model, setup.n_ctx, setup.n_seq_max, setup.n_batch, setup.gaps,
-                setup.stream)
+                setup.stream, setup.text)
         usable = (
             same == self._options and not registry.adapter(config.speculation)
         )  # learned prompts live in the cache

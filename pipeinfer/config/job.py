@@ -167,6 +167,17 @@ class ClusterConfig:
     draft_ranks: int = opt(0, "--draft-ranks", low=0, high=1000, changes_tokens=False,
                            help="Give this number of drafts a rank each, counted from the last "
                                 "one that is no spare; see docs/clusters.md.")
+    kv_disk: str = opt("", "--kv-disk", kind="str", changes_tokens=False,
+                       help="Keep the cells of prompts in this folder of each host, so that a "
+                            "prompt is not computed again after a restart, a loss or a change of "
+                            "the model; auto: below pipeinfer's cache folder. Prompts can be read "
+                            "from it, see docs/security.md.")
+    kv_disk_size: str = opt("16 GiB", "--kv-disk-size", kind="str", changes_tokens=False,
+                            help="Size of that folder, from which on prompts that were used "
+                                 "longest ago are removed.")
+    kv_disk_days: float = setting(30.0, kind="float", low=0.01, high=1e5, changes_tokens=False,
+                                  help="Days after which a prompt that was not used is removed "
+                                       "from it.")
     rebalance: str = opt("auto", "--rebalance", kind="str",
                          choices=("auto", "off"), changes_tokens=False,
                          help="serve: redistribute the layers between requests when a stage has "

@@ -10,6 +10,7 @@ Independent of transports, ranks, clocks and models.
     DECODE  spans f64[s,3] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
             hidden f32[n,d] [taps: rows i32 elements i32 f32 or f16[n,t]]
+            [pieces: saves i32 loads i32 loaded i32, of each key u8[16] id start stop state i32]
     CONTROL JSON: the messages that are rare (`ControlMessage`)
 """
 
@@ -41,7 +42,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 20
+VERSION = 21
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -54,7 +55,10 @@ _HIDDEN = 4  # activations follow the columns
 _VIEWS = 8  # rows attend to other ids than they are stored under
 _TAPS = 16  # inputs of layers follow, also in a RUN_FINISHED frame
 _HALF_TAPS = 32  # in float16
-_FLAGS = 63  # all of them
+_PIECES = 64  # pieces to save or load follow
+_FLAGS = 127  # all of them
+_PIECE = np.dtype([("key", "V16"), ("seq_id", "<i4"), ("start", "<i4"), ("stop", "<i4"),
+                   ("state", "<i4")])
 _PART = int(messages.Op.PART)
 _control: msgspec.json.Decoder[messages.ControlMessage] = msgspec.json.Decoder(
     messages.ControlMessage)
@@ -74,11 +78,11 @@ def encode(message: messages.Message) -> bytes:
     match message:
         case messages.Decode():
             return _encode_decode(message)
-        case messages.RunFinished(run_id, choices, spans, taps):
+        case messages.RunFinished(run_id, choices, spans, taps, loaded):
             flags, column = _encode_taps(taps)
             return _frame(messages.Op.RUN_FINISHED, _encode_spans(spans), _encode_choices(choices),
                           *column, flags=flags, run_id=run_id, n_rows=len(choices),
-                          n_spans=len(spans))
+                          n_ids=loaded, n_spans=len(spans))
         case messages.Part(member, number, run_id, place, verdict, data):
             flags = verdict | (0 if data.dtype == _FLOAT else _SHORT)
             return _HEADER.pack(MAGIC, VERSION, _PART, flags, run_id, number, member, 0, place,
@@ -86,8 +90,10 @@ def encode(message: messages.Message) -> bytes:
         case messages.RunCancelled(run_id, spans):
             return _frame(messages.Op.RUN_CANCELLED, _encode_spans(spans), run_id=run_id,
                           n_spans=len(spans))
-        case messages.CacheOps(ops):
-            return _frame(messages.Op.CACHE_OPS, _ops_array(ops).tobytes(), n_ops=len(ops))
+        case messages.CacheOps(ops, saves):
+            return _frame(messages.Op.CACHE_OPS, _ops_array(ops).tobytes(),
+                          *_encode_pieces(saves, (), 0), n_ops=len(ops),
+                          flags=_PIECES if saves else 0)
         case messages.ShardChunk(offset, chunk):
             return _frame(messages.Op.SHARD_CHUNK, chunk, run_id=offset)
         case FeedDraft(lane, index, rows):
@@ -133,10 +139,11 @@ def decode(frame: bytes | bytearray | memoryview) -> messages.Message:
                 reader, flags, run_id, parent_id, (n_rows, n_ids, n_ops, d), spans
             )
         case messages.Op.CACHE_OPS:
-            message = messages.CacheOps(_read_ops(reader, n_ops))
+            message = messages.CacheOps(_read_ops(reader, n_ops),
+                                        _read_pieces(reader, run_id, flags)[0])
         case messages.Op.RUN_FINISHED:
             choices = _decode_choices(reader, n_rows)
-            message = messages.RunFinished(run_id, choices, spans, _read_taps(reader, flags))
+            message = messages.RunFinished(run_id, choices, spans, _read_taps(reader, flags), n_ids)
         case messages.Op.RUN_CANCELLED:
             message = messages.RunCancelled(run_id, spans)
         case messages.Op.SHARD_CHUNK:
@@ -183,7 +190,8 @@ def check_decode(
             raise ProtocolError(f"run {run.run_id} has a token outside {n_tokens} ids")
         if lanes is not None and not all(lane in lanes for lane in set(run.lanes)):
             raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
-    if width is not None and not run.skipped and (
+    check_pieces((*run.saves, *run.loads), n_seq, n_positions)
+    if width is not None and not run.skipped and not run.loads and (
             run.hidden is None or run.hidden.shape[1] != width):
         raise ProtocolError(f"run {run.run_id} came without activations of {width} elements")
     if run.ops:
@@ -204,6 +212,14 @@ def check_ops(ops: tuple[SeqOp, ...], n_seq: int) -> None:
                 good = 0 <= src < n_seq and 0 <= dst < n_seq and order > 0
         if not good:
             raise ProtocolError(f"an operation outside {n_seq} sequences: {op}")
+
+
+def check_pieces(pieces: tuple[messages.Piece, ...], n_seq: int, n_positions: int) -> None:
+    """Raise ProtocolError for a piece outside so many sequences and positions."""
+    for one in pieces:
+        if not (0 <= one.seq_id < n_seq and 0 <= one.start < one.stop <= n_positions):
+            raise ProtocolError(f"a piece of cells outside {n_seq} sequences of {n_positions} "
+                                f"positions: {one}")
 
 
 def _encode_spans(spans: messages.Spans) -> bytes:
@@ -287,6 +303,9 @@ def _encode_decode(m: messages.Decode) -> bytes:
     tapped, column = _encode_taps(m.taps)
     flags |= tapped
     parts += column
+    if column := _encode_pieces(m.saves, m.loads, m.loaded):
+        flags |= _PIECES
+        parts += column
     return _frame(messages.Op.DECODE, *parts, flags=flags, run_id=m.run_id,
                   parent_id=m.parent_id, n_rows=n, n_ids=len(ids), n_ops=len(m.ops), d=d,
                   n_spans=len(m.spans))
@@ -314,12 +333,37 @@ def _decode_decode(
     taps = _read_taps(reader, flags)
     if taps is not None and len(taps) != n:
         raise ProtocolError(f"run {run_id} has {len(taps)} tapped rows for {n} rows")
+    saves, loads, loaded = _read_pieces(reader, run_id, flags)
     return messages.Decode(
         run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views),
         tuple(lanes.tolist()), ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
-        hidden=hidden, spans=spans, taps=taps,
+        hidden=hidden, spans=spans, taps=taps, saves=saves, loads=loads, loaded=loaded,
     )
+
+
+def _encode_pieces(saves: tuple[messages.Piece, ...], loads: tuple[messages.Piece, ...],
+                   loaded: int) -> list[bytes]:
+    """The column of pieces of cells; nothing without any."""
+    if not (saves or loads):
+        return []
+    return [np.array([len(saves), len(loads), loaded], "<i4").tobytes(), np.array(
+        [(one.key, one.seq_id, one.start, one.stop, one.state) for one in (*saves, *loads)],
+        _PIECE).tobytes()]
+
+
+def _read_pieces(reader: _Reader, run_id: int, flags: int) -> tuple[
+        tuple[messages.Piece, ...], tuple[messages.Piece, ...], int]:
+    if not flags & _PIECES:
+        return (), (), 0
+    n_saves, n_loads, loaded = reader.array("<i4", 3).tolist()
+    if not (0 <= n_saves <= _MAX_COUNT and 0 <= loaded <= n_loads <= _MAX_COUNT):
+        raise ProtocolError(f"run {run_id} announces {n_saves} pieces to save and {loaded} of "
+                            f"{n_loads} to load")
+    pieces = tuple(messages.Piece(key, seq_id, start, stop, bool(state)) for
+                   key, seq_id, start, stop, state in reader.array(
+                       _PIECE, n_saves + n_loads).tolist())
+    return pieces[:n_saves], pieces[n_saves:], loaded
 
 
 def _encode_taps(taps: npt.NDArray[Any] | None) -> tuple[int, list[bytes]]:

@@ -197,6 +197,7 @@ class Setup(_Message, frozen=True, tag=True):
     taps: layers of the model whose inputs a head reads, see `backends.base.tap`
     half_taps: whether they are sent as float16
     stream: cells that a stage on a GPU has for each sequence id; 0: all share `n_ctx`
+    text: most positions of a request, see `LlamaOptions.text`
     """
 
     port: PortName
@@ -223,6 +224,7 @@ class Setup(_Message, frozen=True, tag=True):
     taps: tuple[int, ...] = ()
     half_taps: bool = False
     stream: int = 0
+    text: int = 0
 
 
 class Receive(_Message, frozen=True, tag=True):
@@ -252,6 +254,9 @@ class Ready(_Message, frozen=True, tag=True):
     gpu: llama.cpp's names of the devices that hold its layers; "" where the processor computes
     padded: rows to which short decodes are filled up there; 0: they are not
     padding_cost: the time of so many rows relative to one
+    arithmetic: a digest of what bits depend on in this process
+    stored: the files of prompts on its disk, see `stored.held_by`; None: it keeps none
+    peers: addresses at which its host gives them to others; none on a single host
     """
 
     port: PortName
@@ -273,11 +278,14 @@ class Ready(_Message, frozen=True, tag=True):
     gpu: str = ""
     padded: int = 0
     padding_cost: float = 1.0
+    arithmetic: str = ""
+    stored: bytes | None = None
+    peers: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """All fields but the port, by name."""
         own: dict[str, Any] = msgspec.structs.asdict(self)
-        del own["port"]
+        del own["port"], own["stored"], own["peers"]
         return own
 
 
@@ -300,6 +308,35 @@ class Pace(_Message, frozen=True, tag=True):
     runs: int
     compute: float
     waited: float
+
+
+class StoreFigures(_Message, frozen=True, tag=True):
+    """What a stage's host has on its disk of prompts, sent at intervals after runs that use it.
+
+    written, read, missed, dropped: pieces that the stage's process wrote and read, that were not
+        there, and that it had no time or room to write
+    written_bytes: by this process
+    held_bytes: in the folder
+    """
+
+    port: PortName
+    written: int
+    read: int
+    missed: int
+    dropped: int
+    written_bytes: int
+    held_bytes: int
+
+
+class Peers(_Message, frozen=True, tag=True):
+    """How stages reach each other's prompts on disks; passes from stage to stage.
+
+    key: of the job, which proves that a host belongs to it
+    hosts: of each stage, the addresses of its host; none: it serves nothing
+    """
+
+    key: str
+    hosts: tuple[tuple[str, ...], ...]
 
 
 class RollCall(_Message, frozen=True, tag=True):
@@ -486,8 +523,9 @@ class Rehearse(_Message, frozen=True, tag=True):
 
 Order: TypeAlias = NewEpoch | Leave | Rehearse
 PortMessage: TypeAlias = (
-    Setup | Receive | Progress | Ready | Received | Pace | RollCall | Standing | Report | SumRegion
-    | ShardWanted | ShardOffer | DraftSetup | DraftReady | DraftStop | DraftDone)
+    Setup | Receive | Progress | Ready | Received | Pace | StoreFigures | Peers | RollCall
+    | Standing | Report | SumRegion | ShardWanted | ShardOffer | DraftSetup | DraftReady
+    | DraftStop | DraftDone)
 StartMessage: TypeAlias = Hello | Refused | Measure | Measured | TestLinks | Assignment
 Control: TypeAlias = Order | StartMessage
 

@@ -15,6 +15,7 @@ from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.types import Choice, FloatArray, Rows, SamplingParams, SeqOp
 
 NO_RUN = -1
+KEY_BYTES = 16  #: of a name on the stages' disks
 Spans: TypeAlias = tuple[tuple[float, float, float], ...]
 
 
@@ -46,6 +47,21 @@ class Op(enum.IntEnum):
     FEED_DRAFT = 8
 
 
+class Piece(Struct, frozen=True):
+    """Cells of a sequence that the stages' disks hold under a name.
+
+    key: the name, `KEY_BYTES` long
+    seq_id, start, stop: the cells of that sequence in `[start, stop)`
+    state: whether it is the state behind `stop` instead, of layers that keep one
+    """
+
+    key: bytes
+    seq_id: int
+    start: int
+    stop: int
+    state: bool = False
+
+
 class Decode(Struct, frozen=True):
     """Apply `ops`, then evaluate `rows`; travels from stage to stage with its activations.
 
@@ -60,6 +76,9 @@ class Decode(Struct, frozen=True):
     hidden: float32[n, d] activations; None to the first stage, or when skipped
     taps: float32 or float16 [n, t * d], the inputs of layers that a head of the target reads, as
         far as stages have passed that hold them; None without any
+    saves: what each stage writes to its disk once it has computed the rows
+    loads: what each stage reads from its disk instead of computing the rows, in order
+    loaded: how many of `loads` all stages so far have read
     spans: for each stage passed: when it began with the run (seconds since the epoch, by its own
         clock), how many seconds it spent on the run (0: skipped there), and for how many of them
         its leader waited for other members
@@ -75,15 +94,18 @@ class Decode(Struct, frozen=True):
     hidden: FloatArray | None = None
     spans: Spans = ()
     taps: npt.NDArray[Any] | None = None
+    saves: tuple[Piece, ...] = ()
+    loads: tuple[Piece, ...] = ()
+    loaded: int = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Decode):
             return NotImplemented
         return (
             (self.run_id, self.parent_id, self.rows, self.lanes, self.ops, self.speculative,
-             self.skipped)
+             self.skipped, self.saves, self.loads, self.loaded)
             == (other.run_id, other.parent_id, other.rows, other.lanes, other.ops,
-                other.speculative, other.skipped)
+                other.speculative, other.skipped, other.saves, other.loads, other.loaded)
             and self.spans == other.spans and _same(self.hidden, other.hidden)
             and _same(self.taps, other.taps)
         )
@@ -98,9 +120,11 @@ def _same(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
 
 
 class CacheOps(Struct, frozen=True):
-    """Apply sequence operations outside any run (lane end, idle times)."""
+    """Apply sequence operations outside any run (lane end, idle times), then write `saves` to the
+    disk."""
 
     ops: tuple[SeqOp, ...]
+    saves: tuple[Piece, ...] = ()
 
 
 class LaneOpen(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -131,18 +155,21 @@ class RunFinished(Struct, frozen=True):
     """The choices after the output rows of a run, in row order.
 
     spans, taps: as in `Decode`; taps are of all rows of the run
+    loaded: how many of the run's `loads` all stages have read
     """
 
     run_id: int
     choices: tuple[Choice, ...]
     spans: Spans = ()
     taps: npt.NDArray[Any] | None = None
+    loaded: int = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RunFinished):
             return NotImplemented
-        return (self.run_id, self.choices, self.spans) == (
-            other.run_id, other.choices, other.spans) and _same(self.taps, other.taps)
+        return (self.run_id, self.choices, self.spans, self.loaded) == (
+            other.run_id, other.choices, other.spans, other.loaded) and _same(
+                self.taps, other.taps)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -274,6 +274,7 @@ class Request(Struct, frozen=True):
     eos_ids: tokens that end the output, of which they are no part
     ignore_eos: whether `eos_ids` do not end the output
     pool: the answer pool; prompt lookup may copy from other answers of the same pool. 0: none
+    stores: whether cells of its prompt may be kept on disks
     """
 
     request_id: int
@@ -283,6 +284,7 @@ class Request(Struct, frozen=True):
     eos_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     pool: int = 0
+    stores: bool = True
 
     @property
     def stop_ids(self) -> frozenset[int]:

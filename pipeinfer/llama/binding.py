@@ -144,6 +144,13 @@ class llama_model_quantize_params(ctypes.Structure):
     )
 
 
+class llama_model_kv_override(ctypes.Structure):
+    """A number in place of one in a file's metadata; an empty key ends a list of them."""
+
+    _fields_ = (("tag", c_int), ("key", ctypes.c_char * 128), ("val_i64", ctypes.c_int64),
+                ("rest", ctypes.c_char * 120))
+
+
 #: An empty list of devices: without one, a process that loads a model opens a context on each GPU.
 NO_DEVICES = (c_void_p * 1)()
 
@@ -246,6 +253,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_set_n_threads": (None, (_P, c_int32, c_int32)),
     "llama_state_get_data": (c_size_t, (_P, POINTER(c_uint8), c_size_t)),
     "llama_state_get_size": (c_size_t, (_P,)),
+    "llama_state_seq_get_data_ext": (c_size_t, (_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32)),
+    "llama_state_seq_get_size_ext": (c_size_t, (_P, c_int32, c_uint32)),
+    "llama_state_seq_set_data_ext": (c_size_t, (_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32)),
     "llama_state_set_data": (c_size_t, (_P, POINTER(c_uint8), c_size_t)),
     "llama_supports_gpu_offload": (c_bool, ()),
     "llama_synchronize": (None, (_P,)),

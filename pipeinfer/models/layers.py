@@ -58,6 +58,25 @@ def _has_states(model: ModelFile | ModelDir) -> bool:
         for key in model.meta_keys())
 
 
+def has_two_rotations(model: ModelFile | ModelDir) -> bool:
+    """Return whether a model has rotation factors for short texts and others for long ones."""
+    return isinstance(model, ModelFile) and any(
+        name.endswith("rope_factors_long.weight") for name in model.tensors)
+
+
+def original_context(model: ModelFile) -> int:
+    """Return the positions of a text from which on it is long for a model's rotation."""
+    return number(model, keys.ORIGINAL_CONTEXT) or number(model, "context_length")
+
+
+def has_ranges(model: ModelFile | ModelDir) -> bool:
+    """Return whether a part of a sequence has cells of its own: all but pure states have, and
+    models whose sequences llama.cpp copies as a whole alone."""
+    if not isinstance(model, ModelFile) or declared(model.architecture).copied_whole:
+        return False
+    return any(one is not LayerKind.STATE for one in layer_kinds(model))
+
+
 def layer_kinds(model: ModelFile) -> list[LayerKind]:
     """Return what each layer keeps of the text."""
     n, arch = model.n_layers, model.architecture

@@ -17,7 +17,16 @@ from typing import Any, NoReturn
 from msgspec import Struct
 
 from pipeinfer.core import messages
-from pipeinfer.core.control import DraftStop, Pace, Progress, Ready, Received, Report, Standing
+from pipeinfer.core.control import (
+    DraftStop,
+    Pace,
+    Progress,
+    Ready,
+    Received,
+    Report,
+    Standing,
+    StoreFigures,
+)
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.messages import WorkerFailed as WorkerFailedMessage
@@ -75,6 +84,7 @@ class Head:
         self.scheduler = scheduler
         self._port, self._grid, self._draft = port, grid, draft
         self._cancel_path, self._timeout = cancel_path, timeout
+        self._kept: dict[int, StoreFigures] = {}  # by stage
         self._news: deque[events.Emit | events.Finish | events.Refuse] = deque()
         self._last_result = time.monotonic()
         self._woken = False
@@ -198,7 +208,17 @@ class Head:
             "head_busy": self.stats.busy,
             "draft_busy": 0.0 if self._draft is None else self._draft.busy_seconds,
             "stage_seconds": self.times.pace.seconds, **self.times.members_now(),
-            "stage_slowdown": self.times.pace.slowdown}
+            "stage_slowdown": self.times.pace.slowdown, **self._stored()}
+
+    def _stored(self) -> dict[str, Any]:
+        """Return, for the snapshot, what is on the stages' disks; empty if nothing is kept there.
+        """
+        stored, kept = self.scheduler.state.stored, list(self._kept.values())
+        return {} if stored is None else {
+            "stored_pieces": len(stored.names), "stored_read": stored.found,
+            "stored_missed": stored.missed,
+            **{f"stored_{name}": sum(getattr(one, name) for one in kept)
+               for name in ("written", "dropped", "written_bytes", "held_bytes")}}
 
     def drain(self, timeout: float) -> None:
         """Wait for the runs that are still in flight after their request has ended.
@@ -266,12 +286,14 @@ class Head:
         while (message := self._take()) is not None:
             some = True
             match message:
-                case messages.RunFinished(run_id, choices, taps=taps):
-                    self._returned(message, events.RunDone(run_id, choices, taps))
+                case messages.RunFinished(run_id, choices, taps=taps, loaded=loaded):
+                    self._returned(message, events.RunDone(run_id, choices, taps, loaded))
                 case messages.RunCancelled(run_id):
                     self._returned(message, events.RunDone(run_id, None))
                 case Pace(port, runs, compute, waited):
                     self.times.pace.reported(self._grid.node(port), runs, compute, waited)
+                case StoreFigures(port):
+                    self._kept[port.stage] = message
                 case Standing():
                     if self._links is not None:
                         self._links.hear(message)

@@ -160,7 +160,7 @@ class StageTimes(RunObserver):
     @override
     def issued(self, run: Run, when: float) -> None:
         del when
-        if run.chunk:
+        if run.chunk and not run.loads:
             self.load.prompt(run.n_rows)
 
     @override
@@ -170,7 +170,8 @@ class StageTimes(RunObserver):
     @override
     def returned(self, message: RunFinished | RunCancelled, run: Run | None, when: float) -> None:
         del when
-        if run is not None and isinstance(message, RunFinished):
+        # what was read from disks says nothing about the speed of a stage
+        if run is not None and not run.loads and isinstance(message, RunFinished):
             self.pace.saw(run.n_rows, message.spans)
 
 

@@ -16,18 +16,27 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from pipeinfer.backends.base import Backend, apply, norms
 from pipeinfer.backends.team import Team
 from pipeinfer.core import messages
-from pipeinfer.core.codec import check_decode, check_ops
-from pipeinfer.core.control import DraftSetup, Pace, Report, RollCall, Standing
+from pipeinfer.core.codec import check_decode, check_ops, check_pieces
+from pipeinfer.core.control import (
+    DraftSetup,
+    Pace,
+    Peers,
+    Report,
+    RollCall,
+    Standing,
+    StoreFigures,
+)
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.grid import Grid
 from pipeinfer.core.policy import CancelPath
 from pipeinfer.core.sampling import choose, likeliest
 from pipeinfer.core.types import (
+    END,
     NO_TOKEN,
     Choice,
     FloatArray,
@@ -43,6 +52,8 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError, TransportTimeout
 from pipeinfer.models.text.constraint import Constraints
 from pipeinfer.models.text.vocabulary import Vocabulary
+from pipeinfer.runtime.kv_peers import StorePeers
+from pipeinfer.runtime.kv_store import StagePieces
 from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember
 from pipeinfer.transport.base import Dismissed, Port, Regrouped
@@ -85,6 +96,7 @@ _PROBE_SECONDS = 0.5e-3  #: least time between two looks for a cancellation insi
 _ANY_POSITION = 1 << 31
 _BRIEF_SECONDS = 25e-3  #: longest run after which the loop is lent to the head's thread
 _NAMED = 8  #: tokens in the result of a row whose id is beyond the vocabulary
+_STORE_SECONDS = 1.0  #: between two reports of what is on the disk
 _PACE = 16  #: runs after which a member of a wide stage reports their times
 _NOTHING = np.zeros(0, np.int32)  #: a path that is not read
 _REMEMBER = 4096  #: how many run ids back a skipped parent is remembered
@@ -96,6 +108,7 @@ class Fate(enum.StrEnum):
     COMPUTED = "computed"
     STOPPED = "stopped"  #: cancelled at a layer boundary
     SKIPPED = "skipped"  #: cancelled before it started
+    LOADED = "loaded"  #: read from the disk
 
 
 class StageStats(Struct):
@@ -161,6 +174,7 @@ class Stage:
     tapped: returns the rows of the last decode that a head reads, float32 or float16; None without
         one.
     drafting: this member's side of a prediction head in slices.
+    pieces, peers: cells of prompts on this host's disk, and on others; None: nothing is kept.
     """
 
     def __init__(  # noqa: PLR0913
@@ -169,6 +183,7 @@ class Stage:
         extra_report: Callable[[], dict[str, Any]] | None = None,
         vocabulary: Vocabulary | None = None, learned: int = 0, pulse: Pulse | None = None,
         tapped: Callable[[], npt.NDArray[Any]] | None = None, drafting: HeadMember | None = None,
+        pieces: StagePieces | None = None, peers: StorePeers | None = None,
     ) -> None:
         self.stats = StageStats()
         self._port, self._backend, self._team = port, backend, team
@@ -177,6 +192,7 @@ class Stage:
         self._leader_before = grid.leader(self._name.stage - 1)
         self._cancel_path, self._trace, self._timeout = cancel_path, trace, timeout
         self._extra_report, self._tapped, self._drafting = extra_report, tapped, drafting
+        self._pieces, self._peers = pieces, peers
         self._leads = self._name.member == 0
         self._last = self._name.stage == grid.n_stages
         self._answers = self._last and self._leads
@@ -194,7 +210,7 @@ class Stage:
                         None if able.separate_views else info.n_vocab + learned,
                         None if info.first else info.n_embd)
         self._history = History(info.n_seq_max, info.n_ctx) if self._answers else None
-        self._next_probe = 0.0
+        self._next_probe = self._next_figures = 0.0
         self._run_at_hand = -1
         self._speculates = False
         self._pulse = pulse or Pulse()
@@ -294,10 +310,13 @@ class Stage:
         match message:
             case messages.Decode():
                 self._decode(message)
-            case messages.CacheOps(ops):
+            case messages.CacheOps(ops, saves):
                 check_ops(ops, self._backend.info.n_seq_max)
+                check_pieces(saves, *self._bounds[:2])
                 self._forward(message)
                 self._apply(ops)
+                if saves and self._pieces is not None:
+                    self._pieces.save(saves)
             case messages.LaneOpen(lane, params):
                 self._forward(message)
                 if params.grammar and self._answers:
@@ -316,6 +335,10 @@ class Stage:
             case RollCall():
                 self._forward(message)
                 self._answer_call(message)
+            case Peers():
+                self._forward(message)
+                if self._peers is not None:
+                    self._peers.meet(message, self._name.stage)
             case messages.Shutdown():
                 self._forward(message)
                 self._port.send(0, messages.Tag.RESULT, self._report())
@@ -335,6 +358,9 @@ class Stage:
     def _decode(self, run: messages.Decode) -> None:
         start, clock = time.time(), time.monotonic()  # the former may jump
         check_decode(run, *self._bounds, lanes=self._lanes)
+        if run.loads:
+            self._load(run, start, clock)
+            return
         self._apply(run.ops)
         result: FloatArray | None = None
         taps = run.taps
@@ -345,18 +371,11 @@ class Stage:
         dead, whole = self._is_dead(run), all(run.rows.lists.outputs)
         if not dead:
             self._next_probe = time.monotonic() + _PROBE_SECONDS
-            look = None  # a check at each layer costs time
-            if not self._leads:
-                pass  # the leader decides
-            elif run.speculative or not whole:  # not whole: a part of a prompt
-                look = self._should_stop
-            elif self._speculates and self._cancel_path is CancelPath.BACKWARD:
-                look = self._look
             if self._embeds(run):
                 result = self._pooled.add(self._backend, run, self._lanes[run.lanes[0]].pooling)
                 taps = None  # nothing follows an embedding
             else:
-                result = self._backend.decode(run.rows, run.hidden, look)
+                result = self._backend.decode(run.rows, run.hidden, self._check_inside(run))
                 if result is not None and self._tapped is not None and self._leads:
                     taps = _beside(taps, self._tapped())
         computed, waited = time.monotonic() - clock, self._waited - waited
@@ -369,9 +388,10 @@ class Stage:
             self._port.send(0, messages.Tag.RESULT,
                             messages.RunFinished(run.run_id, choices, spans, taps))
         elif not self._last:
-            self._forward(messages.Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
-                                 speculative=run.speculative, hidden=result,
-                                 spans=_extended(run.spans, start, computed, waited), taps=taps))
+            self._forward(structs.replace(
+                run, hidden=result, spans=_extended(run.spans, start, computed, waited), taps=taps))
+        if run.saves and result is not None and self._pieces is not None:
+            self._pieces.save(run.saves)  # what follows may change them; the next stage works
         self._last_run = run.run_id
         self._cancelled.discard(run.run_id)
         self._note(run, fate, start, (computed, time.monotonic() - clock), waited)
@@ -379,6 +399,44 @@ class Stage:
             brief = fate is Fate.COMPUTED and not self._speculates and whole \
                 and computed < _BRIEF_SECONDS
             self._lent.lend(self._turn if brief else None)
+
+    def _check_inside(self, run: messages.Decode) -> Callable[[], bool] | None:
+        """Return what to call at each layer of a run; None for nothing, as a check costs time."""
+        if not self._leads:
+            return None  # the leader decides
+        if run.speculative or not all(run.rows.lists.outputs):  # or a part of a prompt
+            return self._should_stop
+        if self._speculates and self._cancel_path is CancelPath.BACKWARD:
+            return self._look
+        return None
+
+    def _load(self, run: messages.Decode, start: float, clock: float) -> None:
+        """Read the cells of a run from the disk, as far as this stage and those before have them.
+        """
+        self._apply(run.ops)
+        self._run_at_hand = run.run_id
+        self._pulse.beat(f"reads the cells of run {run.run_id}")
+        dead, loaded = self._is_dead(run), 0
+        if not dead and self._pieces is not None:
+            loaded = self._pieces.load(run.loads[:run.loaded])
+            if loaded < len(run.loads) and not self._backend.capabilities.takes_back:
+                loaded = 0  # a state is there as a whole or not at all
+            if loaded < run.loaded:
+                piece = run.loads[0]
+                self._backend.seq_rm(piece.seq_id, run.loads[loaded].start, END)
+        seconds = time.monotonic() - clock
+        spans = _extended(run.spans, start, 0.0 if dead else seconds, 0.0)
+        if dead:
+            self._skip(run, spans)
+        elif self._history is not None:
+            self._history.write(run.rows)
+            self._port.send(0, messages.Tag.RESULT,
+                            messages.RunFinished(run.run_id, (), spans, loaded=loaded))
+        else:
+            self._forward(structs.replace(run, spans=spans, loaded=loaded))
+        self._last_run = run.run_id
+        self._cancelled.discard(run.run_id)
+        self._note(run, Fate.SKIPPED if dead else Fate.LOADED, start, (seconds, seconds), 0.0)
 
     def _embeds(self, run: messages.Decode) -> bool:
         """Whether the run's result is an embedding. A prompt's rows have runs of their own, so all
@@ -408,9 +466,7 @@ class Stage:
         if self._answers:
             self._port.send(0, messages.Tag.RESULT, messages.RunCancelled(run.run_id, spans))
         elif not self._last:
-            self._forward(messages.Decode(run.run_id, run.parent_id, run.rows, run.lanes, run.ops,
-                                 speculative=run.speculative, skipped=True,
-                                 spans=spans))
+            self._forward(structs.replace(run, skipped=True, hidden=None, taps=None, spans=spans))
 
     def _look(self) -> bool:
         """Forward cancellations, but do not stop: a run that is not speculative is always
@@ -487,6 +543,11 @@ class Stage:
         if self._team is not None and runs % _PACE == 0:
             self._port.send(0, messages.Tag.RESULT,
                             Pace(self._name, runs, stats.compute, stats.waited))
+        if self._pieces is not None and (run.saves or run.loads) and (
+                now := time.monotonic()) > self._next_figures:
+            self._next_figures = now + _STORE_SECONDS
+            self._port.send(0, messages.Tag.RESULT,
+                            StoreFigures(self._name, **structs.asdict(self._pieces.counts)))
 
     def _report(self) -> Report:
         stats, info = self.stats, self._backend.info

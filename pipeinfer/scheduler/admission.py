@@ -81,7 +81,8 @@ class Admission:
                 pass
         self.waiting.popleft()
         lane = self._open(ticket, accepted)
-        self.catch_up(lane)
+        if not self.limits.states:  # these begin once, with the longest text that is anywhere
+            self.catch_up(lane)
         return lane
 
     def fork(self, parent: Lane, own: Request, thread: int, keep: int) -> Lane:
@@ -123,18 +124,19 @@ class Admission:
         self._reserve()
         return lane
 
-    def catch_up(self, lane: Lane) -> bool:
+    def catch_up(self, lane: Lane, stored: int = 0) -> bool:
         """Copy the chunks of the lane's prompt that are already in the cache.
 
+        stored: tokens of it whose state can be read from disks
         Returns whether another lane is computing the chunk that follows, so that waiting for it is
         cheaper than computing it.
         """
-        if not self._shares(lane.ticket) or lane.next_row != lane.block.stop:
+        if not self.shares(lane.ticket) or lane.next_row != lane.block.stop:
             return False
         if isinstance(self.prefixes, StatePrefixes):
-            self._copy_state(lane, self.prefixes)
+            self._copy_state(lane, self.prefixes, stored)
             return False
-        prompt, limit = lane.request.prompt, self._limit(len(lane.request.prompt))
+        prompt, limit = lane.request.prompt, self.limit(len(lane.request.prompt))
         block = self.prefixes.match(lane.block, prompt, limit)
         if block is not lane.block:
             self.pool.share(self._id_of(next(iter(block.holders))), lane.main_id, lane.next_row,
@@ -163,18 +165,26 @@ class Admission:
         lane.block = self.prefixes.extend(lane.block, key, lane.lane)
         return lane.block
 
-    def _copy_state(self, lane: Lane, prefixes: StatePrefixes) -> None:
-        """Begin with the state of the longest cached prompt, once; choose where to keep others."""
+    def _copy_state(self, lane: Lane, prefixes: StatePrefixes, stored: int) -> None:
+        """Begin with the state of the longest cached prompt, once; choose where to keep others.
+        Where a longer one is stored, leave the lane as it is."""
         prompt = tuple(lane.request.prompt)
-        limit = self._limit(len(prompt))
         if lane.next_row or lane.kept_at:
             return
-        holder = prefixes.longest(prompt, limit)
+        holder = prefixes.longest(prompt, self.limit(len(prompt)))
+        if stored > (0 if holder is None else prefixes.kept[holder].stop):
+            return
         if holder is not None:
             lane.reused = lane.next_row = prefixes.kept[holder].stop
             self.pool.share(self._id_of(holder), lane.main_id, 0, lane.next_row)
             lane.stats.reused = max(lane.stats.reused, lane.reused)
-        lane.kept_at = prefixes.places(prompt, lane.next_row, limit)
+        lane.kept_at = self.places(lane)
+
+    def places(self, lane: Lane) -> set[int]:
+        """Return the lengths of a lane's prompt, behind what it has, at which to keep the state."""
+        prompt = tuple(lane.request.prompt)
+        assert isinstance(self.prefixes, StatePrefixes)
+        return self.prefixes.places(prompt, lane.next_row, self.limit(len(prompt)))
 
     def keep_state(self, lane: Lane, block: Block) -> None:
         """Cache the state of a prompt behind a run that was issued just now, if there is room."""
@@ -231,16 +241,16 @@ class Admission:
         """The sequence id under which a holder of a block has its cells now."""
         return -1 - holder if holder < 0 else self._running[holder].main_id
 
-    def _shares(self, ticket: QueuedRequest) -> bool:
+    def shares(self, ticket: QueuedRequest) -> bool:
         """Whether a request may use chunks that are in the cache."""
         return self.limits.kept > 0 and not ticket.request.params.reads_prompt
 
     def _known(self, ticket: QueuedRequest, prompt: list[int] | tuple[int, ...]) -> Block:
         root = self.prefixes.root
-        return self.prefixes.match(root, prompt, self._limit(len(prompt))) \
-            if self._shares(ticket) else root
+        return self.prefixes.match(root, prompt, self.limit(len(prompt))) \
+            if self.shares(ticket) else root
 
-    def _limit(self, n_prompt: int) -> int:
+    def limit(self, n_prompt: int) -> int:
         """The index where sharing ends: the last row has to be computed, because its choice is
         needed.
         """

@@ -38,11 +38,13 @@ class RunDone(Struct, frozen=True):
 
     choices: of its output rows, in order; None when it was skipped
     taps: of all its rows, for a head of the target: see `Decode.taps`; None without one
+    loaded: how many of its `loads` all stages have read
     """
 
     run_id: int
     choices: tuple[Choice, ...] | None
     taps: npt.NDArray[Any] | None = None
+    loaded: int = 0
 
 
 class Drafted(Struct, frozen=True):
@@ -87,6 +89,7 @@ class LaneStats(Struct):
 
     guesses_tested: accepted positions at which a speculative child had been issued
     reused: prompt tokens that were not computed again
+    restored: of these, tokens whose cells came from the stages' disks
     preempted: how often its lane was preempted for lack of cells and replayed
     recovered: how often it was replayed because stages were lost
     steps: the longest chain of passes through the pipeline that had to wait for one another, prompt
@@ -107,6 +110,7 @@ class LaneStats(Struct):
     guesses_tested: int = 0
     empty_drafts: int = 0
     reused: int = 0
+    restored: int = 0
     preempted: int = 0
     recovered: int = 0
     steps: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec import Struct, field
 
 from pipeinfer.core.drafting import StartDraft
-from pipeinfer.core.messages import NO_RUN
+from pipeinfer.core.messages import NO_RUN, Piece
 from pipeinfer.core.types import Choice, Request
 from pipeinfer.scheduler.events import LaneStats
 from pipeinfer.scheduler.guess_queue import GuessQueue
@@ -35,6 +35,21 @@ class QueuedRequest(Struct, eq=False):
     past: dict[int, list[Choice]] = field(default_factory=dict)
 
 
+class Chunk(Struct, frozen=True):
+    """The part of a prompt that a run computes or reads.
+
+    start: index of its first token
+    block: the chunk that can be shared when the run is back
+    saves: what the stages write to their disks
+    loads: what the stages read from their disks instead of computing it
+    """
+
+    start: int = 0
+    block: Block | None = None
+    saves: tuple[Piece, ...] = ()
+    loads: tuple[Piece, ...] = ()
+
+
 class Run(Struct, eq=False):
     """A run in flight.
 
@@ -43,10 +58,9 @@ class Run(Struct, eq=False):
     nodes: its output rows, in row order
     n_rows: number of all rows
     outputs: which of them are output rows, by number
-    start: index of a chunk's first token
     speculative: whether all rows are speculative tokens
     chunk: whether it is a chunk of a prompt
-    block: the chunk that can be shared when the run is back
+    start, block, saves, loads: of a chunk, as in `Chunk`
     hint: whether its results are input for a proposer, wanted as long as the lane is open even if
         all rows are dead
     useful: whether it is neither back nor cancelled
@@ -63,6 +77,8 @@ class Run(Struct, eq=False):
     chunk: bool = False
     block: Block | None = None
     hint: bool = False
+    saves: tuple[Piece, ...] = ()
+    loads: tuple[Piece, ...] = ()
     useful: bool = True
     in_flight: bool = True
 
@@ -135,6 +151,9 @@ class Lane(Struct, eq=False):
     asked_at: number of its tokens when the draft's models were last queried
     kept_at: lengths of the prompt behind which its state is kept
     states: holders of the states that it has left in the prefix cache
+    names: of the chunks of its prompt on the stages' disks; None: not computed yet
+    loading: whether a run reads cells from there
+    answered: chunks of its answer that were sent there
     """
 
     lane: int
@@ -169,6 +188,9 @@ class Lane(Struct, eq=False):
     asked_at: int = 0
     kept_at: set[int] = field(default_factory=set)
     states: list[int] = field(default_factory=list)
+    names: list[bytes] | None = None
+    loading: bool = False
+    answered: int = 0
 
     def __post_init__(self) -> None:
         self.given = max(self.given, len(self.request.prompt))

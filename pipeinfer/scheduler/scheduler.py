@@ -27,7 +27,8 @@ from pipeinfer.core.types import NO_TOKEN, REPLAYED_ROWS, Choice, Request, make_
 from pipeinfer.errors import ContextOverflow, InvariantError, ProtocolError, RequestError
 from pipeinfer.scheduler import events
 from pipeinfer.scheduler.admission import Admission
-from pipeinfer.scheduler.lanes import Lane, QueuedRequest, Run
+from pipeinfer.scheduler.lanes import Chunk, Lane, QueuedRequest, Run
+from pipeinfer.scheduler.loading import Loading
 from pipeinfer.scheduler.published import repeat_tip
 from pipeinfer.scheduler.response_threads import Threads
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -60,6 +61,7 @@ class Scheduler:
         self.totals = events.LaneStats()  # of all requests; only the counters of tokens are used
         self.most_cells: int | None = None  # peak of cells in use; None: not recorded
         self._filling: deque[Lane] = deque()  # lanes whose prompt is not issued in full
+        self._loading = Loading(self.state, self._filling.append)
         self.story = Story(self.state)
         self.threads = Threads(self.state, self.speculation, self._filling.append, self._close)
         self._next_order = 0
@@ -139,8 +141,8 @@ class Scheduler:
         match event:
             case events.Enqueue(request, output, decompose):
                 self._submit(request, output, decompose)
-            case events.RunDone(run_id, choices, taps):
-                self._run_done(run_id, choices, taps)
+            case events.RunDone(run_id, choices, taps, loaded):
+                self._run_done(run_id, choices, taps, loaded)
             case events.Drafted(job_id, proposals, rows):
                 self.speculation.drafted(job_id, proposals, rows)
             case events.AbortRequest(request_id, reason):
@@ -248,7 +250,7 @@ class Scheduler:
             lane.ticket.output = lane.accepted[len(lane.request.prompt):]
 
     def _run_done(self, run_id: int, choices: tuple[Choice, ...] | None,
-                  taps: npt.NDArray[Any] | None) -> None:
+                  taps: npt.NDArray[Any] | None, loaded: int) -> None:
         run = self.runs.pop(run_id, None)
         if run is None:
             raise ProtocolError(f"run {run_id} came back twice or was never issued")
@@ -266,8 +268,14 @@ class Scheduler:
                 f"run {run_id} has {len(run.nodes)} output rows, but {len(choices)} choices came "
                 "back"
             )
+        if run.loads:
+            self._loading.done(run, loaded)
+            return
         if run.block is not None and was_useful:
             run.block.computed = True
+        if run.saves and self.state.stored is not None:
+            # where a stage could not, a read tells
+            self.state.stored.names.update(one.key for one in run.saves)
         for node, choice in zip(run.nodes, choices, strict=True):
             node.choice = choice
         if taps is not None:
@@ -369,6 +377,8 @@ class Scheduler:
                 self._miss(lane, choice.token)
             elif lane.job_node is not None and not lane.job_node.open:
                 self.speculation.drop_job(lane)
+        if not lane.done:
+            self._loading.accepted(lane)
         self.state.cancel(self.runs[n.run_id] for n in dead if n.run_id in self.runs)
         if self.limits.buffered and lane.tree.frontier is not before:
             repeat_tip(self.state, lane)
@@ -476,9 +486,12 @@ class Scheduler:
         limits, turns = self.limits, len(self._filling)
         while turns and self.state.chunks < limits.credit:
             lane = self._filling.popleft()
-            if self.admission.catch_up(lane):
+            if self.admission.catch_up(lane, self._loading.reach(lane)):
                 turns -= 1
                 self._filling.append(lane)
+                continue
+            if self._loading.begin(lane):
+                turns = len(self._filling)
                 continue
             self._issue_piece(lane)
             if not lane.root_issued:
@@ -492,9 +505,10 @@ class Scheduler:
         seq = root.seq_ids[:1]
         rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)
                           for i in range(start, stop)])
+        saves = self._loading.saves(lane, start, stop)
         block = self.admission.shareable(lane, start, stop)
         run_id = self.state.launch([lane], rows, [root] if last else [], lane.last_chunk_run,
-                                   speculative=False, chunk=True, start=start, block=block)
+                                   speculative=False, chunk=Chunk(start, block, saves))
         if block is not None and limits.states:
             self.admission.keep_state(lane, block)
         lane.last_chunk_run = run_id

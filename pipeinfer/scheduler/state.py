@@ -14,10 +14,10 @@ from pipeinfer.core.policy import Ablation
 from pipeinfer.core.types import Rows, make_rows
 from pipeinfer.scheduler.admission import Admission
 from pipeinfer.scheduler.events import Instruction
-from pipeinfer.scheduler.lanes import Lane, Run
-from pipeinfer.scheduler.prefix_cache import Block
+from pipeinfer.scheduler.lanes import Chunk, Lane, Run
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.stored import Stored
 from pipeinfer.scheduler.token_tree import Node
 
 
@@ -39,6 +39,7 @@ class SchedulerState:
         self.tips: deque[tuple[Lane, Node]] = deque()
         self.useful = self.plain = self.chunks = self.guess_rows = 0
         self.next_run = 0
+        self.stored: Stored | None = None  #: on the stages' disks; None: nothing is kept there
         self._out: list[Instruction] = []
 
     def emit(self, instruction: Instruction) -> None:
@@ -90,25 +91,23 @@ class SchedulerState:
         return self.runs[run_id]
 
     def launch(self, owners: list[Lane], rows: Rows, nodes: list[Node], parent_id: int, *,
-               speculative: bool, chunk: bool = False, start: int = 0,
-               block: Block | None = None, hint: bool = False) -> int:
+               speculative: bool, chunk: Chunk | None = None, hint: bool = False) -> int:
         """Issue a run with the sequence operations that wait; return its id.
 
         owners: the lane of each row; of a chunk: its lane
         rows: to evaluate
         nodes: of the output rows
         parent_id, speculative, hint: as for `send`
-        chunk: whether it is a chunk of a prompt
-        start: the index of a chunk's first token
-        block: the chunk that can be shared once the run is back
+        chunk: what it is of a prompt; None: no part of one
         """
         run_id, self.next_run = self.next_run, self.next_run + 1
         outputs = [row for row, wanted in enumerate(rows.lists.outputs) if wanted]
-        run = Run(run_id, owners, nodes, len(rows), speculative, outputs, start, chunk, block,
-                  hint)
+        own = chunk or Chunk()
+        run = Run(run_id, owners, nodes, len(rows), speculative, outputs, own.start,
+                  chunk is not None, own.block, hint, own.saves, own.loads)
         self.runs[run_id] = run
         self.useful += 1
-        self.chunks += chunk
+        self.chunks += run.chunk
         self.plain += run.plain
         self.guess_rows += run.guesses
         for lane in run.lanes:
@@ -120,7 +119,8 @@ class SchedulerState:
                 lane.stats.rows += 1
                 lane.stats.attended += pos + 1
         lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)
-        self.emit(Decode(run_id, parent_id, rows, lanes, self.pool.take_ops(), speculative))
+        self.emit(Decode(run_id, parent_id, rows, lanes, self.pool.take_ops(), speculative,
+                         saves=own.saves, loads=own.loads, loaded=len(own.loads)))
         return run_id
 
     def wait(self, lane: Lane, node: Node) -> None:

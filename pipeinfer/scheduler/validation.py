@@ -90,7 +90,8 @@ def _lane(state: SchedulerState, lane: Lane, filling: Collection[Lane]) -> None:
         _check(frontier.run_id == NO_RUN or lane.root_issued,
                f"{who}'s frontier is issued and its prompt is not")
         known = frontier.run_id in state.runs or frontier.choice is not None
-        _check(known or lane.unsent or lane.waiting_tip is frontier or lane in filling,
+        _check(known or lane.unsent or lane.waiting_tip is frontier
+               or lane.loading or lane in filling,
                f"{who} waits for nothing: its last token is not issued, and nothing will issue it")
     _tree(state, lane, frontier)
 

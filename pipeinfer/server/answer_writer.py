@@ -308,7 +308,8 @@ def timings(generations: Sequence[Generation]) -> Timings:
     """Return counts and speeds, named as in llama.cpp's server, of several choices together.
 
     Times are in milliseconds. prompt: until the first token, including the wait in the queue.
-    predicted: from the first token to the last. If a new job has taken over, the result also
+    predicted: from the first token to the last. restored_n: tokens of `cache_n` that came from
+    disks (--kv-disk). If a new job has taken over, the result also
     has the number of times, and whether it computes the same bits, so that tokens are those of
     an undisturbed answer.
     """
@@ -333,6 +334,8 @@ def timings(generations: Sequence[Generation]) -> Timings:
         "runs_n": sum(int(g.stats.get("runs", 0)) for g in generations),
         "cancelled_runs_n": sum(int(g.stats.get("cancelled_runs", 0)) for g in generations),
     }
+    if restored := sum(int(g.stats.get("restored", 0)) for g in generations):
+        spent["restored_n"] = restored
     if restarts := sum(g.restarts for g in generations):
         spent["restarts_n"] = restarts
         spent["same_arithmetic"] = all(g.same_bits for g in generations)

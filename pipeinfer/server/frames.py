@@ -170,6 +170,7 @@ class Submit(Frame, frozen=True):
     decompose: for a response in threads.
     output: tokens that an earlier rank 0 has returned; they are not returned again.
     pool: group of answers from which prompt lookup may copy, 0 for none.
+    stores: whether cells of the prompt may be kept on disks.
     """
 
     id: int
@@ -180,6 +181,7 @@ class Submit(Frame, frozen=True):
     decompose: Specification | None = None
     output: tuple[int, ...] = ()
     pool: int = 0
+    stores: bool = True
 
 
 class Abort(Frame, frozen=True):

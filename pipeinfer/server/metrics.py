@@ -29,6 +29,13 @@ _GAUGES = {
     "cells": "Tokens that the cache can hold.",
     "free_ids": "Unused sequence ids.",
     "kept_prefixes": "Prompts of finished requests kept in the cache.",
+    "stored_pieces": "Pieces of prompts on the disks of all stages (--kv-disk).",
+    "stored_read": "Of these, pieces read instead of computed since the job began.",
+    "stored_missed": "Reads for which a stage lacked a piece.",
+    "stored_written": "Files of pieces that stages wrote.",
+    "stored_dropped": "Pieces that stages had no time or room to write.",
+    "stored_written_bytes": "Bytes of these files.",
+    "stored_held_bytes": "Bytes in the folders of --kv-disk.",
     "credit": "Maximum number of useful runs in flight.",
     "draft_max": "Maximum draft tokens per micro-batch.",
     "acceptance": "Estimated share of draft tokens that are accepted.",
@@ -59,6 +66,7 @@ class Metrics:
         self._prompt = Counter("prompt_tokens", "Prompt tokens.", **make)
         self._reused = Counter("prompt_tokens_reused", "Prompt tokens taken from the cache.",
                                **make)
+        self._restored = Counter("prompt_tokens_restored", "Of these, tokens from disks.", **make)
         self._output = Counter("generated_tokens", "Generated tokens.", **make)
         self._drafted = Counter("drafted_tokens", "Tokens that were drafted.", **make)
         self._accepted = Counter("accepted_tokens", "Drafted tokens that were right.", **make)
@@ -125,6 +133,7 @@ class Metrics:
         reused = int(stats.get("reused", 0))
         self._prompt.inc(generation.counts.prompt)
         self._reused.inc(reused)
+        self._restored.inc(int(stats.get("restored", 0)))
         self._drafted.inc(int(stats.get("drafted", 0)))
         self._accepted.inc(int(stats.get("accepted_speculative", 0)))
 

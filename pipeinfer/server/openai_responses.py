@@ -177,7 +177,7 @@ class ResponseRequest(Translated):
     def to_chat(self) -> tuple[schema.ChatRequest, list[str]]:
         fields: dict[str, Any] = {name: value for name in (
             "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream",
-            "parallel_tool_calls") if (value := getattr(self, name)) is not None}
+            "parallel_tool_calls", "store") if (value := getattr(self, name)) is not None}
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
         others = [tool for tool in self.tools or () if isinstance(tool, OtherTool)]

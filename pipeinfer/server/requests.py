@@ -51,6 +51,7 @@ class EngineRequest:
     shown: control tokens that are text to the parser of the answer.
     inside: whether the answer begins within reasoning. thought: marks of reasoning, see StopText.
     marked: whether reasoning is a part of the content, between its marks.
+    stores: whether cells of its prompts may be kept on disks (--kv-disk).
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -75,6 +76,7 @@ class EngineRequest:
     notes: list[str] = field(default_factory=list)
     progress: bool = False
     marked: bool = False
+    stores: bool = True
 
     def text_of(self, tokenizer: Tokenizer) -> TextStream:
         """Return the text of a choice, which is empty so far."""
@@ -174,7 +176,7 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
         "stream": bool(request.stream),
         "usage": bool(request.stream_options and request.stream_options.include_usage),
         "detail": bool(request.pipeinfer and request.pipeinfer.detail),
-        "progress": bool(request.return_progress),
+        "progress": bool(request.return_progress), "stores": request.store is not False,
     }
 
 

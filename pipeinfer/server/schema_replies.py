@@ -83,6 +83,7 @@ class Timings(TypedDict):
 
     prompt_n: int
     cache_n: int
+    restored_n: NotRequired[int]
     prompt_ms: float
     prompt_per_second: float | None
     predicted_n: int

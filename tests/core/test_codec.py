@@ -15,12 +15,14 @@ from pipeinfer.core import control
 from pipeinfer.core.codec import HEADER_BYTES, VERSION, check_decode, decode, encode
 from pipeinfer.core.drafting import FeedDraft, StartDraft
 from pipeinfer.core.messages import (
+    KEY_BYTES,
     CacheOps,
     Cancel,
     Decode,
     LaneClose,
     LaneOpen,
     Part,
+    Piece,
     RunCancelled,
     RunFinished,
     ShardChunk,
@@ -63,6 +65,11 @@ params = st.builds(
 jobs = st.builds(StartDraft, params=params, accepted=st.lists(i32, max_size=9))
 
 
+pieces = st.lists(st.builds(
+    Piece, st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), i32, i32, i32, st.booleans()),
+    max_size=4).map(tuple)
+
+
 @st.composite
 def decodes(draw):
     rows = make_rows(draw(st.lists(row, max_size=9)))
@@ -75,8 +82,10 @@ def decodes(draw):
         d = draw(st.integers(1, 8))
         hidden = np.arange(n * d, dtype=np.float32).reshape(n, d)
     lanes = tuple(draw(st.lists(i32, min_size=n, max_size=n)))
+    loads = draw(pieces)
     return Decode(draw(run_ids), draw(run_ids), rows, lanes, draw(ops), draw(st.booleans()),
-                  draw(st.booleans()), hidden, draw(spans))
+                  draw(st.booleans()), hidden, draw(spans), saves=draw(pieces), loads=loads,
+                  loaded=draw(st.integers(0, len(loads))))
 
 
 @st.composite
@@ -112,9 +121,10 @@ def fed(draw):
 
 
 messages = st.one_of(
-    decodes(), parts(), st.builds(CacheOps, ops), st.builds(LaneOpen, run_ids, params),
+    decodes(), parts(), st.builds(CacheOps, ops, pieces), st.builds(LaneOpen, run_ids, params),
     st.builds(LaneClose, run_ids), st.builds(Shutdown),
-    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), spans),
+    st.builds(RunFinished, run_ids, st.lists(choice, max_size=5).map(tuple), spans,
+              loaded=st.integers(0, 2**24)),
     st.builds(RunCancelled, run_ids, spans),
     st.builds(Cancel, st.lists(run_ids, max_size=9).map(tuple)),
     st.builds(WorkerFailed, i32, st.text(), run_ids, st.text(), st.text(), i32),

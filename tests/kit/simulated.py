@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
@@ -136,7 +137,8 @@ class Pipeline:
     """Scheduler, stages, cancels and a draft, advanced one random step at a time."""
 
     def __init__(self, limits, *, n_stages=3, n_vocab=11, accuracy=0.7, seed=0,
-                 respect_cancel=True, strict=True, rows=None, drafts=True, taps=False):
+                 respect_cancel=True, strict=True, rows=None, drafts=True, taps=False,
+                 disks=None, vanish=0.0):
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(limits, rows, drafts=drafts, validate=True)
         self.drafts = drafts
@@ -144,6 +146,8 @@ class Pipeline:
         self.seen: list[tuple[int, ...]] = []  # paths of the rows of the last run
         self.fed: dict[int, dict[int, int]] = {}  # what a head got, by lane and index
         self.probe_runs: set[int] = set()
+        self.disks: list[dict] | None = disks  # of each stage: cells, or a state, by name
+        self.vanish = vanish  # how likely a piece is gone when it is to be read
         self.stages = [Stage() for _ in range(n_stages)]
         self.results: deque = deque()
         self.jobs: dict[int, StartDraft] = {}
@@ -163,7 +167,7 @@ class Pipeline:
                     if self.scheduler.runs[run_id].hint:
                         self.probe_runs.add(run_id)
                     else:
-                        assert len(instruction.rows) <= max(
+                        assert instruction.loads or len(instruction.rows) <= max(
                             self.scheduler.limits.exact_width, self.scheduler.limits.chunk)
                     self.stages[0].queue.append((instruction, False))
                 case CacheOps() | LaneOpen() | LaneClose():
@@ -242,13 +246,18 @@ class Pipeline:
             stage.kv.apply(item.ops)
             if self.scheduler.limits.states:
                 stage.states.apply(item.ops)
+            if isinstance(item, CacheOps):
+                self._save(index, item)
         if isinstance(item, Decode):
             skip = skipped or (self.respect_cancel and (
                 item.run_id in stage.cancelled or item.parent_id in stage.skipped))
             if skip:
                 stage.skipped.add(item.run_id)
+            elif item.loads:
+                item = structs.replace(item, loaded=self._load(index, item))
             else:
                 choices = self._evaluate(stage, item)
+                self._save(index, item)
             skipped = skip
         self.max_cells = max(self.max_cells, len(stage.kv.cells))
         if not last:
@@ -256,7 +265,36 @@ class Pipeline:
         elif isinstance(item, Decode):
             taps = np.array([[mark(path)] for path in self.seen]) \
                 if self.taps and not skipped else None
-            self.results.append(RunDone(item.run_id, None if skipped else tuple(choices), taps))
+            self.results.append(RunDone(item.run_id, None if skipped else tuple(choices), taps,
+                                        item.loaded))
+
+    def _save(self, index, item):
+        assert not item.saves or self.disks is not None
+        stage = self.stages[index]
+        for piece in item.saves:
+            cells = [Cell(c.pos, set(), c.token, c.made) for c in stage.kv.view(
+                piece.seq_id, piece.stop - 1) if c.pos >= piece.start]
+            assert [c.pos for c in cells] == list(range(piece.start, piece.stop)), piece
+            self.disks[index][piece.key] = tuple(c.token for c in cells) if piece.state else cells
+
+    def _load(self, index, item):
+        stage, disk, states = self.stages[index], self.disks[index], self.scheduler.limits.states
+        for done, piece in enumerate(item.loads[:item.loaded]):
+            if self.rng.random() < self.vanish:
+                disk.pop(piece.key, None)
+            if (held := disk.get(piece.key)) is None:
+                if states:
+                    stage.kv.apply((SeqRemove(piece.seq_id, 0, END),))
+                    stage.states.texts.pop(piece.seq_id, None)
+                return 0 if states else done
+            if piece.state:
+                assert piece.seq_id not in stage.states.texts
+                stage.states.texts[piece.seq_id] = held
+            else:
+                assert not [c for c in stage.kv.cells if piece.seq_id in c.ids
+                            and c.pos >= piece.start]
+                stage.kv.cells += [Cell(c.pos, {piece.seq_id}, c.token, c.made) for c in held]
+        return item.loaded
 
     def _evaluate(self, stage, item):
         rows = item.rows

@@ -33,6 +33,7 @@ from pipeinfer.backends.llamacpp.context import (
 )
 from pipeinfer.backends.llamacpp.eval_callback import EvalCallback, PartSum
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
+from pipeinfer.backends.llamacpp.saving import CellSaver
 from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
 from pipeinfer.errors import BackendError, ModelError, NoCells
@@ -81,9 +82,9 @@ class LlamaCppBackend:
         self._taps: Taps | None = None
         self._last: tuple[int, FloatArray | None] = 0, None  # rows of the last decode
         no_cells = self._whole or bool(binding.llama_model_is_recurrent(self._model))
+        self.saver: CellSaver | None = None  #: see `LlamaOptions.saves`
         self._cells = OccupiedCells(
-            context, info, windows=loaded.has_windows,
-            nothing=info.n_seq_max + loaded.further_ids if self.keeps_state else None) \
+            context, info, windows=loaded.has_windows, nothing=loaded.nothing(info.n_seq_max)) \
             if (options.keep_order or loaded.has_windows) and not (
                 options.streams or options.gaps or no_cells) else None
         self.capabilities = Capabilities(
@@ -140,13 +141,11 @@ class LlamaCppBackend:
                                  f"{layers[1]} were expected")
             loaded = LoadedModel(model, source, head=bool(options.head))
             options = loaded.resolved(options)
-            more = loaded.further_ids
+            more = loaded.further_ids + (options.saves and loaded.has_ranges)
             chooses = loaded.chooses_experts(file, options)
             callback = loaded.callback(file.path, layers, options, last=last,
                                        chooses_experts=chooses, kind=cls.callback_type)
-            if n_seq_max + more > ALL_IDS:
-                raise BackendError(f"{name}: a model with sliding windows or a state takes at most "
-                                   f"{ALL_IDS - more} sequences")
+            _check_ids(name, n_seq_max, more)
             more += not (options.streams or loaded.own.copied_whole)  # dead cells': see `cells`
             sizes = (n_ctx, n_seq_max + more, n_batch, n_threads)
             context = make_context(name, loaded, callback, sizes, options)
@@ -157,6 +156,8 @@ class LlamaCppBackend:
                      first=first, last=last, n_seq_max=n_seq_max, n_batch=n_batch)
         backend = cls(loaded, context, callback, info, options)
         backend.exact_limit = min(backend.exact_limit, loaded.most_rows(chooses_experts=chooses))
+        if options.saves:
+            backend.saver = CellSaver.of(loaded, backend._cells, source, info, context)
         backend._use_huge_pages(file, earlier, progress)
         return backend
 
@@ -409,6 +410,12 @@ class LlamaCppBackend:
             return BackendError(f"llama.cpp refused {len(rows)} rows: {last_log()}")
         self._drop(rows)
         return BackendError(f"llama_decode failed with status {status}: {last_log()}")
+
+
+def _check_ids(name: str, n_seq_max: int, more: int) -> None:
+    if n_seq_max + more > ALL_IDS:
+        raise BackendError(f"{name}: a model with sliding windows or a state, or whose cells are "
+                           f"saved, takes at most {ALL_IDS - more} sequences")
 
 
 def _info(loaded: LoadedModel, context: Any, options: LlamaOptions, **given: Any) -> ShardInfo:

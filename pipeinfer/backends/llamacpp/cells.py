@@ -18,6 +18,7 @@ llama.cpp looks for free cells.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,29 @@ class OccupiedCells:
         for other in self.order.used_ids():
             if other != seq_id:
                 self.remove(other, 0, END)
+
+    def restore(self, put: Callable[[], bool], rows: Rows) -> bool:
+        """Put saved cells of `rows` back with `put`; return what it returns, whether llama.cpp took
+        them. Where dead cells fill the cache, the living ones are moved together first."""
+        done = self._guarded(put)
+        if not done and self.order.n_buried:
+            self.compact()
+            done = self._guarded(put)
+        if done:
+            self.order.place(rows)
+        return done
+
+    def _guarded(self, put: Callable[[], bool]) -> bool:
+        """Call `put` while living cells behind a window have a second id, or llama.cpp would take
+        them for free ones."""
+        if self._guard is None:
+            return put()
+        for one in self.order.used_ids():
+            binding.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
+        try:
+            return put()
+        finally:
+            binding.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
 
     def _evaluate(self, columns: Any) -> int:
         """Decode the batch; return llama.cpp's status.

@@ -25,9 +25,9 @@ from pipeinfer.host import free_memory, physical_memory
 from pipeinfer.llama import binding, stream
 from pipeinfer.llama.library import clear_log, gpus, has_gpu, last_log, model_params
 from pipeinfer.llama.loader import find_library
-from pipeinfer.models.architectures import declared
+from pipeinfer.models.architectures import declared, keys
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.layers import kv_heads
+from pipeinfer.models.layers import has_two_rotations, kv_heads, original_context
 from pipeinfer.models.llama_rules import check_file
 from pipeinfer.models.repacking import may_repack
 from pipeinfer.models.shard import ShardSource
@@ -46,6 +46,7 @@ CACHE_TYPES = {
 }
 FLASH = {"auto": -1, "off": 0, "on": 1}
 _LOAD_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_float, ctypes.c_void_p)
+_FAR = 1 << 30  #: more cells than a cache has
 _CHUNK = 8 << 20  #: bytes that are read ahead at a time
 LoadProgress = Callable[[str, float], object]
 _REPORT = 0.25  #: seconds between two reports of the share that is loaded
@@ -70,6 +71,10 @@ class LlamaOptions(Struct, frozen=True):
         overwrites
     head: whether the file is a head of the target, whose rows have a token and a hidden row
     own_prompts: whether our kernels may multiply long runs, for the whole process
+    saves: whether cells can be saved and put back, see `LlamaCppBackend.save`; not with streams or
+        gaps, nor on a GPU
+    text: most positions of a text, by which a model with two sets of rotation factors chooses one;
+        0: by the cells of the cache, as llama.cpp does
     huge_pages: whether to copy mapped weights, see `huge_pages.into_huge_pages`; only with
         use_mmap, and without use_mlock, numa and layers on a GPU
     """
@@ -83,6 +88,8 @@ class LlamaOptions(Struct, frozen=True):
     use_mlock: bool = False
     huge_pages: bool = True
     own_prompts: bool = True
+    saves: bool = False
+    text: int = 0
     numa: Literal["", "distribute", "isolate", "numactl"] = ""
     layer_callbacks: bool = True
     keep_order: bool = True
@@ -184,6 +191,9 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
     file = check_file(path, head=options.head == "mtp")
     params.use_extra_bufts = options.repack == "on" or (
         options.repack == "auto" and may_repack(file))
+    overrides = _rotation(file, options.text)
+    if overrides is not None:
+        params.kv_overrides = ctypes.addressof(overrides)
     if isinstance(source, ShardSource):
         params.load_mode = 2 * int(options.use_mlock)  # a stream cannot be mapped
         params.progress_callback = None  # what has passed says more
@@ -199,6 +209,22 @@ def load_model(source: str | os.PathLike[str] | ShardSource, options: LlamaOptio
     if not model:
         raise ModelError(f"{os.fspath(path)}: llama.cpp cannot load it: {last_log()}")
     return model
+
+
+def _rotation(file: ModelFile, text: int) -> Any:
+    """Return llama.cpp's overrides with which a model uses the rotation factors for texts of `text`
+    positions; None where there is no choice.
+
+    llama.cpp compares the cells of the cache with the original context. Cells depend on the number
+    of requests and on speculation, on which no token may depend.
+    """
+    if not text or not has_two_rotations(file):
+        return None
+    chosen = 1 if text > original_context(file) else _FAR
+    overrides = (binding.llama_model_kv_override * 2)()
+    overrides[0].key = f"{file.architecture}.{keys.ORIGINAL_CONTEXT}".encode()
+    overrides[0].val_i64 = chosen
+    return overrides
 
 
 def _from_stream(source: ShardSource, params: Any, watch: _LoadWatch) -> Any:
@@ -395,6 +421,17 @@ class LoadedModel:
         self.again = bool(own.reads_again) and not head and self.row_parts > 1
         self.further_ids = 0 if own.copied_whole else (
             _WITH_WINDOWS * self.has_windows + self.keeps_state)
+
+    def nothing(self, n_seq_max: int) -> int | None:
+        """Return the id that never holds anything, whose copy lets a state go; None without
+        states."""
+        return n_seq_max + self.further_ids if self.keeps_state else None
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether a part of a sequence has cells that can be copied: all but pure states have."""
+        return not (self._head or self.own.copied_whole
+                    or binding.llama_model_is_recurrent(self.handle))
 
     def resolved(self, options: LlamaOptions) -> LlamaOptions:
         """Return the options with every "auto" of the cache decided, and no streams where the model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 DENSE, NEXTN = "leading_dense_block_count", "nextn_predict_layers"
+ORIGINAL_CONTEXT = "rope.scaling.original_context_length"
+INDEXER_WIDTH = "attention.indexer.key_length"  #: of the keys with which it does
 INDEXERS = "attention.indexer.types"  #: whether a layer chooses positions itself
 RATIOS = "attention.compress_ratios"  #: tokens of a cell of a layer's cache
 HASH = "hash_layer_count"  #: leading layers whose experts follow from the token

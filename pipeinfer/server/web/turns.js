@@ -204,6 +204,11 @@ export class Answer {
       parts.push(this.guessed ? `${Math.round(100 * this.guessed / this.tokens)} % drafted`
         : "speculation off: does not pay here");
     }
+    const restored = this.timings?.restored_n;
+    if (restored) {
+      const all = this.timings.prompt_n + this.timings.cache_n;
+      parts.push(`${restored.toLocaleString("en")} of ${all.toLocaleString("en")} prompt tokens from disk`);
+    }
     const ends = { length: "cut off at the limit", stopped: "stopped", failed: "incomplete" };
     if (this.reason in ends && (this.tokens || this.reason === "stopped")) {
       parts.push(ends[this.reason]);

@@ -1,0 +1,41 @@
+"""A host that is lost with its disk: the host of the next stage has copies of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from tests.kit.namespaces import Cluster
+from tests.kit.references import alone, seeded
+from tests.namespaces.test_cut import cut_while_it_speaks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+PROMPT = "def read(path):\n    return open(path).read()\n\n\n" * 12
+GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11", "--ignore-eos",
+            "-c", "1024", "-t", "1", "--set", "split=equal", "--set", "chunk=32"]
+
+
+def test_a_host_that_dies_with_its_disk_costs_no_second_reading(tmp_path):
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    with Cluster(4, private=[str(folder)]) as cluster:
+        before = cluster.pipeinfer([*GENERATE, "--kv-disk", str(folder), "--json"], timeout=90)
+        assert before.returncode == 0, before.stderr
+        found = json.loads(before.stdout)
+        assert found["stats"]["restored"] == 0
+        files = {node: len(list((cluster.state / f"disk-{node}-0").glob("??/*")))
+                 for node in (2, 3, 4)}
+        whole = (found["stats"]["n_prompt"] - 1) // 32
+        # its own, and those of the stage before it
+        assert all(count >= 2 * whole for count in files.values()), files
+        text, err = cut_while_it_speaks(
+            cluster, [*GENERATE, "--kv-disk", str(folder), "--hook", "pace=20"],
+            lambda: cluster.unplug(3))
+    assert found["tokens"] == alone(PROMPT, 90, seeded(11, 0.7))
+    assert text == PROMPT + found["text"] + "\n"
+    restored = [int(one) for one in re.findall(r"prompt: (\d+) of", err)]
+    print(err[-3000:], file=sys.stderr)
+    assert restored == [2 * whole * 32], err  # once at the start, once after the loss

@@ -1,0 +1,181 @@
+"""Prompts from the stages' disks: no token depends on what is there; nothing is read in vain."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from pipeinfer.core.messages import Decode
+from pipeinfer.core.types import END, Request, SamplingParams, SeqRemove
+from pipeinfer.scheduler.events import Finish, Restart
+from pipeinfer.scheduler.settings import Limits
+from pipeinfer.scheduler.stored import STATE_CHUNKS, Stored
+from tests.kit.sample import examples
+from tests.kit.simulated import Pipeline, plain
+
+LIMITS = Limits(n_ctx=400, credit=4, partitions=8, draft_max=1, chunk=4, kept=3, parallel=3)
+PROMPT = tuple(k % 7 for k in range(22))  # five whole chunks and two tokens
+
+
+def pipeline(limits=LIMITS, disks=None, names=(), **options):
+    made = Pipeline(limits, n_vocab=7, disks=[{}, {}, {}] if disks is None else disks, **options)
+    made.scheduler.state.stored = Stored(b"root", True, set(names), not limits.states)
+    return made
+
+
+def names_of(disks):
+    """What all stages have."""
+    return set.intersection(*(set(one) for one in disks))
+
+
+def ask(made, number=0, prompt=PROMPT, count=12):
+    made.submit(Request(number, prompt, count))
+    made.drain()
+    assert made.output[number] == plain(prompt, count, 7)
+    return next(i.stats for i in reversed(made.log) if isinstance(i, Finish))
+
+
+def reads(made):
+    return [run for run in made.log if isinstance(run, Decode) and run.loads]
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_new_job_reads_what_an_old_one_has_computed(states):
+    limits = structs.replace(LIMITS, states=states)
+    old = pipeline(limits)
+    assert ask(old).restored == 0
+    again = pipeline(limits, old.disks, names_of(old.disks))
+    stats = ask(again)
+    assert (stats.restored, stats.reused) == (20, 20)
+    run, = reads(again)
+    assert [(one.start, one.stop, one.state) for one in run.loads] == [
+        (k, k + 4, False) for k in range(0, 20, 4)] + [(0, 20, True)] * states
+    assert not [one for one in again.log if isinstance(one, Decode) and one.saves]
+
+
+def test_a_chunk_that_one_stage_lacks_is_computed_alone():
+    old = pipeline()
+    ask(old)
+    third = old.scheduler.state.stored.chain(PROMPT, 4)[2]
+    del old.disks[1][third]
+    again = pipeline(disks=old.disks, names=old.scheduler.state.stored.names)
+    stats = ask(again)
+    assert stats.restored == 16
+    first, second = reads(again)
+    assert (len(first.loads), [one.start for one in second.loads]) == (5, [12, 16])
+    computed = [run.saves for run in again.log if isinstance(run, Decode) and run.saves]
+    assert [(one.start, one.stop) for saves in computed for one in saves] == [(8, 12)]
+    assert SeqRemove(first.loads[0].seq_id, 8, END) in [
+        op for run in again.log if isinstance(run, Decode) for op in run.ops]
+    assert third in old.disks[1]  # computed, so written
+
+
+def test_a_state_that_is_missing_is_computed_from_the_start():
+    limits = structs.replace(LIMITS, states=True)
+    old = pipeline(limits)
+    ask(old)
+    old.disks[2].pop(Stored.state(old.scheduler.state.stored.chain(PROMPT, 4)[4]))
+    again = pipeline(limits, old.disks, old.scheduler.state.stored.names)
+    assert ask(again).restored == 0
+    assert len(reads(again)) == 1
+
+
+def test_memory_comes_before_the_disk():
+    made = pipeline()
+    ask(made, 0)
+    assert ask(made, 1).restored == 0
+    assert not reads(made)
+
+
+def test_states_lie_at_every_sixteenth_chunk_as_well():
+    made = pipeline(structs.replace(LIMITS, states=True))
+    ask(made, prompt=tuple(k % 7 for k in range(4 * STATE_CHUNKS + 11)))
+    ends = [one.stop for run in made.log if isinstance(run, Decode) for one in run.saves
+            if one.state]
+    assert ends == [4 * STATE_CHUNKS, 4 * STATE_CHUNKS + 8]
+
+
+def test_names_depend_on_all_tokens_before_and_on_the_root():
+    one, other = Stored(b"a", True, set()), Stored(b"b", True, set())
+    names = one.chain((1, 2, 3, 4, 5), 2)
+    assert len(names) == len(set(names)) == 2
+    assert one.chain((1, 2, 9, 4), 2)[0] == names[0]
+    assert not {*one.chain((9, 2, 3, 4), 2), *other.chain((1, 2, 3, 4), 2)} & set(names)
+
+
+@pytest.mark.parametrize("request_", [
+    Request(0, PROMPT, 3, SamplingParams(embed=True, pooling="mean")),
+    Request(0, PROMPT, 3, stores=False)], ids=["all rows are needed", "not to be stored"])
+def test_requests_that_leave_the_disk_alone(request_):
+    old = pipeline()
+    old.submit(request_)
+    old.drain()
+    assert not any(old.disks)
+    ask(old, 1, PROMPT[1:])
+    ask(old, 2, PROMPT[1:])
+    again = pipeline(disks=old.disks, names=names_of(old.disks))
+    again.submit(structs.replace(request_, prompt=PROMPT[1:]))
+    again.drain()
+    assert names_of(old.disks)
+    assert not reads(again)
+
+
+def test_an_answer_is_read_by_its_own_replay_alone():
+    made = pipeline()
+    made.submit(Request(0, PROMPT, 30))
+    while len(made.output[0]) < 25:
+        made.step()
+    for stage in made.stages:
+        stage.kv.cells.clear()
+        stage.queue.clear()
+    made.results.clear()
+    made.cancels.clear()
+    count, length = len(made.log), len(made.output[0])
+    made.feed(Restart(LIMITS))
+    made.drain()
+    assert made.output[0] == plain(PROMPT, 30, 7)
+    prompt, answer = [run for run in made.log[count:] if isinstance(run, Decode) and run.loads]
+    assert [one.stop for one in prompt.loads] == [4, 8, 12, 16, 20]
+    assert [one.start for one in answer.loads] == list(range(22, 22 + (length - 1) // 4 * 4, 4))
+    turn = (*PROMPT, *made.output[0], 1, 2, 3)  # the next one has other rows there
+    assert ask(made, 1, turn).reused == 20
+    assert len(reads(made)) == 2
+
+
+@given(data=st.data(), states=st.booleans(), credit=st.sampled_from([1, 2, 5]),
+       cells=st.sampled_from([0, 90]), kept=st.sampled_from([0, 1, 3]),
+       vanish=st.sampled_from([0.0, 0.1, 0.6]), accuracy=st.sampled_from([0.0, 0.7]),
+       respect_cancel=st.booleans(), seed=st.integers(0, 2**32))
+@examples(200)
+def test_no_token_depends_on_the_disks(
+        data, states, credit, cells, kept, vanish, accuracy, respect_cancel, seed):
+    limits = structs.replace(LIMITS, states=states, credit=credit, cells=cells, kept=kept)
+    base = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
+    prompts = [tuple(base[:data.draw(st.integers(1, len(base)))] + data.draw(
+        st.lists(st.integers(0, 6), min_size=1, max_size=14))) for _ in range(5)]
+    disks, names = [{}, {}, {}], set()
+    for _ in range(2):  # the second job finds what the first has left
+        made = pipeline(limits, disks, names, accuracy=accuracy, seed=seed, vanish=vanish,
+                        respect_cancel=respect_cancel)
+        for k, prompt in enumerate(prompts):
+            made.submit(Request(k, prompt, 15))
+            for pick in data.draw(st.lists(st.integers(0, 1000), max_size=40)):
+                made.step(pick)
+        gone = data.draw(st.sampled_from([None, 1, 4]))
+        if gone is not None:
+            made.abort(gone)
+        if data.draw(st.booleans()):
+            for stage in made.stages:
+                stage.kv.cells.clear()
+                stage.states.texts.clear()
+                stage.queue.clear()
+            made.results.clear()
+            made.cancels.clear()
+            made.feed(Restart(limits))
+        made.drain()
+        for k, prompt in enumerate(prompts):
+            wanted = plain(prompt, 15, 7)
+            assert made.output[k] == (wanted[:len(made.output[k])] if k == gone else wanted)
+        names = data.draw(st.sampled_from([made.scheduler.state.stored.names, names_of(disks)]))
