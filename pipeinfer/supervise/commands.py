@@ -261,8 +261,8 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     for start in starts[-5:]:
         how = "runs" if start["exit"] is None else (
             f"moved after {start['lived']:g} s" if start.get("moved")
-            else f"after {start['lived']:g} s {ending(start['exit'])}"
-            + (f": {start['why']}" if start.get("why") else ""))
+            else f"after {start['lived']:g} s " + (start.get("lost") or ending(start["exit"])
+            + (f": {start['why']}" if start.get("why") else "")))
         found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
     return [*found, f"  logs      {state['logs']}"]
 

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias, assert_never
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
+from pipeinfer.server import orders
+from pipeinfer.server.frames import STOPPED
 from pipeinfer.server.orders import Hold, Look, OrderServer, Report, ServerState
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.join.server import Joiner, JoinServer
@@ -34,7 +36,9 @@ from pipeinfer.supervise.state import (
 )
 from pipeinfer.supervise.supervisor import Move, Phase, Supervisor
 
-_DAEMONS = 30.0  #: seconds for the launcher's daemons to be up on all machines that have joined
+#: seconds for the launcher's daemons to be up on all machines that have joined: after one that does
+#: not answer any more is gone, and before clients wait for longer than half a minute
+_DAEMONS = 25.0
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
 _LATEST = 600.0  #: seconds after which it moves though requests are open
@@ -134,11 +138,14 @@ class Keeper:
         if self._joins is None or self._with_ranks == job \
                 or self._supervisor.start_seconds < _DAEMONS:
             return
-        if await asyncio.to_thread(cleanup.has_ranks, name):
+        if (await asyncio.to_thread(cleanup.ranks_of, name))[0]:
             self._with_ranks = job
         else:
+            roster, others = self._serving.roster, self._serving.served[2][1:]
+            names = ", ".join(roster.called(one.host) for one in others) if roster else ""
             self._supervisor.lose_host(
-                f"not all machines have started their part within {_DAEMONS:g} s", excused=False)
+                f"not all of {names} have started their part within {_DAEMONS:g} s: end "
+                "`pipeinfer join` there and call it again", excused=False)
 
     def _is(self, *phases: Phase) -> bool:
         return self._supervisor.phase in phases
@@ -183,6 +190,8 @@ class Keeper:
                 return self._state()
             case Down(now):
                 report(f"{self._seen.open} requests are open")
+                if now:  # rank 0 cannot know that it is no launcher that ends it
+                    await self._http.ask(orders.Move(why=STOPPED, new_model=False))
                 if now or not self._is(Phase.ENDING):  # a second stop would end them at once
                     self._supervisor.stop(at_once=now)
                 return {"message": "ending"}

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from pipeinfer.supervise import launcher as launchers
 from tests.rig.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -46,11 +47,11 @@ class Machines:
         self.head = f"{cluster.address(1)}:7700"
         self.processes = []
 
-    def start(self, node, *words, typed=""):
+    def start(self, node, *words, typed="", **env):
         """Start a command on a machine, which keeps what it prints."""
         process = self.cluster.start(words, timeout=110, node=node,
                                      PIPEINFER_STATE=str(self.folder / f"state{node}"),
-                                     PIPEINFER_JOIN_TOKEN=typed)
+                                     PIPEINFER_JOIN_TOKEN=typed, **env)
         self.processes.append(process)
         lines = self.lines[node] = []
 
@@ -77,8 +78,8 @@ class Machines:
         self.token = self.run("tokens", "--new").split()[-1]
         return process
 
-    def join(self, node):
-        return self.start(node, *PIPEINFER, "join", self.head, typed=self.token)
+    def join(self, node, **env):
+        return self.start(node, *PIPEINFER, "join", self.head, typed=self.token, **env)
 
     def ask(self):
         return self.cluster.start([sys.executable, "-c", ASK], timeout=110)
@@ -114,7 +115,12 @@ def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     text, error = stream.communicate(timeout=90)
     assert begin + text == plain, error
     assert len(plain) > 400
-    machines.until(1, "box-2 (")
+    machines.until(1, "box-2 is gone: the connection is lost: starting again in 1 s, which costs "
+                      "no restart")
+    said = "".join(machines.lines[1])
+    assert "want of memory" not in said
+    assert "PRTE" not in said
+    assert "box-2 is gone: the connection is lost" in machines.run("status").partition("start ")[2]
     deadline = time.monotonic() + 30
     while left := [pid for pid in machines.cluster.pids(2) if _is_rank(pid)]:
         assert time.monotonic() < deadline, left
@@ -122,6 +128,31 @@ def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     logs = list((machines.folder / "state1" / "default" / "logs").iterdir())
     assert logs
     assert not any(machines.token in log.read_text() for log in logs)
+
+
+def test_a_start_that_a_machine_holds_up_ends_and_the_job_before_serves_again(machines):
+    """One is cut off as its daemon starts; another one has a daemon that does nothing."""
+    machines.up()
+    machines.until(1, "embedded on http")
+    machines.join(2)
+    machines.until(2, "a job of the head starts here")
+    machines.cluster.unplug(2)
+    began = time.monotonic()
+    machines.until(1, "the changed job cannot start (")
+    assert machines.ask().communicate(timeout=60)[0]
+    print(f"cut off: served again after {time.monotonic() - began:.1f} s")
+    launcher = machines.folder / "idle" / "bin"
+    launcher.mkdir(parents=True)
+    for name, does in {"mpirun": f'exec {launchers.needed({}).path} "$@"',
+                       "prted": "exec sleep 1000"}.items():
+        (launcher / name).write_text(f"#!/bin/sh\n{does}\n")
+        (launcher / name).chmod(0o755)
+    machines.join(3, PIPEINFER_MPIRUN=str(launcher / "mpirun"))
+    machines.until(3, "a job of the head starts here")
+    began = time.monotonic()
+    machines.until(1, "not all of box-3 have started their part within")
+    assert machines.ask().communicate(timeout=60)[0]
+    print(f"without a daemon: served again after {time.monotonic() - began:.1f} s")
 
 
 def _is_rank(pid):
