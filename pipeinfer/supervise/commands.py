@@ -121,6 +121,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         logs.write("up", text)
         click.echo(f"pipeinfer: {text}", err=True)
 
+    _keep_answers(folder, words, say)
     environ = launchers.settings()
     environ[VARIABLE] = f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
     launchers.name_terminal(environ)
@@ -153,6 +154,21 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         raise UsageError(str(error)) from None
     finally:
         logs.close()
+
+
+def _keep_answers(folder: Folder, words: list[str], say: Callable[[str], None]) -> None:
+    """Give the server a journal in its private folder, unless it has one of its own."""
+    from pipeinfer.server import journal
+    from pipeinfer.supervise.serving import config_of
+
+    if not config_of(words).values()["journal"]:
+        try:
+            path = journal.check(str(folder.path / f"journal-{journal.VERSION}"))
+        except UsageError as error:  # a full disk costs the journal, not the server
+            say(f"answers do not outlive the HTTP process: {error}")
+        else:
+            # the environment, so that the options of a reload have it, too; --journal '' has none
+            os.environ["PIPEINFER_JOURNAL"] = str(path)
 
 
 def _ask_hosts(serving: Serving, hosts: str, ranks: int | None, all_hosts: bool,

@@ -167,6 +167,8 @@ def test_a_page_that_is_left_says_what_is_lost_without_a_journal(page, held):
     page.tab.wait_for_selector(".problem")
     assert "The rest of this answer is lost" in page.problem()
     assert "--journal FILE" in page.problem()
+    assert "Continue goes on" in page.problem()
+    assert page.tab.locator(".problem button").count() == 0
     assert texts(page.tab) == ["hello", "one two"]
     assert "incomplete" in page.tab.inner_text(".answer .foot")
     with page.tab.expect_request("**/v1/chat/completions") as asked:

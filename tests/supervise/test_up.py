@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import urllib.request
 
 import pytest
 
@@ -76,6 +77,9 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         served = one.served
         whole = Stream(served).ended().tokens
         assert len(whole) == 120
+        _, answered = served.ask(urllib.request.Request(
+            f"{served.url}/v1/responses", b'{"input": "x", "max_output_tokens": 3}',
+            {"Content-Type": "application/json"}))
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
         said = call(Folder("default"), print, 120, Rescale(3))["message"]
@@ -83,6 +87,8 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert stream.ended().tokens == whole
         assert stream.last["timings"]["restarts_n"] == 1
         assert stream.last["timings"]["same_arithmetic"] is True
+        # without --journal, and in the folder that only this user reads
+        assert served.get(f"/v1/responses/{answered['id']}")[1]["output"] == answered["output"]
         status = json.loads(one.call("status", "--json")[1])
         assert (status["ready"], status["ranks"], status["words"]) == (True, 3, words)
         stream = Stream(served)
