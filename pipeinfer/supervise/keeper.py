@@ -21,6 +21,7 @@ from pipeinfer.server import orders
 from pipeinfer.server.frames import STOPPED
 from pipeinfer.server.orders import Hold, Look, OrderServer, Report, ServerState
 from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.join.messages import Note
 from pipeinfer.supervise.join.server import Joiner, JoinServer
 from pipeinfer.supervise.rules import MissingHosts, is_wide
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
@@ -66,6 +67,7 @@ class Keeper:
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
         self._quiet_since = 0.0
+        self._work: dict[str, str] = {}  #: what each host of the job does, in words
         self._with_ranks = 0  #: the number of the last job whose ranks have begun
         self._since = time.time()
         self._moving: asyncio.Task[None] | None = None
@@ -125,6 +127,11 @@ class Keeper:
                 missing |= {entry.host: entry for entry in roster.missing}
                 why = {host: one.detail for host, one in roster.place.gone.items()}
             self._missing.update(missing, why, time.monotonic())
+            work, before = self._serving.work_of(seen.work), self._work
+            for member in self._joins.present if self._joins else ():
+                if (text := work.get(member.address, "")) != before.get(member.address, ""):
+                    member.send(Note(text=f"this machine {text}"))
+            self._work = work
 
     def _lose_member(self, member: Joiner) -> None:
         """Handle that a machine that has joined is gone."""
@@ -259,7 +266,8 @@ class Keeper:
             raise UsageError(f"there is no token {command.revoke}: `pipeinfer tokens` lists them")
         used = {entry.host for entry in self._serving.served[2]}
         return {"new": new, "line": joins.line,
-                "hosts": [{**one.facts, "used": one.address in used and not one.gone}
+                "hosts": [{**one.facts, "used": one.address in used and not one.gone,
+                           "work": self._work.get(one.address, "")}
                           for one in joins.members.values()],
                 "tokens": [{"id": one.id, "made": one.made, "until": one.until,
                             "machines": len(one.members)} for one in joins.tokens.issued()]}
@@ -290,7 +298,7 @@ class Keeper:
         state = "used" if one is None else "back" if one.back is not None else (
             "lost" if slots else "missing")
         return {"host": roster.called(host) if roster is not None else host, "slots": slots,
-                "state": state, "why": one.why if one is not None else ""}
+                "state": state, "why": one.why if one is not None else self._work.get(host, "")}
 
     def _write(self) -> None:
         state = self._state()

@@ -107,6 +107,9 @@ def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     machines.until(1, "is moved to 2 ranks: ready again")
     hosts = json.loads(machines.run("hosts", "--json"))
     assert [(host["name"], host["used"], host["gone"]) for host in hosts] == [("box-2", True, "")]
+    machines.until(2, "this machine computes layers ")
+    assert hosts[0]["work"].startswith("computes layers ")
+    assert "  used: computes layers 0 to " in machines.run("status")
     stream = machines.ask()
     begin = os.read(stream.stdout.fileno(), 4096).decode()
     below = subprocess.run(["ps", "axo", "args"], capture_output=True, text=True, check=True).stdout
@@ -193,6 +196,6 @@ def test_in_the_background_the_lines_for_the_others_are_printed_too(machines):
     told = machines.cluster.run([*PIPEINFER, "up", f"--join={machines.head}", "--detach", "--",
                                  *SERVE], timeout=60,
                                 PIPEINFER_STATE=str(machines.folder / "state1")).stderr
-    assert f"on each other machine: pipeinfer join {machines.head}\n" in told
+    assert f"on each other machine: launch/join {machines.head}\n" in told
     assert "it asks for this token: pipeinfer-" in told
     machines.run("down", "--now")

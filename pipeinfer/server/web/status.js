@@ -67,7 +67,8 @@ function does(rank, stages) {
   for (const stage of stages) {
     if (stage.rank === rank) work.push(`stage ${stage.stage}, ${holds(stage)}`);
   }
-  return work.join("; ") || (facts.spares.includes(rank) ? "spare" : "idle");
+  return work.join("; ") || (facts.spares.includes(rank)
+    ? facts.ranks.find((one) => one.rank === rank)?.does ?? "is spare" : "idle");
 }
 
 function showStages() {

@@ -213,8 +213,9 @@ def hosts_command(name: str, as_json: bool) -> None:
         click.echo(json.dumps(found["hosts"]))
         return
     for host in found["hosts"]:
+        does = (host["work"] or "has ranks") if host["used"] else "waits"
         state = f"gone since {_when(host['since'])}: {host['gone']}" if host["gone"] else (
-            f"since {_when(host['since'])}, {'has ranks' if host['used'] else 'waits'}")
+            f"since {_when(host['since'])}, {does}")
         click.echo(f"{host['name']}  {host['address']}  {host['has']}  {state}")
     if not found["hosts"]:
         click.echo(f"no machine has joined yet; there: {found['line']}")
