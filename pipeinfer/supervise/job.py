@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from pipeinfer.cluster.cleanup import VARIABLE, ranks_of
 from pipeinfer.host import SECRET_NAMES, SECRETS
+from pipeinfer.supervise.launcher import own_choices
 from pipeinfer.supervise.logs import ERROR, Splitter
 from pipeinfer.supervise.rules import outcome
 
@@ -78,6 +79,10 @@ class SupervisedJob:
         secrets = None if self.alone else self._hide_secrets()
         try:
             launcher = await self._run(said)
+            choices = own_choices(self.command[0])
+            if launcher > 0 and not (said.stat().st_size or self.asked or self.alone) and choices:
+                self._say("MPI has not started with the transports that Open MPI's own settings "
+                          f"choose: remove {choices}")
             return outcome(launcher, said.read_text(encoding="ascii", errors="replace"),
                            asked=self.asked)
         finally:
