@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from pipeinfer.supervise.state import (
     Rescale,
     SocketStatus,
     call,
+    when,
 )
 
 if TYPE_CHECKING:
@@ -161,14 +161,14 @@ def _keep_answers(folder: Folder, words: list[str], say: Callable[[str], None]) 
     from pipeinfer.server import journal
     from pipeinfer.supervise.serving import config_of
 
-    if not config_of(words).values()["journal"]:
-        try:
-            path = journal.check(str(folder.path / f"journal-{journal.VERSION}"))
-        except UsageError as error:  # a full disk costs the journal, not the server
-            say(f"answers do not outlive the HTTP process: {error}")
-        else:
-            # the environment, so that the options of a reload have it, too; --journal '' has none
-            os.environ["PIPEINFER_JOURNAL"] = str(path)
+    if config_of(words).values()["journal"]:
+        return
+    try:
+        # the environment, so that the options of a reload have it, too; --journal '' has none
+        os.environ["PIPEINFER_JOURNAL"] = str(journal.check(
+            str(folder.path / f"journal-{journal.VERSION}")))
+    except UsageError as error:  # a full disk costs the journal, not the server
+        say(f"answers do not outlive the HTTP process: {error}")
 
 
 def _ask_hosts(serving: Serving, hosts: str, ranks: int | None, all_hosts: bool,
@@ -265,7 +265,7 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     if state["reason"] and not state["ready"]:
         found.append(f"  why       {state['reason']}")
     found += [f"  command   {' '.join(state['words'])}",
-              f"  process   {state['pid']}, since {_when(state['since'])}; the HTTP process is "
+              f"  process   {state['pid']}, since {when(state['since'])}; the HTTP process is "
               f"{state['door_pid'] or 'not there'}",
               f"  ranks     {ranks}"]
     width = max((len(host["host"]) for host in state["hosts"]), default=0)
@@ -279,12 +279,8 @@ def lines_of(state: dict[str, Any]) -> list[str]:
             f"moved after {start['lived']:g} s" if start.get("moved")
             else f"after {start['lived']:g} s " + (start.get("lost") or ending(start["exit"])
             + (f": {start['why']}" if start.get("why") else "")))
-        found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
+        found.append(f"  start     {when(start['at'])}, {start['ranks']} ranks, {how}")
     return [*found, f"  logs      {state['logs']}"]
-
-
-def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 @click.command("down")

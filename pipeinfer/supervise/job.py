@@ -170,10 +170,7 @@ class SupervisedJob:
             self.kill()
 
     def _say(self, text: str) -> None:
-        if self._line is not None:
-            self._line(None, ERROR + text)
-        else:
-            sys.stderr.write(f"{ERROR}{text}\n")
+        (self._line or (lambda _, line: print(line, file=sys.stderr)))(None, ERROR + text)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:

@@ -148,8 +148,7 @@ class Keeper:
         if (await asyncio.to_thread(cleanup.ranks_of, name))[0]:
             self._with_ranks = job
         else:
-            roster, others = self._serving.roster, self._serving.served[2][1:]
-            names = ", ".join(roster.called(one.host) for one in others) if roster else ""
+            names = ", ".join(one.name for one in self._joins.present)
             self._supervisor.lose_host(
                 f"not all of {names} have started their part within {_DAEMONS:g} s: end "
                 "`pipeinfer join` there and call it again", excused=False)

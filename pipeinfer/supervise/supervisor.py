@@ -247,10 +247,10 @@ class Supervisor:
     async def _may_start_again(self, status: int, lived: float) -> bool:
         """Wait for the next start; return False if there is none."""
         how = self._lost or ("killed" if status == _VANISHED else ending(status))
-        said = f"the job has ended: {how}" if self._lost else f"the job has ended with {how}" \
-            if status != _VANISHED else (
-                "all ranks of the job have ended without an error: were they killed, maybe by the "
-                f"kernel for want of memory? ({self.source.logs_at})")
+        said = f"the job has ended{':' if self._lost else ' with'} {how}"
+        if status == _VANISHED and not self._lost:
+            said = ("all ranks of the job have ended without an error: were they killed, maybe by "
+                    f"the kernel for want of memory? ({self.source.logs_at})")
         if self.source.waits and status == PlanError.exit_code:
             self.say("the model does not fit yet: waiting for more machines to join")
             return await self._wait(Phase.WAITING, None)
