@@ -126,6 +126,8 @@ class Keeper:
             if roster is not None:
                 missing |= {entry.host: entry for entry in roster.missing}
                 why = {host: one.detail for host, one in roster.place.gone.items()}
+            for one in self._joins.members.values() if self._joins else ():
+                why[one.address] = one.gone
             self._missing.update(missing, why, time.monotonic())
             work, before = self._serving.work_of(seen.work), self._work
             for member in self._joins.present if self._joins else ():

@@ -158,6 +158,22 @@ def test_a_start_that_a_machine_holds_up_ends_and_the_job_before_serves_again(ma
     assert "box-2" in next(line for line in machines.lines[1] if "cannot start (" in line)
 
 
+def test_a_machine_that_is_cut_off_leaves_the_job_alone_and_is_named(machines):
+    machines.up()
+    machines.until(1, "embedded on http")
+    machines.join(2)
+    machines.until(1, "is moved to 2 ranks: ready again")
+    machines.until(2, "this machine computes layers ")
+    machines.cluster.unplug(2)
+    assert machines.ask().communicate(timeout=60)[0]
+    machines.until(1, "box-2 (")
+    deadline = time.monotonic() + 30
+    while "box-2  lost: the connection is lost" not in (said := machines.run("status")):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.5)
+    assert "2 ranks, runs" in said
+
+
 def _is_rank(pid):
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8") as file:
