@@ -186,7 +186,8 @@ class Keeper:
 
     async def _move(self) -> None:
         """Move by itself, beside the monitoring, which finds out when the next job is ready."""
-        with reported(self._say):
+        # `status` shows what kept it from moving, and the supervisor prints that of a start
+        with reported(self._say), contextlib.suppress(UsageError):
             await self._rescale(self._say, 0, 1.0)
 
     # --- commands -----------------------------------------------------------------------------

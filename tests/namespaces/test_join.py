@@ -155,7 +155,8 @@ def test_a_start_that_a_machine_holds_up_ends_and_the_job_before_serves_again(ma
     machines.until(1, "the changed job cannot start (")
     assert machines.ask().communicate(timeout=60)[0]
     print(f"{fault}: served again after {time.monotonic() - began:.1f} s")
-    assert "box-2" in next(line for line in machines.lines[1] if "cannot start (" in line)
+    (line,) = (line for line in machines.lines[1] if "cannot start (" in line)
+    assert "box-2" in line
 
 
 def test_a_machine_that_is_cut_off_leaves_the_job_alone_and_is_named(machines):
