@@ -92,7 +92,7 @@ setup() {
             install_quietly "" --no-deps --force-reinstall "$VENV"/native/*.whl  # built anew or not
             install_quietly "" --no-deps "${OWN[@]}"
         else
-            say "installing into .venv"
+            say "installing into .venv, which takes half a minute to some minutes"
             install_prebuilt "$extras"
         fi
         printf '%s\n' "$wanted" >"$stamp"
@@ -100,11 +100,18 @@ setup() {
     export PATH="$VENV/bin:$PATH"
 }
 
+has_compiled() {
+    local pin
+    pin=$(grep -i '^llama.cpp.python==' "$ROOT/constraints.txt")
+    compgen -G "$VENV/native/llama_cpp_python-${pin##*==}-*.whl" >/dev/null
+}
+
 check_platform() {
     # Before anything is made: whether what will be installed can run here.
     local reason
     if [ -n "$NATIVE" ]; then
-        if command -v c++ >/dev/null || command -v g++ >/dev/null; then return; fi
+        # what was compiled before is only installed again
+        if has_compiled || command -v c++ >/dev/null || command -v g++ >/dev/null; then return; fi
         say "a C++ compiler is needed to compile llama.cpp (Debian and Ubuntu: apt install g++)"
         exit 2
     fi
@@ -142,17 +149,29 @@ print(", ".join(one.description for one in gpus()))') || exit 2
 install_prebuilt() {
     # What extras $1 need; meanwhile pipeinfer itself, whose C parts take as long to compile. pip
     # would also compile Python's bytecode on one core.
-    local own list
+    local own counter list
     list=$(required "$1")
     LOG=own.log install_quietly "" --no-deps "${OWN[@]}" &
     own=$!
-    trap 'kill "$own" 2>/dev/null || true' EXIT
+    count_packages 15 &
+    counter=$!
+    trap 'kill "$own" "$counter" 2>/dev/null || true' EXIT
     install_by_uv "$list" || install_quietly "$list" --no-compile --only-binary xllamacpp
     wait "$own" || exit 1
+    kill "$counter" 2>/dev/null || true
     trap - EXIT
     # some packages have files for other versions of Python
     "$VENV/bin/python" -m compileall -q -j 0 "$VENV"/lib/python3*/site-packages \
         "$ROOT/pipeinfer" >/dev/null 2>&1 || true
+}
+
+count_packages() {
+    # Every $1 seconds: how many packages are there. The sleep outlives a killed function, so it has
+    # none of its files, which callers may wait for.
+    while sleep "$1" <&- >&- 2>&-; do
+        say "installing into .venv: $(compgen -G "$VENV/lib/python3*/site-packages/*.dist-info" | wc -l)" \
+            "packages after $SECONDS s"
+    done
 }
 
 install_by_uv() {
@@ -219,7 +238,7 @@ compile_llama() {
     if grep -qw amx_int8 /proc/cpuinfo && "${CXX:-c++}" -mno-amx-int8 -E -x c++ /dev/null >/dev/null 2>&1
     then without="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"; fi
     pin=$(grep -i '^llama.cpp.python==' "$ROOT/constraints.txt")
-    if compgen -G "$VENV/native/llama_cpp_python-${pin##*==}-*.whl" >/dev/null; then return; fi
+    if has_compiled; then return; fi
     rm -rf "$VENV/native"
     say "compiling llama.cpp for this processor takes some minutes (tail -f $log)"
     CFLAGS="$without ${CFLAGS:-}" CXXFLAGS="$without ${CXXFLAGS:-}" \

@@ -30,7 +30,7 @@ from pipeinfer.errors import PipeinferError, UsageError
 from pipeinfer.models.locate import advice, model_paths, open_model, targeted
 from pipeinfer.server import http_process, journal, tls
 from pipeinfer.server.engine import Engine
-from pipeinfer.server.frames import Loading
+from pipeinfer.server.frames import STOPPED, Loading
 from pipeinfer.server.keys import Allowance, parse_line
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies.decomposers.prompts import methods_for
@@ -80,7 +80,11 @@ def serve_command(resolved: Resolved) -> None:
         if shown is not None:
             shown(states)
 
-    serve(config.job, config.serve, child, progress, begin)
+    try:
+        serve(config.job, config.serve, child, progress, begin)
+    finally:
+        if door is None and signals.seen:  # else the supervisor says so
+            click.echo("pipeinfer: stopped", err=True)
 
 
 def check_no_trace(job: JobConfig) -> None:
@@ -135,8 +139,8 @@ def _telling(child: http_process.HttpProcess) -> Iterator[None]:
     """Send an error that ends the job to the HTTP process."""
     try:
         yield
-    except Stopped:
-        child.fail("the job was terminated, by a user or by its launcher after another rank died")
+    except Stopped as stop:
+        child.fail(str(stop))
         raise
     except BaseException as error:
         name = "" if isinstance(error, PipeinferError) else f"{type(error).__name__}: "
@@ -155,7 +159,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self._seen, self._stopped = 0, False
+        self.seen, self._stopped = 0, ""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
@@ -165,17 +169,19 @@ class _Signals:
         del frame
         if number == signal.SIGHUP:
             signal.signal(number, signal.SIG_IGN)  # the shell sends a second one
-        self._seen += 1
+        self.seen += 1
         at_once = number in (signal.SIGTERM, signal.SIGHUP) and host.launched()
-        if self.engine is None or self._seen > 1 or at_once:
-            self._stopped = True
-            raise Stopped
+        if self.engine is None or self.seen > 1 or at_once:
+            asked = self.seen > 1 or number != signal.SIGTERM or not host.launched()
+            self._stopped = STOPPED if asked else (
+                "the job was terminated, by a user or by its launcher after another rank died")
+            raise Stopped(self._stopped)
         self.engine.leave()
 
     def check(self) -> None:
         """Raise Stopped if a signal came while C code called Python, which lost the exception."""
         if self._stopped:
-            raise Stopped
+            raise Stopped(self._stopped)
 
 
 def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig) -> Settings:

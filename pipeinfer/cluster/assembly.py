@@ -61,6 +61,14 @@ class StageState(Struct):
     heard: float = field(default_factory=time.monotonic)
     ready: control.Ready | control.Received | None = None
 
+    def reach(self, phase: str, done: int, total: int) -> None:
+        """Record how far it is. A part of a file that is read once more counts once."""
+        if phase != self.phase:
+            self.since = self.heard
+        elif total == self.total:
+            done = max(done, self.done)
+        self.phase, self.done, self.total = phase, done, total
+
 
 class Change(Struct, frozen=True):
     """A new assignment of layers during a job.
@@ -472,9 +480,7 @@ class Assembly:
         state.heard = time.monotonic()
         match news:
             case control.Progress(phase=phase, done=done, total=total):
-                if phase != state.phase:
-                    state.since = state.heard
-                state.phase, state.done, state.total = phase, done, total
+                state.reach(phase, done, total)
             case control.Ready() | control.Received():
                 state.phase, state.ready = "ready", news
         if self._progress is not None:

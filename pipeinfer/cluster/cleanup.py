@@ -27,7 +27,8 @@ from pathlib import Path
 import psutil
 
 VARIABLE = "PIPEINFER_JOB"
-RANK_NAMES = ("PMIX_RANK", "PMI_RANK")  #: variables with a rank's number (Open MPI; MPICH)
+#: variables with a rank's number, and with how many there are on its host (Open MPI; MPICH)
+_RANKS, _LOCAL = ("PMIX_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _SECONDS = 5.0
 _SESSION = re.compile(r"(?:ompi|prte|prted|prterun)\.(\d+)")
 
@@ -45,13 +46,16 @@ def processes_of(job: str) -> list[psutil.Process]:
     return found
 
 
-def has_ranks(job: str) -> bool:
-    """Return whether this host runs a rank of the job: ranks have a number, daemons have none."""
-    found = []
+def ranks_of(job: str) -> tuple[int, int]:
+    """Return how many ranks of the job this host runs, and how many its launcher has started here;
+    daemons are none."""
+    found = dict[str, int]()
     for process in processes_of(job):
         with contextlib.suppress(psutil.Error):
-            found.append(process.environ())
-    return any(name in environ for environ in found for name in RANK_NAMES)
+            environ = process.environ()
+            found |= {environ[name]: max(int(environ.get(size, 1)) for size in _LOCAL)
+                      for name in _RANKS if name in environ}
+    return len(found), max(found.values(), default=0)
 
 
 def end(job: str) -> list[int]:

@@ -253,7 +253,8 @@ class Engine:
             "parallel": session.config.speculation.parallel, "exact_width": limits.exact_width,
             "speculation": session.config.speculation.speculation, "stages": stages,
             "ranks": [{"rank": one.rank, "host": one.host, "memory": one.memory,
-                       "cores": one.cores} for one in session.hosts],
+                       "cores": one.cores, "does": self._does(one.rank)}
+                      for one in session.hosts],
             "bits": session.bits, "no_embeddings": session.no_embeddings,
             "pooling": pooling_of(session.loaded.job.model),
             "n_embd": session.loaded.job.model.n_embd,
@@ -261,6 +262,20 @@ class Engine:
             "changes": [structs.asdict(change) for change in assembly.changes],
             "notes": session.notes, "load_seconds": session.load_seconds, "version": __version__,
         }
+
+    def _does(self, rank: int) -> str:
+        """Return what a rank does, for users: "this machine ..." begins the sentence."""
+        assembly = self._session.assembly
+        held = [f"layers {one.start} to {one.stop - 1}" + (
+            f", {len(one.slices)} of {len(one.cut)} slices" if one.cut else "")
+            for one in assembly.held if one.rank == rank]
+        if held:
+            return f"computes {'; '.join(held)}"
+        if rank not in assembly.spares:
+            return "is lost" if rank in assembly.lost else "computes no layers"
+        why = self._session.plan.left_out.get(rank, "")
+        slow = "; `layers` in a nodes file makes it compute" * ("faster without it" in why)
+        return "is spare: it replaces a machine that is lost" + (f" ({why}{slow})" if why else "")
 
     # --- leaving ------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from pipeinfer.server.choice import Generation, PromptProgress
 from pipeinfer.server.engines import ConnectedEngine, vocabulary
 from pipeinfer.server.errors import ApiError, Failure
 from pipeinfer.server.frames import (
+    STOPPED,
     Abort,
     Bye,
     Changed,
@@ -57,8 +58,7 @@ _log = logging.getLogger("pipeinfer.server")
 _ABORTED = {
     "poison": Failure("internal", "stages failed repeatedly while working on this request, so it "
                                   "was abandoned to protect the others"),
-    "shutdown": Failure("shutdown", "the server is shutting down, and the time for running "
-                                    "requests to finish is over"),
+    "shutdown": Failure("shutdown", f"{STOPPED}, and the time for running requests is over"),
     "timeout": Failure("timeout", "the request took longer than the server allows "
                                   "(--request-timeout)"),
 }
@@ -433,7 +433,8 @@ class EngineClient:
     def fail(self, reason: str) -> None:
         """Record that the engine is lost for good: every open choice ends with an error."""
         self.state, self.reason = "failed", reason
-        self._end_all(Failure("failed", f"the cluster has failed: {reason}"))
+        self._end_all(Failure("shutdown", reason) if reason == STOPPED else
+                      Failure("failed", f"the cluster has failed: {reason}"))
 
     def leave(self) -> None:
         """Record that no engine follows. Waiting requests are admitted, so that they get an

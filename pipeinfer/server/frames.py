@@ -141,8 +141,11 @@ class Draining(Frame, frozen=True):
     seconds: float
 
 
+STOPPED = "this server is being stopped"  #: by its user
+
+
 class Failed(Frame, frozen=True):
-    """The job cannot continue. message: why."""
+    """The job cannot continue. message: why, STOPPED if its user ends it."""
 
     message: str
 

@@ -187,4 +187,5 @@ def obey(client: EngineClient, order: Order) -> dict[str, Any]:
         state="loading" if loads else client.state,
         reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
         waiting=client.waiting, model=client.settings.model, name=client.settings.name,
-        lost=tuple(client.facts.get("lost", ()))))
+        lost=tuple(client.facts.get("lost", ())),
+        work=tuple(one.get("does", "") for one in client.facts.get("ranks", ()))))

@@ -61,6 +61,7 @@ class ServerState(Struct, frozen=True, kw_only=True):
     state: "" without an answer. reason: why the engine failed. url: the address for clients.
     open: requests that have not ended. waiting: those that wait for admission.
     model, name: path and name of the served model. lost: the job's ranks that have died.
+    work: what each rank does, in words.
     error: why the order was not executed.
     """
 
@@ -72,6 +73,7 @@ class ServerState(Struct, frozen=True, kw_only=True):
     model: str = ""
     name: str = ""
     lost: tuple[int, ...] = ()
+    work: tuple[str, ...] = ()
     error: str = ""
 
 

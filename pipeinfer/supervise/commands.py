@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from pipeinfer.supervise.state import (
     Rescale,
     SocketStatus,
     call,
+    when,
 )
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         logs.write("up", text)
         click.echo(f"pipeinfer: {text}", err=True)
 
+    _keep_answers(folder, words, say)
     environ = launchers.settings()
     environ[VARIABLE] = f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
     launchers.name_terminal(environ)
@@ -153,6 +154,21 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         raise UsageError(str(error)) from None
     finally:
         logs.close()
+
+
+def _keep_answers(folder: Folder, words: list[str], say: Callable[[str], None]) -> None:
+    """Give the server a journal in its private folder, unless it has one of its own."""
+    from pipeinfer.server import journal
+    from pipeinfer.supervise.serving import config_of
+
+    if config_of(words).values()["journal"]:
+        return
+    try:
+        # the environment, so that the options of a reload have it, too; --journal '' has none
+        os.environ["PIPEINFER_JOURNAL"] = str(journal.check(
+            str(folder.path / f"journal-{journal.VERSION}")))
+    except UsageError as error:  # a full disk costs the journal, not the server
+        say(f"answers do not outlive the HTTP process: {error}")
 
 
 def _ask_hosts(serving: Serving, hosts: str, ranks: int | None, all_hosts: bool,
@@ -249,7 +265,7 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     if state["reason"] and not state["ready"]:
         found.append(f"  why       {state['reason']}")
     found += [f"  command   {' '.join(state['words'])}",
-              f"  process   {state['pid']}, since {_when(state['since'])}; the HTTP process is "
+              f"  process   {state['pid']}, since {when(state['since'])}; the HTTP process is "
               f"{state['door_pid'] or 'not there'}",
               f"  ranks     {ranks}"]
     width = max((len(host["host"]) for host in state["hosts"]), default=0)
@@ -261,14 +277,10 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     for start in starts[-5:]:
         how = "runs" if start["exit"] is None else (
             f"moved after {start['lived']:g} s" if start.get("moved")
-            else f"after {start['lived']:g} s {ending(start['exit'])}"
-            + (f": {start['why']}" if start.get("why") else ""))
-        found.append(f"  start     {_when(start['at'])}, {start['ranks']} ranks, {how}")
+            else f"after {start['lived']:g} s " + (start.get("lost") or ending(start["exit"])
+            + (f": {start['why']}" if start.get("why") else "")))
+        found.append(f"  start     {when(start['at'])}, {start['ranks']} ranks, {how}")
     return [*found, f"  logs      {state['logs']}"]
-
-
-def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 @click.command("down")

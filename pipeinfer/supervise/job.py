@@ -12,17 +12,21 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from pipeinfer.cluster.cleanup import VARIABLE, ranks_of
 from pipeinfer.host import SECRET_NAMES, SECRETS
-from pipeinfer.supervise.logs import Splitter
+from pipeinfer.supervise.launcher import own_choices
+from pipeinfer.supervise.logs import ERROR, Splitter
 from pipeinfer.supervise.rules import outcome
 
 _LOOK = 0.5  #: seconds between two checks of rank 0
 _SILENT = 16  #: checks that find no rank 0 and no exit status, before the rest is ended
+_SHORT = 6  #: checks that find fewer ranks than have begun, before their start is ended
 _GOODBYE = 3.0  #: seconds for the launcher to end by itself after rank 0
 _DRAINED = 2.0  #: seconds to read the last output
 Line: TypeAlias = Callable[[int | None, str], None]
@@ -75,6 +79,10 @@ class SupervisedJob:
         secrets = None if self.alone else self._hide_secrets()
         try:
             launcher = await self._run(said)
+            choices = own_choices(self.command[0])
+            if launcher > 0 and not (said.stat().st_size or self.asked or self.alone) and choices:
+                self._say("MPI has not started with the transports that Open MPI's own settings "
+                          f"choose: remove {choices}")
             return outcome(launcher, said.read_text(encoding="ascii", errors="replace"),
                            asked=self.asked)
         finally:
@@ -137,8 +145,9 @@ class SupervisedJob:
             transport.close()
 
     async def _watch(self, process: subprocess.Popen[bytes], said: Path) -> None:
-        """End the launcher if rank 0 has ended without it: it waits for lost hosts."""
-        missed = 0
+        """End the launcher if rank 0 has ended without it: it waits for lost hosts; or if a rank
+        of this host has died before all had met, for which the others would wait."""
+        missed = short = most = 0
         # rank 0 writes its exit status as it ends: a look may come before that
         while missed < _SILENT:
             words = said.read_text(encoding="ascii", errors="replace").split()
@@ -146,11 +155,22 @@ class SupervisedJob:
                 break
             if words[:1] == ["up"] and not _alive(words[1:]):
                 missed += 1
+            if not words and not self.alone:
+                there, of = await asyncio.to_thread(ranks_of, self._environ.get(VARIABLE, ""))
+                most = max(most, of)
+                short = short + 1 if there < most else 0
+                if short >= _SHORT:
+                    self._say(f"of {most} ranks of this host, {most - there} ended before all had "
+                              "met: were they killed, maybe by the kernel for want of memory?")
+                    break
             await asyncio.sleep(_LOOK)
         # a launcher that ends by itself passes on the ranks' last lines
         await asyncio.sleep(_GOODBYE)
         if process.poll() is None:
             self.kill()
+
+    def _say(self, text: str) -> None:
+        (self._line or (lambda _, line: print(line, file=sys.stderr)))(None, ERROR + text)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:

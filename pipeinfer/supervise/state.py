@@ -157,6 +157,11 @@ class Folder:
             os.close(number)
 
 
+def when(seconds: float) -> str:
+    """Return a time since 1970 as users read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
 def nothing(name: str) -> str:
     """Return the message that there is no supervisor of that name, and what to do."""
     more = "" if name == "default" else f" --name {name}"

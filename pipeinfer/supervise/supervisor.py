@@ -25,6 +25,7 @@ from pipeinfer.supervise.rules import INTERRUPTED, RestartBudget
 
 _END = 2.0  #: seconds for a moved job to end before it is killed
 _SOON = 1.0  #: seconds until a job starts again that has lost a machine
+_RECENT = 60.0  #: seconds within which a job ends that cannot go on without a machine
 _HISTORY = 20
 _VANISHED = -1  #: a server has ended with exit status 0, which nobody has asked for
 LIMIT = 600.0  #: seconds for the next job of a move to be ready
@@ -148,7 +149,7 @@ class Supervisor:
         self._job: SupervisedJob | None = None
         self._hosts: list[str] | None = None  #: other hosts of the last job, None before the first
         self._began, self._hung_up = 0.0, False
-        self._excused = False  # the job that ends now has lost a machine
+        self._loss = ("", False, 0.0)  #: as `lose_host` has it, and when
         self._task: asyncio.Task[int] | None = None
         self._wake = asyncio.Event()
 
@@ -178,9 +179,11 @@ class Supervisor:
                         ClusterError.exit_code if status == _VANISHED else status
                 again = True
         finally:
-            self.phase = Phase.STOPPED
+            asked, self.phase = self._ends, Phase.STOPPED
             if self.door is not None:
                 await self.door.close()
+            if self.source.serves and asked:
+                self.say("stopped")
 
     @property
     def start_seconds(self) -> float:
@@ -188,6 +191,11 @@ class Supervisor:
         starts = self._job is not None and self.phase in (
             Phase.STARTING, Phase.TRYING, Phase.RETURNING)
         return time.monotonic() - self._began if starts else 0.0
+
+    @property
+    def _lost(self) -> str:
+        """Why the present or last job cannot go on without a machine, "" if it can."""
+        return self._loss[0] if time.monotonic() - self._loss[2] < _RECENT else ""
 
     @property
     def _ends(self) -> bool:
@@ -216,7 +224,7 @@ class Supervisor:
         lived = 0.0
         if self._job is not None:
             lived = time.monotonic() - self._began
-            self.history[-1] |= {"exit": status, "lived": round(lived, 1),
+            self.history[-1] |= {"exit": status, "lived": round(lived, 1), "lost": self._lost,
                                  "why": self.source.error(), "moved": self.phase is Phase.MOVING}
         self._job, self.running = None, 0
         return status, lived
@@ -232,21 +240,22 @@ class Supervisor:
         self._hosts, self._began = others(self.source.hostfile), time.monotonic()
         row = {"number": self.number, "at": time.time(), **self.source.facts(), "exit": None}
         self.history = [*self.history, row][-_HISTORY:]
-        self._job, self.running = self.source.job(), self.number
+        self._job, self.running, self._loss = self.source.job(), self.number, ("", False, 0.0)
         self._changed()
         return await self._job.run()
 
     async def _may_start_again(self, status: int, lived: float) -> bool:
         """Wait for the next start; return False if there is none."""
-        how = "killed" if status == _VANISHED else ending(status)
-        said = f"the job has ended with {how}" if status != _VANISHED else (
-            "all ranks of the job have ended without an error: were they killed, maybe by the "
-            f"kernel for want of memory? ({self.source.logs_at})")
+        how = self._lost or ("killed" if status == _VANISHED else ending(status))
+        said = f"the job has ended{':' if self._lost else ' with'} {how}"
+        if status == _VANISHED and not self._lost:
+            said = ("all ranks of the job have ended without an error: were they killed, maybe by "
+                    f"the kernel for want of memory? ({self.source.logs_at})")
         if self.source.waits and status == PlanError.exit_code:
             self.say("the model does not fit yet: waiting for more machines to join")
             return await self._wait(Phase.WAITING, None)
-        if self._excused:
-            self._excused = False
+        if self._lost and self._loss[1]:
+            self.say(f"{said}: starting again in {_SOON:.0f} s, which costs no restart")
             return await self._wait(Phase.PAUSING, _SOON)
         self.budget, pause = self.budget.after(status, lived)
         if pause is None:
@@ -301,15 +310,15 @@ class Supervisor:
 
     def lose_host(self, why: str, *, excused: bool) -> None:
         """Handle that a machine of the job is gone or starts nothing: a start that needs it ends
-        at once, instead of when its ranks have waited for it.
+        at once, instead of when its ranks have waited for it. A job that serves may go on.
 
         excused: whether the start again costs none of the restarts.
         """
+        self._loss = why, excused, time.monotonic()
         if self.phase is Phase.TRYING:
             self._give_up(f"the changed job cannot start ({why})")
         elif self.phase in (Phase.STARTING, Phase.RETURNING):
             self.say(f"the job cannot start: {why}")
-            self._excused = excused
             self._end(self._job)
 
     def _give_up(self, why: str) -> None:

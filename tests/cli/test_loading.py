@@ -30,13 +30,21 @@ class Start:
         for name, text in phases.items():
             phase, done, total = text.rsplit(" ", 2)
             state = self.states[int(name[1:])]
-            if phase != state.phase:
-                state.since = now
-            state.phase, state.done, state.total = phase, int(done), int(total)
+            state.heard = now
+            state.reach(phase, int(done), int(total))
             if phase == "ready":
                 state.ready = object()
         self.lines.show(self.states)
         return self.out.getvalue()
+
+
+def test_what_was_read_does_not_jump_back():
+    start = Start(live=False)
+    for done in (40_000_000, 10_000_000, 60_000_000):
+        start.at(1.0, n1=f"reading {done} 100000000")
+        assert start.states[1].done == max(40_000_000, done)
+    start.at(2.0, n1="loading 0 100000000")
+    assert start.states[1].done == 0
 
 
 def test_a_short_start_leaves_no_line_in_a_log():

@@ -54,6 +54,29 @@ def test_a_processor_that_the_prebuilt_library_cannot_run_on_is_told_before_anyt
         assert sourced(check, **old | {"PIPEINFER_NATIVE": "1"}).returncode == 0
 
 
+def test_no_compiler_is_asked_for_where_llama_cpp_is_compiled_already(tmp_path):
+    (tmp_path / "native").mkdir()
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "grep", "uname", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    check = f'VENV={tmp_path} PATH={tmp_path}/bin; check_platform {sys.executable}'
+    assert sourced(check, PIPEINFER_NATIVE="1").returncode == 2
+    pin = next(line.partition("==")[2] for line in (
+        launch.ROOT / "constraints.txt").read_text().splitlines() if "llama_cpp" in line
+        or "llama-cpp-python" in line)
+    (tmp_path / "native" / f"llama_cpp_python-{pin}-py3-none-linux_x86_64.whl").touch()
+    done = sourced(check, PIPEINFER_NATIVE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_installation_shows_how_far_it_is(tmp_path):
+    (tmp_path / "lib/python3.11/site-packages/one-1.dist-info").mkdir(parents=True)
+    done = sourced(f"VENV={tmp_path}; count_packages 0.1 2>{tmp_path}/said & counter=$!; "
+                   f"until grep -q 'installing into .venv: 1 packages after' {tmp_path}/said; "
+                   "do sleep 0.05; done; kill $counter")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_checkout_under_another_name_is_the_same(tmp_path):
     """Under the name of a link it would be installed again."""
     (tmp_path / "link").symlink_to(launch.ROOT)

@@ -234,9 +234,10 @@ def test_a_second_signal_leaves_at_once():
             note = "open requests (1) may take 1000 s; a second"
             server.until(lambda: note in "".join(server.log), "the note")
             server.process.send_signal(signal.SIGINT)
-            with pytest.raises(openai.APIError, match="was terminated"):
+            with pytest.raises(openai.APIError, match="this server is being stopped"):
                 list(stream)
         assert server.end() == 130
+        server.until(lambda: server.log[-1] == "pipeinfer: stopped\n", "the last word")
 
 
 def ranks(server):

@@ -66,7 +66,7 @@ def test_a_newcomer_gets_from_two_machines_to_a_chat(tmp_path):
         try:
             (lab / "said").touch()
             start(1, up)
-            until("on each other machine: pipeinfer join ")
+            until("on each other machine: launch/join ")
             token = start(1, "pipeinfer tokens --new").stdout.read().split()[-1]
             start(2, join, PIPEINFER_JOIN_TOKEN=token)
             until("is moved to 2 ranks: ready again")  # so small a model is faster on one

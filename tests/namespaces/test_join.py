@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from pipeinfer.supervise import launcher as launchers
 from tests.kit.namespaces import Cluster
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -46,11 +47,11 @@ class Machines:
         self.head = f"{cluster.address(1)}:7700"
         self.processes = []
 
-    def start(self, node, *words, typed=""):
+    def start(self, node, *words, typed="", **env):
         """Start a command on a machine, which keeps what it prints."""
         process = self.cluster.start(words, timeout=110, node=node,
                                      PIPEINFER_STATE=str(self.folder / f"state{node}"),
-                                     PIPEINFER_JOIN_TOKEN=typed)
+                                     PIPEINFER_JOIN_TOKEN=typed, **env)
         self.processes.append(process)
         lines = self.lines[node] = []
 
@@ -77,8 +78,8 @@ class Machines:
         self.token = self.run("tokens", "--new").split()[-1]
         return process
 
-    def join(self, node):
-        return self.start(node, *PIPEINFER, "join", self.head, typed=self.token)
+    def join(self, node, **env):
+        return self.start(node, *PIPEINFER, "join", self.head, typed=self.token, **env)
 
     def ask(self):
         return self.cluster.start([sys.executable, "-c", ASK], timeout=110)
@@ -106,6 +107,9 @@ def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     machines.until(1, "is moved to 2 ranks: ready again")
     hosts = json.loads(machines.run("hosts", "--json"))
     assert [(host["name"], host["used"], host["gone"]) for host in hosts] == [("box-2", True, "")]
+    machines.until(2, "this machine computes layers ")
+    assert hosts[0]["work"].startswith("computes layers ")
+    assert "  used: computes layers 0 to " in machines.run("status")
     stream = machines.ask()
     begin = os.read(stream.stdout.fileno(), 4096).decode()
     below = subprocess.run(["ps", "axo", "args"], capture_output=True, text=True, check=True).stdout
@@ -114,7 +118,12 @@ def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     text, error = stream.communicate(timeout=90)
     assert begin + text == plain, error
     assert len(plain) > 400
-    machines.until(1, "box-2 (")
+    machines.until(1, "box-2 is gone: the connection is lost: starting again in 1 s, which costs "
+                      "no restart")
+    said = "".join(machines.lines[1])
+    assert "want of memory" not in said
+    assert "PRTE" not in said
+    assert "box-2 is gone: the connection is lost" in machines.run("status").partition("start ")[2]
     deadline = time.monotonic() + 30
     while left := [pid for pid in machines.cluster.pids(2) if _is_rank(pid)]:
         assert time.monotonic() < deadline, left
@@ -122,6 +131,48 @@ def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):
     logs = list((machines.folder / "state1" / "default" / "logs").iterdir())
     assert logs
     assert not any(machines.token in log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("fault", ["cut off", "no daemon"])
+def test_a_start_that_a_machine_holds_up_ends_and_the_job_before_serves_again(machines, fault):
+    """It is cut off as its daemon starts, or has a daemon that does nothing."""
+    own = {}
+    if fault == "no daemon":
+        launcher = machines.cluster.state / "idle" / "bin"
+        launcher.mkdir(parents=True)
+        for name, does in {"mpirun": f'exec {launchers.needed({}).path} "$@"',
+                           "prted": "exec sleep 1000"}.items():
+            (launcher / name).write_text(f"#!/bin/sh\n{does}\n")
+            (launcher / name).chmod(0o755)
+        own = {"PIPEINFER_MPIRUN": str(launcher / "mpirun")}
+    machines.up()
+    machines.until(1, "embedded on http")
+    machines.join(2, **own)
+    machines.until(2, "a job of the head starts here")
+    if fault == "cut off":
+        machines.cluster.unplug(2)
+    began = time.monotonic()
+    machines.until(1, "the changed job cannot start (")
+    assert machines.ask().communicate(timeout=60)[0]
+    print(f"{fault}: served again after {time.monotonic() - began:.1f} s")
+    (line,) = (line for line in machines.lines[1] if "cannot start (" in line)
+    assert "box-2" in line
+
+
+def test_a_machine_that_is_cut_off_leaves_the_job_alone_and_is_named(machines):
+    machines.up()
+    machines.until(1, "embedded on http")
+    machines.join(2)
+    machines.until(1, "is moved to 2 ranks: ready again")
+    machines.until(2, "this machine computes layers ")
+    machines.cluster.unplug(2)
+    assert machines.ask().communicate(timeout=60)[0]
+    machines.until(1, "box-2 (")
+    deadline = time.monotonic() + 30
+    while "box-2  lost: the connection is lost" not in (said := machines.run("status")):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.5)
+    assert "2 ranks, runs" in said
 
 
 def _is_rank(pid):
@@ -162,6 +213,6 @@ def test_in_the_background_the_lines_for_the_others_are_printed_too(machines):
     told = machines.cluster.run([*PIPEINFER, "up", f"--join={machines.head}", "--detach", "--",
                                  *SERVE], timeout=60,
                                 PIPEINFER_STATE=str(machines.folder / "state1")).stderr
-    assert f"on each other machine: pipeinfer join {machines.head}\n" in told
+    assert f"on each other machine: launch/join {machines.head}\n" in told
     assert "it asks for this token: pipeinfer-" in told
     machines.run("down", "--now")

@@ -34,7 +34,7 @@ def pid_of(rank, session):
 
 
 def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
-    with serve(3, *SLOWLY, "--grid", "1x2") as served:
+    with serve(4, *SLOWLY, "--grid", "1x2", "--spares", "1") as served:
         served.wait_until_ready()
         chat = Page(browser, served.url).ready().answers_of(40)
         status = Page(browser, served.url, "/status")
@@ -48,6 +48,8 @@ def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
         })()"""
         status.until(busy)
         assert status.tab.inner_text("#stages tr:last-child td") == "1.2"
+        assert "is spare: it replaces a machine that is lost" in status.tab.inner_text(
+            "#ranks tr:last-child")
         chat.answer()
         chat.close()
         status.close()

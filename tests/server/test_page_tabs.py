@@ -167,6 +167,8 @@ def test_a_page_that_is_left_says_what_is_lost_without_a_journal(page, held):
     page.tab.wait_for_selector(".problem")
     assert "The rest of this answer is lost" in page.problem()
     assert "--journal FILE" in page.problem()
+    assert "Continue goes on" in page.problem()
+    assert page.tab.locator(".problem button").count() == 0
     assert texts(page.tab) == ["hello", "one two"]
     assert "incomplete" in page.tab.inner_text(".answer .foot")
     with page.tab.expect_request("**/v1/chat/completions") as asked:
@@ -221,3 +223,58 @@ def test_the_demonstration_says_so_and_shows_its_stages(browser):
             factor = float(note.split(f" times as fast as {name}")[0].split()[-1])
             assert factor == pytest.approx(speeds[2] / before, abs=0.15)
         page.close()
+
+
+def test_a_notice_moves_no_text_and_can_be_closed(page, held):
+    page.ask("hello")
+    number = begin(held)
+    page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+    place = page.tab.locator(".answer .text").bounding_box()
+    page.ask("too early")
+    page.tab.wait_for_selector(".notice")
+    assert page.tab.locator(".answer .text").bounding_box() == place
+    page.tab.click(".notice button")
+    held.peer.news([Ended(number, "stop")])
+    page.answer()
+
+
+def test_texts_are_seen_in_every_colour_and_width(browser, server):
+    page = Page(browser, server.url).ready()
+    page.ask("A title that is longer than the list of chats is wide, and is to be read whole")
+    page.answer()
+    seen = page.tab.evaluate("""() => {
+        const {width, left} = document.querySelector('#import').getBoundingClientRect();
+        const title = document.querySelector('.chat-list .title');
+        const edit = document.querySelector('.user .foot .edit');
+        return [left < document.querySelector('#chats-title').getBoundingClientRect().left + 1,
+            title.scrollWidth <= title.clientWidth, title.clientHeight > 30, width < 150,
+            getComputedStyle(edit).opacity];
+    }""")
+    assert seen == [True, True, True, True, "1"]
+    page.close()
+    page = Page(browser, server.url, forced_colors="active").ready()
+    page.until("document.querySelectorAll('#legend li').length > 3")
+    colours = page.tab.evaluate("""() => [...document.querySelectorAll('#legend li')].map(
+        (item) => getComputedStyle(item, '::before').backgroundColor)""")
+    assert len(set(colours)) == len(colours)
+    page.close()
+    for path in ("/", "/status"):
+        page = Page(browser, server.url, path, viewport={"width": 320, "height": 568},
+                    is_mobile=True, has_touch=True).ready()
+        page.tab.evaluate("""document.querySelector('#state').textContent =
+            'loading, 1 of 3 stages: stage 2 reading 100 of 4,000 MB'""")
+        assert page.tab.is_visible("h1")
+        assert page.tab.evaluate("document.documentElement.scrollWidth") == 320
+        page.close()
+
+
+def test_a_slow_stage_comes_with_advice(browser, server):
+    page = Page(browser, server.url, "/status").ready()
+    server.peer.send(Status(1.0, {"waiting": 0, "runs": 0, "cells": 1, "cells_used": 0, "lanes": [],
+        "totals": {"accepted": 0}, "stage_seconds": [0.4], "stage_slowdown": [4.62]}))
+    page.until("document.querySelector('#advice').textContent !== ''")
+    assert "Stage 1 on a takes 4.62 times as long" in page.tab.inner_text("#advice")
+    # what may cost speed is not the first thing to press
+    assert page.tab.get_attribute("#rebalance", "class") == page.tab.get_attribute(
+        "#preview", "class")
+    page.close()

@@ -3,10 +3,13 @@ jobs."""
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from pipeinfer.supervise.launcher import find
 from tests.kit import launch
 
 COMMAND = [sys.executable, "-m", "pipeinfer", "run"]
@@ -45,6 +48,28 @@ def test_standard_input_goes_through_a_file(said, words):
     done = said("-np", "2", "generate", *words, stdin="long text")
     assert not done.stdout.splitlines()[1].endswith("-")
     assert (words != ("-f", "-")) or done.stdout.endswith("long text")
+
+
+def test_settings_of_an_old_cluster_are_named_in_the_last_line(tmp_path):
+    file = tmp_path / ".openmpi" / "mca-params.conf"
+    file.parent.mkdir()
+    file.write_text("# the old cluster\nbtl = openib,self\nmpi_show = 1\n pml=ucx\n")
+    done = launch.run(1, [*COMMAND, "-np", "2", "generate", "-p", "x"], HOME=str(tmp_path))
+    assert done.returncode not in (0, 2)
+    assert done.stderr.rstrip().splitlines()[-1].endswith(
+        f"remove {file}, line 2 (btl = openib,self); {file}, line 4 (pml=ucx)")
+
+
+def test_of_two_launchers_that_of_this_installation_is_taken(tmp_path, monkeypatch):
+    own = Path(sys.executable).with_name("mpirun")
+    if not own.exists():
+        pytest.skip("this installation has no launcher of its own")
+    other = tmp_path / "mpirun"
+    other.write_text("#!/bin/sh\necho Open MPI 4.1.0\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = [find(environ) for environ in ({}, {"PIPEINFER_MPIRUN": str(other)})]
+    assert [one.path for one in found] == [str(own), str(other)]
 
 
 @pytest.mark.parametrize(("text", "ranks", "says"), [

@@ -19,6 +19,8 @@ from pipeinfer.supervise.keeper import Keeper
 from pipeinfer.supervise.logs import Logs
 from pipeinfer.supervise.state import Command, Down, Folder, Rescale, call
 
+DASHES = "-" * 74
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -158,6 +160,24 @@ def test_the_first_error_of_a_start_is_known(folder):
     assert (logs.error(7), logs.error(5), logs.error(1), logs.error(8)) == ("7", "5", "", "")
 
 
+def test_the_launchers_eight_lines_about_a_lost_machine_are_one(folder):
+    said = []
+    logs = Logs(folder.path / "logs", lambda rank, text: said.append(text))
+    for text in (DASHES, "PRTE has lost communication with a remote daemon.", "",
+                 "  HNP daemon   : [prterun-box-21589@0,0] on node box",
+                 "  Remote daemon: [prterun-box-21589@0,1] on node old2", "",
+                 "This is usually due to either a failure of the TCP network",
+                 "connection to the node, or possibly an internal failure of",
+                 "the daemon itself. We cannot recover from this failure, and",
+                 "therefore will terminate the job.", DASHES, " \0", "something else"):
+        logs.line(1, None, text)
+    logs.line(1, 0, DASHES)
+    logs.close()
+    assert said == ["pipeinfer: the launcher has lost machine old2, so its job ends: see there "
+                    "whether it runs and is connected", "something else", DASHES]
+    assert "We cannot recover" in (folder.path / "logs" / "launcher.log").read_text()
+
+
 def test_what_is_written_is_read(folder):
     assert folder.read() == {}
     folder.write({"pid": os.getpid()})
@@ -177,7 +197,10 @@ def test_a_status_for_people():
                     "why": ""},
                    {"at": 5.0, "ranks": 3, "exit": 3, "lived": 3.0, "moved": False,
                     "why": "no such file"},
+                   {"at": 7.0, "ranks": 3, "exit": 137, "lived": 2.0, "moved": False, "why": "",
+                    "lost": "old2 is gone: it has left"},
                    {"at": 9.0, "ranks": 2, "exit": None}]})
+    assert any(line.endswith("after 2 s old2 is gone: it has left") for line in found)
     assert found[0] == "a: ready at http://h:1, model m, 2 requests open"
     assert "  ranks     2 ranks of 3, lost: 1" in found
     assert "  host      node2  missing: does not answer" in found

@@ -257,11 +257,16 @@ def test_a_start_that_loses_a_machine_ends_at_once_and_costs_no_restart():
         assert supervisor.start_seconds == 0
         supervisor.lose_host("old3 is gone", excused=True)  # the running job finds that itself
         assert supervisor.phase is Phase.READY
+        supervisor._job.end()
+        await until_it_runs(supervisor, 3)
+        assert [row.get("lost") for row in supervisor.history] == [
+            "old2 is gone: the connection is lost", "old3 is gone", None]
         supervisor.stop()
 
-    status, said = supervise(Jobs(None, None), act)
+    status, said = supervise(Jobs(None, None, None), act)
     assert status == 5
     assert said[0] == "the job cannot start: old2 is gone: the connection is lost"
+    assert "the job has ended: old3 is gone: starting again in 1 s, which costs no restart" in said
 
 
 def test_a_move_that_loses_a_machine_comes_back():

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import urllib.request
 
 import pytest
 
@@ -43,12 +44,18 @@ class Up:
 
 @contextlib.contextmanager
 def up(folder, *words):
-    one = Up(folder, *words)
-    process = one.served.process
-    try:
+    with started(folder, *words) as one:
         one.served.wait_until_ready()
         # the supervisor hears of it a moment after the clients do
         one.served.until(lambda: one.status()["ready"], "the supervisor to know")
+        yield one
+
+
+@contextlib.contextmanager
+def started(folder, *words):
+    one = Up(folder, *words)
+    process = one.served.process
+    try:
         yield one
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -70,6 +77,9 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         served = one.served
         whole = Stream(served).ended().tokens
         assert len(whole) == 120
+        _, answered = served.ask(urllib.request.Request(
+            f"{served.url}/v1/responses", b'{"input": "x", "max_output_tokens": 3}',
+            {"Content-Type": "application/json"}))
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
         said = call(Folder("default"), print, 120, Rescale(3))["message"]
@@ -77,6 +87,8 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert stream.ended().tokens == whole
         assert stream.last["timings"]["restarts_n"] == 1
         assert stream.last["timings"]["same_arithmetic"] is True
+        # without --journal, and in the folder that only this user reads
+        assert served.get(f"/v1/responses/{answered['id']}")[1]["output"] == answered["output"]
         status = json.loads(one.call("status", "--json")[1])
         assert (status["ready"], status["ranks"], status["words"]) == (True, 3, words)
         stream = Stream(served)
@@ -135,6 +147,29 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
         served.until(lambda: len(folder.read()["starts"]) == 5, "another start", 30)
         assert Stream(served).ended().tokens == whole  # it has waited
         assert [start["exit"] for start in folder.read()["starts"]][2:] == [3, 137, None]
+
+
+@pytest.mark.parametrize(("killed", "says"), [
+    full(3, "all ranks of the job have ended without an error: were they killed, maybe"),
+    (1, "of 3 ranks of this host, 1 ended before all had met: were they killed, maybe by the"),
+])
+def test_ranks_that_are_killed_at_their_start_are_no_normal_end(tmp_path, monkeypatch, killed,
+                                                                says):
+    """As the kernel kills them for want of memory: systemd starts a service again for this."""
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+
+    def ranks():
+        found = [p for p in job_processes(Folder("default").read().get("job", "-")).values()
+                 if "serve" in p.cmdline() and "PMIX_RANK" in p.environ()]
+        return found if len(found) == 3 else []
+
+    with started(tmp_path, "-np", "3", "--restarts", "0", "--", *SERVE, "--port",
+                 str(launch.free_port())) as one:
+        one.served.until(ranks, "three ranks")
+        for rank in ranks()[:killed]:
+            rank.kill()
+        assert one.served.process.wait(60) != 0
+        one.served.until(lambda: says in "".join(one.served.log), "the reason")
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -92,7 +92,8 @@ export function explain(error) {
         actions: ["retry"] };
     case "not_found":
       return { title: "The rest of this answer is lost", said,
-        advice: "The page was left while it came. What had come by then stays.",
+        advice: "The page was left while it came. What had come by then stays: Continue goes on "
+          + "from there.",
         actions: ["retry"] };
     case "invalid_api_key":
       return { title: "The server wants an API key", said: "",

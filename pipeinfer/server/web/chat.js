@@ -264,7 +264,10 @@ export class Chat {
       console.error(error);
       error = new Failure(String(error));
     }
-    run.view.problem(explain(error), {
+    const words = explain(error);
+    // a new answer would throw away what has come; the foot has Continue
+    if (error.code === "not_found" && run.view.text) words.actions = [];
+    run.view.problem(words, {
       retry: () => this.idle(() => this.answer(run.parent, run.cut,
         run.conversation.turns[run.parent].asked)),
       settings: () => this.onAction("settings"),

@@ -67,12 +67,14 @@ function does(rank, stages) {
   for (const stage of stages) {
     if (stage.rank === rank) work.push(`stage ${stage.stage}, ${holds(stage)}`);
   }
-  return work.join("; ") || (facts.spares.includes(rank) ? "spare" : "idle");
+  return work.join("; ") || (facts.spares.includes(rank)
+    ? facts.ranks.find((one) => one.rank === rank)?.does ?? "is spare" : "idle");
 }
 
 function showStages() {
   const grid = facts.stages.some((stage) => stage.of_slices);
   $("waits").hidden = $("waits-hint").hidden = !grid;
+  showAdvice();
   $("stages").replaceChildren(...facts.stages.map((stage) => {
     const at = stage.stage - 1;  // members of a stage work in step
     const wide = Boolean(stage.of_slices);
@@ -88,6 +90,18 @@ function showStages() {
       ...(grid ? [milliseconds(waits)] : []), slow,
       loadCell(at, stage)]);
   }));
+}
+
+// What to do about the slowest stage, if one is much slower than it was.
+function showAdvice() {
+  const slow = status?.stage_slowdown ?? [];
+  const most = Math.max(0, ...slow);
+  const stage = facts.stages.find((one) => one.stage - 1 === slow.indexOf(most));
+  const text = most < SLOW || !stage ? "" : `Stage ${stage.stage} on ${stage.host} takes `
+    + `${most.toFixed(2)} times as long as at its best. See there (top) whether another program `
+    + "runs, and end it, or whether the processor is hot; if it stays, What would change? below "
+    + "shows a better split.";
+  if ($("advice").textContent !== text) $("advice").textContent = text;
 }
 
 function loadCell(k, stage) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import json
 import os
 import secrets
@@ -21,7 +20,7 @@ from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.files import parse_bytes, write_atomically
 from pipeinfer.supervise.join.messages import OwnSettings, Role
 from pipeinfer.supervise.join.tokens import JoinToken
-from pipeinfer.supervise.state import JOINED, Folder, JoinedHosts, call, members
+from pipeinfer.supervise.state import JOINED, Folder, JoinedHosts, call, members, when
 
 PORT = 7700
 TOKEN = "PIPEINFER_JOIN_TOKEN"  #: variable with the token
@@ -213,8 +212,9 @@ def hosts_command(name: str, as_json: bool) -> None:
         click.echo(json.dumps(found["hosts"]))
         return
     for host in found["hosts"]:
-        state = f"gone since {_when(host['since'])}: {host['gone']}" if host["gone"] else (
-            f"since {_when(host['since'])}, {'has ranks' if host['used'] else 'waits'}")
+        does = (host["work"] or "has ranks") if host["used"] else "waits"
+        state = f"gone since {when(host['since'])}: {host['gone']}" if host["gone"] else (
+            f"since {when(host['since'])}, {does}")
         click.echo(f"{host['name']}  {host['address']}  {host['has']}  {state}")
     if not found["hosts"]:
         click.echo(f"no machine has joined yet; there: {found['line']}")
@@ -235,8 +235,8 @@ def tokens_command(name: str, new: bool, ttl: float | None, revoke: str, as_json
         click.echo(json.dumps({"tokens": found["tokens"], "new": found["new"]}))
         return
     for one in found["tokens"]:
-        until = f"until {_when(one['until'])}" if one["until"] else "without end"
-        click.echo(f"{one['id']}  made {_when(one['made'])}, {until}, "
+        until = f"until {when(one['until'])}" if one["until"] else "without end"
+        click.echo(f"{one['id']}  made {when(one['made'])}, {until}, "
                    f"{one['machines']} machines joined by it")
     if found["new"]:
         click.echo(found["new"])
@@ -245,7 +245,3 @@ def tokens_command(name: str, new: bool, ttl: float | None, revoke: str, as_json
 def _ask(name: str, command: JoinedHosts) -> dict[str, Any]:
     return call(Folder(name), lambda text: click.echo(f"pipeinfer: {text}", err=True), 20.0,
                 command)
-
-
-def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -101,7 +101,9 @@ class JoinServer:
                              "port or address of this machine, such as --join=:7701") from error
         number = self._server.sockets[0].getsockname()[1]
         first, *others = [host] if host else own_addresses()
-        self.line = f"pipeinfer join {f'[{first}]' if ':' in first else first}:{number}"
+        # the others need the same version: where this one is a checkout, theirs are
+        command = "launch/join" if (source.ROOT / source.LAUNCHER).is_file() else "pipeinfer join"
+        self.line = f"{command} {f'[{first}]' if ':' in first else first}:{number}"
         if others:
             self._say(f"if the others reach this machine at another address, join there: "
                       f"{', '.join(others)}")
