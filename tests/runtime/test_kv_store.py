@@ -189,7 +189,7 @@ def hosts(tmp_path):
     stores = [KvStore(tmp_path / f"host{k}", 1 << 30, 30) for k in range(3)]
     peers = [StorePeers(one) for one in stores]
     everyone = Peers("ab" * 32, tuple(
-        (f"127.0.0.1:{one._server.server_address[1]}",) for one in peers))
+        (f"127.0.0.1:{one.server.server_port}",) for one in peers))
     for number, one in enumerate(peers, 1):
         one.meet(everyone, number)
     yield stores, peers, everyone
