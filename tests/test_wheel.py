@@ -40,7 +40,7 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
                   "PIPEINFER_CACHE": str(folder / "cache")} | extra
 
 
-def run(folder: Path, *command: str, timeout: float = 120, **extra: str
+def run(folder: Path, *command: str, timeout: float = 280, **extra: str
         ) -> subprocess.CompletedProcess[str]:
     """In the virtual environment `folder`, somewhere that is no checkout."""
     return subprocess.run([str(folder / "bin" / command[0]), *command[1:]], cwd=folder,
@@ -65,7 +65,7 @@ def pip(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     making one takes 7 s."""
     return subprocess.run([sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"),
                            *arguments], cwd=folder, env=environment(folder), capture_output=True,
-                          text=True, check=False, timeout=120, stdin=subprocess.DEVNULL)
+                          text=True, check=False, timeout=280, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(path, source)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True,
-                   timeout=120)
+                   timeout=280)
     needs = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]["requires"]
     done = pip(folder, "install", "--quiet", "--no-compile", "--retries", "0", "build", "pip",
                *needs)
