@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import pipeinfer
+
 PACKAGE = Path(__file__).resolve().parents[1] / "pipeinfer"
 ROOT = PACKAGE.parent
 CEILINGS = ROOT / "tests" / "ceilings.toml"
@@ -152,3 +154,11 @@ def test_the_kit_is_below_benchmarks_and_the_lab():
             found += [f"{path.relative_to(ROOT)}: {one}"
                       for one in statement.findall(path.read_text())]
     assert found == []
+
+
+def test_the_lab_has_the_version_of_the_product():
+    own = tomllib.loads((ROOT / "benchmarks/lab/pyproject.toml").read_text())["project"]
+    version = pipeinfer.__version__
+    assert own["version"] == version
+    assert [one for one in own["dependencies"] if one.startswith("pipeinfer")] == [
+        f"pipeinfer=={version}"]
