@@ -22,7 +22,7 @@ from pipeinfer.scheduler.settings import PUBLISHED
 from tests.kit.launch import environment, mpirun_path
 
 ROOT = Path(__file__).resolve().parents[2]
-MATRIX = ROOT / "tests" / "rig" / "programs" / "matrix.py"
+MATRIX = ROOT / "tests" / "kit" / "programs" / "matrix.py"
 TARGET, DRAFT = EMBEDDED / "target.gguf", EMBEDDED / "draft.gguf"
 ALL = 99  #: more layers than any of these models has
 _PREFIXES = ("PMIX_PREFIX", "PRTE_PREFIX")  #: of an Open MPI that was unpacked elsewhere

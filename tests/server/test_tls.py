@@ -24,7 +24,7 @@ from tests.kit.server_peer import SECONDS, front
 from tests.server.test_http import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ROOT / "tests" / "support" / "tls"
+FILES = ROOT / "tests" / "kit" / "tls"
 KEY, FIRST, SECOND = FILES / "localhost.key", FILES / "localhost-1.pem", FILES / "localhost-2.pem"
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 NAME = "llm.example.org"
