@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.messages import Decode
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import END, Request, SamplingParams, SeqRemove
 from pipeinfer.scheduler.events import Finish, Restart
 from pipeinfer.scheduler.settings import Limits
@@ -147,11 +148,12 @@ def test_an_answer_is_read_by_its_own_replay_alone():
 @given(data=st.data(), states=st.booleans(), credit=st.sampled_from([1, 2, 5]),
        cells=st.sampled_from([0, 90]), kept=st.sampled_from([0, 1, 3]),
        vanish=st.sampled_from([0.0, 0.1, 0.6]), accuracy=st.sampled_from([0.0, 0.7]),
-       respect_cancel=st.booleans(), seed=st.integers(0, 2**32))
+       respect_cancel=st.booleans(), policy=st.sampled_from(Policy), seed=st.integers(0, 2**32))
 @examples(200)
 def test_no_token_depends_on_the_disks(
-        data, states, credit, cells, kept, vanish, accuracy, respect_cancel, seed):
-    limits = structs.replace(LIMITS, states=states, credit=credit, cells=cells, kept=kept)
+        data, states, credit, cells, kept, vanish, accuracy, respect_cancel, policy, seed):
+    limits = structs.replace(LIMITS, states=states, credit=credit, cells=cells, kept=kept,
+                             policy=Policy.PIPEINFER if states else policy)
     base = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
     prompts = [tuple(base[:data.draw(st.integers(1, len(base)))] + data.draw(
         st.lists(st.integers(0, 6), min_size=1, max_size=14))) for _ in range(5)]
