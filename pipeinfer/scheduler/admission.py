@@ -155,7 +155,7 @@ class Admission:
         """
         if self.limits.states:
             return Block(tuple(lane.request.prompt[:stop]), None, stop) \
-                if stop in lane.kept_at else None
+                if stop in lane.kept_at and self.limits.kept else None
         whole = stop <= len(lane.request.prompt) and stop - start == self.limits.chunk
         if not self.limits.kept or not whole or start != lane.block.stop:
             return None

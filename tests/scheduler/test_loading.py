@@ -83,6 +83,15 @@ def test_a_state_that_is_missing_is_computed_from_the_start():
     assert len(reads(again)) == 1
 
 
+def test_a_state_is_read_where_memory_keeps_none():
+    """As of models that take one request at a time."""
+    limits = structs.replace(LIMITS, states=True, kept=0, parallel=1)
+    old = pipeline(limits)
+    ask(old, prompt=PROMPT[:10])
+    again = pipeline(limits, old.disks, old.scheduler.state.stored.names)
+    assert ask(again).restored == 8
+
+
 def test_memory_comes_before_the_disk():
     made = pipeline()
     ask(made, 0)
