@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.namespaces import Cluster
 from tests.kit.references import alone, seeded
-from tests.namespaces.test_cut import cut_while_it_speaks
+from tests.namespaces.test_cut import PACE, cut_while_it_speaks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROMPT = "def read(path):\n    return open(path).read()\n\n\n" * 12
@@ -20,7 +20,9 @@ GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11
 def test_a_host_that_dies_with_its_disk_costs_no_second_reading(tmp_path):
     folder = tmp_path / "kv"
     with Cluster(4, private=[str(tmp_path)]) as cluster:
-        before = cluster.pipeinfer([*GENERATE, "--kv-disk", str(folder), "--json"], timeout=90)
+        # paced, so that the copies are there before the first of the hosts leaves
+        before = cluster.pipeinfer([*GENERATE, "--kv-disk", str(folder), "--json", *PACE],
+                                   timeout=90)
         assert before.returncode == 0, before.stderr
         found = json.loads(before.stdout)
         assert found["stats"]["restored"] == 0
@@ -30,7 +32,7 @@ def test_a_host_that_dies_with_its_disk_costs_no_second_reading(tmp_path):
         # its own, and those of the stage before it
         assert all(count >= 2 * whole for count in files.values()), files
         text, err = cut_while_it_speaks(
-            cluster, [*GENERATE, "--kv-disk", str(folder), "--hook", "pace=20"],
+            cluster, [*GENERATE, "--kv-disk", str(folder), *PACE],
             lambda: cluster.unplug(3))
     assert found["tokens"] == alone(PROMPT, 90, seeded(11, 0.7))
     assert text == PROMPT + found["text"] + "\n"
