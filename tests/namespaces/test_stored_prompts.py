@@ -17,6 +17,7 @@ GENERATE = ["generate", "-p", PROMPT, "-n", "90", "--temp", "0.7", "--seed", "11
             "-c", "1024", "-t", "1", "--set", "split=equal", "--set", "chunk=32"]
 
 
+@pytest.mark.full("copies and fetches between stores in tests/runtime/test_kv_store.py")
 def test_a_host_that_dies_with_its_disk_costs_no_second_reading(tmp_path):
     folder = tmp_path / "kv"
     with Cluster(4, private=[str(tmp_path)]) as cluster:
