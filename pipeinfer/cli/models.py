@@ -18,6 +18,7 @@ from typing import Any
 import click
 from msgspec import structs
 
+from pipeinfer.cluster.stored_prompts import folder_of
 from pipeinfer.config.job import AUTO
 from pipeinfer.errors import ModelError, PipeinferError, UsageError
 from pipeinfer.files import parse_bytes
@@ -279,7 +280,7 @@ def cache_command(remove: bool, size: str | None, days: float | None, prompts: s
         raise click.UsageError("--remove, --to and --unused-for exclude each other: choose one")
     directory = cache_directory()
     files = kept(directory)
-    pieces = pieces_in(directory / "kv" if prompts == AUTO else Path(prompts))
+    pieces = pieces_in(folder_of(prompts))
     if forget:
         freed = sum(path.stat().st_size for path in pieces)
         for path in pieces:

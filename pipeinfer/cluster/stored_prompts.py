@@ -29,17 +29,16 @@ _SECRET = "secret"  #: file in rank 0's folder
 _EXACT = {"auto", "q8_0", "bf16"}  #: types of values whose rows do not depend on where cells lie
 
 
-def folder_of(config: ClusterConfig) -> Path:
-    """Return the folder of this host. Raises ModelError for a cache folder that cannot be used."""
-    if config.kv_disk == AUTO:
-        return cache_directory() / "kv"
-    return Path(config.kv_disk).expanduser()
+def folder_of(kv_disk: str) -> Path:
+    """Return the folder of this host, by --kv-disk. Raises ModelError for a cache folder that
+    cannot be used."""
+    return cache_directory() / "kv" if kv_disk == AUTO else Path(kv_disk).expanduser()
 
 
 def open_store(config: ClusterConfig) -> KvStore:
     """Return the store of this host. Raises OSError, BackendError and UsageError."""
     size = parse_bytes(config.kv_disk_size, "--kv-disk-size")
-    return KvStore(folder_of(config), size, config.kv_disk_days)
+    return KvStore(folder_of(config.kv_disk), size, config.kv_disk_days)
 
 
 def no_disk(config: JobConfig, *, gaps: bool, chains: bool = False, cut: bool = False) -> str:
@@ -93,7 +92,7 @@ def peers_of(grid: Grid, ready: Mapping[int, Ready]) -> Peers:
 def _secret(config: ClusterConfig) -> bytes:
     """The installation's secret, so that names of files confirm no guess of a prompt."""
     try:
-        folder = folder_of(config)
+        folder = folder_of(config.kv_disk)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / _SECRET
         with contextlib.suppress(FileExistsError):

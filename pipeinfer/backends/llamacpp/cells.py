@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from pipeinfer.llama import binding
 from pipeinfer.llama.library import last_log
 
 Cells = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 
 class CellOrder:
@@ -242,15 +243,15 @@ class OccupiedCells:
             self.order.place(rows)
         return done
 
-    def _guarded(self, put: Callable[[], bool]) -> bool:
-        """Call `put` while living cells behind a window have a second id, or llama.cpp would take
-        them for free ones."""
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns; meanwhile living cells behind a window have a second id, or
+        llama.cpp would take them for free ones."""
         if self._guard is None:
-            return put()
+            return call()
         for one in self.order.used_ids():
             binding.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
         try:
-            return put()
+            return call()
         finally:
             binding.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
 
@@ -262,10 +263,7 @@ class OccupiedCells:
         """
         if not self._rewound or self._guard is None:
             return int(binding.llama_decode(self._context, columns))
-        for one in self.order.used_ids():
-            binding.llama_memory_seq_cp(self._memory, one, self._guard, -1, -1)
-        status = int(binding.llama_decode(self._context, columns))
-        binding.llama_memory_seq_rm(self._memory, self._guard, 0, -1)
+        status = self._guarded(lambda: int(binding.llama_decode(self._context, columns)))
         self._rewound = status != 0
         return status
 

@@ -71,7 +71,7 @@ class LlamaOptions(Struct, frozen=True):
         overwrites
     head: whether the file is a head of the target, whose rows have a token and a hidden row
     own_prompts: whether our kernels may multiply long runs, for the whole process
-    saves: whether cells can be saved and put back, see `LlamaCppBackend.save`; not with streams or
+    saves: whether cells can be saved and put back, see `saving.CellSaver`; not with streams or
         gaps, nor on a GPU
     text: most positions of a text, by which a model with two sets of rotation factors chooses one;
         0: by the cells of the cache, as llama.cpp does
