@@ -1,4 +1,4 @@
-"""A model file on a network disk whose server is gone: a signal ends a command that waits for it."""
+"""A model on a network disk whose server is gone: a signal ends a command that waits for it."""
 
 from __future__ import annotations
 
