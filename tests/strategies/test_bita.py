@@ -69,7 +69,8 @@ def tree_of(proposals):
 @pytest.mark.parametrize(("masks", "top", "shape", "nodes"), [
     (4, 3, Shape.EFFICIENT, 12), (3, 5, Shape.EFFICIENT, 15), (2, 2, Shape.EFFICIENT, 4),
     (3, 1, Shape.EFFICIENT, 3), (3, 5, Shape.TRIANGLE, 12), (4, 5, Shape.TRIANGLE, 14),
-    (4, 3, Shape.TRIANGLE, 7), (2, 2, Shape.TRIANGLE, 3), (3, 2, Shape.FULL, 14), (3, 4, Shape.FULL, 84),
+    (4, 3, Shape.TRIANGLE, 7), (2, 2, Shape.TRIANGLE, 3), (3, 2, Shape.FULL, 14),
+    (3, 4, Shape.FULL, 84),
     (3, 4, Shape.CHAIN, 3)])
 def test_sizes_of_trees(masks, top, shape, nodes):
     """The paper's Figure 5: four masks of three tokens are 3+3+3+3 candidates; with its defaults
