@@ -262,7 +262,7 @@ class SpeculationConfig:
                                    "to 60.")
     credit: int = setting(0, low=0, high=1024, changes_tokens=False,
                           help="Maximum number of useful runs in flight; 0: tuned while running, "
-                               "from stages + 1.")
+                               "from stages + 1, which --policy published keeps.")
     chunk: int = setting(64, low=1, high=4096,
                          help="Prompt tokens per run; prompts are cut at multiples of it.")
     parallel: int = opt(1, "-np", "--parallel", low=1, high=128, changes_tokens=False,
