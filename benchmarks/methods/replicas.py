@@ -86,12 +86,16 @@ class Replica:
         while node is not None:
             path.append(chosen[tip + node])
             node = children.get((node, path[-1]))
-        shared = comm.allgather((path, [chosen[tip + top] for top in tops], len(nodes)))
-        accepted = max((one[0] for one in shared), key=len)
-        for ngram in self._window.step(tokens[-1], [one for part in shared for one in part[1]]):
+        mine = [len(nodes), len(path), *path, len(tops), *(chosen[tip + top] for top in tops)]
+        shared = np.zeros((parts, 3 + self._pool.size + count), np.int32)
+        comm.Allgather(np.resize(mine + [0] * shared.shape[1], shared.shape[1]).astype(np.int32),
+                       shared)
+        paths = [one[2 : 2 + one[1]] for one in shared.tolist()]
+        new = [token for one in shared.tolist() for token in one[3 + one[1] :][: one[2 + one[1]]]]
+        for ngram in self._window.step(tokens[-1], new):
             self._pool.add(ngram, made=True)
-        self._keep(nodes, tip, accepted, first)
-        return accepted, max(one[2] for one in shared)
+        self._keep(nodes, tip, max(paths, key=len), first)
+        return max(paths, key=len), int(shared[:, 0].max())
 
     def _keep(self, nodes: Sequence[tuple[int, int]], tip: int, accepted: Sequence[int],
               first: int) -> None:

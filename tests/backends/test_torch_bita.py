@@ -16,6 +16,7 @@ for _package in ("torch", "transformers", "safetensors"):
 
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
@@ -230,11 +231,11 @@ def test_models_that_cannot_be_tuned_say_so(tmp_path):
 
 
 def of_the_authors(path, prompts=2, width=64, masks=3):
-    """A file as BiTA's program writes it: prompt p's row is key 0, value 0, key 1, ..."""
-    torch.save({"model.prefix_encoder.embedding.weight":
-                torch.arange(prompts * 2 * LAYERS * width).reshape(prompts, -1).float(),
-                "model.mask_tokens.weight": torch.ones(masks, width),
-                "model.norm.weight": torch.ones(width)}, path)
+    """Names and layout of BiTA's program: prompt p's row is key 0, value 0, key 1, ..."""
+    save_file({"model.prefix_encoder.embedding.weight":
+               torch.arange(prompts * 2 * LAYERS * width).reshape(prompts, -1).float(),
+               "model.mask_tokens.weight": torch.ones(masks, width),
+               "model.norm.weight": torch.ones(width)}, path)
     return path
 
 
@@ -249,7 +250,7 @@ def test_the_authors_files_become_an_adapter(tmp_path):
     """Element (prompt p, layer l, key or value k, head h, dimension j) of their table is number
     p 2Ld + (2l + k) d + 16 h + j, for L=4 layers, d=64 and heads of 16."""
     whole = reference("llama", num_key_value_heads=4)
-    where, out = of_the_authors(tmp_path / "pytorch_model.bin"), tmp_path / "bita.safetensors"
+    where, out = of_the_authors(tmp_path / "authors"), tmp_path / "bita.safetensors"
     said = train_bita("--model", save(whole, tmp_path / "llama"), "--from", where, "--out", out)
     assert said == f"{out}: 3 masks, 2 prompts\n"
     found = load_bita(out)
@@ -268,9 +269,9 @@ def test_other_files_than_the_authors_are_refused(tmp_path):
     model = save(reference("llama"), tmp_path / "llama")  # two heads share keys and values
     good = of_the_authors(tmp_path / "good.bin")
     (tmp_path / "noise.bin").write_bytes(b"hello")
-    torch.save({"other": torch.ones(2)}, tmp_path / "other.bin")
+    save_file({"other": torch.ones(2)}, tmp_path / "other.bin")
     torch.save({"mask_tokens.weight": Path}, tmp_path / "code.bin")
-    for name, says in (("noise", "not a file of tensors"), ("code", "not a file of tensors"),
+    for name, says in (("noise", "no safetensors file"), ("code", "no safetensors file"),
                        ("other", "has no mask_tokens.weight"), ("good", "4 heads share 2 keys")):
         with pytest.raises(ModelError, match=says):
             train_bita("--model", model, "--from", tmp_path / f"{name}.bin", "--out",

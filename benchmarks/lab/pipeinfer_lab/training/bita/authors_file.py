@@ -1,4 +1,4 @@
-"""Convert the files of BiTA's authors (`pytorch_model*.bin` of github.com/linfeng93/BiTA).
+"""Convert the masks and prompts of BiTA's authors (github.com/linfeng93/BiTA), as safetensors.
 
 They hold `mask_tokens.weight` [M, d] (or [1, d], one vector for all masks) and
 `prefix_encoder.embedding.weight` [P, 2 L d]: for each prompt the key of layer 0, its value, the key
@@ -9,11 +9,10 @@ Does not know: training, decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
+from safetensors import SafetensorError, safe_open
 
 from pipeinfer.errors import ModelError
 from pipeinfer.models import layers
@@ -25,45 +24,40 @@ _MASKS, _PROMPTS = "mask_tokens.weight", "prefix_encoder.embedding.weight"
 _MLP = "prefix_encoder.trans.0.weight"
 
 
-def read(paths: Sequence[Path]) -> dict[str, np.ndarray]:
-    """Return masks and prompts, float32, by the names above; no code in the files is executed.
+def read(path: Path) -> dict[str, np.ndarray]:
+    """Return masks and prompts, float32, by the names above.
 
-    Raises ModelError for files that torch cannot read so, that lack masks or hold them twice.
+    Raises ModelError for other files than safetensors, and for such without masks.
     """
-    found: dict[str, np.ndarray] = {}
-    for path in paths:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            named = {name: one for full, one in state.items() for name in (_MASKS, _PROMPTS, _MLP)
-                     if full.endswith(name)}
-        except Exception as error:  # torch raises errors of many kinds for other files
-            reason = str(error).partition("\n")[0][:200]
-            raise ModelError(f"{path}: not a file of tensors that torch reads: {reason}; give the "
-                             "pytorch_model.bin that BiTA's program wrote") from error
-        found |= {name: one.float().numpy() for name, one in named.items()}
+    try:
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_tensor(full).float().numpy() for full in file.keys()
+                     for name in (_MASKS, _PROMPTS, _MLP) if full.endswith(name)}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{path}: is no safetensors file ({error}); docs/bita.md has the line "
+                         "that makes one of the authors' file") from error
     if _MASKS not in found:
-        raise ModelError(f"{paths[0]}: has no {_MASKS}; give the file of BiTA's program that has "
-                         "it, with --from once per part")
+        raise ModelError(f"{path}: has no {_MASKS}; keep the names of BiTA's program")
     if _MLP in found:
-        raise ModelError(f"{paths[0]}: its prompts pass an MLP (prefix_projection), which is not "
+        raise ModelError(f"{path}: its prompts pass an MLP (prefix_projection), which is not "
                          "supported; train an adapter with pipeinfer train bita")
     return found
 
 
-def convert(paths: Sequence[Path], model_path: Path, masks: int) -> BitaAdapter:
-    """Return the adapter of the authors' files for a model, which is not loaded.
+def convert(path: Path, model_path: Path, masks: int) -> BitaAdapter:
+    """Return the adapter of the authors' file for a model, which is not loaded.
 
     masks: M where the file has one vector for all masks.
     Raises ModelError for a model of other sizes, or whose heads share keys and values: the authors'
     prompts have keys of their own for each query head.
     """
-    state, model = read(paths), open_model(model_path)
+    state, model = read(path), open_model(model_path)
     vectors = state[_MASKS] if len(state[_MASKS]) > 1 else state[_MASKS].repeat(masks, 0)
     heads, kv = per_layer(model, "attention.head_count", 1)[0], layers.kv_heads(model)
     pairs = state.get(_PROMPTS, np.zeros((0, 2 * model.n_layers * model.n_embd), np.float32))
     if vectors.shape[1] != model.n_embd or pairs.shape[1] != 2 * model.n_layers * model.n_embd:
         raise ModelError(
-            f"{paths[0]}: masks of {vectors.shape[1]} elements and prompts of {pairs.shape[1]} do "
+            f"{path}: masks of {vectors.shape[1]} elements and prompts of {pairs.shape[1]} do "
             f"not belong to {model_path}, which needs {model.n_embd} and 2 x {model.n_layers} x "
             f"{model.n_embd}: give the model that they were trained for")
     if len(pairs) and set(kv) != {heads}:
@@ -72,4 +66,4 @@ def convert(paths: Sequence[Path], model_path: Path, masks: int) -> BitaAdapter:
     pairs = pairs.reshape(len(pairs), model.n_layers, 2, kv[0] if not len(pairs) else heads, -1)
     keys, values = (np.ascontiguousarray(pairs[:, :, one].swapaxes(0, 1)) for one in (0, 1))
     return BitaAdapter(vectors, keys, values,
-                       {"model": model_path.name, "from": [path.name for path in paths]})
+                       {"model": model_path.name, "from": path.name})

@@ -20,8 +20,8 @@ from pipeinfer_lab.training.commands import Positive, need_packages, say
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="Where the adapter goes (safetensors).")
 @click.option("--from", "source", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              multiple=True, help="Train nothing: convert the pytorch_model.bin of BiTA's authors "
-                                  "(once per part) for this model.")
+              help="Train nothing: convert masks and prompts of BiTA's authors, as safetensors "
+                   "(docs/bita.md), for this model.")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False),
               default=Path(".work/bita"), show_default=True,
               help="Samples and checkpoint; a later run resumes from here.")
@@ -52,14 +52,14 @@ from pipeinfer_lab.training.commands import Positive, need_packages, say
 @click.option("--seed", default=0, show_default=True)
 @arithmetic_options(threads=1)
 def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], data: Path | None,
-         source: tuple[Path, ...], prompting: str, threads: int, device: str, dtype: str,
+         source: Path | None, prompting: str, threads: int, device: str, dtype: str,
          **given: Any) -> None:
     """Tune masks and prompts with which a model guesses ahead (BiTA).
 
     The model answers questions by itself, and the masks learn to foresee its answers.
     """
     need_packages()
-    if source:
+    if source is not None:
         from pipeinfer.models.bita_adapter import save_bita
         from pipeinfer_lab.training.bita.authors_file import convert
 
