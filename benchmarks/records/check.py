@@ -20,6 +20,7 @@ from benchmarks.records import pages, paper_tables, raw_files
 from benchmarks.records.pages import Record
 from benchmarks.records.paper_tables import Paper
 from benchmarks.wide import grids as wide_grids
+from pipeinfer.emulation.profiles import load_profiles
 
 PAPER = pages.HERE / "paper"
 PAIRS = {
@@ -139,6 +140,23 @@ def trees(paper: Paper) -> Rows:
     return rows
 
 
+def readings(found: Sequence[tuple[str, str, str, float]]) -> Rows:
+    """`readings`: both of each figure, of 8 nodes of C."""
+    values = {(case.removeprefix("c 8 nodes "), policy, metric): mean
+              for case, policy, metric, mean in found}
+
+    def both(pair: str, policy: str, metric: str, form: str = ".2f") -> str:
+        return ", ".join(format(values[f"{pair}, a share {name}", policy, metric], form)
+                         for name in ("of positions", "of drafted tokens"))
+
+    return [[title + ACCEPTED[pair].removesuffix(" accepted"),
+             both(pair, BASELINE, "accepted of drafted"),
+             f"{load_profiles().pair(pair).positions:.2f}",
+             *(both(pair, policy, "over iterative") for policy in (BASELINE, "published")),
+             both(pair, "published", f"over {BASELINE}"),
+             both(pair, "pipeinfer", "over iterative")] for pair, title in PAIRS.items()]
+
+
 FROM_PAPER: Mapping[str, Callable[[Paper], Rows]] = {
     "published-gain": gain, "published-ttft": first_tokens, "policies-on-grids": grids,
     "published-ablations": ablations, "published-trees": trees,
@@ -148,6 +166,7 @@ FROM_PAPER: Mapping[str, Callable[[Paper], Rows]] = {
 #: tables in virtual time, each from one file
 FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
     "emulated-heads": ("heads.json", heads.rows_of),
+    "readings": ("readings.json", readings),
     "draft-ranks": ("draft-ranks.json", draft_ranks.rows_of),
     "losslessness": ("lossless.json", lossless.rows_of),
     "lookahead-s": ("lookahead.json", lookahead.table_rows),

@@ -105,6 +105,11 @@ def _on_ranks(resolved: Resolved, configs: Mapping[str, JobConfig], rounds: int,
         if not session.draft_name and not base.speculation.proposer:
             raise UsageError("there is no proposer, so nothing to leave out: give -md "
                              "or --proposer")
+        if len({one.host for one in session.hosts}) == 1 and not any(
+                one.startswith("pace=") for one in base.cluster.hook):
+            note(f"all ranks share {session.hosts[0].cores_host} cores, so what should overlap "
+                 "competes and the table may be upside down: --hook pace=40+8 gives every stage "
+                 "the time of a larger model (docs/experiments.md)")
         prompts = [session.tokenizer.encode_chat([{"role": "user", "content": text}])
                    if request.chat else session.tokenizer.encode(text) for text in chosen]
         sampling = resolved.config.sampling

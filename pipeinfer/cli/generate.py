@@ -181,6 +181,7 @@ def _report(
     config: RequestConfig, out: Generated, session: Session, reports: Mapping[int, dict[str, Any]]
 ) -> None:
     from pipeinfer.cli.summary import flops_of, memory_figures, summary
+    from pipeinfer.cluster.notes import undrafted
     from pipeinfer.models.flops import row_flops
 
     figures = out.stats()
@@ -209,7 +210,8 @@ def _report(
         click.echo(json.dumps({"text": out.text, "tokens": out.tokens, "stats": figures}))
     else:
         click.echo()
-        click.echo(f"\n{summary(figures, stages, session.notes)}", err=True)
+        further = [*filter(None, [undrafted(session.limits, out.lane)])]
+        click.echo(f"\n{summary(figures, stages, session.notes + further)}", err=True)
 
 
 def _write_trace(path: Path, session: Session) -> None:

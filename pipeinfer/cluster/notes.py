@@ -15,6 +15,9 @@ from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.replan import Holding
 from pipeinfer.planning.wide import stages_of
 from pipeinfer.runtime.drafts import RemoteDraft
+from pipeinfer.scheduler.controller import NEVER
+from pipeinfer.scheduler.events import LaneStats
+from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies import registry
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ def at_start(job: Job, assembly: Assembly, hosts: list[RankInfo], remotes: Seque
     return [why(config.speculation, job), *notes_on(hosts), *unmet(config, hosts), *job.notes,
             *job.survey.notes, *further,
             *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
-                           time_shared(hosts, job)]),
+                           time_shared(hosts, job),
+                           cut_candidates(job, assembly.terms.exact)]),
             *drawing(assembly.held, assembly.ready), *drafting(remotes, hosts, job),
             *doubts(config.speculation, job), *map(str, assembly.changes),
             *doubts_about(config.model, job, assembly)]
@@ -72,7 +76,7 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
     if inline is not None and len(rivals) > 1:
         notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
-    notes += _without_effect(config, job.policy)
+    notes += _without_effect(config, job)
     branching = [f"--set {name}" for name, least in (
         ("alternatives", 0), ("branches", 1), ("partitions", 0)) if getattr(config, name) > least]
     if job.chains and branching:
@@ -86,15 +90,25 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
     return notes
 
 
-def _without_effect(config: SpeculationConfig, policy: Policy) -> list[str]:
+def _without_effect(config: SpeculationConfig, job: Job) -> list[str]:
     """Return notes on options that change nothing in this job."""
-    notes = []
+    notes, policy = [], job.policy
+    used = policy is Policy.PIPEINFER and not job.time_sharing
+    dead = [name for name, given in (
+        ("p_recovery", config.p_recovery > 0 and job.time_sharing and config.adapt),
+        ("p_decay", config.p_decay > 0 and job.time_sharing and config.adapt),
+        ("alternatives", config.alternatives > 0 and not used and not job.chains),
+        ("tip", config.tip != "auto" and not used)) if given]
+    if dead:
+        notes.append(" and ".join(f"--set {name}" for name in dead) + " without effect: policy "
+                     f"{policy} does not use {'it' if len(dead) == 1 else 'them'}"
+                     + " where ranks take turns (--set turns=off)" * job.time_sharing)
     if config.branches > 1 and policy not in (Policy.SPECULATIVE, Policy.PUBLISHED) \
             and "async" not in config.ablate:
         notes.append(f"--set branches has no effect with policy {policy}: it is for trees of "
                      "--policy speculative and --policy published")
     if config.p_decay > 0 and config.draft_p_min <= 0 and config.p_recovery <= 0 \
-            and policy is Policy.PIPEINFER:
+            and policy is Policy.PIPEINFER and not job.time_sharing:
         notes.append("--set p_decay has no effect here: it lowers a cutoff, which is 0 without "
                      "--set draft_p_min or --set p_recovery")
     return notes
@@ -148,6 +162,37 @@ def doubts_about(config: ModelConfig, job: Job, assembly: Assembly) -> list[str]
         notes.append("stages run on different backends: tokens equal plain decoding through the "
                      "same stages, and that of one backend up to near-ties")
     return notes
+
+
+def cut_candidates(job: Job, exact: int) -> str:
+    """Describe a step of an inline proposer that has more draft tokens than an exact run has rows
+    for, else "". exact: R."""
+    config = job.config.speculation
+    spec = registry.inline(config)
+    if spec is None or spec.name != "lookahead" or job.config.model.exact == "off":
+        return ""
+    own = registry.values_of(spec, config)
+    most, size = own["lookahead_candidates"], own["lookahead_ngram"] - 1
+    if most * size < exact:
+        return ""
+    return (f"lookahead verifies at most {exact - 1} draft tokens per step, which are exact here: "
+            f"{(exact - 1) // size} whole candidates of {size} tokens instead of {most} (--exact "
+            "off: all)")
+
+
+def undrafted(limits: Limits, lane: LaneStats) -> str:
+    """Return why a request that has ended had no draft token in flight, else ""."""
+    if limits.policy is Policy.ITERATIVE or lane.issued_speculative:
+        return ""
+    if not limits.speculates:
+        why = "only runs of one row are exact here"
+    elif lane.drafted:
+        why = f"none of {lane.drafted} drafted tokens was likely enough to pay for its row"
+    elif limits.path_min >= NEVER or not limits.asks_models:
+        why = "a model's draft tokens would cost more time here than they gain"
+    else:
+        why = "the proposers had nothing to propose, or rested because they did not pay"
+    return f"no draft token was issued: {why}"
 
 
 # --- wide stages ------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class ModelConfig:
                             help="Data type of the cached values; auto: the one that keeps "
                                  "decodes exact (on a CPU q8_0, see docs/exactness.md).")
     ubatch: int = setting(0, low=0, high=65536,
-                          help="Maximum prompt rows of one decode; limits --chunk.")
+                          help="Maximum prompt rows of one decode; limits chunk.")
     flash_attn: str = opt("auto", "-fa", "--flash-attn", kind="str",
                           choices=("auto", "on", "off"), help="Flash attention.")
     repack: str = setting("auto", kind="str", choices=("auto", "on", "off"),
@@ -227,30 +227,33 @@ class SpeculationConfig:
                                        "(repeatable).")
     draft_max: int = setting(0, low=0, high=64, changes_tokens=False,
                              help="Maximum speculative tokens per micro-batch; 0: tuned while "
-                                  "running.")
+                                  "running, 3 with --policy published.")
     tree_max: int = setting(0, low=0, high=256, changes_tokens=False,
                             help="Drafted tokens of a synchronous tree (--policy speculative); 0: "
                                  "2 to 7, depending on what a further row costs here.")
     draft_p_min: float = setting(-1.0, kind="float", low=-1, high=1, changes_tokens=False,
                                  help="Do not issue drafted tokens below this confidence; -1: 0.4 "
-                                      "for synchronous trees, else only --path-min applies.")
+                                      "for synchronous trees, 0.1 with --policy published, else "
+                                      "only path_min applies.")
     path_min: float = setting(-1.0, kind="float", low=-1, high=2, changes_tokens=False,
                               help="Issue a speculative token only if it and all before it will "
                                    "be accepted with at least this estimated probability; -1: "
-                                   "tuned while running.")
+                                   "tuned while running, 0 with --policy published.")
     alternatives: int = setting(-1, low=-1, high=7, changes_tokens=False,
                                 help="How many of the draft's second, third, ... choices may be "
-                                     "issued along with its first; -1: 1, or 2 on long pipelines.")
+                                     "issued along with its first; -1: 1, or 2 on long pipelines; "
+                                       "of --policy pipeinfer alone.")
     adapt: bool = setting(True, kind="flag", changes_tokens=False,
                           help="Tune credit, micro-batch size, cutoff and tip while running.")
     p_split: float = setting(-1.0, kind="float", low=-1, high=1, changes_tokens=False,
                              help="Least confidence of a further branch or alternative; -1: 0.2 "
-                                  "for synchronous trees, else 0.02.")
+                                  "for synchronous trees, 0.1 with --policy published, else "
+                                  "0.02.")
     p_recovery: float = setting(0.0, kind="float", low=0, high=1, changes_tokens=False,
                                 help="Raise the cutoff by this much for each run issued since the "
                                      "last acceptance.")
     p_decay: float = setting(0.0, kind="float", low=0, high=1, changes_tokens=False,
-                             help="Lower the cutoff of --draft-p-min and --p-recovery by this "
+                             help="Lower the cutoff of draft_p_min and p_recovery by this "
                                   "much for each empty draft since the last acceptance; without "
                                   "them it has no effect.")
     tip: str = setting("auto", kind="str", choices=("auto", "alone", "joined"),
@@ -265,7 +268,7 @@ class SpeculationConfig:
                                    "to 60.")
     credit: int = setting(0, low=0, high=1024, changes_tokens=False,
                           help="Maximum number of useful runs in flight; 0: tuned while running, "
-                               "from stages + 1.")
+                               "from stages + 1, which --policy published keeps.")
     chunk: int = setting(64, low=1, high=4096,
                          help="Prompt tokens per run; prompts are cut at multiples of it.")
     parallel: int = opt(1, "-np", "--parallel", low=1, high=128, changes_tokens=False,

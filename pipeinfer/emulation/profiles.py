@@ -166,8 +166,10 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class PairProfile:
-    """A target with its draft. acceptance: 0 to 1; assumed: whether the paper does not say it;
-    by_depth: see `SyntheticPair`."""
+    """A target with its draft. acceptance: as published, the share of drafted tokens that are
+    accepted by synchronous trees of 4 with the cutoff 0.1; assumed: whether the paper does not say
+    it; positions: the `SyntheticPair.acceptance` with which that baseline has it here, 0 where it
+    was not fitted; by_depth: see `SyntheticPair`."""
 
     name: str
     title: str
@@ -177,6 +179,7 @@ class PairProfile:
     paper: str
     assumed: bool = False
     by_depth: tuple[float, ...] = ()
+    positions: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +252,7 @@ def load_profiles(path: Path | None = None) -> Profiles:
     pairs, clusters = {}, {}
     for name, entry in tables["pairs"].items():
         _need(origin, "pairs", name, entry)
-        if entry["acceptance"] > 1:
+        if max(entry["acceptance"], entry.get("positions", 0)) > 1:
             raise UsageError(f"{origin}[pairs.{name}] acceptance must be a share from 0 to 1")
         for key in ("target", "draft"):
             lookup(models, entry[key], "model profile", f"{origin}pair {name}: ")
@@ -293,7 +296,7 @@ _SECTIONS = {
     }, ("quantisation", "architecture", "n_layers", "n_embd", "n_ff", "n_head", "n_head_kv",
         "n_vocab")),
     "pairs": _Entry({"title": str, "target": str, "draft": str, "acceptance": _NUMBER,
-                     "paper": str, "assumed": bool, "by_depth": list},
+                     "paper": str, "assumed": bool, "by_depth": list, "positions": _NUMBER},
                     ("title", "target", "draft", "acceptance", "paper")),
     "clusters": _Entry({"title": str, "nodes": list, "link": str, "source": str},
                        ("nodes", "link")),

@@ -29,8 +29,8 @@ from pipeinfer.emulation.virtual import (
     simulate,
 )
 from pipeinfer.errors import UsageError
-from pipeinfer.planning.judge import Curve
-from pipeinfer.planning.partition import Load, Member, Split, measure, partition
+from pipeinfer.planning.judge import Curve, Judge, LoadMix
+from pipeinfer.planning.partition import Load, Member, Split, choose, measure
 from pipeinfer.scheduler.controller import NEVER, Controller, alternatives_for, cutoff
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 
@@ -50,12 +50,13 @@ class Experiment:
     pair: profile of target and draft
     policy: name of the policy
     nodes: how many of the cluster's nodes; 0 for all
-    acceptance: share of first guesses that are right; None: the pair's
+    acceptance: share of positions at which the first guess is right; None: the pair's published
+        one, which is a share of drafted tokens, so that speeds are a lower bound
     claimed: mean confidence that the draft claims; None: its true one
     link: link profile; "" for the cluster's
     delay: seconds added to every link
     slow: (node, factor) that makes a node slower
-    split: planned or equal
+    split: planned, which may leave slow nodes out as a job does, or equal
     ablate: components that are switched off
     limits: fields of `Limits` that are set, and pinned for the controller
     adapt: whether the controller tunes the rest
@@ -119,8 +120,7 @@ def ground_of(profiles: Profiles, experiment: Experiment) -> Ground:
     cluster = profiles.cluster(experiment.cluster)
     nodes = [profiles.node(name) for name in cluster.nodes]
     count = experiment.nodes or len(nodes)
-    if count > len(nodes):
-        nodes += [nodes[-1]] * (count - len(nodes))  # a bigger cluster of the same machines
+    nodes += [nodes[-1]] * (count - len(nodes))  # a bigger cluster of the same machines
     pair = profiles.pair(experiment.pair)
     link = profiles.link(experiment.link or cluster.link)
     return Ground(
@@ -135,10 +135,9 @@ def build(profiles: Profiles, experiment: Experiment) -> Built:
     ground, policy = ground_of(profiles, experiment), Policy(experiment.policy)
     alone = policy in (Policy.PIPEINFER, Policy.PUBLISHED) and len(ground.nodes) > 1
     target, stages = ground.target, ground.nodes[1:] if alone else ground.nodes
-    slow = experiment.slow
-    factors = [slow[1] if slow is not None and slow[0] == index + alone else 1.0
-               for index in range(len(stages))]
-    split = _split(stages, factors, target, experiment)
+    slow, factor = experiment.slow or (-1, 1.0)
+    factors = [factor if index + alone == slow else 1.0 for index in range(len(stages))]
+    split = _split(stages, factors, ground, experiment)
     used = [(node, factor, rows) for node, factor, rows
             in zip(stages, factors, split.counts, strict=True) if rows]
     virtual = tuple(
@@ -146,9 +145,7 @@ def build(profiles: Profiles, experiment: Experiment) -> Built:
                      n_layers, attention_time(target, [node], n_layers, experiment, factor))
         for index, (node, factor, n_layers) in enumerate(used)
     )
-    memory = [0.0] * len(ground.nodes)
-    for index, size in enumerate(split.sizes):
-        memory[index + alone] += size
+    memory = [*[0.0] * alone, *split.sizes]
     if policy is not Policy.ITERATIVE:
         memory[0] += draft_bytes(ground.draft, experiment)
     return on_stages(virtual, ground, experiment, split, memory)
@@ -222,8 +219,9 @@ def load_of(target: ModelProfile, cache_per_layer: float) -> Load:
     )
 
 
-def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: ModelProfile,
+def _split(stages: Sequence[NodeProfile], factors: Sequence[float], ground: Ground,
            experiment: Experiment) -> Split:
+    target = ground.target
     load = load_of(target, cache_bytes(target, experiment))
     size = 1e9  # members are as the planner sees them: seconds per byte for a run of one row
     members = [
@@ -232,7 +230,9 @@ def _split(stages: Sequence[NodeProfile], factors: Sequence[float], target: Mode
                factor * node.overhead, float(node.memory), optional=True)
         for node, factor in zip(stages, factors, strict=True)]
     if experiment.split == "planned":
-        return partition(load, members)
+        judge = Judge({}, {}, (LoadMix(Policy(experiment.policy), acceptance=ground.acceptance),),
+                      link=ground.wire.latency)
+        return choose(load, members, lambda split: judge(split, range(len(members))))[0]
     each, more = divmod(target.n_layers, len(stages))
     return measure(load, members, [each + (k < more) for k in range(len(stages))])
 

@@ -16,6 +16,7 @@ for _package in ("torch", "transformers", "safetensors"):
 
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
@@ -227,3 +228,55 @@ def test_models_that_cannot_be_tuned_say_so(tmp_path):
     model = load_frozen(save(reference("llama"), tmp_path / "llama"), 1)
     with pytest.raises(ValueError, match="prompts must be one of"):
         Adapter("wide", model, PLAN)
+
+
+def of_the_authors(path, prompts=2, width=64, masks=3):
+    """Names and layout of BiTA's program: prompt p's row is key 0, value 0, key 1, ..."""
+    save_file({"model.prefix_encoder.embedding.weight":
+               torch.arange(prompts * 2 * LAYERS * width).reshape(prompts, -1).float(),
+               "model.mask_tokens.weight": torch.ones(masks, width),
+               "model.norm.weight": torch.ones(width)}, path)
+    return path
+
+
+def train_bita(*args):
+    done = CliRunner().invoke(main, ["bita", *map(str, args)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_the_authors_files_become_an_adapter(tmp_path):
+    """Element (prompt p, layer l, key or value k, head h, dimension j) of their table is number
+    p 2Ld + (2l + k) d + 16 h + j, for L=4 layers, d=64 and heads of 16."""
+    whole = reference("llama", num_key_value_heads=4)
+    where, out = of_the_authors(tmp_path / "authors"), tmp_path / "bita.safetensors"
+    said = train_bita("--model", save(whole, tmp_path / "llama"), "--from", where, "--out", out)
+    assert said == f"{out}: 3 masks, 2 prompts\n"
+    found = load_bita(out)
+    found.check(LAYERS, 64)
+    assert found.keys.shape == found.values.shape == (LAYERS, 2, 4, 16)
+    for p, layer, head, j in ((0, 0, 0, 0), (1, 0, 0, 5), (0, 3, 1, 2), (1, 2, 3, 15)):
+        number = 512 * p + 2 * layer * 64 + 16 * head + j
+        assert found.keys[layer, p, head, j] == np.float16(number)
+        assert found.values[layer, p, head, j] == np.float16(number + 64)
+    one = of_the_authors(tmp_path / "one.bin", masks=1)  # one vector for all masks
+    train_bita("--model", tmp_path / "llama", "--from", one, "--masks", 4, "--out", out)
+    assert load_bita(out).n_masks == 4
+
+
+def test_other_files_than_the_authors_are_refused(tmp_path):
+    model = save(reference("llama"), tmp_path / "llama")  # two heads share keys and values
+    good = of_the_authors(tmp_path / "good.bin")
+    (tmp_path / "noise.bin").write_bytes(b"hello")
+    save_file({"other": torch.ones(2)}, tmp_path / "other.bin")
+    torch.save({"mask_tokens.weight": Path}, tmp_path / "code.bin")
+    for name, says in (("noise", "no safetensors file"), ("code", "no safetensors file"),
+                       ("other", "has no mask_tokens.weight"), ("good", "4 heads share 2 keys")):
+        with pytest.raises(ModelError, match=says):
+            train_bita("--model", model, "--from", tmp_path / f"{name}.bin", "--out",
+                       tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="needs 64 and 2 x 4 x 64"):
+        train_bita("--model", model, "--from", of_the_authors(good, width=32), "--out",
+                   tmp_path / "out")

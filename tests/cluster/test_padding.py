@@ -84,7 +84,8 @@ def test_what_padding_costs_is_said():
 
 def test_options_for_branches_without_effect_are_named():
     def said(**options):
-        job = SimpleNamespace(policy=Policy.SPECULATIVE, chains=True, gaps=False)
+        job = SimpleNamespace(policy=Policy.SPECULATIVE, chains=True, gaps=False,
+                              time_sharing=False)
         return " ".join(doubts(JobConfig.of(**options).speculation, job))
 
     found = said(alternatives=2, branches=3)

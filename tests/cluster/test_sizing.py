@@ -174,6 +174,24 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     assert chunk_of(JobConfig.of(like_llama_cpp=True, ubatch=32)) == 32
 
 
+@pytest.mark.parametrize(("policy", "options", "shared", "says"), [
+    ("published", {"alternatives": 2, "tip": "joined"}, False,
+     "--set alternatives and --set tip without effect: policy published does not use them"),
+    ("published", {"alternatives": 0}, False, ""),
+    ("speculative", {"tip": "alone"}, False, "--set tip without effect"),
+    ("pipeinfer", {"alternatives": 2, "tip": "joined"}, False, ""),
+    ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1}, True,
+     "--set p_recovery and --set p_decay without effect: policy pipeinfer does not use them where "
+     "ranks take turns"),
+    ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1, "adapt": False}, True, ""),
+    ("published", {"p_recovery": 0.1}, False, "")])
+def test_options_that_a_policy_does_not_use_are_named(policy, options, shared, says):
+    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False, time_sharing=shared,
+                          plan=SimpleNamespace(ranks=(1, 2)))
+    found = doubts(JobConfig.of(**options).speculation, job)
+    assert [says in note for note in found] == [True] * bool(says)
+
+
 @pytest.mark.parametrize(("policy", "options", "says"), [
     ("pipeinfer", {"ablate": ("cancel",)}, ""),
     ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, ""),
@@ -187,7 +205,7 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     ("pipeinfer", {"p_decay": 0.1}, "--set p_decay has no effect"),
     ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
 def test_options_without_effect_are_named(policy, options, says):
-    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False,
+    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False, time_sharing=False,
                           plan=SimpleNamespace(ranks=(1, 2)))
     found = doubts(JobConfig.of(**options).speculation, job)
     assert [says in note for note in found] == [True] * bool(says)

@@ -154,7 +154,8 @@ def test_a_slow_node_and_a_delay_show():
         return data("--policy", "iterative", *args)["policies"][0]["tokens_per_second"]
 
     assert speed("--delay", "50") < 0.8 * speed()
-    assert speed("--slow", "1:4", "--split", "equal") < speed("--slow", "1:4") < speed()
+    assert speed("--slow", "1:4", "--split", "equal") < 0.9 * speed("--slow", "1:4")
+    assert speed("--slow", "1:4") == pytest.approx(speed(), rel=0.01)  # left out, as by a job
 
 
 @pytest.mark.parametrize(("args", "says"), [

@@ -170,6 +170,10 @@ def test_where_the_main_thread_goes_on(spacing, expected):
     (["a <", 'promise topic="t t" ', "tokens=", "1", "0", "/", "> b"], {1: ["x", "</as", "ync>"]},
      b"a x b", 1),  # tags in pieces
     (["a", "</async>", "<async>", "b"], {}, b"a</async><async>b", 0),
+    (["a", '<promise topic="t" tokens=2 />', "b"], {1: ["x", "</async>"]}, b"axb", 1),  # Figure 2
+    (["a", '<promise topic="t"/>', "b"], {1: ["x", "</async>"]}, b"axb", 1),  # Figure 1
+    (["a", "<promise topic='t' tokens='2'/>", "b"], {1: ["x", "</async>"]}, b"axb", 1),
+    (["a", "<promise topic='t\"/>", "b"], {}, b"a<promise topic='t\"/>b", 0),
     (["a", *[promise("t", 1)] * 40, "<sync/>", "b"],
      {k: [f"x{k}", "</async>"] for k in range(1, 41)},
      b"a" + b"".join(b"x%d" % k for k in range(1, 41)) + b"b", 40),  # any number before a sync
@@ -181,6 +185,20 @@ def test_odd_programs_lose_nothing(main, blocks, text, forks):
     assert found == text
     assert len(chosen) == 1 + forks
     assert chosen[0] == [texts.token(word) for word in main]
+
+
+@pytest.mark.parametrize(("spacing", "expected"), [
+    (Spacing(), 42), (Spacing(Positions.PRED_1X), 42), (Spacing(Positions.FIXED, 7), 9),
+    (Spacing(Positions.ORACLE, lengths=(302,)), 304)])
+def test_a_promise_without_a_length(spacing, expected):
+    """As in the paper's Figure 1 and its third oracle: 40 positions unless the rule says how many,
+    and the block ends by itself."""
+    texts = Texts()
+    pasta = Pasta(texts.vocabulary(), start=1, room=9000, spacing=spacing)
+    chosen, _, graph = play(pasta, texts, ["u"], {
+        0: ['<promise topic="p"/>', "end"], 1: [*(f"w{k}" for k in range(300)), "</async>"]})
+    assert len(chosen[1]) == 301
+    assert graph.positions[[texts.texts[t] for t in graph.tokens].index(b"end")] == expected
 
 
 @pytest.mark.parametrize(("attribute", "spacing", "most"), [

@@ -1,7 +1,7 @@
 """PASTA-LANG: threads decode promised blocks while the main thread goes on.
 
     response := (text | promise | sync)*
-    promise  := <promise topic="..." tokens=N/>       N: expected length in units of ten
+    promise  := <promise topic="..." tokens=N/>       N: expected length in units of ten, or absent
     sync     := <sync/>
 
 When the main thread completes a promise, a thread begins with `<async>`, sees what the main thread
@@ -42,7 +42,8 @@ from pipeinfer.strategies.spec import DecomposerSpec
 ASYNC, END_ASYNC, SYNC = b"<async>", b"</async>", b"<sync/>"
 UNIT = 10  #: tokens that the attribute counts in
 LONGEST = 4  #: a block ends at so many times the length that its promise names
-_TAGS = re.compile(rb'<promise\s+topic="[^"<>]*"\s+tokens=(?P<n>[0-9]{1,6})\s*/>|<sync/>')
+_TAGS = re.compile(rb'(?P<promise><promise\s+topic=(?:"[^"<>]*"|\'[^\'<>]*\')'
+                   rb'(?:\s+tokens=(?P<quote>["\']?)(?P<n>[0-9]{1,6})(?P=quote))?\s*/>)|<sync/>')
 _OPENING = b"<promise"
 _LONGEST_TAG = 256  #: bytes after which an unfinished tag is text
 
@@ -69,7 +70,7 @@ class Spacing(Struct, frozen=True):
     """A rule for positions with its parameters.
 
     kind: the rule
-    count: positions for `fixed`
+    count: positions for `fixed`, and after a promise without `tokens`
     lengths: tokens of each block, tags included, for the oracles; further blocks are given the room
         that their promises name
     """
@@ -78,14 +79,14 @@ class Spacing(Struct, frozen=True):
     count: int = 40
     lengths: tuple[int, ...] = ()
 
-    def after(self, block: int, attribute: int) -> int:
+    def after(self, block: int, attribute: int | None) -> int:
         """Return the number of positions to leave free for a block.
 
         block: number of the block, from 0
-        attribute: N of its promise
+        attribute: N of its promise; None without
         """
         match self.kind:
-            case Positions.PRED_1X:
+            case Positions.PRED_1X if attribute is not None:
                 return attribute
             case Positions.FIXED:
                 return self.count
@@ -93,7 +94,7 @@ class Spacing(Struct, frozen=True):
                 return self.lengths[block]
             case Positions.ORACLE_10X if block < len(self.lengths):
                 return UNIT * max(1, round(self.lengths[block] / UNIT))
-        return UNIT * attribute
+        return self.count if attribute is None else UNIT * attribute
 
 
 class _Block(Struct):
@@ -174,11 +175,11 @@ class Pasta(Reader):
             return []
         actions: list[Action] = []
         skip = 0
-        if found.group("n") is None:
+        if not found.group("promise"):
             if any(not block.joined for block in self._blocks.values()):
                 actions = self._sync()
         else:
-            attribute = int(found.group("n"))
+            attribute = None if found.group("n") is None else int(found.group("n"))
             promised = self._skip(attribute)
             if promised is None:  # no room for the block: the promise stays plain text
                 main.held = 0
@@ -186,7 +187,7 @@ class Pasta(Reader):
             skip = promised
         _strip(main, start, found.start(), len(text) - found.end())
         main.held = 0
-        return actions if found.group("n") is None else self._promise(attribute, skip)
+        return self._promise(attribute, skip) if found.group("promise") else actions
 
     def ended(self, thread: int) -> list[Action]:
         """Handle the end of a thread by the model; the stop token is not part of it."""
@@ -202,18 +203,18 @@ class Pasta(Reader):
 
     # --- the main thread ----------------------------------------------------------------------
 
-    def _skip(self, attribute: int) -> int | None:
+    def _skip(self, attribute: int | None) -> int | None:
         """Positions to leave free for the next block; None: there is no room, so the promise is
         text.
         """
         skip = self._spacing.after(len(self._blocks), attribute)
         return skip if self._pos + skip < self._room else None
 
-    def _promise(self, attribute: int, skip: int) -> list[Action]:
+    def _promise(self, attribute: int | None, skip: int) -> list[Action]:
         thread = len(self._blocks) + 1
         unit = 1 if self._spacing.kind is Positions.PRED_1X else UNIT
-        block = _Block(thread, len(self._begin), self._pos,
-                       LONGEST * max(attribute * unit, UNIT))
+        room = self._room if attribute is None else LONGEST * max(attribute * unit, UNIT)
+        block = _Block(thread, len(self._begin), self._pos, room)
         self._blocks[thread] = block
         self._main.parts.insert(len(self._main.parts) - 1, block.stream)
         self._pos += skip

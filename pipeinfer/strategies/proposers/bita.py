@@ -2,10 +2,10 @@
 
 A group of M masks is below the current token and below every candidate. Mask r proposes, by its k
 most likely tokens, the token r+1 places later. The proposals of the group below the last accepted
-token are verified in the next step as a tree. Each of its levels has k, k-1, ... tokens, and only
-the likeliest has children (docs/algorithms.md 11.2, 11.3). Masks attend to the learned prompts,
-which have a sequence id of their own. No other row attends to masks or prompts, so they cannot
-change a choice.
+token are verified in the next step as a tree. Each of its levels has k tokens, and only the
+likeliest has children (the paper's section 3.2; docs/algorithms.md 11.2, 11.3). Masks attend to the
+learned prompts, which have a sequence id of their own. No other row attends to masks or prompts, so
+they cannot change a choice.
 
 Where a step's rows are bounded, the likeliest candidates are verified, with groups below the
 likeliest of those, so that all rows share one run. Where runs travel through stages, the other
@@ -35,7 +35,8 @@ _HEARD = 32  #: batches of results that are stored: more than fit into a pipelin
 class Shape(enum.StrEnum):
     """The shape of the tree of candidates that are verified together."""
 
-    EFFICIENT = "efficient"  #: k, k-1, ... per level, below the likeliest of the level before
+    EFFICIENT = "efficient"  #: k per level, below the likeliest of the level before
+    TRIANGLE = "triangle"  #: k, k-1, ... per level, as in the authors' evaluation scripts
     FULL = "full"  #: k below each token of the level before
     CHAIN = "chain"  #: the likeliest of each level, one group of masks behind the current token
 
@@ -169,8 +170,7 @@ class Bita:
 
     def _level(self, named: Sequence[tuple[int, float]], depth: int, job: StartDraft
                ) -> list[tuple[int, float]]:
-        size = max(self._top - depth, 1) if self._shape is Shape.EFFICIENT else \
-            self._top if self._shape is Shape.FULL else 1
+        size = _level_size(self._top, depth, self._shape)
         return [(token, p) for token, p in named if token not in job.stop_ids][:size]
 
     def _likeliest(self, lists: Sequence[Sequence[tuple[int, float]]], job: StartDraft
@@ -235,13 +235,18 @@ def _nearest(batch: _MaskBatch, tokens: Sequence[int]
     return best, named
 
 
+def _level_size(top: int, depth: int, shape: Shape) -> int:
+    """The tokens of mask `depth` that are verified below one token."""
+    if shape is Shape.TRIANGLE:
+        return max(top - depth, 1)
+    return 1 if shape is Shape.CHAIN else top
+
+
 def tree_size(masks: int, top: int, shape: Shape) -> int:
     """Return the most candidates that a step verifies, for M masks of k tokens each."""
-    if shape is Shape.CHAIN:
-        return masks
     if shape is Shape.FULL:
         return sum(top**level for level in range(1, masks + 1))
-    return sum(max(top - level, 1) for level in range(masks))
+    return sum(_level_size(top, depth, shape) for depth in range(masks))
 
 
 def groups_of(masks: int, top: int, shape: Shape) -> int:
@@ -281,13 +286,14 @@ SPEC = ProposerSpec(
             "--proposer bita, too.")),
         "bita_top": OwnOption(5, Option(
             ("--bita-top",), "int",
-            "With --bita: how many tokens of the first mask, best first, are verified; one "
-            "less for each further mask. Neither given nor --bita-shape: cut to one run per step.",
+            "With --bita: how many tokens of each mask, best first, are verified. Neither given "
+            "nor --bita-shape: cut to one run per step.",
             1, 8)),
         "bita_shape": OwnOption("efficient", Option(
             ("--bita-shape",), "str",
-            "With --bita: children below the best token of each level (efficient), below "
-            "every token, as many on each level (full), or the best tokens alone (chain).",
+            "With --bita: as many tokens on each level below its best one (efficient) or below "
+            "every token (full), one less on each further level (triangle), or the best tokens "
+            "alone (chain).",
             choices=tuple(shape.value for shape in Shape))),
     },
     adapter="bita", backends=frozenset({"torch"}),

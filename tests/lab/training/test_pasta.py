@@ -28,7 +28,8 @@ from pipeinfer_lab.training.pasta.pasta import IGNORE, Block, Flat  # noqa: E402
 
 U, P, A, X, E, Y, S, Z = range(8)
 #: u P1 A1 x E1 P2 A2 y E2 S z: one-token promises of length 1, then a sync.
-A6 = Flat((U, P, A, X, E, P, A, Y, E, S, Z), 1, (Block(1, 2, 4, 10), Block(5, 6, 8, 10)), (9,))
+A6 = Flat((U, P, A, X, E, P, A, Y, E, S, Z), 1, (Block(1, 2, 4, 10), Block(5, 6, 8, 10)), (9,),
+          control=7)
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +80,19 @@ def test_example_targets() -> None:
 def test_example_steps_and_parallelism() -> None:
     assert pasta.steps(A6).tolist() == [0, 1, 0, 2, 3, 2, 0, 3, 4, 3, 5]
     assert pasta.chain(A6) == 5
-    assert pasta.parallelism(A6, {P, A, E, S}) == pytest.approx(0.6)
+    assert pasta.parallelism(A6) == pytest.approx(0.6)  # x, y and z in five steps
     assert 12 / pasta.chain(A6) == pytest.approx(2.4)
+
+
+def test_parallelism_counts_no_tags() -> None:
+    """Two promises of ten tokens with blocks of four, a sync: 20 steps of promises, then the second
+    block's four and its end while the main thread waits at the sync: 25, and 26 with the word."""
+    promise, block = [P] * 10, [A, X, X, X, X, E]
+    flat = Flat((U, *promise, *block, *promise, *block, S, Z), 1,
+                (Block(10, 11, 16, 10), Block(26, 27, 32, 10)), (33,), control=20 + 4 + 1)
+    assert pasta.chain(flat) == 26
+    assert pasta.parallelism(flat) == pytest.approx(9 / 26)
+    assert pasta.flat_of(pasta.record_of(flat)) == flat
 
 
 def test_text_decodes_in_one_step_per_token() -> None:

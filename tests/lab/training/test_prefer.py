@@ -18,9 +18,9 @@ from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer_lab.training.__main__ import main
 from pipeinfer_lab.training.adapt.lora import LoraSettings, load_adapter
-from pipeinfer_lab.training.adapt.prefer import pairs_of, run
+from pipeinfer_lab.training.adapt.prefer import pairs_of, prefer, run
 from pipeinfer_lab.training.adapt.trainee import Arithmetic, Trainee
-from pipeinfer_lab.training.pasta import pasta
+from pipeinfer_lab.training.pasta import bonbon, pasta
 from pipeinfer_lab.training.pasta.bonbon import Round
 from pipeinfer_lab.training.tasks import markup
 from pipeinfer_lab.training.tasks.batches import collate
@@ -79,6 +79,11 @@ def test_answers_are_laid_out_as_training_reads_them(sampled):
         assert [block.end for block in flat.blocks] == ends
         assert [block.room for block in flat.blocks] == [10 * units for units in promised]
         assert list(flat.syncs) == syncs
+    texts = [one["text"] for record in records for one in record["samples"]]
+    for flat, text in zip(flats, texts, strict=True):
+        own = len(flat.tokens) - flat.prompt - flat.control  # digits of numbers are tokens
+        assert 0.8 < own / len(tokenizer.split(text, special=False)) < 1.2
+        assert own < len(flat.tokens) - flat.prompt
     tokenizer.close()
     assert all(one["speedup"] > 0.3 and 0 <= one["quality"] <= 1
                for record in records for one in record["samples"])
@@ -140,6 +145,33 @@ def test_files_with_figures_that_are_no_numbers(tmp_path, changed):
     path.write_text(json.dumps({"samples": [one, one | changed]}))
     with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
         pairs_of(path, 2.0, 2048, silent)
+
+
+def test_parallelism_of_samples_that_count_no_tags_is_refused(tmp_path):
+    one = pasta.record_of(pasta.Flat((1, 2, 3), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
+    del one["control"]
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"samples": [one, one | {"speedup": 2.0}]}))
+    assert pairs_of(path, 2.0, 2048, silent)[1] == 2
+    with pytest.raises(UsageError, match="does not count tags, as --term harmonic needs"):
+        pairs_of(path, 2.0, 2048, silent, "harmonic")
+
+
+def test_the_loss_compares_with_the_reference(sampled):
+    """BoNBoN's theta_init: of a model that is right by c already, its square is of what is left."""
+    pairs, samples = pairs_of(sampled, 2.0, 2048, silent)
+    learner, other = (Trainee(TASK, PLAIN, LoraSettings(4, 8.0), seed=seed) for seed in (0, 0))
+    for name, weight in other.learnt.items():
+        weight.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(len(name)))
+    with torch.no_grad():
+        mine, theirs = (one.log_probabilities(collate(pairs[0])) for one in (learner, other))
+    settings = Round(steps=1, batch=1)
+    (found,) = prefer(learner, pairs[:1], samples, settings, silent, other)
+    gained = float(mine[0] - mine[1]) - float(theirs[0] - theirs[1])
+    constant = bonbon.constant(samples)
+    assert abs(gained) > 0.5
+    assert found == pytest.approx(
+        -0.005 * float(mine[0]) + 0.995 * (gained - constant) ** 2, rel=1e-3)
 
 
 def test_samples_of_another_model_are_refused(tmp_path):

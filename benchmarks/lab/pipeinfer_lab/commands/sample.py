@@ -252,7 +252,9 @@ def layout(vocabulary: TokenVocabulary, prompt: Sequence[int], answer: Generated
                     syncs.append(promise)
                 case _:
                     pass
-    return Flat((*ids, end), len(prompt), tuple(blocks), tuple(syncs), opening)
+    text = sum(bool(piece.text) for piece in reader.flush())  # of a tag's tokens nothing is left
+    return Flat((*ids, end), len(prompt), tuple(blocks), tuple(syncs), opening,
+                len(ids) + 1 - len(prompt) - text)
 
 
 def generated(count: int | None, seed: int) -> Iterator[Asked]:

@@ -44,6 +44,8 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
             scored = []
             for one in record["samples"]:
                 flat = pasta.flat_of(one)
+                if term != "speedup" and "control" not in one:
+                    raise ValueError(f"does not count tags, as --term {term} needs: sample again")
                 flats[flat.tokens] = formats.pasta_example(flat)
                 scored.append(Scored(flat.tokens, float(one["speedup"]), float(one["quality"]),
                                      pasta.parallelism(flat)))
@@ -67,11 +69,13 @@ def pairs_of(path: Path, weight: float, context: int, report: Callable[[str], No
 
 
 def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Round,
-           report: Callable[[str], None] = print) -> list[float]:
-    """Loss of every step (paper section 4, BoNBoN), against the model as it is now; an interrupt
-    (Ctrl-C) ends it sooner. samples: answers that each pair is the best and worst of."""
+           report: Callable[[str], None] = print, reference: Trainee | None = None) -> list[float]:
+    """Loss of every step (paper section 4, BoNBoN), against `reference` (none: the model as it is
+    now); an interrupt (Ctrl-C) ends it sooner. samples: answers that each pair is the best and
+    worst of."""
     with torch.no_grad():
-        initial = [_likelihoods(trainee, pair) for pair in pairs]
+        initial = [_likelihoods(reference or trainee, pair) for pair in pairs]
+    del reference  # its memory is needed
 
     def objective(step: int, spent: float) -> Iterator[tuple[Tensor, int]]:  # noqa: ARG001
         mine = chosen(range(len(pairs)), settings.batch, settings.seed, step)
@@ -87,7 +91,7 @@ def prefer(trainee: Trainee, pairs: Sequence[Pair], samples: int, settings: Roun
 
 def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
         arithmetic: Arithmetic, *, threads: int = 1, context: int = 2048,
-        report: Callable[[str], None] = print) -> list[float]:
+        reference: Path | None = None, report: Callable[[str], None] = print) -> list[float]:
     """Leaves a LoRA adapter in peft's format in `out`; losses of every step. Raises UsageError and
     ModelError."""
     if not math.isfinite(settings.weight):
@@ -102,7 +106,8 @@ def run(model: Path, data: Path, out: Path, settings: Round, lora: LoraSettings,
     if most >= known:
         raise UsageError(f"{data}: has token {most}, but {model} knows {known}: sample from the "
                          "model that is to learn")
-    losses = prefer(trainee, pairs, samples, settings, report)
+    losses = prefer(trainee, pairs, samples, settings, report,
+                    None if reference is None else Trainee(reference, arithmetic, lora))
     save_adapter(out, LoraAdapter(
         lora, {name: p.detach() for name, p in trainee.learnt.items()}, str(model),
         about={"pairs": len(pairs), "steps": len(losses), "weight": settings.weight,

@@ -84,9 +84,10 @@ class Wording:
              ) -> Flat:
         """The layout of an answer in parts."""
         ids = self.prompt(messages)
-        start, syncs = len(ids), []
+        start, syncs, text = len(ids), [], 0
         blocks: list[Block] = []
         for piece in pieces:
+            text += len(self.text(piece.text))
             if piece.kind == "text":
                 ids += self.text(piece.text)
             elif piece.kind == "sync":
@@ -101,4 +102,5 @@ class Wording:
                     f"{markup.PROMISE}{topic}{markup.TOKENS}{said}{markup.CLOSE}")
                 blocks.append(Block(len(ids) - 1, len(ids), len(ids) + len(block) - 1, room))
                 ids += block
-        return Flat((*ids, self.end), start, tuple(blocks), tuple(syncs), len(self.begin))
+        return Flat((*ids, self.end), start, tuple(blocks), tuple(syncs), len(self.begin),
+                    len(ids) + 1 - start - text)

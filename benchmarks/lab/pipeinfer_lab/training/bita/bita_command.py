@@ -19,6 +19,9 @@ from pipeinfer_lab.training.commands import Positive, need_packages, say
               help="Model that is to draft: a GGUF file, or a Hugging Face folder.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="Where the adapter goes (safetensors).")
+@click.option("--from", "source", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="Train nothing: convert masks and prompts of BiTA's authors, as safetensors "
+                   "(docs/bita.md), for this model.")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False),
               default=Path(".work/bita"), show_default=True,
               help="Samples and checkpoint; a later run resumes from here.")
@@ -49,12 +52,21 @@ from pipeinfer_lab.training.commands import Positive, need_packages, say
 @click.option("--seed", default=0, show_default=True)
 @arithmetic_options(threads=1)
 def bita(model: Path, out: Path, work: Path, text: tuple[Path, ...], data: Path | None,
-         prompting: str, threads: int, device: str, dtype: str, **given: Any) -> None:
+         source: Path | None, prompting: str, threads: int, device: str, dtype: str,
+         **given: Any) -> None:
     """Tune masks and prompts with which a model guesses ahead (BiTA).
 
     The model answers questions by itself, and the masks learn to foresee its answers.
     """
     need_packages()
+    if source is not None:
+        from pipeinfer.models.bita_adapter import save_bita
+        from pipeinfer_lab.training.bita.authors_file import convert
+
+        adapter = convert(source, model, given["masks"])
+        save_bita(out, adapter)
+        say(f"{out}: {adapter.n_masks} masks, {adapter.n_prompts} prompts")
+        return
     if text and data is not None:
         raise UsageError("give either --text or --data")
     from pipeinfer_lab.training.adapt.trainee import Arithmetic

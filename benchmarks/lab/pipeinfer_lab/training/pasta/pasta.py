@@ -35,7 +35,8 @@ class Block:
 class Flat:
     """A flat example: ids, the length of the prompt, blocks and syncs (their last tokens) in order.
 
-    ``opening``: tokens of ``<async>``, which the interpreter inserts.
+    ``opening``: tokens of ``<async>``, which the interpreter inserts. ``control``: how many tokens
+    of the answer are no text: tags, inserted ones too, and the end of the answer.
     """
 
     tokens: tuple[int, ...]
@@ -43,6 +44,7 @@ class Flat:
     blocks: tuple[Block, ...]
     syncs: tuple[int, ...]
     opening: int = 1
+    control: int = 0
 
     @property
     def owner(self) -> NDArray[np.int64]:
@@ -57,7 +59,7 @@ def record_of(flat: Flat) -> dict[str, Any]:
     """A layout for JSON."""
     blocks = [[one.promise, one.start, one.end, one.room] for one in flat.blocks]
     return {"tokens": flat.tokens, "prompt": flat.prompt, "blocks": blocks, "syncs": flat.syncs,
-            "opening": flat.opening, "unit": 1}
+            "opening": flat.opening, "control": flat.control, "unit": 1}
 
 
 def flat_of(record: dict[str, Any]) -> Flat:
@@ -67,7 +69,8 @@ def flat_of(record: dict[str, Any]) -> Flat:
     flat = Flat(tuple(map(int, record["tokens"])), int(record["prompt"]),
                 tuple(Block(promise, start, end, unit * room) for promise, start, end, room in (
                     map(int, block) for block in record["blocks"])),
-                tuple(map(int, record["syncs"])), int(record["opening"]))
+                tuple(map(int, record["syncs"])), int(record["opening"]),
+                int(record.get("control", 0)))
     ends = [at for block in flat.blocks for at in (block.promise, block.start, block.end)]
     if not 0 < flat.prompt < len(flat.tokens) or any(
             not flat.prompt <= at < len(flat.tokens) for at in (*ends, *flat.syncs)):
@@ -179,8 +182,7 @@ def chain(flat: Flat) -> int:
     return int(steps(flat).max(initial=0))
 
 
-def parallelism(flat: Flat, control: frozenset[int] | set[int] = frozenset()) -> float:
-    """Tokens of the response over steps. ``control``: tokens that are no text; without them, it is
-    below 1 where tags outweigh what they save."""
-    text = sum(token not in control for token in flat.tokens[flat.prompt :])
-    return text / max(chain(flat), 1)
+def parallelism(flat: Flat) -> float:
+    """Tokens of text over steps (paper section 5: "non-control tokens"): below 1 where tags
+    outweigh what they save."""
+    return (len(flat.tokens) - flat.prompt - flat.control) / max(chain(flat), 1)

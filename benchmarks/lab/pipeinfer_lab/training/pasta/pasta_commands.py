@@ -87,6 +87,9 @@ def pasta_sft(data: Path, model: Path, out: Path, tags: str, positions: str, **g
 @click.option("--out", type=_FOLDER, required=True, help="Adapter.")
 @click.option("--data", type=_FILE, required=True,
               help="What pipeinfer sample has written with this model.")
+@click.option("--reference", type=click.Path(path_type=Path, exists=True),
+              help="Model that the loss compares with: the paper's is Pasta-SFT in every round "
+                   "[default: --model].")
 @click.option(
     "--weight", type=click.FloatRange(0), default=2.0, show_default=True,
     help="Weight of quality against speed (lambda); 1e6: quality, and speed among equals."
@@ -121,4 +124,4 @@ def pasta_bonbon(model: Path, out: Path, data: Path, rank: int, **given: Any) ->
                         for name in ("weight", "term", "steps", "rate", "seed", "batch")})
     run(model, data, out, settings, LoraSettings(rank, 2.0 * rank),
         Arithmetic.of(given["device"], given["dtype"]), threads=given["threads"],
-        context=given["context"], report=say)
+        context=given["context"], reference=given["reference"], report=say)
