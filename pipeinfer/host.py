@@ -332,7 +332,8 @@ def numa_nodes(root: Path = _NUMA_NODES) -> list[NumaNode]:
     found = []
     for path in root.glob("node[0-9]*"):
         if cores := _cpu_list(path / "cpulist"):
-            memory, distances = 0, ()
+            memory: int = 0
+            distances: tuple[int, ...] = ()
             with contextlib.suppress(OSError, ValueError, IndexError):
                 memory = int((path / "meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
                 distances = tuple(map(int, (path / "distance").read_text().split()))
