@@ -357,8 +357,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     looks_up = start == 0 if takes_tokens is None else takes_tokens
     if scales_embeddings(model) and not looks_up:
         own[keys.EMBEDDING_SCALE] = 0.0
-    if number(model, keys.DEEPSTACK):  # rows of a stage would have to be as wide as those of images
-        own[keys.DEEPSTACK] = 0
+    if deep := number(model, keys.DEEPSTACK):  # layers that add parts of a picture's rows
+        own[keys.DEEPSTACK] = deep if start == 0 and stop > deep else 0
     own.update(cut.writes(model))
     if declared(model.architecture).interval:
         own[keys.RECURRENT] = [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]]
