@@ -296,9 +296,16 @@ def _check_kinds(model: ModelFile, start: int, stop: int) -> None:
             f"0, {', '.join(map(str, begins))}; give such counts to --layers, or none")
 
 
-def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
-    """Return the ranges of layers that cannot be a stage, and the reason for the first of them."""
-    found: dict[tuple[int, int], str] = {}
+def barred(model: ModelFile, *, pictures: bool = False
+           ) -> tuple[frozenset[tuple[int, int]], str]:
+    """Return the ranges of layers that cannot be a stage, and the reason for the first of them.
+
+    pictures: whether the first stage reads their rows
+    """
+    deep = number(model, keys.DEEPSTACK) if pictures else 0
+    found = {(0, stop): f"{model.path.name}: the first stage needs more than the {deep} layers "
+             "that add parts of pictures; give other counts to --layers, or --mmproj none"
+             for stop in range(1, deep + 1)}
     if isinstance(model, ModelFile) and declared(model.architecture).splits:
         for start, stop in itertools.combinations(range(model.n_layers + 1), 2):
             if (start, stop) == (0, model.n_layers):

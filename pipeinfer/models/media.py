@@ -8,6 +8,7 @@ before anything is decoded. Independent of requests, prompts and HTTP.
 from __future__ import annotations
 
 import base64
+import os
 import struct
 import threading
 from collections import OrderedDict
@@ -26,6 +27,8 @@ from pipeinfer.models.text.helper import Helper, HelperDied, HelperLate, stamp
 MOST_BYTES = 20_000_000  #: of a file
 MOST_PIXELS = 33_000_000
 MOST_OF_REQUEST = 16  #: pictures and sounds
+MOST_ROWS = 1024  #: of a picture, unless the user says otherwise
+_GEMMA_ROWS = 280  #: of a picture of a Gemma by its own rules, whose rows see each other
 MARK = "<__media__>"  #: stands for a picture in a prompt of `generate`
 SECONDS = 900.0  #: longest for one picture; a projector of 0.4 B takes two minutes of one core
 _CACHE_BYTES = 64 << 20  #: of rows
@@ -96,6 +99,7 @@ class ProjectorOptions(Struct, frozen=True):
     threads: of the projector
     least, most: rows of a picture; 0: as the projector's file says
     n_ctx: tokens of the context, which a picture must not fill
+    together: rows of a picture that have to be one run; 0: none have to
     """
 
     model: str
@@ -104,6 +108,12 @@ class ProjectorOptions(Struct, frozen=True):
     least: int = 0
     most: int = 0
     n_ctx: int = 0
+    together: int = 0
+
+    @property
+    def memory(self) -> int:
+        """The bytes that the process takes, about: weights, graph, and the vocabulary."""
+        return int(1.2 * os.path.getsize(self.path)) + (80 << 20)
 
 
 class Pictures:
@@ -222,6 +232,11 @@ def _part(one: dict[str, Any]) -> tuple[int, ...] | Media:
 
 def _nbytes(shown: Shown) -> int:
     return sum(one.rows.nbytes for one in shown if isinstance(one, Media) and one.rows is not None)
+
+
+def one_run(architecture: str) -> int:
+    """Return the rows of a picture that a model evaluates in one run; 0 where it need not."""
+    return _GEMMA_ROWS if architecture.startswith("gemma") else 0
 
 
 def find(model: str | Path, given: str) -> str:

@@ -7,6 +7,7 @@ import resource
 import time
 from typing import Any
 
+from pipeinfer import host
 from pipeinfer.core.types import Media
 from pipeinfer.errors import ModelError, RequestError
 from pipeinfer.llama.mtmd import Projector, Sizes
@@ -23,8 +24,9 @@ def _begin(hello: dict[str, Any]) -> Any:
         raise ModelError(f"{path} has changed since it was loaded: restart pipeinfer")
     size = sum(hello["stamp"][:1])
     resource.setrlimit(resource.RLIMIT_DATA, (2 * size + _BEYOND,) * 2)
+    cores = host.widen_affinity(0, 1)  # a launcher may have bound rank 0 to some of them
     projector = Projector(path, hello["model"], Sizes(
-        hello["threads"], hello["least"], hello["most"]))
+        hello["threads"] or cores, hello["least"], hello["most"]))
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if "data" not in question:

@@ -4,6 +4,7 @@ llama.cpp, and single tokens follow."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.core.types import FloatArray, Media
+from pipeinfer.core.types import FloatArray, Media, Request, make_rows
 from pipeinfer.llama import binding, mtmd
 from pipeinfer.models.gguf import ModelFile
+from tests.kit.simulated import cuts
 
 MARK = "<__media__>"
 
@@ -84,3 +86,28 @@ def reference(model: ModelFile, mmproj: Path, text: str, media: list[bytes], n: 
 def _logits(backend: LlamaCppBackend, model: ModelFile) -> FloatArray:
     found = binding.llama_get_logits_ith(backend._ctx, -1)
     return np.ctypeslib.as_array(found, (model.n_vocab,)).copy()
+
+
+def plain_tokens(path: Path, mmproj: Path, text: str, media: list[bytes], n: int,
+                 chunk: int = 64) -> list[int]:
+    """Greedy tokens of one plain context that reads the prompt in the pieces of a pipeline."""
+    model = ModelFile(path)
+    with WithHelper(mmproj, path) as projector:
+        prompt, found = projector.prompt(text, media)
+    backend = LlamaCppBackend.load(
+        path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True, last=True,
+        n_ctx=2048, n_seq_max=4, n_batch=1024, n_threads=1, options=LlamaOptions())
+    edges = sorted(cuts(Request(0, tuple(prompt), n, media=found), chunk))
+    for start, stop in itertools.pairwise([*edges, *[len(prompt)] * (edges[-1] < len(prompt))]):
+        shown = next((one for one in found if one.start <= start < one.stop), None)
+        part = shown and shown.part(start - shown.start, stop - shown.start)
+        rows = make_rows([(prompt[i], i, (0,), i == len(prompt) - 1) for i in range(start, stop)],
+                         media=part)
+        logits = backend.decode(rows, part and part.rows)
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < n:
+        place = len(prompt) + len(tokens) - 1
+        logits = backend.decode(make_rows([(tokens[-1], place, (0,), True)]))
+        tokens.append(int(logits[-1].argmax()))
+    backend.close()
+    return tokens
