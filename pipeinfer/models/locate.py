@@ -160,7 +160,7 @@ def projector(config: JobConfig, target: Path) -> ProjectorOptions | None:
     return ProjectorOptions(
         str(target), path, own.mmproj_threads, own.image_min_tokens,
         own.image_max_tokens or (0 if few else media.MOST_ROWS), context_size(own, model),
-        max(few, own.image_max_tokens) if few else 0)
+        max(few, own.image_max_tokens) if few else 0, named)
 
 
 def advice(config: JobConfig) -> str:

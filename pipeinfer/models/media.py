@@ -32,6 +32,7 @@ _GEMMA_ROWS = 280  #: of a picture of a Gemma by its own rules, whose rows see e
 MARK = "<__media__>"  #: stands for a picture in a prompt of `generate`
 SECONDS = 900.0  #: longest for one picture; a projector of 0.4 B takes two minutes of one core
 _CACHE_BYTES = 64 << 20  #: of rows
+_MOST_LAYOUTS = 256
 _MODULE = "pipeinfer.models.projecting"
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 #: JPEG's segments with the size, and those without a length
@@ -100,15 +101,17 @@ class ProjectorOptions(Struct, frozen=True):
     least, most: rows of a picture; 0: as the projector's file says
     n_ctx: tokens of the context, which a picture must not fill
     together: rows of a picture that have to be one run; 0: none have to
+    named: whether the user has named it
     """
 
-    model: str
-    path: str
+    model: str = ""
+    path: str = ""
     threads: int = 1
     least: int = 0
     most: int = 0
     n_ctx: int = 0
     together: int = 0
+    named: bool = True
 
     @property
     def memory(self) -> int:
@@ -129,7 +132,8 @@ class Pictures:
         hello = {**structs.asdict(options), "stamp": stamp(options.path)}
         self._helper = Helper(_MODULE, lambda: hello)
         self._cache: OrderedDict[bytes, Shown] = OrderedDict()
-        self._lock = threading.Lock()
+        self._layouts: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
 
     def start(self) -> None:
         """Start the process without waiting until it is up: one that uses MPI must not fork."""
@@ -148,17 +152,21 @@ class Pictures:
         """The kinds of content that the model reads besides text, as APIs name them."""
         return ["image"] * self.vision + ["audio"] * self.audio
 
-    def size(self, data: bytes) -> int:
-        """Return how many tokens of a prompt a picture takes, without computing its rows.
+    def layout(self, data: bytes) -> list[int]:
+        """Return the tokens of a picture, NO_TOKEN for each row, without computing rows.
 
         Raises RequestError as `show` does.
         """
-        kind = check(data)
+        kind, key = check(data), sha256(data).digest()
         with self._lock:
-            known = self._cache.get(sha256(data).digest())
+            known = self._layouts.get(key)
         if known is None:
-            return int(self._ask(data, kind, encode=False)["n"])
-        return sum(len(one) if isinstance(one, tuple) else one.stop for one in known)
+            known = self._ask(data, kind, encode=False)["tokens"]
+            with self._lock:
+                self._layouts[key] = known
+                if len(self._layouts) > _MOST_LAYOUTS:
+                    self._layouts.popitem(last=False)
+        return list(known)
 
     def show(self, data: bytes) -> Shown:
         """Return what takes the place of a picture, or of sound, in a prompt.
@@ -166,11 +174,17 @@ class Pictures:
         Raises RequestError for a file that cannot be read, or that has ended the process.
         """
         kind, key = check(data), sha256(data).digest()
+        with self._turn:  # who waits for another's picture may wait for the same one
+            return self._known(key) or self._computed(data, kind, key)
+
+    def _known(self, key: bytes) -> Shown | None:
         with self._lock:
             if (known := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 self.found += 1
-                return known
+            return known
+
+    def _computed(self, data: bytes, kind: str, key: bytes) -> Shown:
         answer = self._ask(data, kind, encode=True)
         shown = tuple(_part(one) for one in answer["parts"])
         with self._lock:

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from pipeinfer import host
-from pipeinfer.core.types import Media
+from pipeinfer.core.types import NO_TOKEN, Media
 from pipeinfer.errors import ModelError, RequestError
 from pipeinfer.llama.mtmd import Projector, Sizes
 from pipeinfer.models.media import SECONDS, encoded
@@ -40,7 +40,8 @@ def _begin(hello: dict[str, Any]) -> Any:
         parts = [{"tokens": one.tokens} if one.tokens else encoded(
             Media(one.n_pos, one.causal, one.places, one.rows)) for one in found if encode]
         return {"parts": parts, "seconds": time.monotonic() - begun,
-                "n": sum(len(one.tokens) or one.n for one in found)}
+                "tokens": [token for one in found
+                           for token in one.tokens or (NO_TOKEN,) * one.n]}
 
     return answer
 
