@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -20,10 +21,12 @@ from pipeinfer.cluster.shutdown import end_job
 from pipeinfer.config import JobConfig
 from pipeinfer.errors import ClusterError, PipeinferError, StageFailed
 from pipeinfer.models.locate import fetch, may_fetch
+from pipeinfer.waiting import unless_within
 
 INTERRUPTED = 130
 TERMINAL = "PIPEINFER_TERMINAL"  #: host:path of the terminal of a job's supervisor
 _AGAIN = 0.05  #: seconds, in which a finaliser has ended
+_SILENT = 5.0  #: seconds of waiting for a disk without a word
 
 
 #: control characters except line ends and tabs
@@ -111,7 +114,11 @@ def fetch_models(job: JobConfig) -> None:
 
     Raises Stopped, and what `locate.find` does.
     """
-    if host.launched_rank() > 0 or not may_fetch(job):
+    if host.launched_rank() > 0:
+        return
+    for name in filter(None, (job.model.model, job.model.draft_model)):
+        _await_disk(Path(name))
+    if not may_fetch(job):
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -128,6 +135,22 @@ def fetch_models(job: JobConfig) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _await_disk(path: Path) -> None:
+    """Return when this path can be read, or when it is found that it cannot.
+
+    A signal ends neither a read nor a stat of a network disk whose server is gone, only a wait.
+    """
+    def read() -> None:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.read(1)
+
+    reader = threading.Thread(target=read, daemon=True, name="await-disk")
+    reader.start()
+    with unless_within(_SILENT, lambda: note(f"still waiting for the disk of {path}")):
+        while reader.is_alive():  # a join without a limit leaves no room for a signal's handler
+            reader.join(0.2)
 
 
 def talk_past_the_launcher() -> None:

@@ -60,6 +60,7 @@ class StorePeers:
         after = dict.fromkeys((*message.hosts[stage:], *message.hosts[: stage - 1]))
         self._others = [one for one in after if one and one != own]
         self._buddy = next(iter(self._others), ())
+        self._resting.clear()  # who did not answer may be another process by now
 
     def copy(self, name: str, data: bytes) -> None:
         """Send a file to the next stage's host. For the thread that has written it."""

@@ -190,6 +190,9 @@ class KvStore:
     # --- the writer -------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
+        # behind the threads that compute: they wait for each other after every layer
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while True:  # until `close`; it sleeps while nothing is to be written
             with self._news:
                 self._news.wait_for(lambda: self._todo or self._closed)
