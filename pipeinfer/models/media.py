@@ -262,8 +262,11 @@ def find(model: str | Path, given: str) -> str:
     if given:
         return "" if given == "none" else given
     model = Path(model)
-    folder = model.parent if model.is_file() else model
-    return nearest(model.name, [str(one) for one in sorted(folder.glob("*mmproj*.gguf"))])
+    folders = [model.parent if model.is_file() else model]
+    if "snapshots" in folders[0].parent.parts:  # of the hub's cache, where parts have a folder
+        folders.append(folders[0].parent)
+    return nearest(model.name, [str(one) for folder in folders
+                                for one in sorted(folder.glob("*mmproj*.gguf"))])
 
 
 def nearest(model: str, names: Sequence[str]) -> str:
