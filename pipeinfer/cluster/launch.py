@@ -332,7 +332,9 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     n_ctx = context_size(config.model, model)
     exact = exact_rows(config) if "torch" in what.backends else EXACT_LIMIT
     width, n_batch, cells = rows_and_cells(config, n_ctx, exact, what.stages)
-    n_batch = max(n_batch, shown.together if shown else 0)
+    if shown is not None:
+        n_batch = max(n_batch, shown.together)
+        notes.append(shown.note)
     if what.chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     found = placement.agree(

@@ -118,6 +118,11 @@ class ProjectorOptions(Struct, frozen=True):
         """The bytes that the process takes, about: weights, graph, and the vocabulary."""
         return int(1.2 * os.path.getsize(self.path)) + (80 << 20)
 
+    @property
+    def note(self) -> str:
+        """What a start prints of it."""
+        return f"pictures go through {self.path} ({self.memory / 1e9:.1f} GB of rank 0's host)"
+
 
 class Pictures:
     """A projector in a process of its own, and the rows of the last pictures.

@@ -58,6 +58,7 @@ FAMILIES = {
     "gemma3": Family(tiny("gemma3"), Shape("gemma3")),
     "gemma4": Family(tiny("gemma4"), Shape("gemma4v")),
     "gemma4-small": Family(tiny("gemma4-small"), Shape("gemma4v")),
+    "qwen2vl": Family(tiny("qwen2vl"), Shape("qwen3vl_merger")),  # its own layout was not written
     "qwen3vl": Family(tiny("qwen3vl", n_layer=8), _DEEP),
     "qwen3vlmoe": Family(tiny("qwen3vlmoe", n_layer=8), _DEEP),
     "qwen35": Family(tiny("qwen35"), Shape("qwen3vl_merger")),
