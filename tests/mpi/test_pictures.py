@@ -81,6 +81,13 @@ def test_a_lost_stage_a_draft_and_members_change_no_token(family, more, shown):
     assert stats["recovered"] == ("--hook" in more)
 
 
+def test_prompts_with_pictures_are_neither_stored_nor_read(shown, tmp_path):
+    model, files, wanted = shown("gemma3")
+    for _ in range(2):
+        stats = check(generate(2, model, files, "--kv-disk", str(tmp_path)), wanted)
+        assert stats["restored"] == 0
+
+
 @pytest.mark.parametrize(("more", "why"), [
     (("--mmproj", "none"), "has no projector of pictures"),
     (("--mmproj", "missing.gguf"), "missing.gguf: no such file"),
