@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 
+from pipeinfer.backends.llamacpp.saved_cells import CacheCells, SavedCells, to_bytes
 from pipeinfer.core.messages import Cancel, LaneClose, Tag
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, UsageError
+from pipeinfer.runtime.kv_store import KvStore, _head, pieces_in
 from pipeinfer.transport.base import Layout
 from pipeinfer.transport.inproc import local_ports
 from pipeinfer_lab.faults.faults import (
@@ -24,6 +26,7 @@ from pipeinfer_lab.faults.faults import (
     happened_here,
     parse_faults,
 )
+from pipeinfer_lab.faults.stored import damage_store
 from pipeinfer_lab.faults.wrappers import faulty_backend, faulty_port
 from tests.kit.toy import ToyBackend, ToySpec
 
@@ -64,6 +67,7 @@ def chunk(pos, count=4):
 @pytest.mark.parametrize("text", [
     "kill@2:decode=30", "stop@3:prefill=2", "error@1:decode=7:layer=3", "memory@2:decode=5",
     "slow-link@2:ms=50", "lose-cancel@3:every=2", "disk-full@2:load", "corrupt-cache@2:load",
+    "kv-corrupt@2:every=2", "kv-full@2:after=3", "kv-slow@2:ms=50",
     "kill@4:recovery=1", "kill@2:load=extracting", "error@12:prefill=1:type=backend",
     "clock@1:decode=4:s=-3600", "slow@2:ms=5", "cut-link@2:peer=3:after=40"])
 def test_a_fault_is_written_as_it_is_read(text):
@@ -341,3 +345,30 @@ def test_over_a_cut_link_nothing_gets_to_the_other_end_and_all_to_others(rank, c
     assert other.take(Tag.TRANSACTION) is None
     assert [head.take(Tag.TRANSACTION).message.lane for _ in range(4)] == [0, 1, 2, 3]
     assert capfd.readouterr().err.count("pipeinfer: fault: cut-link@4:peer=7:after=2") == 1
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What `damage_store` replaces comes back."""
+    for name in ("_read", "_put"):
+        monkeypatch.setattr(KvStore, name, getattr(KvStore, name))
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_store_with_a_faulty_disk_loses_what_is_damaged_alone(tmp_path, capsys):
+    store = KvStore(tmp_path / "kv", 1 << 30, 30)
+    faults = parse_faults("kv-corrupt@1:every=2,kv-full@1:after=3")
+    damage_store(faults, 2)
+    assert KvStore._read.__name__ == "_read"  # of another rank
+    damage_store(faults, 1)
+    cells = SavedCells([CacheCells([0], b"", (0, 0), 0, {0: [(0, 1, 1, memoryview(b"x"))] * 2})])
+    for number in range(3):
+        data = to_bytes(cells)
+        store.accept(f"{number:032x}.0-1", _head(memoryview(data)) + data)
+    with pytest.raises(OSError, match="No space left"):
+        store._put(f"{3:032x}.0-1", b"")
+    found = [store.read(number.to_bytes(16, "big"), (0, 1)) for number in range(3)]
+    assert [one is not None for one in found] == [True, False, True]
+    assert len(pieces_in(tmp_path / "kv")) == 2  # the damaged one went
+    assert capsys.readouterr().err.count("pipeinfer: fault: ") == 2
+    store.close()

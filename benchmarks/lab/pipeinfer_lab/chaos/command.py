@@ -28,6 +28,7 @@ from pipeinfer_lab.chaos.soak import MOVES, soak
 from pipeinfer_lab.chaos.trial import (
     BETWEEN,
     FAULTS,
+    KV,
     MOMENTS,
     SIGNALS,
     Setup,
@@ -123,7 +124,8 @@ def chaos_command(serve_arguments: tuple[str, ...], **given: Any) -> None:
     folder.mkdir()
     setup = Setup(ranks, spares, (*arguments, *serve_arguments),
                   bodies(requests, tokens, seed, mixed=given["mixed"]), folder,
-                  given["keep_logs"], given["seconds"], victims, asker)
+                  given["keep_logs"], given["seconds"], victims, asker,
+                  kv=minutes is None and bool({*KV, "all"} & {*given["faults"]}))
     signal.signal(signal.SIGTERM, _end)  # or the job under trial would stay
     try:
         planned = plan(given["faults"], given["moments"], given["runs"], seed,

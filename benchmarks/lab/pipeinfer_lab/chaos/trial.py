@@ -32,12 +32,14 @@ from pipeinfer_lab.faults.faults import flip_byte
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 BETWEEN = "cut-link"  #: between two ranks that both hear the head
 #: by --hook fault= of a rank
-INSIDE = ("error", "memory", "clock", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN)
+KV = ("kv-corrupt", "kv-full", "kv-slow")  #: of prompts on disks
+INSIDE = ("error", "memory", "clock", "slow", "slow-link", "lose-cancel", "disk-full", BETWEEN, *KV)
 FAULTS = (*SIGNALS, *INSIDE, "corrupt-cache", "storm", *WHOLE, *DISKS)
 MOMENTS = ("load", "prefill", "decode", "recovery")
 FIRST_SECONDS, DRAIN_SECONDS, GONE_SECONDS = 600.0, 20.0, 5.0
 STORM_CLIENTS = 200
 _QUEUE_FULL = 429
+_STORES = {"PIPEINFER_KV_DISK": "auto"}  #: below a run's own cache
 _CUT_SECONDS = "16"  #: --timeout where a link is cut: nothing else tells of it
 _SECOND_BLOW = 0.3  #: seconds after the first in which the second of moment recovery comes
 _SNIPPETS = ("def fibonacci(n):\n", "class Stack:\n    def __init__(self):\n", "import os\n",
@@ -63,7 +65,8 @@ _MIXED: tuple[dict[str, Any], ...] = (
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What all runs of a campaign share. cache: a directory of its own. logs: where logs go.
-    victims: who is hit. complete: the client, `client.complete` or another one like it."""
+    victims: who is hit. complete: the client, `client.complete` or another one like it. kv: whether
+    the undisturbed runs keep prompts on disks."""
 
     ranks: int
     spares: int
@@ -74,6 +77,7 @@ class Setup:
     answer_seconds: float = 60.0
     victims: Victims = ANYONE
     complete: Callable[..., Awaitable[Answer]] = client.complete
+    kv: bool = False
 
     def start(self, cache: Path, fault: str = "", *, seconds: float = 0.0,
               environ: Mapping[str, str] | None = None) -> ServerJob:
@@ -130,7 +134,7 @@ def bodies(count: int, tokens: int, seed: int, *, mixed: bool = False
 
 async def undisturbed(setup: Setup) -> Undisturbed:
     """Run the requests with nothing going wrong. Raises Trouble when that fails already."""
-    job = setup.start(setup.cache)
+    job = setup.start(setup.cache, environ=_STORES if setup.kv else None)
     try:
         await asyncio.to_thread(job.await_ranks, FIRST_SECONDS)
         up = time.monotonic()
@@ -195,6 +199,8 @@ class _Trial:
             spec = self._inside()
             outcome.what = f"--hook fault={spec}"
             environ["PIPEINFER_HOOK"] = f"fault={spec}"
+        if outcome.fault in KV:
+            environ |= _STORES
         if outcome.fault == BETWEEN:
             environ |= {"PIPEINFER_TIMEOUT": _CUT_SECONDS, "PIPEINFER_SUM_PATH": "messages"}
         elif outcome.fault == "corrupt-cache":
@@ -216,6 +222,12 @@ class _Trial:
             return f"slow-link@{rank}:ms={rng.choice((5, 20, 50))}"
         if fault == "lose-cancel":
             return f"lose-cancel@{rank}:every={rng.randint(1, 3)}"
+        if fault in KV:
+            if fault == "kv-full" or (fault == "kv-slow" and rng.random() < 0.5):
+                shutil.rmtree(self._cache / "kv")  # so that there is something to write
+            return f"{fault}@{rank}:" + {
+                "kv-corrupt": f"every={rng.randint(1, 3)}", "kv-full": f"after={rng.randint(0, 6)}",
+                "kv-slow": f"ms={rng.choice((20, 100, 400))}"}[fault]
         if fault == "disk-full":
             shutil.rmtree(self._cache)  # or nothing would be written
             return f"disk-full@{rank}:load"

@@ -16,11 +16,14 @@
     lose-cancel@3:every=2       every second cancellation that comes to rank 3 is lost
     disk-full@2:load            ENOSPC while the shard is written
     corrupt-cache@2:load        a byte of the cached shard is flipped before it is taken
+    kv-corrupt@2:every=2        a byte of every second prompt on the disk is flipped before a read
+    kv-full@2:after=3           ENOSPC for each prompt that is written to the disk, but the first 3
+    kv-slow@2:ms=200            every read and write of a prompt on the disk takes so much longer
 
-Several are separated by commas. Each happens once in a process (slow, links and lose-cancel last),
-and says so on standard error. Every wrapper returns its argument untouched when no fault is for
-this rank; those of the port and the backend are in `wrappers.py`. Knows progress and shard files,
-no MPI, request, plan or server.
+Several are separated by commas. Each happens once in a process (slow, kv, links and lose-cancel
+last), and says so on standard error. Every wrapper returns its argument untouched when no fault is
+for this rank; those of the port and the backend are in `wrappers.py`. Knows progress and shard
+files, no MPI, request, plan or server.
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ class Kind(enum.StrEnum):
     LOSE_CANCEL = "lose-cancel"
     DISK_FULL = "disk-full"
     CORRUPT_CACHE = "corrupt-cache"
+    KV_CORRUPT = "kv-corrupt"
+    KV_FULL = "kv-full"
+    KV_SLOW = "kv-slow"
 
 
 _MOMENTS = ("load", "prefill", "decode", "recovery")
@@ -68,10 +74,12 @@ _FIELDS = {
     Kind.SLOW: ("ms",), Kind.SLOW_LINK: ("ms",), Kind.CUT_LINK: ("peer", "after"),
     Kind.LOSE_CANCEL: ("every",),
     Kind.DISK_FULL: ("load",), Kind.CORRUPT_CACHE: ("load",),
+    Kind.KV_CORRUPT: ("every",), Kind.KV_FULL: ("after",), Kind.KV_SLOW: ("ms",),
 }
 _TYPES = ("runtime", "backend", "memory")
 SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.STOP: signal.SIGSTOP}
-_LASTING = (Kind.SLOW, Kind.SLOW_LINK, Kind.CUT_LINK, Kind.LOSE_CANCEL)
+KV = (Kind.KV_CORRUPT, Kind.KV_FULL, Kind.KV_SLOW)
+_LASTING = (Kind.SLOW, Kind.SLOW_LINK, Kind.CUT_LINK, Kind.LOSE_CANCEL, *KV)
 
 
 class Fault(Struct, frozen=True):
@@ -86,9 +94,9 @@ class Fault(Struct, frozen=True):
     type: of the exception that is raised
     ms: delay in milliseconds
     s: by which a clock jumps, in seconds
-    every: every how many cancellations one is affected
+    every: every how many cancellations, or prompts that are read, one is affected
     peer: the rank at the other end of a link
-    after: how many messages still get there
+    after: how many messages still get there, or prompts are still written
     """
 
     kind: Kind
@@ -113,13 +121,15 @@ class Fault(Struct, frozen=True):
             text += f":layer={self.layer}"
         if self.type != "runtime":
             text += f":type={self.type}"
-        if self.kind in (Kind.SLOW, Kind.SLOW_LINK):
+        if self.kind in (Kind.SLOW, Kind.SLOW_LINK, Kind.KV_SLOW):
             text += f":ms={self.ms:g}"
         if self.kind is Kind.CLOCK:
             text += f":s={self.s:g}"
         if self.kind is Kind.CUT_LINK:
             text += f":peer={self.peer}:after={self.after}"
-        if self.kind is Kind.LOSE_CANCEL:
+        if self.kind is Kind.KV_FULL:
+            text += f":after={self.after}"
+        if self.kind in (Kind.LOSE_CANCEL, Kind.KV_CORRUPT):
             text += f":every={self.every}"
         return text
 

@@ -14,6 +14,7 @@ from pipeinfer_lab.faults.faults import (
     faulty_recovery,
     parse_faults,
 )
+from pipeinfer_lab.faults.stored import damage_store
 from pipeinfer_lab.faults.wrappers import faulty_backend, faulty_port
 
 
@@ -25,6 +26,7 @@ class FaultHook(Hook):
         super().__init__(values, rank)
         self.faults = parse_faults(values)
         self._recovery = faulty_recovery(self.faults, rank)
+        damage_store(self.faults, rank)
 
     def port(self, port: Port) -> Port:
         """A port that loses or delays messages."""
