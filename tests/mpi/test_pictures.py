@@ -58,7 +58,8 @@ def check(done, wanted):
 def test_ranks_give_the_tokens_of_one_context(family, shown):
     model, files, wanted = shown(family)
     check(generate(1, model, files, "--policy", "iterative"), wanted)
-    stats = check(generate(4, model, files, "--policy", "pipeinfer", "--proposer",
+    ranks = 3 if family == "qwen35moe" else 4  # its stages begin at layers 0 and 4
+    stats = check(generate(ranks, model, files, "--policy", "pipeinfer", "--proposer",
                            "prompt-lookup"), wanted)
     layers = [one["layers"] for one in stats["stages"].values()]
     assert len(layers) >= 2
