@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,8 +137,16 @@ class Shown:
                 raise UsageError(f"--image {name}: {error}") from error
         self._pictures = media.Pictures(options)
         self._pictures.ready()
-        self._pool = ThreadPoolExecutor(1)
-        self._rows = [self._pool.submit(self._pictures.show, one) for one in files]
+        self._rows: list[Future[Any]] = [Future() for _ in files]
+        # a daemon: a job that fails must not wait for a picture, which may take minutes
+        threading.Thread(target=self._compute, args=(files,), daemon=True).start()
+
+    def _compute(self, files: Sequence[bytes]) -> None:
+        for data, rows in zip(files, self._rows, strict=True):
+            try:
+                rows.set_result(self._pictures.show(data))
+            except Exception as error:  # raised again where they are used
+                rows.set_exception(error)
 
     def marked(self, text: str) -> str:
         """Return a prompt with marks, at its beginning if it has none."""
@@ -165,7 +174,6 @@ class Shown:
             except RequestError as error:
                 raise RequestError(f"--image {name}: {error}") from error
         self._pictures.close()
-        self._pool.shutdown()
         return joined(parts)
 
 
