@@ -146,7 +146,7 @@ def projector(config: JobConfig, target: Path) -> ProjectorOptions | None:
 
     target: the model's file
     One that the user has not named is left out where stages could not use it. Raises ModelError for
-    a file that does not exist.
+    a file that does not exist, and for a model whose pictures are not computed here.
     """
     own = config.model
     path = media.find(target, own.mmproj)
@@ -156,8 +156,10 @@ def projector(config: JobConfig, target: Path) -> ProjectorOptions | None:
     if not Path(path).is_file():
         raise ModelError(f"--mmproj {path}: no such file")
     model = open_model(target)
+    if (why := media.REFUSED.get(model.architecture, "")) and named:
+        raise ModelError(f"--mmproj is not supported: {why}")
     few = media.one_run(model.architecture)
-    return ProjectorOptions(
+    return None if why else ProjectorOptions(
         str(target), path, own.mmproj_threads, own.image_min_tokens,
         own.image_max_tokens or (0 if few else media.MOST_ROWS), context_size(own, model),
         max(few, own.image_max_tokens) if few else 0, named)

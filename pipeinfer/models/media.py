@@ -29,6 +29,9 @@ MOST_PIXELS = 33_000_000
 MOST_OF_REQUEST = 16  #: pictures and sounds
 MOST_ROWS = 1024  #: of a picture, unless the user says otherwise
 _GEMMA_ROWS = 280  #: of a picture of a Gemma by its own rules, whose rows see each other
+#: text models whose pictures are not computed here, and why
+REFUSED = {"hunyuan_vl": "pictures of HunyuanVL stand at a fourth position",
+           "deepseek4": "layers of DeepSeek-V4 choose experts by tokens, which pictures lack"}
 MARK = "<__media__>"  #: stands for a picture in a prompt of `generate`
 SECONDS = 900.0  #: longest for one picture; a projector of 0.4 B takes two minutes of one core
 _CACHE_BYTES = 64 << 20  #: of rows
@@ -140,12 +143,11 @@ class Pictures:
         self._layouts: OrderedDict[bytes, list[int]] = OrderedDict()
         self._lock, self._turn = threading.Lock(), threading.Lock()
 
-    def start(self) -> None:
-        """Start the process without waiting until it is up: one that uses MPI must not fork."""
-        self._helper.start()
-
     def ready(self) -> None:
-        """Wait until the projector is loaded. Raises RequestError, in one line, if it cannot be."""
+        """Start the process, as it is also by the first picture, and wait until the projector is
+        loaded: a process that uses MPI must not fork. Raises RequestError, in one line, if it
+        cannot be.
+        """
         found = self._helper.ask({})
         self.vision, self.audio = bool(found["vision"]), bool(found["audio"])
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.config import JobConfig
 from pipeinfer.core.types import Media
-from pipeinfer.errors import RequestError
+from pipeinfer.errors import ModelError, RequestError
 from pipeinfer.llama import mtmd
-from pipeinfer.models import media
+from pipeinfer.models import locate, media
 from pipeinfer.models.media import Pictures, ProjectorOptions, check, find, joined, nearest
 from tests.kit.picture_oracle import MARK, WithHelper
-from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
 from tests.kit.random_projectors import (
     FAMILIES,
     SMOLLM2,
@@ -188,6 +189,18 @@ def test_the_nearest_projector_next_to_a_model_is_found(tmp_path):
     assert find(model, "") == str(tmp_path / "mmproj-gemma-3-4b-it-F16.gguf")
     assert (find(model, "none"), find(model, "x.gguf")) == ("", "x.gguf")
     assert nearest("a.gguf", []) == ""
+
+
+def test_a_model_whose_pictures_need_more_is_refused_by_name(tmp_path):
+    model = write_random_model(tmp_path / "model.gguf", tiny("hunyuan_vl"))
+    mmproj = tmp_path / "mmproj.gguf"
+    mmproj.write_bytes(b"GGUF")
+    config = JobConfig.of(model=str(model))
+    assert locate.projector(config, model) is None  # found, and left out
+    with pytest.raises(ModelError, match="HunyuanVL stand at a fourth position"):
+        locate.projector(config.replace(mmproj=str(mmproj)), model)
+    with pytest.raises(ModelError, match=r"missing\.gguf: no such file"):
+        locate.projector(config.replace(mmproj="missing.gguf"), model)
 
 
 @given(st.binary(max_size=64))
