@@ -113,7 +113,7 @@ class Site:
 def _prompt(tokens: int, seed: int) -> str:
     words = (ROOT / "docs" / "algorithms.md").read_text().split()
     rng = random.Random(seed)
-    return " ".join(rng.choice(words) for _ in range(int(tokens / 2.55)))
+    return " ".join(rng.choice(words) for _ in range(int(tokens / 1.35)))
 
 
 def _show(name: str, key: str, found: dict[str, Any], want: str) -> None:

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Set
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 from msgspec import Struct
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NUMA_NODES = Path("/sys/devices/system/node")
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  #: numbers of the kernel's call
+_PREFERRED, _MASK_BITS = 1, 63
 _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY = Path("/proc/meminfo")
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
@@ -206,8 +208,7 @@ def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
     """
     if which != "per-rank" and not which.isdigit():
         return
-    known = sorted(int(path.name[4:]) for path in root.glob("node[0-9]*")
-                   if _cpu_list(path / "cpulist"))
+    known = [one.number for one in numa_nodes(root)]
     if which.isdigit() and int(which) not in known:
         raise UsageError(
             f"{host_name()} has no NUMA node {which} (it has "
@@ -220,12 +221,22 @@ def bind_numa(which: str, place: Place, root: Path = _NUMA_NODES) -> None:
     sharers = len(range(first, place.local_size, step))
     with contextlib.suppress(OSError, AttributeError):  # cores that the cgroup withholds
         os.sched_setaffinity(0, _cpu_list(root / f"node{node}" / "cpulist"))
+    _prefer_memory(node)
     cores = sorted(os.sched_getaffinity(0))
     each = min(len(cores), _quota()) // sharers
     if each >= 1 and sharers > 1:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[turn * each : (turn + 1) * each])
     place.cores = max(1, each)
+
+
+def _prefer_memory(node: int) -> None:
+    """Let this thread, and those that it starts, get memory of one NUMA node while that has some.
+    Containers may forbid it: then pages lie where they are first touched, which is here as well."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is not None and node < _MASK_BITS:
+        mask = ctypes.c_ulong(1 << node)
+        ctypes.CDLL(None).syscall(number, _PREFERRED, ctypes.byref(mask), _MASK_BITS)
 
 
 def choose_gpu(device: str, place: Place, root: Path = _DEVICES) -> None:
@@ -302,9 +313,31 @@ def _free_bytes(folder: Path) -> int:
         return 0
 
 
-def numa_nodes(root: Path = _NUMA_NODES) -> int:
-    """Return how many NUMA nodes with cores this host has; at least 1."""
-    return max(1, sum(bool(_cpu_list(path / "cpulist")) for path in root.glob("node[0-9]*")))
+class NumaNode(NamedTuple):
+    """A part of a host whose cores reach its memory faster than other memory.
+
+    cores: how many
+    memory: bytes
+    distances: to all nodes, as the firmware has them; 10 to itself
+    """
+
+    number: int
+    cores: int
+    memory: int
+    distances: tuple[int, ...]
+
+
+def numa_nodes(root: Path = _NUMA_NODES) -> list[NumaNode]:
+    """Return the NUMA nodes of this host that have cores, in order."""
+    found = []
+    for path in root.glob("node[0-9]*"):
+        if cores := _cpu_list(path / "cpulist"):
+            memory, distances = 0, ()
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                memory = int((path / "meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+                distances = tuple(map(int, (path / "distance").read_text().split()))
+            found.append(NumaNode(int(path.name[4:]), len(cores), memory, distances))
+    return sorted(found)
 
 
 def facts(cores: int, local_rank: int, local_size: int) -> Facts:

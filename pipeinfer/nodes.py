@@ -36,7 +36,7 @@ _KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
 _OPTIONS = ("threads", "threads_draft", "gpu_layers", "gpu_layers_draft", "numa", "backend")
 OWN_HOST = "host"
 _ALL_LAYERS = 100_000
-_NUMA = ("distribute", "isolate", "numactl", "per-rank")
+_NUMA = ("distribute", "isolate", "numactl", "per-rank", "off")
 _NO_CONTROLS = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
 Role: TypeAlias = Literal["auto", "head", "stage", "draft", "spare"]
 Backend: TypeAlias = Literal["", "auto", "llamacpp", "torch"]
@@ -64,8 +64,8 @@ class NodeSettings(Struct, frozen=True):
     device: cpu, gpu, gpu:2 for the third GPU, or per-rank: the ranks of a host get its GPUs in turn
     threads: of a stage
     threads_draft: of the draft
-    numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, or per-rank (the
-        host's first rank on node 0, its second on node 1)
+    numa: one of llama.cpp's strategies, the number of a NUMA node to stay on, per-rank (the
+        host's first rank on node 0, its second on node 1), or off (where the kernel likes)
     role: head, stage, draft (its ranks propose tokens) or spare
     proposer: of --proposer's names, which its ranks run instead of holding layers
     draft: model that they run as a draft
@@ -130,7 +130,7 @@ class NodeSettings(Struct, frozen=True):
             value = getattr(self, name)
             if value not in ("", None) and not (name.startswith("threads") and value == 0):
                 values[name] = value
-        if self.numa == "per-rank" or self.numa.isdigit():
+        if self.numa in ("per-rank", "off") or self.numa.isdigit():
             del values["numa"]
         return {name: value for name, value in values.items() if name not in given}
 
@@ -410,6 +410,11 @@ def settle(config: JobConfig, place: Place, node: NodeSettings) -> JobConfig:
     """Apply the nodes file's settings of this host: option values, its GPU, its NUMA node."""
     several = config.model.gpu_layers and place.local_size > 1
     host.choose_gpu(node.device or ("per-rank" if several else ""), place)
+    own = node.options(config.given)
     if not config.cluster.keep_binding:
-        host.bind_numa(node.numa, place)
-    return config.replace(**node.options(config.given))
+        # several ranks would use each other's memory otherwise, at half the speed
+        spread = place.local_size >= len(host.numa_nodes()) > 1 and not config.model.numa
+        host.bind_numa(node.numa or ("per-rank" if spread else ""), place)
+    if config.model.numa == "off":
+        own["numa"] = ""
+    return config.replace(**own)

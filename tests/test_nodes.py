@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from pipeinfer.nodes import (
     ranks_of,
     read_hostfile,
     read_nodes,
+    settle,
 )
 
 HOSTFILES = Path(__file__).resolve().parents[1] / "hostfiles"
@@ -276,6 +279,46 @@ def test_numa_nodes(monkeypatch, two_sockets, which, local_rank, local_size, cpu
     if cpus is not None:
         sharers = local_size if which.isdigit() else len(range(local_rank % 2, local_size, 2))
         assert place.cores == max(1, 5 // sharers)
+
+
+def test_what_a_host_with_two_sockets_has(two_sockets):
+    for node in (0, 1):
+        (two_sockets / f"node{node}" / "meminfo").write_text(
+            f"Node {node} MemTotal:       {node + 1}000 kB\nNode {node} MemFree: 7 kB\n")
+        (two_sockets / f"node{node}" / "distance").write_text("10 21 30\n")
+    assert host.numa_nodes(two_sockets) == [(0, 5, 1000 * 1024, (10, 21, 30)),
+                                            (1, 5, 2000 * 1024, (10, 21, 30))]
+
+
+BOUND = """
+import sys
+from pathlib import Path
+from pipeinfer import host
+host.bind_numa("0", host.Place(0, 1, None, 2, 0, 1), Path(sys.argv[1]))
+print(Path("/proc/self/numa_maps").read_text())
+"""
+
+
+def test_pages_come_from_the_ranks_own_node(two_sockets):
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel shows no places of pages")
+    done = subprocess.run([sys.executable, "-c", BOUND, two_sockets], capture_output=True,
+                          text=True, check=True)
+    assert " prefer:0 " in done.stdout
+
+
+@pytest.mark.parametrize(("given", "numa", "local_size", "bound"), [
+    ({}, "", 2, "per-rank"), ({}, "", 3, "per-rank"), ({}, "", 1, ""), ({"numa": "off"}, "", 2, ""),
+    ({"numa": "distribute"}, "", 2, ""), ({}, "off", 2, "off"), ({}, "1", 2, "1")])
+def test_ranks_are_spread_over_the_sockets_by_default(monkeypatch, two_sockets, given, numa,
+                                                      local_size, bound):
+    nodes, taken = host.numa_nodes(two_sockets), []
+    monkeypatch.setattr(host, "numa_nodes", lambda: nodes)
+    monkeypatch.setattr(host, "bind_numa", lambda which, place: taken.append(which))
+    place = host.Place(0, local_size, None, 16, 0, local_size)
+    config = settle(JobConfig.of(**given), place, NodeSettings(numa=numa))
+    assert taken == [bound]
+    assert config.model.numa == ("distribute" if given.get("numa") == "distribute" else "")
 
 
 def test_a_numa_node_that_is_not_there(two_sockets):

@@ -98,7 +98,8 @@ def examine(config: JobConfig) -> list[Finding] | None:
     own = hello(config, place)
     mine = {"rank": own.rank, "version": own.version, "backend": own.backend,
             "kernels": own.kernels, "unused": _unused(), "filter": compiled_filter() is not None,
-            "short_runs": short_runs.used(), "huge_pages": huge_pages.setting(),
+            "numa": host.numa_nodes(), "short_runs": short_runs.used(),
+            "huge_pages": huge_pages.setting(),
             **structs.asdict(host.facts(place.cores, place.local_rank, place.local_size)),
             "probe": probe_in_subprocess(), "links": []}
     if place.comm is None:
@@ -133,6 +134,8 @@ def _check_launch(everyone: list[dict[str, Any]], library: str) -> list[Finding]
         found.append(Finding("ok", f"host {name}", f"ranks {numbers}, {ranks[0]['cores']} cores "
                              f"each, {memory:.1f} GiB free, {ranks[0]['machine']}"))
         machine = ranks[0]["cores_host"]
+        if len(ranks[0]["numa"]) > 1:
+            found.append(_check_sockets(name, ranks[0]["numa"], len(ranks)))
         if len(ranks) > machine:
             found.append(Finding(
                 "warn", f"host {name}", f"{len(ranks)} ranks share {machine} cores",
@@ -140,6 +143,19 @@ def _check_launch(everyone: list[dict[str, Any]], library: str) -> list[Finding]
     if len(everyone) == 1 and host.launched_size() == 1:
         found.append(Finding("ok", "launch", "one process; start with mpirun -np N to use more"))
     return found
+
+
+def _check_sockets(name: str, nodes: list[list[Any]], ranks: int) -> Finding:
+    """What a host with several NUMA nodes has, and whether each has a rank."""
+    have = "; ".join(f"node {number}: {cores} cores, {memory / 2**30:.0f} GiB"
+                     for number, cores, memory, _ in nodes)
+    far = max((one for *_, distances in nodes for one in distances), default=0)
+    detail = f"{len(nodes)} NUMA nodes ({have}; distance {far / 10:.1f} of the own memory's)"
+    if ranks >= len(nodes):
+        return Finding("ok", f"host {name}", f"{detail}; each rank stays on one")
+    return Finding("warn", f"host {name}", f"{detail}, {ranks} rank",
+                   f"a rank that uses all of them waits for far memory: give this host "
+                   f"slots={len(nodes)}, and try --grid auto")
 
 
 def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:

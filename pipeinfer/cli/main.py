@@ -25,7 +25,8 @@ from pipeinfer.transport.base import Dismissed
 GROUP = "pipeinfer.commands"  #: entry points
 #: development tools, and where they are
 _ELSEWHERE = {
-    **dict.fromkeys(("bench", "chaos", "compare", "sample", "shard", "trace", "train"), LAB),
+    **dict.fromkeys(("bench", "chaos", "compare", "compare-text", "sample", "shard", "trace",
+                     "train"), LAB),
     "inflate": "in a checkout it is python -m benchmarks.inflate"}
 #: errors of files and streams that no program can prevent
 _FROM_OUTSIDE = (errno.EAGAIN, errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EISDIR,

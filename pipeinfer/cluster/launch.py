@@ -317,7 +317,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
             "-md", None if draft_path is None else open_model(draft_path))):
         if isinstance(one, ModelFile):
             check_whole(one, option)
-    facts = JobFacts(model, draft_path, with_draft_ranks(config, hosts), host.numa_nodes())
+    facts = JobFacts(model, draft_path, with_draft_ranks(config, hosts), len(host.numa_nodes()))
     what, notes = resolve(config, facts), list[str]()
     if (used := draft_ranks_used(what.proposers, hosts)) < (count := config.cluster.draft_ranks):
         notes.append(f"--draft-ranks {count}: a draft is on one rank, and {used or 'no'} draft"

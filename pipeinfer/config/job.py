@@ -89,7 +89,10 @@ class ModelConfig:
                                     "which are read faster, while a tenth of the memory stays "
                                     "free.")
     numa: str = opt("", "--numa", kind="str",
-                    choices=("", "distribute", "isolate", "numactl"), help="NUMA strategy.")
+                    choices=("", "distribute", "isolate", "numactl", "off"),
+                    help="Sockets of a host: llama.cpp's strategies, or off. By default each rank "
+                         "stays on one, with its memory, where there are as many ranks as "
+                         "sockets.")
     like_llama_cpp: bool = setting(False, kind="flag",
                                    help="Use llama.cpp's defaults for cache types, flash "
                                         "attention, repacking and prompt chunks, which gives its "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.cli.doctor import _check_library
+from pipeinfer.cli.doctor import _check_library, _check_sockets
 
 RANK = {"kernels": "avx avx2", "unused": [], "filter": True, "short_runs": ("f16", "q8_0"),
         "huge_pages": "madvise"}
@@ -35,3 +35,13 @@ def test_ranks_that_lack_something_are_named_with_what_helps(change, what, advic
 
 def test_a_system_without_huge_pages_is_not_blamed():
     assert "huge pages" not in told({"huge_pages": ""})
+
+
+@pytest.mark.parametrize(("ranks", "level", "says"), [
+    (1, "warn", "give this host slots=2"), (2, "ok", "")])
+def test_a_host_with_two_sockets_is_shown(ranks, level, says):
+    nodes = [[0, 16, 64 << 30, [10, 21]], [1, 16, 32 << 30, [21, 10]]]
+    found = _check_sockets("xeon1", nodes, ranks)
+    assert found.level == level
+    assert "node 1: 16 cores, 32 GiB; distance 2.1 of the own" in found.detail
+    assert says in found.remedy

@@ -16,7 +16,7 @@ from tests.kit.sample import full
 from tests.kit.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
-    host.facts(1, 0, 1).cores_host < 2 or host.numa_nodes() > 1,
+    host.facts(1, 0, 1).cores_host < 2 or len(host.numa_nodes()) > 1,
     reason="no two cores with the same memory to share")]
 PROMPT = "def read(path):\n"
 TURNS = {"PIPEINFER_TURNS": "auto", "PIPEINFER_THREADS": "0", "PIPEINFER_THREADS_DRAFT": "0"}
