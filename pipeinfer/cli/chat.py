@@ -15,7 +15,7 @@ import click
 from typing_extensions import override
 
 from pipeinfer import host
-from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Wishes
+from pipeinfer.cli.chat_loop import ChatLoop, Interrupts, Message, Wishes
 from pipeinfer.cli.chat_terminal import own_terminal
 from pipeinfer.cli.options import JOB, config_options, words_of
 from pipeinfer.cli.terminal import INTERRUPTED, Stopped
@@ -108,7 +108,7 @@ class ServerConnection:
         self.name = f"{remote.model()} at {remote.url}"
 
     def answer(
-        self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
+        self, messages: list[Message], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
         """Write the answer as it arrives; return a summary of it, such as its speed."""
@@ -182,7 +182,7 @@ class OwnRanks(ServerConnection):
 
     @override
     def answer(
-        self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
+        self, messages: list[Message], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
         try:

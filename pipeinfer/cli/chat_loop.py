@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeAlias
 
 import click
 
@@ -24,6 +25,7 @@ HELP = """\
 /clear         start over with an empty conversation
 /save FILE     write the conversation to a file
 /load FILE     go on with a conversation from a file
+/image FILE    send a picture or a sound with the next message (repeatable)
 /system TEXT   begin the conversation with this system prompt (without TEXT: show it)
 /temp N        use this temperature (without N: as at the start)
 /seed N        use this seed from now on (without N: a new one for every answer)
@@ -33,6 +35,8 @@ Alt-Enter begins a new line, as does a \\ at a line's end. Ctrl-C stops an answe
 leave."""
 _FORM = "pipeinfer chat 1"
 _HOTTEST = 100.0
+#: role and content; with pictures also `images`, data: URIs
+Message: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class Partner(Protocol):
     name: str
 
     def answer(
-        self, messages: list[dict[str, str]], wishes: Wishes, interrupts: Interrupts,
+        self, messages: list[Message], wishes: Wishes, interrupts: Interrupts,
         write: Callable[[str], None],
     ) -> str:
         """Write the answer as it arrives; return a summary of it, such as its speed.
@@ -97,7 +101,8 @@ class ChatLoop:
         self._interrupts, self._formatted = interrupts, formatted
         self._system = system
         self._wishes = Wishes(seed if seed >= 0 else None)
-        self._said: list[dict[str, str]] = []
+        self._said: list[Message] = []
+        self._images: list[str] = []  # for the next message
         self._by_hand = lines.by_hand
         self._speed = True
         self._failed = False
@@ -116,7 +121,8 @@ class ChatLoop:
                 if text is None or text.startswith("/"):
                     going = text is not None and self._command(text)
                 elif text.strip():
-                    self._ask(self._said, text)
+                    images, self._images = self._images, []
+                    self._ask(self._said, text, images)
             except KeyboardInterrupt:  # one that no answer took
                 if warned:  # the editor handles the key itself, so `count` has missed it
                     raise Stopped from None
@@ -161,8 +167,8 @@ class ChatLoop:
         known: dict[str, Callable[[str], None]] = {
             "/clear": self._clear, "/system": self._set_system, "/seed": self._set_seed,
             "/temp": self._set_temperature, "/retry": self._retry, "/edit": self._edit,
-            "/save": self._save, "/load": self._load, "/speed": self._switch_speed,
-            "/help": lambda _: self._note(HELP)}
+            "/image": self._show, "/save": self._save, "/load": self._load,
+            "/speed": self._switch_speed, "/help": lambda _: self._note(HELP)}
         if name in known:
             known[name](rest)
         else:
@@ -170,8 +176,21 @@ class ChatLoop:
                        "that begins with /, put a space before it")
         return True
 
+    def _show(self, rest: str) -> None:
+        from pipeinfer.models.media import check
+
+        try:
+            data = Path(rest).expanduser().read_bytes()
+            kind = check(data)
+        except (OSError, RequestError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._note(f"/image {rest}: {reason}")
+            return
+        self._images.append(f"data:{kind}/any;base64,{base64.b64encode(data).decode()}")
+        self._note(f"{rest} goes along with the next message ({len(self._images)} do)")
+
     def _clear(self, _: str) -> None:
-        self._said = []
+        self._said, self._images = [], []
         self._note("the conversation has been cleared")
 
     def _set_system(self, rest: str) -> None:
@@ -203,7 +222,7 @@ class ChatLoop:
 
     def _retry(self, _: str) -> None:
         if (last := self._last()) is not None:
-            self._ask(self._said[:last], self._said[last]["content"])
+            self._again(last, self._said[last]["content"])
 
     def _edit(self, rest: str) -> None:
         last = self._last()
@@ -211,9 +230,12 @@ class ChatLoop:
             return
         text = rest or self._read(self._said[last]["content"]) or ""
         if text.strip():
-            self._ask(self._said[:last], text)
+            self._again(last, text)
         else:
             self._note("the message stays as it was")
+
+    def _again(self, last: int, text: str) -> None:
+        self._ask(self._said[:last], text, self._said[last].get("images", ()))
 
     def _last(self) -> int | None:
         """Return the index of the last message; if there is none, show a note and return None."""
@@ -250,10 +272,11 @@ class ChatLoop:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _ask(self, before: list[dict[str, str]], text: str) -> None:
+    def _ask(self, before: list[Message], text: str, images: Sequence[str]) -> None:
         """Request an answer and show it. Then the conversation is `before`, the message and its
         answer."""
-        said = [*before, {"role": "user", "content": text}]
+        shown = {"images": list(images)} if images else {}
+        said = [*before, {"role": "user", "content": text, **shown}]
         system = [{"role": "system", "content": self._system}] if self._system else []
         parts: list[str] = []
         view = Formatted(self._out) if self._formatted else Plain(self._out)
@@ -263,7 +286,8 @@ class ChatLoop:
             view.write(piece)
 
         try:
-            summary = self._partner.answer(system + said, self._wishes, self._interrupts, write)
+            summary = self._partner.answer(
+                system + [_sent(one) for one in said], self._wishes, self._interrupts, write)
         except RequestError as error:
             if parts or self._formatted:
                 view.end()
@@ -282,7 +306,7 @@ class ChatLoop:
         self._said = [*said, {"role": "assistant", "content": "".join(parts)}]
 
 
-def _read_conversation(path: Path) -> tuple[str, list[dict[str, str]]]:
+def _read_conversation(path: Path) -> tuple[str, list[Message]]:
     """Return system prompt and messages of a file that /save wrote. Raises OSError, ValueError."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -293,6 +317,20 @@ def _read_conversation(path: Path) -> tuple[str, list[dict[str, str]]]:
     system, messages = data.get("system", ""), data.get("messages")
     if not isinstance(system, str) or not isinstance(messages, list) or not all(
             isinstance(one, dict) and one.get("role") in ("user", "assistant")
-            and isinstance(one.get("content"), str) for one in messages):
+            and isinstance(one.get("content"), str) and isinstance(one.get("images", []), list)
+            and all(isinstance(uri, str) for uri in one.get("images", [])) for one in messages):
         raise ValueError("its messages are damaged")
-    return system, [{"role": one["role"], "content": one["content"]} for one in messages]
+    return system, [{name: one[name] for name in ("role", "content", "images") if name in one}
+                    for one in messages]
+
+
+def _sent(message: Message) -> Message:
+    """Return a message as the API takes it: its pictures before its text."""
+    if not message.get("images"):
+        return {"role": message["role"], "content": message["content"]}
+    parts: list[Message] = [
+        {"type": "input_audio", "input_audio": {"data": uri.partition(",")[2]}}
+        if uri.startswith("data:audio") else {"type": "image_url", "image_url": {"url": uri}}
+        for uri in message["images"]]
+    return {"role": message["role"],
+            "content": [*parts, {"type": "text", "text": message["content"]}]}

@@ -114,7 +114,7 @@ class Remote:
         except RequestError:
             return ""
 
-    def chat(self, messages: Sequence[Mapping[str, str]], fields: Mapping[str, Any]
+    def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]
              ) -> Generator[dict[str, Any], None, None]:
         """Yield the chunks of the answer as they arrive. Closing the iterator ends the request.
 

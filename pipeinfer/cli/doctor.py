@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from pipeinfer.llama import short_runs
 from pipeinfer.models import locate
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import model_paths
+from pipeinfer.models.media import Pictures
 
 _PROBE_SECONDS = 60
 _ALIKE = 0.05  #: of the largest logit, as far as a GPU's may be from the processor's
@@ -53,13 +55,18 @@ _AS_HERE = "as on the processor"
               help="Also search, in all layers of the model, how many rows of a run keep the bits "
                    "of single rows, and compare that with what a start measures: minutes for a "
                    "large model.")
-@click.option("-m", "--model", default="", help="With --exact: the model.")
+@click.option("-m", "--model", default="", help="With --exact or --mmproj: the model.")
+@click.option("-mm", "--mmproj", default="",
+              help="Also measure how long this projector takes for a picture; auto: the one next "
+                   "to the model.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(hostfile: str, ranks: int, exact: bool, model: str, as_json: bool) -> None:
+def doctor_command(hostfile: str, ranks: int, exact: bool, model: str, mmproj: str, as_json: bool
+                   ) -> None:
     """Check this host, or every rank of an mpirun, and say what to do about each finding."""
     findings: list[Finding] | None
-    if model and not exact:
-        raise UsageError("-m needs --exact; whether a model fits, `pipeinfer plan` and a start say")
+    if model and not (exact or mmproj):
+        raise UsageError("-m needs --exact or --mmproj; whether a model fits, `pipeinfer plan` and "
+                         "a start say")
     if hostfile:
         from pipeinfer.cli.doctor_hosts import check_hosts
 
@@ -70,6 +77,9 @@ def doctor_command(hostfile: str, ranks: int, exact: bool, model: str, as_json: 
         return
     if exact:
         findings += check_exact(JobConfig.of(model=model))
+    if mmproj:
+        findings.append(check_projector(JobConfig.of(
+            model=model, mmproj="" if mmproj == "auto" else mmproj)))
     if as_json:
         click.echo(json.dumps({"findings": [dataclasses.asdict(f) for f in findings]}))
     else:
@@ -377,6 +387,26 @@ def check_exact(config: JobConfig) -> list[Finding]:
         return [Finding("ok", "exact", text)]
     return [Finding("fail", "exact", text, "report this model and processor; until then start with "
                     "--policy iterative, or --exact off for tokens up to near-ties")]
+
+
+def check_projector(config: JobConfig) -> Finding:
+    """Measure how long the projector takes for a picture of 640 x 480."""
+    size = 640 * 480 * 3
+    grey = b"BM" + struct.pack("<IHHI", size + 54, 0, 0, 54) + struct.pack(
+        "<IiiHHIIiiII", 40, 640, 480, 1, 24, 0, size, 0, 0, 0, 0) + bytes([127]) * size
+    try:
+        options = locate.projector(config, model_paths(config)[0])
+        if options is None:
+            return Finding("fail", "projector", "there is none next to the model",
+                           "name its file with --mmproj")
+        with closing(Pictures(options)) as pictures:
+            count = len(pictures.layout(grey))
+            pictures.show(grey)
+            return Finding("ok", "projector", f"a picture of 640 x 480 becomes {count} tokens in "
+                           f"{pictures.seconds:.1f} s, in a process of about "
+                           f"{options.memory / 1e9:.1f} GB")
+    except PipeinferError as error:
+        return Finding("fail", "projector", str(error))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ from pipeinfer.cli.terminal import (
     watch_signals,
 )
 from pipeinfer.config import JobConfig, RequestConfig, Resolved
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.types import Media, SamplingParams
 from pipeinfer.errors import ClusterError, RequestError, UsageError
 from pipeinfer.files import check_writable
 from pipeinfer.models.text.tokenizer import SAFE_CHARACTERS, Tokenizer
@@ -58,7 +60,7 @@ def generate(resolved: Resolved) -> None:
     fetch_models(job)
     interrupts = watch_signals()
     text, params, seed = "", SamplingParams(), gen.draw_seed(sampling)
-    helper = None
+    helper, shown = None, None
     if host.launched_rank() == 0:  # errors in options are to be found before anything loads
         validate(job.speculation)
         text, params = prompt_text(request), gen.sampling_params(sampling, seed)
@@ -67,6 +69,7 @@ def generate(resolved: Resolved) -> None:
         if trace:
             check_writable(Path(trace))
         helper = _helper(text, job, request)
+        shown = Shown(job, model_paths(job)[0], request.image) if request.image else None
     joined = join(job)
     if joined.place.rank:
         joined.serve()
@@ -75,7 +78,7 @@ def generate(resolved: Resolved) -> None:
         if session.fatal:
             click.echo(f"pipeinfer: note: {session.fatal}", err=True)
         session.tokenizer.apart = helper or session.tokenizer.apart
-        prompt, write = _encoded(text, request, session), _writer()
+        (prompt, media), write = _encoded(text, request, session, shown), _writer()
         bare = not (request.chat or decomposer)
         if not request.json and not request.no_display_prompt and bare:
             write(text)
@@ -84,7 +87,7 @@ def generate(resolved: Resolved) -> None:
                 session, prompt, params, request.n_predict,
                 stops=request.stop, ignore_eos=request.ignore_eos, seed=seed, into=out,
                 on_text=None if request.json else write,
-                interrupted=lambda: bool(interrupts),
+                interrupted=lambda: bool(interrupts), media=media,
             )
         except Stopped:
             out.reason = "interrupted"
@@ -110,7 +113,84 @@ def _helper(text: str, job: JobConfig, request: RequestConfig) -> Apart | None:
     return helper.started(model_paths(job)[0]) if len(text) > SAFE_CHARACTERS else None
 
 
-def _encoded(text: str, request: RequestConfig, session: Session) -> Sequence[int] | Opening:
+class Shown:
+    """The pictures of a prompt, whose rows are computed while the stages load."""
+
+    def __init__(self, job: JobConfig, target: Path, names: Sequence[str]) -> None:
+        """names: of their files. Raises UsageError for one that cannot be read, or no picture."""
+        from pipeinfer.models import locate, media
+
+        options = locate.projector(job, target)
+        if options is None:
+            raise UsageError(f"--image: {target.name} has no projector of pictures: give one with "
+                             "--mmproj")
+        if len(names) > media.MOST_OF_REQUEST:
+            raise UsageError(f"--image: {len(names)} files, of {media.MOST_OF_REQUEST} at most")
+        self._names, files = names, []
+        for name in names:
+            try:
+                files.append(Path(name).read_bytes())
+                media.check(files[-1])
+            except OSError as error:
+                raise UsageError(f"cannot read {name}: {error.strerror}") from error
+            except RequestError as error:
+                raise UsageError(f"--image {name}: {error}") from error
+        self._pictures = media.Pictures(options)
+        self._pictures.ready()
+        self._rows: list[Future[Any]] = [Future() for _ in files]
+        # a daemon: a job that fails must not wait for a picture, which may take minutes
+        threading.Thread(target=self._compute, args=(files,), daemon=True).start()
+
+    def _compute(self, files: Sequence[bytes]) -> None:
+        for data, rows in zip(files, self._rows, strict=True):
+            try:
+                rows.set_result(self._pictures.show(data))
+            except Exception as error:  # raised again where they are used
+                rows.set_exception(error)
+
+    def marked(self, text: str) -> str:
+        """Return a prompt with marks, at its beginning if it has none."""
+        from pipeinfer.models.media import MARK
+
+        return text if MARK in text else MARK * len(self._rows) + text
+
+    def into(self, text: str, encode: Callable[[str, bool], list[int]]
+             ) -> tuple[list[int], tuple[Media, ...]]:
+        """Return the prompt with the pictures at its marks.
+
+        encode: takes a piece of text, and whether it is the first
+        Raises UsageError for a text with another number of marks than there are pictures.
+        """
+        from pipeinfer.models.media import MARK, joined
+
+        pieces = self.marked(text).split(MARK)
+        if len(pieces) - 1 != len(self._rows):
+            raise UsageError(f"the prompt has {len(pieces) - 1} marks {MARK} for {len(self._rows)} "
+                             "of --image: write one for each, or none")
+        parts: list[Any] = [encode(pieces[0], True)]
+        for name, rows, piece in zip(self._names, self._rows, pieces[1:], strict=True):
+            try:
+                parts += [rows.result(), encode(piece, False)]
+            except RequestError as error:
+                raise RequestError(f"--image {name}: {error}") from error
+        self._pictures.close()
+        return joined(parts)
+
+
+def _encoded(text: str, request: RequestConfig, session: Session, shown: Shown | None
+             ) -> tuple[Sequence[int] | Opening, tuple[Media, ...]]:
+    tokenizer = session.tokenizer
+    if shown is None:
+        return _encoded_text(text, request, session), ()
+    if not request.chat:
+        return shown.into(text, lambda piece, first: tokenizer.encode(
+            piece, None if first else False, request.special))
+    content = shown.marked(text)
+    text, seam = tokenizer.guarded_chat([{"role": "user", "content": content}])
+    return shown.into(text, lambda piece, first: tokenizer.encode_guarded(piece, seam, first))
+
+
+def _encoded_text(text: str, request: RequestConfig, session: Session) -> Sequence[int] | Opening:
     from pipeinfer.cluster.generate import open_response
 
     messages = [{"role": "user", "content": text}]

@@ -27,7 +27,7 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, Resolved, SamplingConfig, ServeConfig
 from pipeinfer.errors import PipeinferError, UsageError
-from pipeinfer.models.locate import advice, model_paths, open_model, targeted
+from pipeinfer.models.locate import advice, model_paths, open_model, projector, targeted
 from pipeinfer.server import http_process, journal, tls
 from pipeinfer.server.engine import Engine
 from pipeinfer.server.frames import STOPPED, Loading
@@ -197,7 +197,8 @@ def child_settings(job: JobConfig, config: ServeConfig, sampling: SamplingConfig
         str(target.path), config.alias or target.name, serve, api_keys(config),
         parallel=job.speculation.parallel, check_hosts=bool(config.allow_host), seed=sampling.seed,
         defaults=sampling_params(sampling, 0), decomposer=job.speculation.decomposer,
-        decomposers=tuple(methods_for(job)), race=race_words(job, config))
+        decomposers=tuple(methods_for(job)), race=race_words(job, config),
+        projector=projector(job, target.path))
 
 
 def race_words(job: JobConfig, config: ServeConfig) -> tuple[str, ...]:

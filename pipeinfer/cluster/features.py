@@ -78,6 +78,7 @@ def features() -> Mapping[str, Uses]:
         "-md": lambda config: config.job.model.draft_model not in ("", NO_DRAFT),
         "--hook pace": lambda config: any(
             word.startswith("pace=") for word in config.job.cluster.hook),
+        "-mm": lambda config: config.job.model.mmproj not in ("", "none"),
         "-md none": partial(_equals, "draft_model", NO_DRAFT),
         "-fa off": partial(_equals, "flash_attn", "off"),
         "a quantised -ctv": lambda config: config.job.model.cache_type_v not in (
@@ -131,6 +132,9 @@ def exclusions() -> tuple[Exclusion, ...]:
                   "{feature} decides cache types and flash attention itself: leave out {found}"),
         Exclusion("--speculation off", speculating, apart),
         *_of_heads(),
+        Exclusion("-mm", ("--decomposer",),
+                  "{feature} and {found}: threads of an answer cannot share pictures: leave one "
+                  "out"),
         Exclusion("--grid auto", ("--slices", "--layers"),
                   "{feature} chooses slices and layers itself: leave out {found}, or name the "
                   "grid"),

@@ -20,7 +20,7 @@ from msgspec import Struct, field, structs
 from pipeinfer.cluster.session import Session
 from pipeinfer.config import GrammarConfig, SamplingConfig
 from pipeinfer.core.sampling import noise_key
-from pipeinfer.core.types import Request, SamplingParams
+from pipeinfer.core.types import Media, Request, SamplingParams
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import model_paths, open_tokenizer
 from pipeinfer.models.text.grammar import compile_grammar
@@ -172,10 +172,10 @@ def decomposition_of(session: Session, wanted: Specification, n_prompt: int
         overlap=all(stage["backend"] == "torch" for stage in session.stages.values()))
 
 
-def run_request(
+def run_request(  # noqa: PLR0913 - what a request has
     session: Session, prompt: Sequence[int] | Opening, params: SamplingParams, max_tokens: int, *,
     stops: Sequence[str] = (), ignore_eos: bool = False, seed: int = 0,
-    on_text: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] | None = None, media: tuple[Media, ...] = (),
     interrupted: Callable[[], bool] = lambda: False, into: Generated | None = None,
 ) -> Generated:
     """Run a request; return after its terminal event.
@@ -187,6 +187,7 @@ def run_request(
     seed: of the noise; only recorded here.
     on_text: called with each new piece of text.
     interrupted: called repeatedly; True ends the request.
+    media: pictures of the prompt, which has NO_TOKEN for their rows.
     into: filled while tokens arrive, so that the caller keeps them if it is interrupted.
     Raises ContextOverflow, UsageError for an empty prompt, and ModelError for a decomposer whose
     tokens the vocabulary lacks.
@@ -200,7 +201,7 @@ def run_request(
         params = structs.replace(params, grammar_start=len(prompt))
     tokenizer, head = session.tokenizer, session.head
     request = Request(next(_request_ids), tuple(prompt), max_tokens, params,
-                      frozenset(tokenizer.eog_ids), ignore_eos)
+                      frozenset(tokenizer.eog_ids), ignore_eos, media=media)
     stream = TextStream(tokenizer, stops)
     start = time.monotonic()
 

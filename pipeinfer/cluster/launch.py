@@ -47,7 +47,14 @@ from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place, host_name
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import check_whole
-from pipeinfer.models.locate import context_size, fetch, may_fetch, model_paths, open_model
+from pipeinfer.models.locate import (
+    context_size,
+    fetch,
+    may_fetch,
+    model_paths,
+    open_model,
+    projector,
+)
 from pipeinfer.nodes import RankInfo, settle
 from pipeinfer.planning.planner import Plan
 from pipeinfer.runtime.pulse import Pulse
@@ -320,15 +327,20 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         what = resolve(config, facts)
     config, hosts = what.config, list(facts.hosts)
     check_memory(what.proposers, config, hosts)
+    shown = projector(config, target_path)
     ensure_llama(config.model.numa)
     n_ctx = context_size(config.model, model)
     exact = exact_rows(config) if "torch" in what.backends else EXACT_LIMIT
     width, n_batch, cells = rows_and_cells(config, n_ctx, exact, what.stages)
+    if shown is not None:
+        n_batch = max(n_batch, shown.together)
+        notes.append(shown.note)
     if what.chains:
         cells = max(cells, ids_for(config.speculation, 0, chains=True) * stream_cells(n_ctx))
     found = placement.agree(
         config, place, model, target_path, hosts, what.policy, cells, n_batch,
-        sum(one.held for one in what.evaluated), meeting)
+        sum(one.held for one in what.evaluated) + (shown.memory if shown else 0), meeting,
+        pictures=shown is not None)
     if what.time_sharing:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())

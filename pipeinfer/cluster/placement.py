@@ -102,19 +102,21 @@ class Job(JobPlan, frozen=True):
         return self.facts.model
 
 
-def agree(
+def agree(  # noqa: PLR0913
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
-    n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None,
+    n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None, *,
+    pictures: bool = False,
 ) -> Survey:
     """Head: plan, and send every rank its place.
 
     path: of the model. n_cells: of each stage's KV cache. n_batch: rows of the widest run.
-    head_bytes: memory on rank 0 that the draft takes.
+    head_bytes: memory on rank 0 that the draft and a projector take.
     meeting: where ranks send heartbeats.
+    pictures: whether the first stage reads their rows.
     Raises PlanError and UsageError.
     """
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts),
-                   states_for(config.speculation, place.size))
+                   states_for(config.speculation, place.size), pictures=pictures)
     candidates = list(range(0 if config.cluster.head_stage or place.size == 1 else 1, place.size))
     with_gpus = offloading(config, model, hosts)
     if 0 not in candidates and not (head_bytes and hosts[0].drafts_on_gpu(config)):

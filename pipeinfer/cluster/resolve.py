@@ -95,6 +95,8 @@ def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     features.check(Config(job=config))
     model, hosts, size = facts.model, facts.hosts, len(facts.hosts)
     backends = tuple(backends_of(config, model, list(hosts)))
+    if "torch" in backends and features.used(["-mm"], Config(job=config)):
+        raise UsageError("--mmproj: pictures need stages on llama.cpp: leave out --backend torch")
     sharing, would = (shares_cores(one, hosts, backends, facts.numa_nodes)
                     for one in (config, config.replace(ablate=())))
     config = config if sharing else config.replace(turns="off")

@@ -484,7 +484,8 @@ def scheduler_setup(
         # ids were made for so many; where ranks take turns there is no pipeline to fill
         n_stages=1 if job.time_sharing else min(assembly.grid.n_stages, len(job.plan.ranks)),
         curve=first.curve, spare=loaded.spare, draft_share=draft_share)
-    limits = structs.replace(limits, same_cores=job.time_sharing, states=states)
+    limits = structs.replace(limits, same_cores=job.time_sharing, states=states,
+                             together=job.n_batch)
     if job.chains:
         limits = structs.replace(limits, chains=True, partitions=0,
                                  kept=sizing.kept_for(config.speculation, chains=True))

@@ -37,7 +37,7 @@ from pipeinfer.models import embedding
 from pipeinfer.models.gaps import GapModel
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_model
-from pipeinfer.models.shard import ShardSource, extract_shard, shard_name
+from pipeinfer.models.shard import ShardSource, extract_shard, name_of
 from pipeinfer.models.shard_cache import (
     DIGEST_BYTES,
     Source,
@@ -236,7 +236,7 @@ def _reads_the_model(config: ClusterConfig, model: ModelFile, setup: Setup) -> b
         return False
     if config.shard_cache == "never":
         return True
-    name = shard_name(model.fingerprint, setup.start, setup.stop)
+    name = name_of(model, setup.start, setup.stop)
     return not (on_network(model.path) or (cache_directory() / name).exists())
 
 

@@ -31,6 +31,16 @@ class ModelConfig:
     draft_model: str = opt("", "-md", "--model-draft", kind="str", changes_tokens=False,
                            help="Draft model (as for -m, same vocabulary), or DFlash draft; none: "
                                 "no draft [default: that of embedded or smollm2, else none].")
+    mmproj: str = opt("", "-mm", "--mmproj", kind="str",
+                      help="Projector of pictures or sound: a file; none: no pictures; empty: the "
+                           "nearest mmproj*.gguf next to the model. See docs/images.md.")
+    image_max_tokens: int = opt(0, "--image-max-tokens", low=0, high=1 << 16,
+                                help="Most tokens of a picture; 0: 1024, of a Gemma 280. Fewer "
+                                     "are computed faster.")
+    image_min_tokens: int = opt(0, "--image-min-tokens", low=0, high=1 << 16,
+                                help="Least tokens of a picture; 0: as the projector's file says.")
+    mmproj_threads: int = opt(0, "--mmproj-threads", low=0, high=512, changes_tokens=False,
+                              help="Threads of the projector; 0: all cores of rank 0's host.")
     backend: str = opt("auto", "--backend", kind="str",
                        choices=("auto", "llamacpp", "torch"),
                        help="Library that computes the target's layers; auto: torch for a Hugging "

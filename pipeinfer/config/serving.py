@@ -57,6 +57,10 @@ class RequestConfig:
     prompt: str = opt("", "-p", "--prompt", kind="str", help="Prompt text.")
     file: str = opt("", "-f", "--file", kind="str",
                     help="File with the prompt; -: standard input.")
+    image: tuple[str, ...] = opt((), "--image", kind="list",
+                                 help="Picture (JPEG, PNG, GIF, BMP) or sound (WAV, MP3, FLAC) for "
+                                      "the next <__media__> in the prompt, or before it "
+                                      "(repeatable).")
     n_predict: int = opt(128, "-n", "--n-predict", "--predict", low=0,
                          high=2**24, help="Maximum number of tokens to generate.")
     chat: bool = opt(False, "--chat", kind="flag",
@@ -105,6 +109,10 @@ class ServeConfig:
                                  help="Speculate from earlier answers to the same key, too: rank "
                                       "0 stores their last 65,536 tokens in memory. For requests "
                                       "whose answers share their wording.")
+    image_urls: tuple[str, ...] = opt((), "--image-urls", kind="list",
+                                      help="Host from which the server fetches pictures that a "
+                                           "client names by http(s) URL (repeatable); without it "
+                                           "only those sent as data: are read.")
     queue: int = opt(64, "--queue", low=0, high=100_000,
                      help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = setting(4 << 20, low=1024, high=1 << 28,

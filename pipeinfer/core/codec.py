@@ -9,6 +9,7 @@ Independent of transports, ranks, clocks and models.
             rows, sequence ids, operations, hidden size, payload bytes, spans   (48 bytes)
     DECODE  spans f64[s,3] tokens i32[n] positions i32[n] lanes i32[n] offsets i32[n+1] ids i32[m]
             ops i32[k,5] outputs u8[n] (padded to 4) [views: offsets i32[n+1] ids i32[m']]
+            [media: positions causal offset total placed i32 [places i32[3,n]]]
             hidden f32[n,d] [taps: rows i32 elements i32 f32 or f16[n,t]]
             [pieces: saves i32 loads i32 loaded i32, of each key u8[16] id start stop state i32]
     CONTROL JSON: the messages that are rare (`ControlMessage`)
@@ -32,6 +33,7 @@ from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.types import (
     ALL_SEQS,
     Choice,
+    Media,
     Rows,
     SeqCopy,
     SeqJoin,
@@ -42,7 +44,7 @@ from pipeinfer.core.types import (
 from pipeinfer.errors import ProtocolError
 
 MAGIC = b"PIPE"
-VERSION = 21
+VERSION = 22
 
 _HEADER = struct.Struct("<4sBBHqqIIIIII")
 HEADER_BYTES = _HEADER.size
@@ -56,7 +58,8 @@ _VIEWS = 8  # rows attend to other ids than they are stored under
 _TAPS = 16  # inputs of layers follow, also in a RUN_FINISHED frame
 _HALF_TAPS = 32  # in float16
 _PIECES = 64  # pieces to save or load follow
-_FLAGS = 127  # all of them
+_MEDIA = 128  # rows of a picture: where they stand, and whether they see each other
+_FLAGS = 255  # all of them
 _PIECE = np.dtype([("key", "V16"), ("seq_id", "<i4"), ("start", "<i4"), ("stop", "<i4"),
                    ("state", "<i4")])
 _PART = int(messages.Op.PART)
@@ -186,7 +189,8 @@ def check_decode(
         tokens, positions, _ = rows.lists
         if min(positions) < 0 or max(positions) >= n_positions:
             raise ProtocolError(f"run {run.run_id} has a row outside {n_positions} positions")
-        if n_tokens is not None and (min(tokens) < 0 or max(tokens) >= n_tokens):
+        if n_tokens is not None and rows.media is None and (
+                min(tokens) < 0 or max(tokens) >= n_tokens):
             raise ProtocolError(f"run {run.run_id} has a token outside {n_tokens} ids")
         if lanes is not None and not all(lane in lanes for lane in set(run.lanes)):
             raise ProtocolError(f"run {run.run_id} has rows of a lane that is not open")
@@ -292,6 +296,12 @@ def _encode_decode(m: messages.Decode) -> bytes:
         seen = [i for group in rows.views for i in group]
         parts.append(np.array([0, *itertools.accumulate(map(len, rows.views)), *seen],
                               "<i4").tobytes())
+    if (media := rows.media) is not None:
+        flags |= _MEDIA
+        parts.append(np.array([media.n_pos, media.causal, media.offset, media.total or n,
+                               media.places is not None], "<i4").tobytes())
+        if media.places is not None:
+            parts.append(np.asarray(media.places, "<i4").tobytes())
     d = 0
     if m.hidden is not None:
         if m.hidden.shape[0] != n:
@@ -326,6 +336,7 @@ def _decode_decode(
     ops = _read_ops(reader, n_ops) if n_ops else ()
     outputs = reader.array("u1", n + -n % 4)[:n].astype(np.bool_)
     views = _read_views(reader, run_id, n) if flags & _VIEWS else None
+    media = _read_media(reader, run_id, n) if flags & _MEDIA else None
     hidden = None
     if flags & _HIDDEN:
         hidden = reader.array("<f4", n * d).reshape(n, d)
@@ -335,7 +346,7 @@ def _decode_decode(
         raise ProtocolError(f"run {run_id} has {len(taps)} tapped rows for {n} rows")
     saves, loads, loaded = _read_pieces(reader, run_id, flags)
     return messages.Decode(
-        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views),
+        run_id, parent_id, Rows(tokens, positions, seq_ids, outputs, views, media),
         tuple(lanes.tolist()), ops,
         speculative=bool(flags & _SPECULATIVE), skipped=bool(flags & _SKIPPED),
         hidden=hidden, spans=spans, taps=taps, saves=saves, loads=loads, loaded=loaded,
@@ -392,6 +403,17 @@ def _read_views(reader: _Reader, run_id: int, n: int) -> tuple[tuple[int, ...], 
         raise ProtocolError(f"run {run_id} has rows whose tree shows them no sequence id")
     ids = reader.array("<i4", offsets[-1]).tolist()
     return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
+
+
+def _read_media(reader: _Reader, run_id: int, n: int) -> Media:
+    n_pos, causal, offset, total, placed = reader.array("<i4", 5).tolist()
+    places = reader.array("<i4", 3 * n).reshape(3, n) if placed else None
+    if not (0 < n_pos <= _MAX_COUNT and 0 <= offset < offset + n <= total <= _MAX_COUNT):
+        raise ProtocolError(f"run {run_id} has rows {offset} to {offset + n} of a picture of "
+                            f"{total} rows and {n_pos} positions")
+    if places is not None and (places.min() < 0 or places.max() > total):
+        raise ProtocolError(f"run {run_id} has rows of a picture that stand outside of it")
+    return Media(n_pos, bool(causal), places, offset=offset, total=total)
 
 
 def _ops_array(ops: tuple[SeqOp, ...]) -> Any:

@@ -331,6 +331,7 @@ def likeliest(logits: npt.NDArray[Any], params: SamplingParams, position: int, c
 
 
 def _penalise(x: npt.NDArray[np.float64], params: SamplingParams, history: IntArray) -> None:
+    history = history[history != NO_TOKEN]  # rows of pictures
     window = history if params.repeat_last_n < 0 else history[-params.repeat_last_n :]
     ids, counts = np.unique(window, return_counts=True)
     inside = (ids >= 0) & (ids < len(x))

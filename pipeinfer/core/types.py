@@ -7,7 +7,7 @@ p1)`, and `END` stands for "to the end of the sequence".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,53 @@ class Columns(NamedTuple):
     outputs: list[bool]
 
 
+class Media(Struct, frozen=True, eq=False):
+    """Rows of a picture or of sound, which the first stage reads in place of tokens.
+
+    n_pos: how many positions all of it takes of the text that follows
+    causal: whether a row sees only those before it; else all of them see each other
+    places: int32[3, n], time, row and column of each where a model has positions in sections
+        (M-RoPE), from the model's position of the first row on; None elsewhere
+    rows: float32[n, w], as wide as the first stage reads them; None behind it
+    digest: of all that cells depend on; b"" in a run
+    start: place of the first row in its prompt
+    offset, total: which of the rows these are, and how many there are; 0: these are all
+    """
+
+    n_pos: int
+    causal: bool = True
+    places: IntArray | None = None
+    rows: FloatArray | None = None
+    digest: bytes = b""
+    start: int = 0
+    offset: int = 0
+    total: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The place after its last row."""
+        assert self.rows is not None
+        return self.start + len(self.rows)
+
+    @property
+    def whole(self) -> bool:
+        """Whether cells can be shared only with all of it: its rows see each other, or they stand
+        at one position."""
+        return not self.causal or self.places is not None
+
+    def part(self, first: int, stop: int) -> Media:
+        """Return rows `[first, stop)`, for a run."""
+        assert self.rows is not None
+        places = None if self.places is None else np.ascontiguousarray(self.places[:, first:stop])
+        return Media(self.n_pos, self.causal, places, self.rows[first:stop], offset=first,
+                     total=len(self.rows))
+
+    def likeness(self) -> tuple[Any, ...]:
+        """Return what two of them share if they are alike, rows left out."""
+        places = None if self.places is None else self.places.tobytes()
+        return self.n_pos, self.causal, places, self.offset, self.total
+
+
 class Rows:
     """The rows of one run, column by column; treated as immutable.
 
@@ -45,36 +92,39 @@ class Rows:
     views: n non-empty tuples, the ids whose cells a row attends to; None: those that it is stored
         under (llama.cpp uses the first of these; with the leaf-id encoding used here both readings
         see the same cells). Only backends with `separate_views` accept anything but None
+    media: of rows of a picture, whose tokens are NO_TOKEN; a run holds those of one picture only
 
     The columns exist as arrays and as lists. Each form is made at its first use, because numpy
     takes microseconds for a single row. Raises ValueError for columns that differ in length.
     """
 
-    __slots__ = ("_arrays", "_lists", "seq_ids", "views")
+    __slots__ = ("_arrays", "_lists", "media", "seq_ids", "views")
 
     def __init__(
         self, tokens: IntArray, positions: IntArray, seq_ids: tuple[tuple[int, ...], ...],
         outputs: BoolArray, views: tuple[tuple[int, ...], ...] | None = None,
+        media: Media | None = None,
     ) -> None:
         self._arrays: tuple[IntArray, IntArray, BoolArray] | None = tokens, positions, outputs
         self._lists: Columns | None = None
-        self.seq_ids, self.views = seq_ids, views
+        self.seq_ids, self.views, self.media = seq_ids, views, media
         if not len(tokens) == len(positions) == len(seq_ids) == len(outputs):
             raise ValueError("columns of Rows differ in length")
         self._check_views()
 
     @classmethod
     def of(cls, columns: Columns, seq_ids: tuple[tuple[int, ...], ...],
-           views: tuple[tuple[int, ...], ...] | None = None) -> Rows:
+           views: tuple[tuple[int, ...], ...] | None = None, media: Media | None = None) -> Rows:
         """Make rows from lists, which must not be changed afterwards.
 
         columns: tokens, positions and output flags of n rows
         seq_ids: n non-empty tuples
-        views: as in the class
+        views, media: as in the class
         Raises ValueError if `views` and `seq_ids` differ in length.
         """
         rows = cls.__new__(cls)
         rows._arrays, rows._lists, rows.seq_ids, rows.views = None, columns, seq_ids, views
+        rows.media = media
         rows._check_views()
         return rows
 
@@ -121,7 +171,9 @@ class Rows:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rows):
             return NotImplemented
-        return (self.lists, self.seq_ids, self.views) == (other.lists, other.seq_ids, other.views)
+        mine, theirs = (one and one.likeness() for one in (self.media, other.media))
+        return (self.lists, self.seq_ids, self.views, mine) == (
+            other.lists, other.seq_ids, other.views, theirs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -135,10 +187,10 @@ class Rows:
 
 
 def make_rows(rows: Sequence[tuple[int, int, tuple[int, ...], bool]],
-              views: tuple[tuple[int, ...], ...] | None = None) -> Rows:
-    """Make rows from `(token, position, sequence ids, output)` tuples; views as in `Rows`."""
+              views: tuple[tuple[int, ...], ...] | None = None, media: Media | None = None) -> Rows:
+    """Make rows from `(token, position, sequence ids, output)` tuples; the rest as in `Rows`."""
     return Rows.of(Columns([r[0] for r in rows], [r[1] for r in rows], [r[3] for r in rows]),
-                   tuple([r[2] for r in rows]), views)
+                   tuple([r[2] for r in rows]), views, media)
 
 
 class SeqRemove(Struct, frozen=True):
@@ -275,6 +327,7 @@ class Request(Struct, frozen=True):
     ignore_eos: whether `eos_ids` do not end the output
     pool: the answer pool; prompt lookup may copy from other answers of the same pool. 0: none
     stores: whether cells of its prompt may be kept on disks
+    media: its pictures, in order; the prompt has a token below 0 for each of their rows
     """
 
     request_id: int
@@ -285,6 +338,7 @@ class Request(Struct, frozen=True):
     ignore_eos: bool = False
     pool: int = 0
     stores: bool = True
+    media: tuple[Media, ...] = ()
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -236,6 +236,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_load_from_file_ptr": (_P, (_P, _MODEL)),
     "llama_model_meta_val_str": (c_int32, (_P, c_char_p, c_char_p, c_size_t)),
     "llama_model_n_embd": (c_int32, (_P,)),
+    "llama_model_n_embd_inp": (c_int32, (_P,)),
     "llama_model_n_head": (c_int32, (_P,)),
     "llama_model_n_head_kv": (c_int32, (_P,)),
     "llama_model_n_layer": (c_int32, (_P,)),
@@ -304,7 +305,7 @@ _OF_DEVICES = ("count", "description", "get", "memory", "name", "type")
 _OF_PLUGINS = ("ggml_backend_load", "ggml_backend_load_all_from_path", "ggml_backend_dev_by_type",
                "ggml_backend_reg_by_name")
 _OPTIONAL = (*_OF_PLUGINS, *(f"ggml_backend_dev_{what}" for what in _OF_DEVICES), "ggml_cpu_init",
-             "ggml_set_abort_callback", *_MANGLED, "llama_encode",
+             "ggml_set_abort_callback", *_MANGLED, "llama_encode", "llama_model_n_embd_inp",
              "llama_model_load_from_file_ptr", "llama_model_quantize",
              "llama_model_quantize_default_params",
              *(name for name in short_runs.FUNCTIONS if name != "ggml_nrows"), *_OF_SHORT_RUNS,
@@ -361,6 +362,14 @@ def has_tensors() -> bool:
     """Return whether the library gives access to a model's tensors. Raises BackendError."""
     loaded()
     return all(name in globals() for name in _OF_MODELS)
+
+
+def picture_width(model: Any) -> int:
+    """Return the elements of a picture's row for a loaded model; 0 where the library has no
+    pictures. Raises BackendError."""
+    loaded()
+    width = globals().get("llama_model_n_embd_inp")
+    return 0 if width is None else int(width(model))
 
 
 def unused_features() -> tuple[str, ...]:

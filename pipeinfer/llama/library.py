@@ -37,7 +37,7 @@ def _aborts(message: bytes) -> None:
                 "GPU is full, lower -c or -ngl\n".encode())
 
 
-_log_callback = binding.llama_log_callback(_log)  # referenced for ever: llama.cpp calls it
+log_callback = binding.llama_log_callback(_log)  # referenced for ever: llama.cpp calls it
 _abort_callback = binding.ggml_abort_callback(_aborts)
 _init_lock = threading.Lock()
 _initialised: list[str] = []
@@ -56,7 +56,7 @@ def ensure_llama(numa: str = "", *, own_prompts: bool = True) -> None:
     with _init_lock:
         if _initialised:
             return
-        binding.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        binding.llama_log_set(log_callback, ctypes.c_void_p(0))
         with contextlib.suppress(BackendError):  # of libraries without it
             binding.ggml_set_abort_callback(_abort_callback)
         binding.llama_backend_init()

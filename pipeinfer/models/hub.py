@@ -49,7 +49,7 @@ from msgspec import Struct
 
 from pipeinfer import host
 from pipeinfer.errors import ModelError
-from pipeinfer.models import heads, hub_files
+from pipeinfer.models import heads, hub_files, media
 from pipeinfer.models.hub_files import Wanted, size_text
 
 Show = Callable[[str, int, int], None]  #: takes a file's name, its present bytes, and its size
@@ -167,7 +167,8 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
     wanted: the model
     verify: whether to compare cached files with their checksums, and fetch those that differ again
     show: see `Show`; None: lines on standard error
-    A prediction head in the same folder comes along, where the model can be used with it.
+    A prediction head in the same folder comes along, where the model can be used with it, and the
+    nearest projector of pictures.
     Raises ModelError for a model that is not available, and Unreachable where only the network is
     to blame.
     """
@@ -199,6 +200,9 @@ def pull(wanted: Wanted, *, verify: bool = False, show: Show | None = None) -> F
               for start in heads.wanted_beside(first))
     if head := next(filter(None, beside), ""):
         fetch([head])
+    if shown := media.nearest(chosen[0], [one for one in sizes if one.endswith(".gguf")
+                                          and "mmproj" in one]):
+        fetch([shown])
     return Fetched(first, hub_files.name_of(wanted.repo, chosen[0]))
 
 

@@ -296,9 +296,16 @@ def _check_kinds(model: ModelFile, start: int, stop: int) -> None:
             f"0, {', '.join(map(str, begins))}; give such counts to --layers, or none")
 
 
-def barred(model: ModelFile) -> tuple[frozenset[tuple[int, int]], str]:
-    """Return the ranges of layers that cannot be a stage, and the reason for the first of them."""
-    found: dict[tuple[int, int], str] = {}
+def barred(model: ModelFile, *, pictures: bool = False
+           ) -> tuple[frozenset[tuple[int, int]], str]:
+    """Return the ranges of layers that cannot be a stage, and the reason for the first of them.
+
+    pictures: whether the first stage reads their rows
+    """
+    deep = number(model, keys.DEEPSTACK) if pictures else 0
+    found = {(0, stop): f"{model.path.name}: the first stage needs more than the {deep} layers "
+             "that add parts of pictures; give other counts to --layers, or --mmproj none"
+             for stop in range(1, deep + 1)}
     if isinstance(model, ModelFile) and declared(model.architecture).splits:
         for start, stop in itertools.combinations(range(model.n_layers + 1), 2):
             if (start, stop) == (0, model.n_layers):
@@ -357,8 +364,8 @@ def entries(model: ModelFile, start: int, stop: int, *, takes_tokens: bool | Non
     looks_up = start == 0 if takes_tokens is None else takes_tokens
     if scales_embeddings(model) and not looks_up:
         own[keys.EMBEDDING_SCALE] = 0.0
-    if number(model, keys.DEEPSTACK):  # rows of a stage would have to be as wide as those of images
-        own[keys.DEEPSTACK] = 0
+    if deep := number(model, keys.DEEPSTACK):  # layers that add parts of a picture's rows
+        own[keys.DEEPSTACK] = deep if start == 0 and stop > deep else 0
     own.update(cut.writes(model))
     if declared(model.architecture).interval:
         own[keys.RECURRENT] = [kind is LayerKind.STATE for kind in layer_kinds(model)[start:stop]]

@@ -15,8 +15,9 @@ from msgspec import Struct
 from pipeinfer.config import AUTO, NO_DRAFT, JobConfig, ModelConfig
 from pipeinfer.errors import MismatchError, ModelError, UsageError
 from pipeinfer.host import host_name
-from pipeinfer.models import local_stores
+from pipeinfer.models import local_stores, media
 from pipeinfer.models.hub_files import Wanted
+from pipeinfer.models.media import ProjectorOptions
 
 if TYPE_CHECKING:
     from pipeinfer.models.text.tokenizer import Tokenizer
@@ -138,6 +139,30 @@ def automatic() -> str:
     if wanted == AUTO:
         raise UsageError(f"{DEFAULT_MODEL}={AUTO} names no model")
     return wanted or (PAIR if smollm2() is None else SMOLLM2)
+
+
+def projector(config: JobConfig, target: Path) -> ProjectorOptions | None:
+    """Return the projector of a job's model; None without one.
+
+    target: the model's file
+    One that the user has not named is left out where stages could not use it. Raises ModelError for
+    a file that does not exist, and for a model whose pictures are not computed here.
+    """
+    own = config.model
+    path = media.find(target, own.mmproj)
+    named = own.mmproj not in ("", "none")
+    if not path or (not named and (config.speculation.decomposer or target.is_dir())):
+        return None
+    if not Path(path).is_file():
+        raise ModelError(f"--mmproj {path}: no such file")
+    model = open_model(target)
+    if (why := media.REFUSED.get(model.architecture, "")) and named:
+        raise ModelError(f"--mmproj is not supported: {why}")
+    few = media.one_run(model.architecture)
+    return None if why else ProjectorOptions(
+        str(target), path, own.mmproj_threads, own.image_min_tokens,
+        own.image_max_tokens or (0 if few else media.MOST_ROWS), context_size(own, model),
+        max(few, own.image_max_tokens) if few else 0, named)
 
 
 def advice(config: JobConfig) -> str:

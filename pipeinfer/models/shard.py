@@ -257,7 +257,7 @@ class ShardSource:
             parts += routers_of(model, start, stop)  # behind what the header names
         self._parts = parts
         self.total = total_bytes(self.header, parts)
-        self.name = shard_name(model.fingerprint, start, stop, piece.name if piece else "")
+        self.name = name_of(model, start, stop, piece.name if piece else "")
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes in order. Raises ModelError when the model file cannot be read."""
@@ -275,6 +275,13 @@ def shard_name(fingerprint: str, start: int, stop: int, piece: str = "") -> str:
     """
     part = f"-{piece}" if piece else ""
     return f"{fingerprint[:32]}-{start}-{stop}{part}-v{FORMAT_VERSION}.gguf"
+
+
+def name_of(model: ModelFile, start: int, stop: int, piece: str = "") -> str:
+    """Return the file name of a model's shard. Those whose layers add parts of pictures' rows have
+    another than before they did."""
+    deep = "-deep" if start == 0 and number(model, keys.DEEPSTACK) else ""
+    return shard_name(model.fingerprint, start, stop, f"{piece}{deep}".removeprefix("-"))
 
 
 def shard_bytes(model: ModelFile, start: int, stop: int, piece: Slice | None = None) -> int:

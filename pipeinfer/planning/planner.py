@@ -122,13 +122,15 @@ def torch_item_bytes(config: JobConfig, model: Any, hosts: Sequence[RankInfo]) -
     return max(itemsize(config.model.dtype, device or config.model.device) for device in devices)
 
 
-def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: int = 1) -> Load:
+def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: int = 1, *,
+            pictures: bool = False) -> Load:
     """Return the cost (bytes of weights that a row reads) and the memory of a model's layers.
 
     n_cells: of the KV cache. n_batch: rows of the widest run.
     item_bytes: of a weight in torch's memory; 0: no rank runs torch. Costs are the file's bytes in
         any case: speeds of different backends are measured per such byte.
     n_ids: sequences of the KV cache, which all have a state where layers keep one.
+    pictures: whether the first stage reads their rows.
     """
     from pipeinfer.models.hf_folder import torch_parts
     from pipeinfer.models.shard import by_layer_bytes, shard_bytes
@@ -147,7 +149,7 @@ def load_of(model: Any, n_cells: int, n_batch: int, item_bytes: int = 0, n_ids: 
     plain = [size + by_layer_bytes(model) for size in model.layer_bytes]
     cache = cache_bytes(model, n_cells, n_ids=n_ids)
     head = layers[-1] - plain[-1] if n > 1 else 0
-    bars, why = barred(model)
+    bars, why = barred(model, pictures=pictures)
     return Load(
         tuple(map(float, model.layer_reads)),
         tuple(map(operator.add, plain, cache)),

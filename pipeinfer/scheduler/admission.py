@@ -9,12 +9,12 @@ Independent of runs and speculation; emits cache operations through the pool.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pipeinfer.core.messages import NO_RUN
-from pipeinfer.core.types import Request
+from pipeinfer.core.types import Media, Request
 from pipeinfer.scheduler.lanes import Lane, QueuedRequest
-from pipeinfer.scheduler.prefix_cache import Block, Prefixes, StatePrefixes
+from pipeinfer.scheduler.prefix_cache import Block, Prefixes, StatePrefixes, piece_end
 from pipeinfer.scheduler.sequence_pool import NO_LANE, SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state_tree import StateTree
@@ -136,8 +136,9 @@ class Admission:
         if isinstance(self.prefixes, StatePrefixes):
             self._copy_state(lane, self.prefixes, stored)
             return False
-        prompt, limit = lane.request.prompt, self.limit(len(lane.request.prompt))
-        block = self.prefixes.match(lane.block, prompt, limit)
+        prompt, media = lane.request.prompt, lane.request.media
+        limit = self._shared(prompt, media)
+        block = self.prefixes.match(lane.block, prompt, limit, media)
         if block is not lane.block:
             self.pool.share(self._id_of(next(iter(block.holders))), lane.main_id, lane.next_row,
                             block.stop)
@@ -145,7 +146,7 @@ class Admission:
             lane.reused += block.stop - lane.next_row
             lane.stats.reused = max(lane.stats.reused, lane.reused)
             lane.block, lane.next_row = block, block.stop
-        return self.prefixes.next(block, prompt, limit) is not None
+        return self.prefixes.next(block, prompt, limit, media) is not None
 
     def shareable(self, lane: Lane, start: int, stop: int) -> Block | None:
         """Return the new block for a chunk that `lane` is about to compute.
@@ -156,10 +157,13 @@ class Admission:
         if self.limits.states:
             return Block(tuple(lane.request.prompt[:stop]), None, stop) \
                 if stop in lane.kept_at and self.limits.kept else None
-        whole = stop <= len(lane.request.prompt) and stop - start == self.limits.chunk
-        if not self.limits.kept or not whole or start != lane.block.stop:
+        begin, media = lane.block.stop, lane.request.media
+        whole = stop <= len(lane.request.prompt) and stop == piece_end(
+            media, begin, self.limits.chunk, shared=True)
+        # of text, one run; a picture may take several
+        if not self.limits.kept or not whole or (start != begin and not media):
             return None
-        key = lane.request.prompt[start:stop]
+        key = lane.request.prompt[begin:stop]
         if key in lane.block.children:  # another lane computes it, so these cells are not shared
             return None
         lane.block = self.prefixes.extend(lane.block, key, lane.lane)
@@ -246,9 +250,13 @@ class Admission:
         return self.limits.kept > 0 and not ticket.request.params.reads_prompt
 
     def _known(self, ticket: QueuedRequest, prompt: list[int] | tuple[int, ...]) -> Block:
-        root = self.prefixes.root
-        return self.prefixes.match(root, prompt, self.limit(len(prompt))) \
+        root, media = self.prefixes.root, ticket.request.media
+        return self.prefixes.match(root, prompt, self._shared(prompt, media), media) \
             if self.shares(ticket) else root
+
+    def _shared(self, prompt: Sequence[int], media: Sequence[Media]) -> int:
+        """The index where chunks that can be shared end at the latest."""
+        return len(prompt) - 1 if media else self.limit(len(prompt))
 
     def limit(self, n_prompt: int) -> int:
         """The index where sharing ends: the last row has to be computed, because its choice is

@@ -183,7 +183,7 @@ class HintRows:
 
     def _tell(self, lane: Lane) -> _Asked:
         """Pass the tokens that the proposer has not received yet on to it."""
-        asked, tokens = self._lanes.get(lane.lane), lane.accepted
+        asked, tokens = self._lanes.get(lane.lane), lane.text
         if asked is not None and asked.key != lane.path_id:  # the lane was cut back meanwhile
             self.closed(lane)
             asked = None

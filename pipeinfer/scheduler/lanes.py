@@ -8,10 +8,10 @@ from msgspec import Struct, field
 
 from pipeinfer.core.drafting import StartDraft
 from pipeinfer.core.messages import NO_RUN, Piece
-from pipeinfer.core.types import Choice, Request
+from pipeinfer.core.types import Choice, Media, Request
 from pipeinfer.scheduler.events import LaneStats
 from pipeinfer.scheduler.guess_queue import GuessQueue
-from pipeinfer.scheduler.prefix_cache import Block
+from pipeinfer.scheduler.prefix_cache import Block, piece_end
 from pipeinfer.scheduler.token_tree import Node, Tree
 from pipeinfer.strategies.decomposers.base import Decomposer
 
@@ -154,6 +154,7 @@ class Lane(Struct, eq=False):
     names: of the chunks of its prompt on the stages' disks; None: not computed yet
     loading: whether a run reads cells from there
     answered: chunks of its answer that were sent there
+    plain, read: `text` where there are pictures, and how many accepted tokens are in it
     """
 
     lane: int
@@ -191,6 +192,8 @@ class Lane(Struct, eq=False):
     names: list[bytes] | None = None
     loading: bool = False
     answered: int = 0
+    plain: list[int] = field(default_factory=list)
+    read: int = 0
 
     def __post_init__(self) -> None:
         self.given = max(self.given, len(self.request.prompt))
@@ -206,6 +209,25 @@ class Lane(Struct, eq=False):
     def has_threads(self) -> bool:
         """Whether it belongs to a decomposed response."""
         return self.ticket.decompose is not None
+
+    @property
+    def text(self) -> list[int]:
+        """Its accepted tokens without rows of pictures, for proposers, which read text only. Tokens
+        are only ever appended."""
+        if not self.request.media:
+            return self.accepted
+        self.plain.extend(token for token in self.accepted[self.read:] if token >= 0)
+        self.read = len(self.accepted)
+        return self.plain
+
+    def in_text(self, index: int) -> int:
+        """Return how many of its first `index` tokens are in `text`."""
+        return index - sum(min(index, one.stop) - one.start for one in self.request.media
+                           if one.start < index)
+
+    def picture_at(self, index: int) -> Media | None:
+        """Return the picture whose rows are at `index` of the prompt."""
+        return next((one for one in self.request.media if one.start <= index < one.stop), None)
 
     @property
     def issued(self) -> int:
@@ -246,10 +268,10 @@ class Lane(Struct, eq=False):
         """Return the indices `[start, stop)` of the next run that prefills the lane's cache up to
         date.
 
-        chunk: given tokens are cut at multiples of this
+        chunk: given tokens are cut at multiples of this, and where pictures begin and end
         width: most rows of a run of replayed output, which is computed in exact runs as at first
         """
         start = self.next_row
         if start < self.given:
-            return start, min(start - start % chunk + chunk, self.given)
+            return start, min(piece_end(self.request.media, start, chunk), self.given)
         return start, min(start + width, len(self.accepted))

@@ -11,6 +11,9 @@ The cache of a model whose layers keep a state of the text has whole texts inste
 cached prompt serves a request that begins with all of it. States are kept where a later request is
 likely to go on: behind the last whole chunk of a prompt, and behind what a prompt has in common
 with a cached one, such as a system prompt.
+
+Where a prompt has pictures, chunks end where these begin and end, too. Tokens of a picture's rows
+stand for its contents, so prompts with equal tokens are cut in equal places.
 """
 
 from __future__ import annotations
@@ -20,6 +23,25 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct, field
 from typing_extensions import override
+
+from pipeinfer.core.types import Media
+
+
+def piece_end(media: Sequence[Media], start: int, chunk: int, *, shared: bool = False) -> int:
+    """Return where the piece of a prompt that begins at `start` ends.
+
+    media: pictures of the prompt, in order
+    chunk: text is cut at multiples of this
+    shared: whether it is for others, who cannot copy a part of some pictures (`Media.whole`);
+        otherwise it is a run
+    """
+    stop = start - start % chunk + chunk
+    for one in media:
+        if start < one.start:
+            return min(stop, one.start)
+        if start < one.stop:
+            return one.stop if not one.causal or (shared and one.whole) else min(stop, one.stop)
+    return stop
 
 
 class Block(Struct, eq=False):
@@ -55,30 +77,35 @@ class Prefixes:
         self.chunk = chunk
         self.root = Block((), None, 0, computed=True)
         self.kept: OrderedDict[int, Block] = OrderedDict()
-        self._count = 0
+        self._cells = 0
 
     @property
     def cells(self) -> int:
         """The number of cells of all blocks, each counted once."""
-        return self._count * self.chunk
+        return self._cells
 
     @property
     def idle_cells(self) -> int:
         """The number of cells of blocks that only cached prompts hold."""
-        idle = {id(block) for last in self.kept.values() for block in last.chain()
-                if block.holders <= self.kept.keys()}
-        return len(idle) * self.chunk
+        idle = {id(block): len(block.tokens) for last in self.kept.values()
+                for block in last.chain() if block.holders <= self.kept.keys()}
+        return sum(idle.values())
 
-    def next(self, block: Block, prompt: Sequence[int], limit: int) -> Block | None:
-        """Return the block of `prompt` after `block` if it exists and ends at `limit` or before."""
-        stop = block.stop + self.chunk
+    def next(self, block: Block, prompt: Sequence[int], limit: int,
+             media: Sequence[Media] = ()) -> Block | None:
+        """Return the block of `prompt` after `block` if it exists and ends at `limit` or before.
+
+        media: the prompt's pictures
+        """
+        stop = piece_end(media, block.stop, self.chunk, shared=True)
         if stop > limit:
             return None
         return block.children.get(tuple(prompt[block.stop : stop]))
 
-    def match(self, block: Block, prompt: Sequence[int], limit: int) -> Block:
+    def match(self, block: Block, prompt: Sequence[int], limit: int,
+              media: Sequence[Media] = ()) -> Block:
         """Return the last computed block of `prompt` that follows `block` (or `block` itself)."""
-        while (child := self.next(block, prompt, limit)) is not None and child.computed:
+        while (child := self.next(block, prompt, limit, media)) is not None and child.computed:
             block = child
         return block
 
@@ -88,7 +115,7 @@ class Prefixes:
         child = Block(key, block, block.stop + len(key))
         block.children[key] = child
         child.holders.add(holder)
-        self._count += 1
+        self._cells += len(key)
         return child
 
     def adopt(self, block: Block, holder: int) -> None:
@@ -106,7 +133,7 @@ class Prefixes:
             one.holders.discard(holder)
             if not one.holders and one.parent is not None:
                 one.parent.children.pop(one.tokens, None)
-                self._count -= 1
+                self._cells -= len(one.tokens)
 
     def keep(self, block: Block, holder: int) -> list[int]:
         """Cache the blocks up to `block` for `holder`.
@@ -148,11 +175,13 @@ class StatePrefixes(Prefixes):
         return self.cells
 
     @override
-    def match(self, block: Block, prompt: Sequence[int], limit: int) -> Block:
+    def match(self, block: Block, prompt: Sequence[int], limit: int,
+              media: Sequence[Media] = ()) -> Block:
         return block
 
     @override
-    def next(self, block: Block, prompt: Sequence[int], limit: int) -> Block | None:
+    def next(self, block: Block, prompt: Sequence[int], limit: int,
+             media: Sequence[Media] = ()) -> Block | None:
         return None
 
     @override

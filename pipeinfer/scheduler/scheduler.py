@@ -29,6 +29,7 @@ from pipeinfer.scheduler import events
 from pipeinfer.scheduler.admission import Admission
 from pipeinfer.scheduler.lanes import Chunk, Lane, QueuedRequest, Run
 from pipeinfer.scheduler.loading import Loading
+from pipeinfer.scheduler.pictures import Pictures
 from pipeinfer.scheduler.published import repeat_tip
 from pipeinfer.scheduler.response_threads import Threads
 from pipeinfer.scheduler.sequence_pool import SequencePool
@@ -65,6 +66,7 @@ class Scheduler:
         self.story = Story(self.state)
         self.threads = Threads(self.state, self.speculation, self._filling.append, self._close)
         self._next_order = 0
+        self._pictures = Pictures()
 
     @property
     def limits(self) -> Limits:
@@ -207,6 +209,10 @@ class Scheduler:
                 f"the prompt or raise the context with -c {n + max(request.max_tokens, 1)}"
             )))
             return
+        if reason := self._pictures.refusal(request, self.limits):
+            self.state.emit(events.Refuse(request.request_id, RequestError(reason)))
+            return
+        request = self._pictures.named(request)
         self._next_order += 1
         self.waiting.append(
             QueuedRequest(self._next_order, request, list(output), decompose=decompose)
@@ -294,7 +300,8 @@ class Scheduler:
             for node, row in zip(run.nodes, run.outputs, strict=True):
                 node.taps = taps[row : row + 1]
         elif not (lane := run.owners[0]).done:
-            self.state.emit(FeedDraft(lane.path_id, run.start, taps))
+            if lane.picture_at(run.start) is None:
+                self.state.emit(FeedDraft(lane.path_id, lane.in_text(run.start), taps))
             self.speculation.warm_up(lane, min(run.start + len(taps) + 1, len(lane.accepted)))
 
     def _abort(self, request_id: int, reason: str) -> None:
@@ -351,7 +358,7 @@ class Scheduler:
             lane.step = max(lane.step, frontier.step + 1)
             stats.steps = max(stats.steps, lane.step)
             if frontier.taps is not None:
-                self.state.emit(FeedDraft(lane.path_id, len(lane.accepted) - 1, frontier.taps))
+                self.state.emit(FeedDraft(lane.path_id, len(lane.text) - 1, frontier.taps))
             survivor, died = lane.tree.step(choice.token)
             dead += died
             lane.accepted.append(choice.token)
@@ -503,8 +510,10 @@ class Scheduler:
         start, stop = lane.next_piece(limits.chunk, min(limits.exact_width, REPLAYED_ROWS))
         last = stop == len(tokens)
         seq = root.seq_ids[:1]
-        rows = make_rows([(tokens[i], lane.position(i), seq, i == len(tokens) - 1)
-                          for i in range(start, stop)])
+        shown = lane.picture_at(start)
+        media = shown and shown.part(start - shown.start, stop - shown.start)
+        rows = make_rows([(tokens[i] if media is None else NO_TOKEN, lane.position(i), seq,
+                           i == len(tokens) - 1) for i in range(start, stop)], media=media)
         saves = self._loading.saves(lane, start, stop)
         block = self.admission.shareable(lane, start, stop)
         run_id = self.state.launch([lane], rows, [root] if last else [], lane.last_chunk_run,

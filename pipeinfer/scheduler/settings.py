@@ -95,6 +95,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
         id of its own
     chains: whether each lane has one sequence id and a run for its tokens alone, so that its tokens
         in flight are one chain
+    together: most rows of a picture whose rows see each other, which are one run
     """
 
     n_ctx: int
@@ -109,6 +110,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     threads: int = 0
     states: bool = False
     chains: bool = False
+    together: int = 0
 
     def tuned(self, tuning: Tuning) -> Limits:
         """Return the same limits with another tuning."""

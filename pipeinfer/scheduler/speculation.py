@@ -75,7 +75,7 @@ class Speculation:
         if self._drafts and self.limits.speculates and self.limits.path_min <= 1.0 and \
                 self.limits.asks_models and len(self.state.lanes) == 1:
             job = self._job(lane, (), max_tokens=0, max_depth=0)
-            lane.warm_up = structs.replace(job, base=base) if base else job
+            lane.warm_up = structs.replace(job, base=lane.in_text(base)) if base else job
             self.state.emit(lane.warm_up)
 
     def result_back(self, lane: Lane) -> None:
@@ -463,11 +463,12 @@ class Speculation:
     def _job(self, lane: Lane, suffix: tuple[int, ...], max_tokens: int, max_depth: int,
              free_only: bool = False) -> StartDraft:
         self._next_job += 1
+        text = lane.text
         return StartDraft(
-            self._next_job, lane.path_id, Prefix(lane.accepted), len(lane.accepted), suffix,
+            self._next_job, lane.path_id, Prefix(text), len(text), suffix,
             lane.request.params, max_tokens, max_depth, self.limits.max_branches,
             self._cutoff(lane), self.limits.p_split, lane.request.stop_ids,
-            self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(lane.accepted),
+            self.limits.wanted_alternatives, lane.position(len(lane.accepted)) - len(text),
             lane.request.pool, free_only, self.limits.free_max, self.limits.free_min,
             fade=self.calibration.fade, rates=self.calibration.rates,
             chain_min=self.limits.chain_min,

@@ -119,8 +119,9 @@ class SchedulerState:
                 lane.stats.rows += 1
                 lane.stats.attended += pos + 1
         lanes = (owners[0].lane,) * len(rows) if chunk else tuple(lane.lane for lane in owners)
+        shown = None if rows.media is None else rows.media.rows
         self.emit(Decode(run_id, parent_id, rows, lanes, self.pool.take_ops(), speculative,
-                         saves=own.saves, loads=own.loads, loaded=len(own.loads)))
+                         hidden=shown, saves=own.saves, loads=own.loads, loaded=len(own.loads)))
         return run_id
 
     def wait(self, lane: Lane, node: Node) -> None:

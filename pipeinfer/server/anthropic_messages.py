@@ -34,6 +34,26 @@ class TextBlock(Strict):
     text: str
 
 
+class Source(Strict):
+    """Where a picture is: base64 of its file, or a URL."""
+
+    type: Literal["base64", "url"]
+    data: str = ""
+    url: str = ""
+    media_type: str | None = None
+
+
+class ImageBlock(Strict):
+    """A picture."""
+
+    type: Literal["image"]
+    source: Source
+
+    def part(self, where: str) -> schema.MediaPart:
+        """Return it as a part of a content. where: in the request."""
+        return schema.MediaPart.of(self.source.url or self.source.data, where)
+
+
 class ThinkingBlock(Strict):
     """What the model thought, for templates that show it."""
 
@@ -61,8 +81,8 @@ class OtherBlock(OtherTool):
 
 
 def _kind(block: Any) -> str:
-    return {"text": "Text", "thinking": "Thinking", "redacted_thinking": "Redacted",
-            "tool_use": "Call", "tool_result": "Result"}.get(
+    return {"text": "Text", "image": "Image", "thinking": "Thinking",
+            "redacted_thinking": "Redacted", "tool_use": "Call", "tool_result": "Result"}.get(
                 schema.type_of(block) or "text", "Other")
 
 
@@ -72,13 +92,16 @@ class ResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[Annotated[
-        Annotated[TextBlock, Tag("Text")] | Annotated[OtherBlock, Tag("Other")],
-        Discriminator(lambda block: "Text" if _kind(block) == "Text" else "Other")]] | None = None
+        Annotated[TextBlock, Tag("Text")] | Annotated[ImageBlock, Tag("Image")]
+        | Annotated[OtherBlock, Tag("Other")],
+        Discriminator(lambda block: kind if (kind := _kind(block)) in ("Text", "Image") else
+                      "Other")]] | None = None
     is_error: bool | None = None
 
 
 Block: TypeAlias = Annotated[
-    Annotated[TextBlock, Tag("Text")] | Annotated[ThinkingBlock, Tag("Thinking")]
+    Annotated[TextBlock, Tag("Text")] | Annotated[ImageBlock, Tag("Image")]
+    | Annotated[ThinkingBlock, Tag("Thinking")]
     | Annotated[RedactedBlock, Tag("Redacted")] | Annotated[CallBlock, Tag("Call")]
     | Annotated[ResultBlock, Tag("Result")] | Annotated[OtherBlock, Tag("Other")],
     Discriminator(_kind)]
@@ -213,11 +236,14 @@ def _turn(turn: Turn, where: str) -> list[schema.Message]:
     """Return the messages that a turn consists of: each result of a call has its own."""
     if isinstance(turn.content, str):
         return [schema.Message(role=turn.role, content=turn.content)]
-    messages, texts, thoughts, calls = [], [], [], []
+    messages, thoughts, calls = [], [], []
+    texts: list[str | schema.MediaPart] = []
     for number, block in enumerate(turn.content):
         match block:
             case TextBlock():
                 texts.append(block.text)
+            case ImageBlock():
+                texts.append(block.part(f"{where}.{number}"))
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case CallBlock():
@@ -225,7 +251,7 @@ def _turn(turn: Turn, where: str) -> list[schema.Message]:
                     name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))))
             case ResultBlock():
                 if texts:
-                    messages.append(schema.Message(role=turn.role, content="".join(texts)))
+                    messages.append(schema.Message(role=turn.role, content=_joined(texts)))
                     texts = []
                 content = _result(block.content or "", f"{where}.{number}.content")
                 messages.append(schema.Message(role="tool", content=content,
@@ -236,23 +262,34 @@ def _turn(turn: Turn, where: str) -> list[schema.Message]:
                 pass
     if texts or calls or not messages:
         messages.append(schema.Message(
-            role=turn.role, content="".join(texts), tool_calls=calls or None,
+            role=turn.role, content=_joined(texts), tool_calls=calls or None,
             reasoning_content="\n".join(thoughts) or None))
     return messages
 
 
-def _result(content: str | Sequence[TextBlock | OtherBlock], where: str) -> str:
+def _result(content: str | Sequence[TextBlock | ImageBlock | OtherBlock], where: str
+            ) -> str | list[schema.ContentPart]:
     if isinstance(content, str):
         return content
+    found: list[str | schema.MediaPart] = []
     for number, block in enumerate(content):
         if isinstance(block, OtherBlock):
             raise _no_text(block, f"{where}.{number}")
-    return "".join(block.text for block in content if isinstance(block, TextBlock))
+        found.append(block.text if isinstance(block, TextBlock) else
+                     block.part(f"{where}.{number}"))
+    return _joined(found)
+
+
+def _joined(parts: Sequence[str | schema.MediaPart]) -> str | list[schema.ContentPart]:
+    """Texts as one, unless there are pictures between them."""
+    texts = [one for one in parts if isinstance(one, str)]
+    return "".join(texts) if len(texts) == len(parts) else [
+        schema.TextPart(type="text", text=one) if isinstance(one, str) else one for one in parts]
 
 
 def _no_text(block: OtherBlock, where: str) -> Exception:
-    return bad(f"{where}: a content of type {block.type} is not supported, since the model reads "
-               "text alone: leave it out, or send its text", where)
+    return bad(f"{where}: a content of type {block.type} is not supported, since models read text "
+               "and pictures alone: leave it out, or send its text", where)
 
 
 #: of a block, the field that its deltas continue, and what that is called in them

@@ -46,6 +46,7 @@ WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
 Answered = TypeVar("Answered")
 _LONG_PROMPTS = ThreadPoolExecutor(2, "long prompts")
+_PICTURES = ThreadPoolExecutor(2, "prompts with pictures")
 #: what the validator's messages say of itself
 _INTERNAL = re.compile(
     r"^Value error, | or object to extract fields from| after validation, not \d+$")
@@ -67,14 +68,15 @@ _STREAM: _Responses = {200: {
 
 async def in_thread(wanted: schema.CompletionRequest | schema.ChatRequest,
                     work: Callable[..., Answered], *args: Any) -> Answered:
-    """Run work on a prompt outside the event loop; long ones share threads of their own, so that
-    they keep no short one waiting."""
+    """Run work on a prompt outside the event loop; long ones, and those with pictures, share
+    threads of their own, so that they keep no short one waiting."""
     text = wanted.prompt if isinstance(wanted, schema.CompletionRequest) else wanted.messages
-    if prompts.characters(text) <= prompts.SHORT:
+    shown = isinstance(wanted, schema.ChatRequest) and wanted.has_media
+    if not shown and prompts.characters(text) <= prompts.SHORT:
         return await asyncio.to_thread(work, *args)
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(
-        _LONG_PROMPTS, functools.partial(context.run, work, *args))
+        _PICTURES if shown else _LONG_PROMPTS, functools.partial(context.run, work, *args))
 
 
 class Server:
@@ -126,11 +128,12 @@ class Server:
         self._check_model(body.model)
 
         def count() -> int:
-            with schema.own_names(body):
-                wanted, _ = body.to_chat()
-                return len(chat.tokens_of(wanted, tokenizer, self._compiler(tokenizer)))
+            model = self._served(tokenizer)
+            return len(chat.tokens_of(wanted, tokenizer, model.grammars, model.shown(wanted)))
 
-        return Reply({"input_tokens": await asyncio.to_thread(count)})
+        with schema.own_names(body):
+            wanted, _ = body.to_chat()
+            return Reply({"input_tokens": await in_thread(wanted, count)})
 
     async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
         """Embed texts, with a model that is made for it."""
@@ -165,11 +168,15 @@ class Server:
         tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
         self.client.check_room(1)  # before any work on the prompt
-        model = ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx)
+        model = self._served(tokenizer)
         with schema.own_names(body):
             asked = await in_thread(wanted, request_of, wanted, model)
         asked.notes[:0] = [*notes, *more]
         return await self.again.begin(kind, body, asked, request)
+
+    def _served(self, tokenizer: Tokenizer) -> ServedModel:
+        return ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx,
+                           self.client.pictures)
 
     def _check_model(self, name: str | None) -> None:
         if not self.settings.serve.any_model_name and name not in (None, self.settings.name):
@@ -215,7 +222,8 @@ class Server:
         """Return the prompt that a conversation becomes."""
         tokenizer = self.client.check_ready()
         offered = chat.offered_by(body, tokenizer)
-        text = await asyncio.to_thread(chat.render, body, tokenizer, offered)
+        shown = self._served(tokenizer).shown(body)
+        text = await asyncio.to_thread(chat.render, body, tokenizer, offered, shown)
         return Reply(replies.Prompt(prompt=text))
 
     # --- state of the server ------------------------------------------------------------------
@@ -235,6 +243,8 @@ class Server:
         if self.client.state == "ready" and self.client.tokenizer is not None:
             template = self.client.tokenizer.chat_template or ""
             model["context_length"] = self._n_ctx
+            pictures = self.client.pictures
+            model["input_modalities"] = ["text", *(pictures.kinds() if pictures else ())]
             model["capabilities"] = {
                 "chat": True, "chat_template": bool(template), "completions": True,
                 "tools": "template" if knows_tools(template) else "generic",

@@ -21,6 +21,7 @@ from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.errors import bad
 from pipeinfer.server.families import CHANNELS, QUOTE, Family, family_of, knows_tools
 from pipeinfer.server.grammars import Grammars
+from pipeinfer.server.pictures import Shown
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies import registry
@@ -33,16 +34,17 @@ MOST_CALLS = 16  #: of one answer: a weak model would call functions forever
 
 
 def prompt_of(request: schema.ChatRequest, settings: Settings, tokenizer: Tokenizer,
-              params: SamplingParams, offered: ToolUse | None
+              params: SamplingParams, offered: ToolUse | None, shown: Shown
               ) -> tuple[list[int], Specification | None]:
     """Return the prompt as tokens, and how the answer is decomposed, None if it is not.
 
+    shown: the pictures of the conversation.
     Control tokens in contents stay text. Raises ApiError.
     """
     method = _method_of(request, settings, params, offered)
     if not method:
-        return _templated(tokenizer.encode_chat, request, tokenizer, offered), None
-    messages = [{"role": m.role, "content": _text(m.content)} for m in request.messages]
+        return _templated(shown.encoder(tokenizer), request, tokenizer, offered, shown), None
+    messages = [{"role": m.role, "content": _text(m.content, shown)} for m in request.messages]
     try:
         opened = opening(tokenizer, texts_of(Path(settings.model)), method, messages)
     except RequestError as error:
@@ -50,11 +52,12 @@ def prompt_of(request: schema.ChatRequest, settings: Settings, tokenizer: Tokeni
     return list(opened.prompt), opened.decompose
 
 
-def tokens_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Grammars) -> list[int]:
+def tokens_of(request: schema.ChatRequest, tokenizer: Tokenizer, grammars: Grammars,
+              shown: Shown) -> list[int]:
     """Return the prompt of a conversation that one thread answers, however long. Raises
     ApiError."""
     offered, _ = tools_of(request, tokenizer, grammars)
-    return _templated(tokenizer.encode_chat, request, tokenizer, offered)
+    return _templated(shown.encoder(tokenizer), request, tokenizer, offered, shown)
 
 
 def _method_of(request: schema.ChatRequest, settings: Settings, params: SamplingParams,
@@ -75,22 +78,24 @@ def _method_of(request: schema.ChatRequest, settings: Settings, params: Sampling
         problem = "it cannot follow a grammar or call tools"
     elif not registry.decomposer(method).penalties and params.uses_history:
         problem = "it does not support repetition penalties"
+    elif request.has_media:
+        problem = "threads of an answer cannot share pictures"
     if problem and asked_for is not None:
         raise bad(f"decomposer {method}: {problem}", "decomposer")
     return "" if problem else method
 
 
 def render(
-    request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None,
+    request: schema.Conversation, tokenizer: Tokenizer, tools: ToolUse | None, shown: Shown,
 ) -> str:
     """Return the prompt of a conversation as text. Raises ApiError when the template refuses it."""
-    return _templated(tokenizer.apply_chat, request, tokenizer, tools)
+    return shown.displayed(_templated(tokenizer.apply_chat, request, tokenizer, tools, shown))
 
 
 def continues(request: schema.Conversation) -> bool:
     """Return whether the answer goes on with the last message. Raises ApiError if it cannot."""
     last, wanted = request.messages[-1], request.continue_final_message
-    can = last.role == "assistant" and not last.tool_calls and bool(_text(last.content))
+    can = last.role == "assistant" and not last.tool_calls and bool(last.content)
     if wanted is None:
         return can and request.add_generation_prompt is None
     if wanted and (not can or request.add_generation_prompt):
@@ -101,13 +106,13 @@ def continues(request: schema.Conversation) -> bool:
 
 def _templated(
     make: Callable[..., T], request: schema.Conversation, tokenizer: Tokenizer,
-    tools: ToolUse | None,
+    tools: ToolUse | None, shown: Shown,
 ) -> T:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
     template = tokenizer.chat_template or ""
-    messages = [_message(m, "developer" in template) for m in request.messages]
+    messages = [_message(m, "developer" in template, shown) for m in request.messages]
     offered = tools.tools if tools else None
     if family_of(template).form == "channels":
         messages = _one_call_each(messages)
@@ -235,8 +240,8 @@ def _held(functions: list[dict[str, Any]], grammars: Grammars
     return out, notes
 
 
-def _message(message: schema.Message, knows_developer: bool) -> dict[str, Any]:
-    content = _text(message.content or message.refusal)
+def _message(message: schema.Message, knows_developer: bool, shown: Shown) -> dict[str, Any]:
+    content = _text(message.content or message.refusal, shown)
     out: dict[str, Any] = {"role": message.role, "content": content}
     if message.role == "developer" and not knows_developer:
         out["role"] = "system"
@@ -314,10 +319,11 @@ def _json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _text(content: str | list[schema.TextPart] | None) -> str:
+def _text(content: str | list[schema.ContentPart] | None, shown: Shown) -> str:
     if content is None:
         return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(
+        part.text if isinstance(part, schema.TextPart) else shown.mark(part) for part in content)
 
 
 def _arguments(text: str) -> Any:

@@ -156,7 +156,8 @@ class Engine:
             return
         self._open.add(frame.id)
         self._head.submit(Request(frame.id, frame.prompt, frame.max_tokens, frame.params, self._eos,
-                                  frame.ignore_eos, frame.pool, frame.stores), decompose,
+                                  frame.ignore_eos, frame.pool, frame.stores,
+                                  tuple(one.media for one in frame.media)), decompose,
                           frame.output)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:

@@ -11,13 +11,16 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, assert_never
 
 from msgspec import structs
 
-from pipeinfer.errors import PipeinferError
+from pipeinfer.core.types import Media
+from pipeinfer.errors import PipeinferError, RequestError
+from pipeinfer.models.media import Pictures
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choice import Generation, PromptProgress
 from pipeinfer.server.engines import ConnectedEngine, vocabulary
@@ -35,6 +38,7 @@ from pipeinfer.server.frames import (
     Loading,
     News,
     NewsItem,
+    Picture,
     Ready,
     Rebalance,
     Rebalanced,
@@ -49,6 +53,7 @@ from pipeinfer.server.frames import (
 )
 from pipeinfer.server.keys import Meter
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.pictures import File, media_of
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 
@@ -78,6 +83,8 @@ class EngineClient:
                  url: str = "") -> None:
         self.settings, self.metrics, self.outlives = settings, metrics, outlives
         self.url = url
+        self.pictures: Pictures | None = None
+        self._work = ThreadPoolExecutor(1, "pictures")  # the projector has one process
         self.renewed: Callable[[], None] = _nothing
         self.prepare: Callable[[Tokenizer], Awaitable[None]] = _no_work
         self.state: State = "loading"
@@ -176,20 +183,43 @@ class EngineClient:
         meter = generation.meter
         # what a process before this one had begun has no client here
         pool = meter.number if self.settings.serve.remember_answers and not generation.before else 0
-        generation.frame = Submit(
+        frame = Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
             request.decompose, pool=pool, stores=request.stores)
         self.open[request_id] = generation
         if not generation.index % request.n:  # a prompt counts once for all its choices
             meter.used(generation.counts.prompt, time.monotonic())
+        if request.files:
+            self._run(self._compute(generation, frame, request.files))
+        else:
+            self._take(generation, frame)
+
+    def _take(self, generation: Generation, frame: Submit) -> None:
+        generation.frame = frame
         if self.state == "ready":
             self._hand_over(generation)
+
+    async def _compute(self, generation: Generation, frame: Submit, files: Sequence[File]) -> None:
+        """Compute the rows of a choice's pictures, and send it to the engine."""
+        def rows() -> tuple[Media, ...]:
+            return media_of(files, self.pictures) if frame.id in self.open else ()
+
+        try:
+            media = await asyncio.get_running_loop().run_in_executor(self._work, rows)
+            if (used := self.pictures) is not None:
+                self.metrics.pictures(used.computed, used.found, used.seconds)
+            if frame.id in self.open:
+                self._take(generation, structs.replace(frame, media=tuple(map(Picture.of, media))))
+        except RequestError as error:
+            if self.open.pop(frame.id, None) is not None:
+                generation.fail(Failure("request", str(error)))
+                self.metrics.ended(generation, "error")
 
     def abort(self, generation: Generation, reason: str) -> None:
         """End a choice whose client has gone. Without effect if it has ended."""
         if generation.request_id not in self.open or generation.ended:
             return
-        if self.state in ("restarting", "loading"):
+        if self.state in ("restarting", "loading") or generation.frame is None:
             self._end(generation, reason, {})
         else:
             self._send(Abort(generation.request_id, reason))
@@ -331,7 +361,8 @@ class EngineClient:
             if not self._over():
                 self._lost("another rank 0 has come")
         old, self.settings = self.settings, engine.settings
-        if before is not None and (self._new_model or engine.settings.model != old.model):
+        if before is not None and (self._new_model or engine.settings.model != old.model
+                                   or engine.settings.projector != old.projector):
             self._end_all(Failure("failed", "the server has come back with another model"))
             if self.tokenizer is not None:  # in a thread: a text may still be on its way
                 asyncio.get_running_loop().run_in_executor(None, self.tokenizer.apart.close)
@@ -344,9 +375,12 @@ class EngineClient:
         if self.tokenizer is None:
             work.append(self.load(engine.settings))
         for one in work:
-            task = asyncio.create_task(one)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._run(one)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _read(self, engine: ConnectedEngine) -> None:
         reason = await engine.read(
@@ -365,6 +399,7 @@ class EngineClient:
         """Load the vocabulary and what needs it, while the stages load."""
         try:
             tokenizer = await asyncio.to_thread(vocabulary, settings.model)
+            await asyncio.to_thread(self._use_projector, settings)
             await self.prepare(tokenizer)
             if settings is self.settings:
                 self.tokenizer = tokenizer
@@ -373,6 +408,27 @@ class EngineClient:
             why = str(error) if expected else f"{type(error).__name__}: {error} (this is a bug)"
             _log.error("%s", why, exc_info=not expected)
             self.fail(why)
+
+    def _use_projector(self, settings: Settings) -> None:
+        """Start the projector of a model. Raises RequestError, if the user has named it."""
+        options = settings.projector
+        self.close()
+        self.pictures = None
+        if options is not None:
+            found = Pictures(options)
+            try:
+                found.ready()
+                self.pictures = found
+            except RequestError as error:
+                found.close()
+                if options.named:
+                    raise
+                _log.warning("%s is not used: %s", options.path, error)
+
+    def close(self) -> None:
+        """End the projector's process, also while it computes."""
+        if self.pictures is not None:
+            self.pictures.close()
 
     def move(self, why: str, new_model: bool) -> None:
         """Prepare for the end of the engine: its further frames count, except for Bye and
@@ -395,7 +451,8 @@ class EngineClient:
             self._send(Watch(True))
             self._show({"op": "facts", "state": self.state, "facts": facts})
         for one in list(self.open.values()):
-            self._hand_over(one)
+            if one.frame is not None:  # else its pictures are still being computed
+                self._hand_over(one)
         self._admits.set()
 
     def _hand_over(self, one: Generation) -> None:

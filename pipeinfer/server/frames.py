@@ -13,15 +13,16 @@ from functools import cache
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, Union
 
 import msgspec
+import numpy as np
 from msgspec import Struct, field
 
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.types import Media, SamplingParams
 from pipeinfer.errors import ProtocolError
 from pipeinfer.server.settings import Settings
 from pipeinfer.strategies.decomposers.base import Specification
 
 HEADER = struct.Struct(">I")
-MAX_FRAME = 64 << 20  #: bytes of the longest frame
+MAX_FRAME = 512 << 20  #: bytes of the longest frame, with the rows of a context of pictures
 T = TypeVar("T")
 
 
@@ -166,6 +167,34 @@ class Welcome(Frame, frozen=True):
     url: str = ""
 
 
+class Picture(Struct, frozen=True, array_like=True):
+    """Rows of a prompt, as in `core.types.Media`; of arrays the bytes."""
+
+    n_pos: int
+    causal: bool
+    places: bytes | None
+    rows: bytes
+    digest: bytes
+    start: int
+    n: int
+
+    @classmethod
+    def of(cls, media: Media) -> Picture:
+        """Return the frame's form of rows."""
+        assert media.rows is not None
+        return cls(media.n_pos, media.causal,
+                   None if media.places is None else media.places.tobytes(),
+                   media.rows.tobytes(), media.digest, media.start, len(media.rows))
+
+    @property
+    def media(self) -> Media:
+        """The rows. Raises ValueError for bytes of another shape."""
+        places = None if self.places is None else np.frombuffer(
+            self.places, np.int32).reshape(3, self.n)
+        rows = np.frombuffer(self.rows, np.float32).reshape(self.n, -1)
+        return Media(self.n_pos, self.causal, places, rows, self.digest, self.start)
+
+
 class Submit(Frame, frozen=True):
     """A request under an id of its own.
 
@@ -174,6 +203,7 @@ class Submit(Frame, frozen=True):
     output: tokens that an earlier rank 0 has returned; they are not returned again.
     pool: group of answers from which prompt lookup may copy, 0 for none.
     stores: whether cells of the prompt may be kept on disks.
+    media: its pictures.
     """
 
     id: int
@@ -185,6 +215,7 @@ class Submit(Frame, frozen=True):
     output: tuple[int, ...] = ()
     pool: int = 0
     stores: bool = True
+    media: tuple[Picture, ...] = ()
 
 
 class Abort(Frame, frozen=True):

@@ -156,6 +156,7 @@ async def _serve(engines: EngineListener, guest: EnteringEngine, control: socket
     # after the streams: the supervisor may ask for the state until they have ended
     await orders.close()
     await answers.close()
+    client.close()
     if client.url.startswith(UNIX):
         Path(client.url.removeprefix(UNIX)).unlink(missing_ok=True)
     return int(failed)

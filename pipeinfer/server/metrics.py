@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -70,6 +71,11 @@ class Metrics:
         self._output = Counter("generated_tokens", "Generated tokens.", **make)
         self._drafted = Counter("drafted_tokens", "Tokens that were drafted.", **make)
         self._accepted = Counter("accepted_tokens", "Drafted tokens that were right.", **make)
+        self._pictures = [Counter(f"pictures_{name}", text, **make) for name, text in (
+            ("computed", "Pictures and sounds whose rows were computed."),
+            ("cached", "Those whose rows were cached."),
+            ("seconds", "Seconds that the projector computed."))]
+        self._shown: Sequence[float] = (0, 0, 0.0)
         self._first = Histogram("time_to_first_token_seconds", "Seconds from request to first "
                                                                "token.",
                                 buckets=_FIRST, **make)
@@ -101,6 +107,13 @@ class Metrics:
     def answered(self, status: int) -> None:
         """Count an HTTP answer by its status."""
         self._answers.labels(str(status)).inc()
+
+    def pictures(self, *shown: float) -> None:
+        """Count pictures. shown: computed and cached ones, and seconds, since the projector's
+        start."""
+        for counter, now, before in zip(self._pictures, shown, self._shown, strict=True):
+            counter.inc(max(now - before, 0))
+        self._shown = shown
 
     def restarted(self) -> None:
         """Count that another job took over."""

@@ -138,7 +138,7 @@ class Guard:
             meter.allow(one, number)
         serve = settings.serve
         self._origins = Origins(serve.allow_host, settings.check_hosts, serve.cors_origin)
-        self._max_body, self._seconds = serve.max_body, serve.client_timeout
+        self._max_body, self._seconds = settings.most_body, serve.client_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request that is allowed."""

@@ -27,10 +27,23 @@ _OF_TOOLS = re.compile(r"_call$|_call_output$|^mcp_|^tool_search_output$|^compac
 
 
 class TextPart(Strict):
-    """A part of a content; only text is supported, that of a refusal as well."""
+    """A part of a content that is text, or that of a refusal."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+class ImagePart(Strict):
+    """A picture: a data: URI, or an http(s) URL of one of --image-urls. detail has no effect."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+
+
+Part: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[ImagePart, Tag("Image")],
+    Discriminator(lambda part: "Image" if schema.type_of(part) == "input_image" else "Text")]
 
 
 class MessageItem(Strict):
@@ -38,7 +51,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[Part]
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -57,7 +70,7 @@ class ResultItem(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | list[Part]
 
 
 class ReasoningItem(Strict):
@@ -231,7 +244,7 @@ def _messages(request: ResponseRequest) -> list[schema.Message]:
     if request.instructions is not None:
         messages.append(schema.Message(role="system", content=request.instructions))
     thought = ""
-    for item in items:
+    for number, item in enumerate(items):
         match item:
             case ReasoningItem():
                 thought += item.text
@@ -239,7 +252,7 @@ def _messages(request: ResponseRequest) -> list[schema.Message]:
             case MessageItem():
                 own = thought if item.role == "assistant" else None
                 messages.append(schema.Message(
-                    role=item.role, content=_text(item.content),
+                    role=item.role, content=_content(item.content, f"input.{number}.content"),
                     reasoning_content=item.reasoning_content or item.reasoning or own or None))
             case CallItem():
                 call = schema.ToolCall(id=item.call_id, function=schema.FunctionCall(
@@ -250,7 +263,8 @@ def _messages(request: ResponseRequest) -> list[schema.Message]:
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
             case ResultItem():
                 messages.append(schema.Message(
-                    role="tool", content=_text(item.output), tool_call_id=item.call_id))
+                    role="tool", content=_content(item.output, f"input.{number}.output"),
+                    tool_call_id=item.call_id))
             case _:
                 continue
         thought = ""
@@ -259,8 +273,14 @@ def _messages(request: ResponseRequest) -> list[schema.Message]:
     return messages
 
 
-def _text(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _content(content: str | list[Part], where: str) -> str | list[schema.ContentPart]:
+    """Texts as one, unless there are pictures between them. where: in the request."""
+    if isinstance(content, str):
+        return content
+    if all(isinstance(part, TextPart) for part in content):
+        return "".join(part.text for part in content if isinstance(part, TextPart))
+    return [schema.TextPart(type="text", text=part.text) if isinstance(part, TextPart) else
+            schema.MediaPart.of(part.image_url, f"{where}.{k}") for k, part in enumerate(content)]
 
 
 _REPEATED = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "text",

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pipeinfer.errors import RequestError
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.errors import TooLong, bad
+from pipeinfer.server.schema_requests import MediaPart
 
 _log = logging.getLogger("pipeinfer.server")
 SHORT = 64 * 1024  #: characters up to which a text is tokenised in any case
@@ -45,7 +46,9 @@ def check_size(text: object, tokenizer: Tokenizer, n_ctx: int, param: str = "pro
 
 def characters(value: object) -> int:
     """Return the number of characters of all strings in a value of JSON, or of a
-    request's parts, whose texts are not copied."""
+    request's parts, whose texts are not copied. Pictures are not text."""
+    if isinstance(value, MediaPart):
+        return 0
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict | BaseModel):

@@ -15,12 +15,14 @@ from msgspec import structs
 
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.models.media import Pictures
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import chat, prompts
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.grammars import Grammars, constrain
+from pipeinfer.server.pictures import File, Shown
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.tools import ToolUse
 from pipeinfer.strategies.decomposers.base import Specification
@@ -31,12 +33,18 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_p
 
 
 class ServedModel(NamedTuple):
-    """The model for which requests are checked. n_ctx: its context in tokens."""
+    """The model for which requests are checked. n_ctx: its context in tokens. pictures: its
+    projector; None without one."""
 
     settings: Settings
     tokenizer: Tokenizer
     grammars: Grammars
     n_ctx: int
+    pictures: Pictures | None = None
+
+    def shown(self, conversation: schema.Conversation) -> Shown:
+        """Return the pictures of a conversation. Raises ApiError."""
+        return Shown(conversation.messages, self.pictures, self.settings.serve.image_urls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class EngineRequest:
     inside: whether the answer begins within reasoning. thought: marks of reasoning, see StopText.
     marked: whether reasoning is a part of the content, between its marks.
     stores: whether cells of its prompts may be kept on disks (--kv-disk).
+    files: pictures of the prompt, whose rows are computed when the answer has begun.
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -77,6 +86,7 @@ class EngineRequest:
     progress: bool = False
     marked: bool = False
     stores: bool = True
+    files: list[File] = field(default_factory=list)
 
     def text_of(self, tokenizer: Tokenizer) -> TextStream:
         """Return the text of a choice, which is empty so far."""
@@ -136,11 +146,12 @@ def _conversation(request: schema.ChatRequest, server: ServedModel) -> EngineReq
     offered, notes = chat.tools_of(request, tokenizer, server.grammars)
     grammar, more = constrain(request, server.grammars, offered.grammar if offered else "")
     params = structs.replace(params, grammar=grammar)
-    prompt, decompose = chat.prompt_of(request, settings, tokenizer, params, offered)
+    shown = server.shown(request)
+    prompt, decompose = chat.prompt_of(request, settings, tokenizer, params, offered, shown)
     prompts.check_lengths([prompt], server.n_ctx, "messages")
     return EngineRequest([prompt], [""], max_tokens=max_tokens, params=params,
                          logprobs=n_logprobs >= 0, decompose=decompose, tools=offered,
-                         notes=[*notes, *more], marked="none" == (
+                         files=shown.files, notes=[*notes, *more], marked="none" == (
                              request.reasoning_format or settings.serve.reasoning_format),
                          **chat.reading_of(prompt, offered, grammar, tokenizer),
                          **_common(request, settings))

@@ -15,8 +15,10 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     JsonValue,
+    Tag,
     WithJsonSchema,
 )
 
@@ -175,10 +177,62 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Strict):
-    """A part of a message's content; only text is supported, that of a refusal as well."""
+    """A part of a message's content that is text, or that of a refusal."""
 
     type: Literal["text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+class ImageUrl(Strict):
+    """A data: URI, or an http(s) URL of one of --image-urls. detail has no effect."""
+
+    url: str
+    detail: str | None = None
+
+
+class Sound(Strict):
+    """Base64 of a WAV, MP3 or FLAC file; its format is read from there."""
+
+    data: str
+    format: str | None = None
+
+
+class MediaPart(Strict):
+    """A picture or a sound in a message's content."""
+
+    type: Literal["image_url", "input_audio"]
+    image_url: ImageUrl | str | None = None
+    input_audio: Sound | None = None
+    _place: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it is in the request, if that is of another API; else empty."""
+        return self._place
+
+    @property
+    def source(self) -> str:
+        """A URI, or base64."""
+        if self.type == "input_audio":
+            return self.input_audio.data if self.input_audio is not None else ""
+        url = self.image_url
+        return url.url if isinstance(url, ImageUrl) else url or ""
+
+    @classmethod
+    def of(cls, source: str, place: str) -> MediaPart:
+        """Return a picture of another API. place: where it is in the request."""
+        part = cls(type="image_url", image_url=source)
+        part._place = place
+        return part
+
+
+def _is_media(part: Any) -> str:
+    return "Media" if type_of(part) in ("image_url", "input_audio") else "Text"
+
+
+ContentPart: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[MediaPart, Tag("Media")],
+    Discriminator(_is_media)]
 
 
 class FunctionCall(Strict):
@@ -202,7 +256,7 @@ class Message(Strict):
     reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -287,6 +341,12 @@ class ChatRequest(Sampling, Conversation):
     decomposer: DecomposerName | None = None
     reasoning_format: Literal["none", "deepseek", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
+
+    @property
+    def has_media(self) -> bool:
+        """Whether it has a picture or a sound."""
+        return any(isinstance(part, MediaPart) for message in self.messages
+                   for part in message.content or ())
 
 
 class Translated(Body):

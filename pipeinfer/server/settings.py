@@ -8,7 +8,10 @@ from msgspec import Struct, field
 
 from pipeinfer.config import ServeConfig
 from pipeinfer.core.types import SamplingParams
+from pipeinfer.models.media import ProjectorOptions
 from pipeinfer.server.keys import Allowance
+
+_PICTURES = 64 << 20  #: bytes of the pictures of a request, as base64
 
 
 class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unknown_fields=True):
@@ -24,6 +27,7 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     defaults: for sampling fields that a request leaves out
     decomposer: method of chat requests that name none; "" for none
     decomposers: methods that a request may name
+    projector: of pictures; None without one
     race: words of `pipeinfer race` with the server's models; none where it offers no race
     """
 
@@ -39,9 +43,15 @@ class Settings(Struct, frozen=True, tag_field="op", tag="settings", forbid_unkno
     decomposer: str = ""
     decomposers: tuple[str, ...] = ()
     race: tuple[str, ...] = ()
+    projector: ProjectorOptions | None = None
 
     def __repr__(self) -> str:
         return f"Settings({self.model!r}, {self.name!r})"  # keys do not belong into logs
+
+    @property
+    def most_body(self) -> int:
+        """Bytes of a request: pictures come on top of the text."""
+        return self.serve.max_body + (_PICTURES if self.projector is not None else 0)
 
     @property
     def most_open(self) -> int:

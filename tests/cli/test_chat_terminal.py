@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import itertools
@@ -23,6 +24,7 @@ from pipeinfer.cli import chat_terminal
 from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
+from tests.kit.random_projectors import picture, sound
 from tests.kit.sample import full
 
 
@@ -220,6 +222,26 @@ def test_temperature_and_files(talk, capsys, tmp_path):
         file.write_text(wrong)
         talk(f"/load {file}")
         assert f"{file} cannot be read: it" in capsys.readouterr().err
+
+
+def test_a_picture_goes_along_with_the_next_message_and_stays_in_it(talk, capsys, tmp_path):
+    png, wav, file = tmp_path / "a.png", tmp_path / "a.wav", tmp_path / "kept.json"
+    png.write_bytes(picture(8, 8))
+    wav.write_bytes(sound(0.01))
+    asked, *_ = talk(f"/image {png}", f"/image {wav}", "/image /nowhere", f"/image {file}",
+                     f"/image {__file__}", "one", "two", f"/save {file}", "/clear",
+                     f"/load {file}", "/retry")
+    uri = f"data:image/any;base64,{base64.b64encode(png.read_bytes()).decode()}"
+    shown = [{"type": "image_url", "image_url": {"url": uri}},
+             {"type": "input_audio", "input_audio": {
+                 "data": base64.b64encode(wav.read_bytes()).decode()}},
+             {"type": "text", "text": "one"}]
+    assert [messages for messages, *_ in asked] == [
+        [shown], [shown, "a1", "two"], [shown, "a1", "two"]]
+    said = capsys.readouterr().err
+    assert "a.wav goes along with the next message (2 do)" in said
+    assert "/image /nowhere: No such file" in said
+    assert "not a JPEG, PNG, GIF or BMP" in said
 
 
 EDITOR = """

@@ -32,6 +32,7 @@ GIVEN = {
     "--speculation off": {"speculation": "off"},
     "--speculation on": {"speculation": "on"}, "an adapter (--bita)": {"bita": "a.gguf"},
     "a grammar": {"json_schema": "{}"}, "repetition penalties": {"repeat_penalty": 1.5},
+    "-mm": {"mmproj": "mm.gguf"},
     **{f"--policy {name}": {"policy": name}
        for name in ("iterative", "speculative", "pipeinfer", "published")},
     **{f"--decomposer {name}": {"decomposer": name}

@@ -34,6 +34,7 @@ from pipeinfer.core.messages import (
 )
 from pipeinfer.core.types import (
     Choice,
+    Media,
     Rows,
     SamplingParams,
     SeqCopy,
@@ -77,6 +78,11 @@ def decodes(draw):
     if draw(st.booleans()):
         views = draw(st.lists(row, min_size=n, max_size=n).map(lambda rs: tuple(r[2] for r in rs)))
         rows = Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, views)
+    if n and draw(st.booleans()):
+        offset, n_pos = draw(st.integers(0, 1000)), draw(st.integers(1, 1000))
+        places = np.arange(3 * n, dtype=np.int32).reshape(3, n) % n if draw(st.booleans()) else None
+        rows.media = Media(n_pos, draw(st.booleans()), places, offset=offset,
+                           total=offset + n + draw(st.integers(0, 9)))
     hidden = None
     if draw(st.booleans()):
         d = draw(st.integers(1, 8))
@@ -257,6 +263,27 @@ def test_views_cost_nothing_when_absent_and_are_checked():
             decode(frame)
     with pytest.raises(ValueError, match="differ in length"):
         Rows(rows.tokens, rows.positions, rows.seq_ids, rows.outputs, ((0,),))
+
+
+@pytest.mark.parametrize(("numbers", "why"), [
+    ((0, 1, 0, 2, 1), "0 positions"), ((1, 1, 1, 2, 1), "rows 1 to 3 of a picture of 2"),
+    ((1, 1, -1, 2, 1), "rows -1"), ((2, 1, 0, 2, 1), "stand outside")])
+def test_rows_of_a_picture_that_cannot_be_are_refused(numbers, why):
+    places = np.array([[0, 1], [0, 3 if "stand" in why else 1], [0, 0]], np.int32)
+    rows = make_rows([(-1, k, (0,), False) for k in range(2)], media=Media(2, True, places))
+    frame = encode(Decode(1, 0, rows, (0, 0)))
+    good = np.array([2, 1, 0, 2, 1], "<i4").tobytes()
+    assert frame.count(good) == 1
+    decode(frame) if "stand" not in why else None
+    with pytest.raises(ProtocolError, match=why):
+        decode(frame.replace(good, np.array(numbers, "<i4").tobytes()))
+
+
+def test_rows_of_a_picture_have_no_tokens_and_are_bounded_as_others():
+    rows = make_rows([(-1, 2, (0,), True)], media=Media(1))
+    check_decode(Decode(9, 0, rows, (1,)), **SIZES)
+    with pytest.raises(ProtocolError, match="outside 16 positions"):
+        check_decode(Decode(9, 0, make_rows([(-1, 16, (0,), True)], media=Media(1)), (1,)), **SIZES)
 
 
 # --- what a stage does not have -------------------------------------------------------------------

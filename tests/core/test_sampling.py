@@ -133,6 +133,13 @@ def test_penalties_follow_llama_cpp():
     assert candidates(LOGITS, everything, history, 3).scores[0] == pytest.approx(0.0)
 
 
+def test_rows_of_pictures_are_no_part_of_the_window_of_penalties():
+    history = np.array([0, 3, *[NO_TOKEN] * 9, 5], np.int32)
+    params = SamplingParams(repeat_penalty=2.0, presence_penalty=0.5, repeat_last_n=2)
+    without = candidates(LOGITS, params, np.array([0, 3, 5], np.int32), 2).scores
+    assert candidates(LOGITS, params, history, 11).scores.tolist() == without.tolist()
+
+
 def test_log_probabilities_are_those_of_the_raw_logits():
     params = SamplingParams(0.5, top_k=2, n_logprobs=3, logit_bias=((7, 100.0),))
     choice = choose(LOGITS, params, NO_HISTORY, 0)

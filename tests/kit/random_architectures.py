@@ -348,6 +348,10 @@ def _seed_oss(s: Sizes, _: int) -> dict[str, Shape]:
     return (_norms(s, "attn_norm", "post_attention_norm") | _attention(s, bias=True) | _dense(s))
 
 
+def _qwen2vl(s: Sizes, _: int) -> dict[str, Shape]:
+    return _norms(s, "attn_norm", "ffn_norm") | _attention(s, bias=True) | _dense(s)
+
+
 def _hunyuan(s: Sizes, _: int) -> dict[str, Shape]:
     return _norms(s, "attn_norm", "ffn_norm") | _attention(s) | _head_norms(s) | _dense(s)
 
@@ -701,6 +705,8 @@ RECIPES = {
                          lambda s: {"output_norm.bias": (s.width,)}, tied=True,
                          models="StarCoder2"),
     "gemma": Recipe("gemma", _plain(_RMS), _llama_layer, tied=True, models="Gemma 1"),
+    "qwen2vl": Recipe("qwen2vl", _plain(_RMS, _SECTIONS), _qwen2vl,
+                      models="Qwen2-VL, Qwen2.5-VL (text)"),
     "qwen3vl": Recipe("qwen3vl", _plain(_RMS, _SECTIONS, {"n_deepstack_layers": 2}), _hunyuan,
                       models="Qwen3-VL (text)"),
     "qwen3vlmoe": Recipe("qwen3vlmoe", _plain(_RMS, _SPARSE, _SECTIONS, {

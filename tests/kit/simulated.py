@@ -17,7 +17,16 @@ from msgspec import structs
 from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
 from pipeinfer.core.messages import CacheOps, Cancel, Decode, LaneClose, LaneOpen
-from pipeinfer.core.types import ALL_SEQS, END, Choice, Request, SeqCopy, SeqKeep, SeqRemove
+from pipeinfer.core.types import (
+    ALL_SEQS,
+    END,
+    NO_TOKEN,
+    Choice,
+    Request,
+    SeqCopy,
+    SeqKeep,
+    SeqRemove,
+)
 from pipeinfer.scheduler.events import AbortRequest, Drafted, Emit, Enqueue, Finish, Refuse
 from pipeinfer.scheduler.scheduler import Scheduler
 
@@ -48,6 +57,15 @@ def plain(prompt: tuple[int, ...], count: int, n_vocab: int, eos: frozenset[int]
             break
         path.append(token)
     return path[len(prompt):]
+
+
+def cuts(request: Request, chunk: int) -> set[int]:
+    """Where the prompt of a request is cut into runs: at multiples of a chunk, though not inside a
+    picture whose rows see each other, and where pictures begin and end."""
+    together = {place for one in request.media if not one.causal
+                for place in range(one.start + 1, one.stop)}
+    return {*range(0, len(request.prompt), chunk)} - together | {
+        edge for one in request.media for edge in (one.start, one.stop)}
 
 
 @dataclass(eq=False)
@@ -111,12 +129,12 @@ class StateModel:
                     if text:
                         self.texts[dst] = text
 
-    def advance(self, rows):
+    def advance(self, rows, tokens):
         """What the state of each row's id has seen, the row included."""
         assert len({ids for ids in rows.seq_ids}) == 1, "rows of several ids in one run"
         found = []
-        for token, pos, (seq_id,) in zip(rows.tokens.tolist(), rows.positions.tolist(),
-                                         rows.seq_ids, strict=True):
+        for token, pos, (seq_id,) in zip(tokens, rows.positions.tolist(), rows.seq_ids,
+                                         strict=True):
             text = self.texts.get(seq_id, ())
             assert len(text) == pos, f"a state of {len(text)} tokens at position {pos}"
             self.texts[seq_id] = (*text, token)
@@ -166,7 +184,7 @@ class Pipeline:
                 case Decode(run_id):
                     if self.scheduler.runs[run_id].hint:
                         self.probe_runs.add(run_id)
-                    else:
+                    elif instruction.rows.media is None or instruction.rows.media.causal:
                         assert instruction.loads or len(instruction.rows) <= max(
                             self.scheduler.limits.exact_width, self.scheduler.limits.chunk)
                     self.stages[0].queue.append((instruction, False))
@@ -298,8 +316,12 @@ class Pipeline:
 
     def _evaluate(self, stage, item):
         rows = item.rows
-        states = stage.states.advance(rows) if self.scheduler.limits.states else None
-        for token, pos, ids in zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
+        tokens = rows.tokens.tolist()
+        if rows.media is not None:  # what a row shows, in place of a token
+            assert tokens == [NO_TOKEN] * len(rows)
+            tokens = rows.media.rows[:, 0].astype(int).tolist()
+        states = stage.states.advance(rows, tokens) if self.scheduler.limits.states else None
+        for token, pos, ids in zip(tokens, rows.positions.tolist(), rows.seq_ids,
                                    strict=True):
             extents = {tuple(f([c.pos for c in stage.kv.cells if i in c.ids] or [-1])
                              for f in (min, max)) for i in ids}
@@ -335,9 +357,11 @@ class Pipeline:
             return
         chunk, n = self.scheduler.limits.chunk, len(lane.request.prompt)
         for cell in cells:
-            start = cell.pos - cell.pos % chunk
             if cell.pos < n:
-                assert cell.made == (start, min(chunk, n - start)), (cell, n)
+                edges = cuts(lane.request, chunk)
+                start = max(edge for edge in edges if edge <= cell.pos)
+                stop = min(edge for edge in (*edges, n) if edge > cell.pos)
+                assert cell.made == (start, stop - start), (cell, n)
             else:
                 assert cell.made[1] <= self.scheduler.limits.exact_width, (cell, n)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.models import hub_files
+from pipeinfer.models import hub_files, media
 from pipeinfer.models.gguf import ModelFile
 from tests.kit import launch
 from tests.kit.block_files import write_block_draft
@@ -34,7 +34,7 @@ def files(tmp_path_factory):
     small = write_random_model(folder / "small.gguf", RandomSpec(n_layer=2, qtype="Q8_0"))
     large = write_random_model(folder / "large.gguf", RandomSpec(n_layer=8, qtype="F32", seed=1))
     parts = split(large, folder, stem="Model-F16")
-    return {"README.md": b"# A model", "mmproj-Model-Q4_K_M.gguf": b"GGUF no language model",
+    return {"README.md": b"# A model",
             Q8: small.read_bytes(), Q4: large.read_bytes(),
             **{f"F16/{path.name}": path.read_bytes() for path in parts}}
 
@@ -95,6 +95,19 @@ def test_a_pull_lies_where_other_programs_look_for_it(hub, home, files):
     again = pipeinfer(hub, home, "pull", REPO)
     assert again.stdout == done.stdout
     assert hub.sent() == len(files[Q4])
+
+
+@pytest.mark.parametrize("asked", [REPO, f"{REPO}:F16"])
+def test_the_nearest_projector_comes_along_and_is_found(asked, hub, home, files):
+    hub.repos[REPO] |= {"mmproj-Model-F16.gguf": b"GGUF no language model",
+                        "mmproj-Model-F32.gguf": b"GGUF another", "mmproj-Other.gguf": b"GGUF"}
+    done = pipeinfer(hub, home, "pull", asked)
+    assert done.returncode == 0, done.stderr
+    there = in_cache(home, "mmproj-Model-F16.gguf")
+    assert there.read_bytes() == b"GGUF no language model"
+    assert not in_cache(home, "mmproj-Model-F32.gguf").exists()
+    model = in_cache(home, Q4 if asked == REPO else "F16/Model-F16-00001-of-00003.gguf")
+    assert media.find(model, "") == str(there)
 
 
 @pytest.mark.parametrize(("asked", "got"), [

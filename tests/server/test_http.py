@@ -367,8 +367,10 @@ def test_an_unknown_field_has_no_effect_and_a_note_says_so(server, path, body, n
 
 @pytest.mark.parametrize(("body", "param", "says"), [
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
      "messages.0.content.0.type", "text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages.0.content.0", "without a projector"),
     ({**CHAT, "modalities": ["audio"]}, "modalities.0", "text"),
     ({**CHAT, "functions": []}, "functions", "use tools"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs"),

@@ -272,10 +272,10 @@ def test_thoughts_in_pieces(cuts, text, inside, expected):
 
 @pytest.mark.parametrize(("body", "says"), [
     ({"messages": [{"role": "user", "content": [PICTURE]}]},
-     "messages.0.content.0: a content of type image is not supported"),
+     "messages.0.content.0: this model is served without a projector"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1",
                                                  "content": [PICTURE]}]}]},
-     "messages.0.content.0.content.0: a content of type image"),
+     "messages.0.content.0.content.0: this model is served without a projector"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
      "document"),
     ({"messages": []}, "messages"), ({}, "messages"),

@@ -128,8 +128,12 @@ def test_an_answer_that_is_cut_off_is_incomplete(server, ask):
 @pytest.mark.parametrize(("more", "param", "says"), [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
     ({"background": True}, "background", "answers at once"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
      "input.0.content.0.type", "input_text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input.0.content.0.image_url", "required"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}]},
+     "input.0.content.0", "without a projector"),
     ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
     ({"tools": [{"name": "f"}]}, "tools.0.type", "required"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),

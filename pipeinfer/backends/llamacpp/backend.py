@@ -33,6 +33,7 @@ from pipeinfer.backends.llamacpp.context import (
 )
 from pipeinfer.backends.llamacpp.eval_callback import EvalCallback, PartSum
 from pipeinfer.backends.llamacpp.huge_pages import Mapping, into_huge_pages, mappings
+from pipeinfer.backends.llamacpp.places import Places
 from pipeinfer.backends.llamacpp.saving import CellSaver
 from pipeinfer.backends.llamacpp.taps import Taps
 from pipeinfer.core.types import ALL_SEQS, END, FloatArray, Rows, make_rows
@@ -98,6 +99,12 @@ class LlamaCppBackend:
             options.head == "dflash" and binding.llama_model_rope_type(self._model) == _SECTIONS)
         self._batch = RowBatch(info, sections=sections, enters=self._enters, reads=self._again,
                                both=bool(options.head))
+        self._places = Places() if own.sections and not options.head else None
+        self._batch.places = self._places
+        if self._cells is not None:
+            self._cells.places = self._places
+        if info.first and (wide := binding.picture_width(self._model)):
+            self._batch.width = wide
 
     @classmethod
     def load(  # noqa: PLR0913 - a loaded file has that many sizes
@@ -208,19 +215,21 @@ class LlamaCppBackend:
         width = info.n_embd // 2 if self._again else info.n_embd
         out = None if info.last and not self._until_norm else np.empty(
             (count if info.last else n, width), np.float32)
-        given, embedding = keep if self._enters else None, None
+        media = rows.media
+        enters = self._enters and not (media is not None and info.first)
+        given, embedding = keep if enters else None, None
         if self._again and given is not None:
             given, embedding = (np.ascontiguousarray(half) for half in np.hsplit(given, 2))
         elif self._again and not info.last:
             embedding = np.empty((n, width), np.float32)
         if self._callback is not None:
             # a stop would leave states of other ids in cells that were exchanged
-            fixed = self.keeps_state and len(rows.first_positions()) > 1
+            fixed = (self.keeps_state and len(rows.first_positions()) > 1) or (
+                media is not None and media.places is not None)  # no part of it can be removed
             stops = self.options.layer_callbacks and not fixed
             self._callback.arm(should_stop if stops else None, out, given, n, embedding)
         clear_log()
-        status = int(binding.llama_decode(self._ctx, self._batch.columns)) \
-            if self._cells is None else self._cells.decode(self._batch.columns, rows)
+        status = self._evaluate(rows)
         del keep
         if self._callback is not None and not self._finished(self._callback, rows, given, status):
             return None
@@ -230,6 +239,18 @@ class LlamaCppBackend:
         if out is not None and embedding is not None and not info.last:
             return np.concatenate([out, embedding], axis=1)
         return self._logits(count) if out is None else out
+
+    def _evaluate(self, rows: Rows) -> int:
+        """Decode the batch; return llama.cpp's status."""
+        together = rows.media is not None and not rows.media.causal
+        if together:
+            binding.llama_set_causal_attn(self._ctx, False)
+        try:
+            return int(binding.llama_decode(self._ctx, self._batch.columns)) \
+                if self._cells is None else self._cells.decode(self._batch.columns, rows)
+        finally:
+            if together:
+                binding.llama_set_causal_attn(self._ctx, True)
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """Store the inputs of layers from now on."""
@@ -289,6 +310,10 @@ class LlamaCppBackend:
         if self._cells is not None:
             self._cells.remove(seq_id, p0, p1)
             return
+        if self._places is not None:
+            at = self._places.of(seq_id, p0), self._places.of(seq_id, p1)
+            self._places.remove(seq_id, p0, p1)
+            p0, p1 = at
         every = range(self.info.n_seq_max) if self.keeps_state and seq_id == ALL_SEQS \
             else (seq_id,)  # llama.cpp takes no "all" there
         if not all([binding.llama_memory_seq_rm(self._memory, one, p0, _upper(p1))
@@ -304,9 +329,13 @@ class LlamaCppBackend:
             return
         if self.keeps_state and not self._copies_whole(src, dst, p0, p1):
             raise BackendError(_STATE)
+        at = p0, p1
+        if self._places is not None:
+            at = self._places.of(src, p0), self._places.of(src, p1)
+            self._places.copy(src, dst, p0, p1)
         if self._whole:
-            p0, p1 = -1, END
-        binding.llama_memory_seq_cp(self._memory, src, dst, p0, _upper(p1))
+            at = -1, END
+        binding.llama_memory_seq_cp(self._memory, src, dst, at[0], _upper(at[1]))
         if self._cells is not None:
             self._cells.order.copy(src, dst, p0, p1)
 

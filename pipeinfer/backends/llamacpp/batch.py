@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.base import ShardInfo
+from pipeinfer.backends.llamacpp.places import Places
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
@@ -26,6 +27,8 @@ class RowBatch:
                  both: bool = False) -> None:
         self._info, self._sections, self._enters = info, sections, enters
         self._both, self._reads = both, reads or both
+        self.width = info.n_embd  #: of a picture's rows, in elements
+        self.places: Places | None = None  #: positions, where they differ from places
         n = info.n_batch
         self._tokens = np.zeros(n, np.int32)
         self._positions = np.zeros(4 * n if sections else n, np.int32)
@@ -53,11 +56,15 @@ class RowBatch:
     def fill(self, rows: Rows, hidden: FloatArray | None) -> FloatArray | None:
         """Write the rows; return the array that must outlive the decode.
 
-        hidden: float32[len(rows), n_embd], or None for rows of tokens.
+        hidden: float32[len(rows), n_embd], or None for rows of tokens. Rows of a picture on the
+            first shard may be wider.
         Raises BackendError for bad sequence ids, a wrong shape, or tokens on a later shard.
         """
         n, info, batch = len(rows), self._info, self.columns
         tokens, positions, outputs = rows.lists
+        if self.places is not None:
+            positions = self.places.positions(rows)
+        media = rows.media
         for i, ids in enumerate(rows.seq_ids):
             # llama.cpp would take one id more, the grave
             if not 0 < len(ids) <= info.n_seq_max or max(ids) >= info.n_seq_max or min(ids) < 0:
@@ -68,21 +75,29 @@ class RowBatch:
             self._position_memory[i] = positions[i]
             # Not the last: every row is an output, or the last layer would keep flagged rows only.
             self._flag_memory[i] = outputs[i] or not info.last
-            self._token_memory[i] = tokens[i] if hidden is None or self._reads else 0
+            read = media is None and (hidden is None or self._reads)
+            self._token_memory[i] = tokens[i] if read else 0
         batch.n_tokens = n
         if hidden is None:
-            if not info.first:
+            if not info.first or media is not None:
                 raise BackendError("this shard needs the previous shard's hidden rows")
             batch.token, batch.embd = self._token_pointer, None
             return None
-        if hidden.shape != (n, info.n_embd):
-            raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {info.n_embd})")
+        shown = media is not None and info.first
+        width = self.width if shown else info.n_embd
+        if hidden.shape != (n, width):
+            raise BackendError(f"hidden rows of shape {hidden.shape}, not ({n}, {width})")
         if self._sections:  # as llama.cpp fills them for rows of tokens
-            self._positions[: 3 * n] = np.tile(rows.positions, 3)
+            self._positions[: 3 * n] = np.tile(np.array(positions, np.int32), 3) \
+                if media is None or media.places is None else (media.places + positions[0]).ravel()
             self._positions[3 * n : 4 * n] = 0
         keep = np.ascontiguousarray(hidden, np.float32)
-        batch.token = self._token_pointer if self._enters or self._both else None
-        batch.embd = None if self._enters else self._pointer("embd", keep.ctypes.data)
+        if info.first and width < self.width:  # what later layers add to pictures only
+            keep = np.pad(keep, ((0, 0), (0, self.width - width)))
+        # a picture's rows enter as embeddings, or the graph would look tokens up as well
+        enters = self._enters and not shown
+        batch.token = self._token_pointer if enters or self._both else None
+        batch.embd = None if enters else self._pointer("embd", keep.ctypes.data)
         return keep
 
     def fill_vectors(self, vectors: FloatArray, seq_id: int = -1, first: int = 0) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.backends.base import ShardInfo
+from pipeinfer.backends.llamacpp.places import Places
 from pipeinfer.core.types import ALL_SEQS, END, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
@@ -200,6 +201,7 @@ class OccupiedCells:
         self._graves = tuple(range(info.n_seq_max, info.n_seq_max + 1 + windows))
         self._guard = info.n_seq_max + 2 if windows else None
         self._nothing = nothing
+        self.places: Places | None = None  #: the model's positions, where they differ
         self._rewound = False  # llama.cpp looks for free cells from the first one
 
     def decode(self, columns: Any, rows: Rows) -> int:
@@ -216,15 +218,22 @@ class OccupiedCells:
     def remove(self, seq_id: int, p0: int, p1: int) -> None:
         """Remove an id, or all, from cells in `[p0, p1)`; those below living cells are kept."""
         for one in self.order.used_ids() if seq_id == ALL_SEQS else (seq_id,):
-            for low, high in self.order.remove(one, p0, p1):
+            for first, last in self.order.remove(one, p0, p1):
+                low, high = self._at(one, first), self._at(one, last)
                 for grave in self._graves:
                     binding.llama_memory_seq_cp(self._memory, one, grave, low, high)
                     if self._nothing is not None:
                         binding.llama_memory_seq_cp(self._memory, self._nothing, grave, 0, 0)
-            binding.llama_memory_seq_rm(self._memory, one, p0, -1 if p1 >= END else p1)
+            binding.llama_memory_seq_rm(self._memory, one, self._at(one, p0),
+                                        -1 if p1 >= END else self._at(one, p1))
+            if self.places is not None:
+                self.places.remove(one, p0, p1)
         if self.order.is_empty():
             self._free_graves()
             self.order.empty_grave()
+
+    def _at(self, seq_id: int, place: int) -> int:
+        return place if self.places is None else self.places.of(seq_id, place)
 
     def keep(self, seq_id: int) -> None:
         """Remove all other ids from every cell."""

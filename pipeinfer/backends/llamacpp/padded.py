@@ -48,8 +48,11 @@ class PaddedBackend(LlamaCppBackend):
     @override
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
-        if not self.width or self._until_norm:
-            return super().decode(rows, hidden, should_stop)
+        if not self.width or self._until_norm or rows.media is not None:
+            whole = super().decode(rows, hidden, should_stop)
+            if rows.media is not None and self._taps is not None:
+                self._tapped = [super().tapped.copy()]
+            return whole
         found, tapped = [], []
         for start, stop in self._parts(rows):
             given = None if hidden is None else hidden[start:stop]

@@ -88,6 +88,12 @@ class Helper:
         with self._lock:
             self._stop()
 
+    def kill(self) -> None:
+        """End the process without waiting for the request in progress, which fails."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _ensure(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return

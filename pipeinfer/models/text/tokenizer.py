@@ -311,11 +311,15 @@ class Tokenizer:
             raise RequestError("the messages are nested too deeply") from None
         return text, guard.seam
 
-    def encode_guarded(self, text: str, seam: str) -> list[int]:
-        """Return the tokens of a text without its seams; its whole marks become control tokens."""
+    def encode_guarded(self, text: str, seam: str, begins: bool = True) -> list[int]:
+        """Return the tokens of a text without its seams; its whole marks become control tokens.
+
+        begins: whether it is the beginning of a prompt, which may need `bos_id`
+        """
+        add_bos = None if begins else False
         if seam not in text:
-            return self.encode(text, special=True)
-        return self._begun(self._tokens("guarded", text, seam), None)
+            return self.encode(text, add_bos, special=True)
+        return self._begun(self._tokens("guarded", text, seam), add_bos)
 
     @cached_property
     def marks(self) -> Marks:

@@ -112,7 +112,7 @@ export class Conversation {
   messages(upTo) {
     const found = [];
     for (let turn = this.turns[upTo]; turn.parent !== null; turn = this.turns[turn.parent]) {
-      found.unshift({ role: turn.role, content: withFiles(turn) });
+      found.unshift({ role: turn.role, content: contentOf(turn) });
     }
     const system = this.settings.system.trim();
     return system ? [{ role: "system", content: system }, ...found] : found;
@@ -158,8 +158,9 @@ function copyTurns(from, source, target, made) {
     seen.add(old);
     for (const child of from[old].children ?? []) {
       const turn = from[child] ?? {};
-      const files = (turn.files ?? []).map(({ name, text }) => (
-        { name: String(name), text: String(text) }));
+      const files = (turn.files ?? []).map(({ name, text, media }) => (
+        /^data:(image|audio)\//.test(media) ? { name: String(name), media }
+          : { name: String(name), text: String(text) }));
       const role = turn.role === "user" ? "user" : "assistant";
       const note = turn.note ? { note: String(turn.note) } : {};
       const cut = turn.cut === true ? { cut: true } : {};
@@ -181,9 +182,21 @@ function titleOf(content, files = []) {
   return text.length > TITLE ? `${text.slice(0, TITLE - 1)}…` : text;
 }
 
+// What the model gets of a message: pictures and sound as parts before its text.
+function contentOf(turn) {
+  const files = turn.files ?? [];
+  const text = withFiles({ ...turn, files: files.filter(({ media }) => !media) });
+  const shown = files.filter(({ media }) => media).map(({ media }) => (
+    media.startsWith("data:audio/")
+      ? { type: "input_audio", input_audio: { data: media.slice(media.indexOf(",") + 1) } }
+      : { type: "image_url", image_url: { url: media } }));
+  return shown.length ? [...shown, ...(text ? [{ type: "text", text }] : [])] : text;
+}
+
 // A message with its files before it, each in a fence longer than any that it holds.
 function withFiles({ content, files = [] }) {
-  const parts = files.map(({ name, text }) => {
+  const parts = files.map(({ name, text, media }) => {
+    if (media) return media.startsWith("data:image/") ? `![${name}](${media})` : name;
     const longest = Math.max(2, ...(text.match(/`{3,}/g) ?? []).map((ticks) => ticks.length));
     const fence = "`".repeat(longest + 1);
     return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;

@@ -1,10 +1,14 @@
-// Text files that go along with a message: chosen, dropped or pasted.
+// Text files, pictures and sound that go along with a message: chosen, dropped or pasted. Pictures are
+// scaled here: the server computes longer for larger ones.
 
 import { button, element } from "./element.js";
-import { sizeText } from "./turns.js";
+import { shownFile } from "./turns.js";
 
 const MOST_BYTES = 512 * 1024;
 const MOST_FILES = 16;
+const MOST_SOUND = 10e6;
+const MOST_PIXELS = 1.2e6;
+const MOST_PNG = 1.5e6; // characters; a photo becomes a JPEG
 
 export class Files {
   // list: where they are shown; input: the file field; target: what they can be dropped on;
@@ -42,6 +46,18 @@ export class Files {
   // What is wrong with a file, "" if nothing.
   async take(file) {
     if (this.kept.length >= MOST_FILES) return `is one too many: ${MOST_FILES} fit in a message`;
+    try {
+      if (file.type.startsWith("image/")) {
+        this.kept.push({ name: file.name, media: await scaled(file) });
+        return "";
+      }
+      if (file.type.startsWith("audio/") && file.size < MOST_SOUND) {
+        this.kept.push({ name: file.name, media: await uriOf(file) });
+        return "";
+      }
+    } catch {
+      return "cannot be read by this browser";
+    }
     if (file.size > MOST_BYTES) return `is too long: at most ${MOST_BYTES / 1024} KiB fit`;
     try {
       const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
@@ -49,7 +65,7 @@ export class Files {
       this.kept.push({ name: file.name, text });
       return "";
     } catch {
-      return "is no text file in UTF-8: the model reads text only";
+      return "is neither a picture, nor sound, nor a text file in UTF-8";
     }
   }
 
@@ -64,7 +80,7 @@ export class Files {
   show() {
     this.list.hidden = this.kept.length === 0;
     this.list.replaceChildren(...this.kept.map((file) => {
-      const item = element("li", "", `${file.name} · ${sizeText(file.text.length)}`);
+      const item = shownFile(file);
       const remove = button("×", "quiet", () => {
         this.kept.splice(this.kept.indexOf(file), 1);
         this.show();
@@ -75,4 +91,29 @@ export class Files {
       return item;
     }));
   }
+}
+
+// A picture of at most MOST_PIXELS as a data: URI, upright and on white.
+async function scaled(file) {
+  const bitmap = await createImageBitmap(file);
+  const { width, height } = bitmap;
+  const shrink = Math.min(1, Math.sqrt(MOST_PIXELS / (width * height)));
+  const canvas = element("canvas");
+  canvas.width = Math.max(1, Math.round(width * shrink));
+  canvas.height = Math.max(1, Math.round(height * shrink));
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "white";
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  const png = canvas.toDataURL("image/png");
+  return png.length < MOST_PNG ? png : canvas.toDataURL("image/jpeg", 0.9);
+}
+
+function uriOf(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
 }

@@ -42,12 +42,23 @@ export function messageItem(turn, beside, handlers) {
 function filesOf(turn) {
   if (!turn.files?.length) return [];
   const list = element("ul", "files");
-  list.append(...turn.files.map(({ name, text }) => (
-    element("li", "", `${name} · ${sizeText(text.length)}`))));
+  list.append(...turn.files.map(shownFile));
   return [list];
 }
 
-export function sizeText(letters) {
+// A file of a message: a picture itself, of others the name.
+export function shownFile({ name, text, media }) {
+  if (!media) return element("li", "", `${name} · ${sizeText(text.length)}`);
+  if (!media.startsWith("data:image/")) return element("li", "", name);
+  const item = element("li", "picture");
+  const image = element("img");
+  image.src = media;
+  image.alt = name;
+  item.append(image);
+  return item;
+}
+
+function sizeText(letters) {
   return letters < 1000 ? `${letters} characters` : `${(letters / 1000).toPrecision(3)} thousand`;
 }
 
