@@ -113,6 +113,9 @@ class ServeConfig:
                                       help="Host from which the server fetches pictures that a "
                                            "client names by http(s) URL (repeatable); without it "
                                            "only those sent as data: are read.")
+    separate_keys: bool = setting(False, kind="flag",
+                                  help="Let no key's prompts be read, in memory or on disks, for "
+                                       "another key, which could find out by time what was asked.")
     queue: int = opt(64, "--queue", low=0, high=100_000,
                      help="How many requests may wait beyond --parallel; others get status 429.")
     max_body: int = setting(4 << 20, low=1024, high=1 << 28,

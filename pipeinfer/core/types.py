@@ -328,6 +328,7 @@ class Request(Struct, frozen=True):
     pool: the answer pool; prompt lookup may copy from other answers of the same pool. 0: none
     stores: whether cells of its prompt may be kept on disks
     media: its pictures, in order; the prompt has a token below 0 for each of their rows
+    salt: requests share cells of prompts with those of the same salt only
     """
 
     request_id: int
@@ -339,6 +340,7 @@ class Request(Struct, frozen=True):
     pool: int = 0
     stores: bool = True
     media: tuple[Media, ...] = ()
+    salt: bytes = b""
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -118,7 +118,8 @@ class Admission:
         tree = BufferedTree(lane_id, self.pool, root, branching=self.limits.branches > 1,
                             shares=self.limits.shares_early) \
             if self.limits.buffered else kind(lane_id, self.pool, root)
-        lane = Lane(lane_id, ticket, tree, accepted, self.prefixes.root,
+        lane = Lane(lane_id, ticket, tree, accepted,
+                    self.prefixes.root_of(ticket.request.salt),
                     next_row=base, thread=thread, own=own, base=base, jumps=jumps)
         self._running[lane_id] = lane
         self._reserve()
@@ -155,7 +156,7 @@ class Admission:
         None where the chunk cannot be shared, or where another lane is already computing it.
         """
         if self.limits.states:
-            return Block(tuple(lane.request.prompt[:stop]), None, stop) \
+            return Block(tuple(lane.request.prompt[:stop]), None, stop, salt=lane.request.salt) \
                 if stop in lane.kept_at and self.limits.kept else None
         begin, media = lane.block.stop, lane.request.media
         whole = stop <= len(lane.request.prompt) and stop == piece_end(
@@ -175,7 +176,7 @@ class Admission:
         prompt = tuple(lane.request.prompt)
         if lane.next_row or lane.kept_at:
             return
-        holder = prefixes.longest(prompt, self.limit(len(prompt)))
+        holder = prefixes.longest(prompt, self.limit(len(prompt)), lane.request.salt)
         if stored > (0 if holder is None else prefixes.kept[holder].stop):
             return
         if holder is not None:
@@ -188,7 +189,8 @@ class Admission:
         """Return the lengths of a lane's prompt, behind what it has, at which to keep the state."""
         prompt = tuple(lane.request.prompt)
         assert isinstance(self.prefixes, StatePrefixes)
-        return self.prefixes.places(prompt, lane.next_row, self.limit(len(prompt)))
+        return self.prefixes.places(prompt, lane.next_row, self.limit(len(prompt)),
+                                    lane.request.salt)
 
     def keep_state(self, lane: Lane, block: Block) -> None:
         """Cache the state of a prompt behind a run that was issued just now, if there is room."""
@@ -250,7 +252,7 @@ class Admission:
         return self.limits.kept > 0 and not ticket.request.params.reads_prompt
 
     def _known(self, ticket: QueuedRequest, prompt: list[int] | tuple[int, ...]) -> Block:
-        root, media = self.prefixes.root, ticket.request.media
+        root, media = self.prefixes.root_of(ticket.request.salt), ticket.request.media
         return self.prefixes.match(root, prompt, self._shared(prompt, media), media) \
             if self.shares(ticket) else root
 

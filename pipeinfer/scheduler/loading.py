@@ -132,7 +132,7 @@ class Loading:
 
     def _answer(self, lane: Lane, stored: Stored) -> list[bytes]:
         return stored.answer(self._names(lane), lane.accepted, len(lane.request.prompt),
-                             self._state.limits.chunk) if stored.answers else []
+                             self._state.limits.chunk, lane.request.salt) if stored.answers else []
 
     def _of_answer(self, lane: Lane, stored: Stored) -> list[Piece]:
         """The stored chunks of an answer that is replayed, up to its newest token."""
@@ -151,7 +151,7 @@ class Loading:
         stored = self._state.stored
         if lane.names is None:
             lane.names = [] if stored is None or not self._may_store(lane) else stored.chain(
-                lane.request.prompt, self._state.limits.chunk)
+                lane.request.prompt, self._state.limits.chunk, lane.request.salt)
         return lane.names
 
     def _chunks(self, lane: Lane, stored: Stored, names: list[bytes]) -> tuple[list[Piece], Block]:
@@ -172,7 +172,8 @@ class Loading:
     def _whole(self, lane: Lane, stored: Stored, names: list[bytes]) -> tuple[list[Piece], Block]:
         """The longest stored beginning of a lane's prompt, whose state is the last piece."""
         stop, chunk, seq_id = self.reach(lane), self._state.limits.chunk, lane.main_id
-        block, count = Block(tuple(lane.request.prompt[:stop]), None, stop), stop // chunk
+        block, count = Block(tuple(lane.request.prompt[:stop]), None, stop,
+                             salt=lane.request.salt), stop // chunk
         if not count or lane.kept_at:
             return [], block
         pieces = [Piece(name, seq_id, i * chunk, (i + 1) * chunk)

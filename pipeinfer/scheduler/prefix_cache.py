@@ -53,6 +53,7 @@ class Block(Struct, eq=False):
     computed: whether every stage has its cells
     holders: that have its cells
     children: the chunks that follow, by their tokens
+    salt: of its prompt, where it has no parent
     """
 
     tokens: tuple[int, ...]
@@ -61,6 +62,7 @@ class Block(Struct, eq=False):
     computed: bool = False
     holders: set[int] = field(default_factory=set)
     children: dict[tuple[int, ...], Block] = field(default_factory=dict)
+    salt: bytes = b""
 
     def chain(self) -> Iterator[Block]:
         """This block and those before it, the root excluded, last first."""
@@ -75,7 +77,7 @@ class Prefixes:
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
-        self.root = Block((), None, 0, computed=True)
+        self._roots: dict[bytes, Block] = {}
         self.kept: OrderedDict[int, Block] = OrderedDict()
         self._cells = 0
 
@@ -90,6 +92,12 @@ class Prefixes:
         idle = {id(block): len(block.tokens) for last in self.kept.values()
                 for block in last.chain() if block.holders <= self.kept.keys()}
         return sum(idle.values())
+
+    def root_of(self, salt: bytes) -> Block:
+        """Return the block before the first one of prompts with this salt."""
+        if salt not in self._roots:
+            self._roots[salt] = Block((), None, 0, computed=True)
+        return self._roots[salt]
 
     def next(self, block: Block, prompt: Sequence[int], limit: int,
              media: Sequence[Media] = ()) -> Block | None:
@@ -188,21 +196,22 @@ class StatePrefixes(Prefixes):
     def forget(self, holder: int) -> None:
         del self.kept[holder]
 
-    def longest(self, prompt: tuple[int, ...], limit: int) -> int | None:
-        """Return the holder of the longest computed prompt with which this one begins, and mark it
-        as the most recently used; None if there is none. limit: most tokens of it."""
+    def longest(self, prompt: tuple[int, ...], limit: int, salt: bytes) -> int | None:
+        """Return the holder of the longest computed prompt of this salt with which this one begins,
+        and mark it as the most recently used; None if there is none. limit: most tokens of it."""
         found = max((holder for holder, block in self.kept.items() if block.computed
-                     and block.stop <= limit and prompt[:block.stop] == block.tokens),
+                     and block.salt == salt and block.stop <= limit
+                     and prompt[:block.stop] == block.tokens),
                     key=lambda holder: self.kept[holder].stop, default=None)
         if found is not None:
             self.kept.move_to_end(found)
         return found
 
-    def places(self, prompt: tuple[int, ...], start: int, limit: int) -> set[int]:
+    def places(self, prompt: tuple[int, ...], start: int, limit: int, salt: bytes) -> set[int]:
         """Return the lengths at which the state of a prompt is to be kept, after its first `start`
         tokens, which are cached. limit: the last of them."""
         shared = 0
-        for block in self.kept.values():
+        for block in (one for one in self.kept.values() if one.salt == salt):
             same = next((i for i, (a, b) in enumerate(zip(prompt, block.tokens, strict=False))
                          if a != b), min(len(prompt), block.stop))
             shared = max(shared, same // self.chunk * self.chunk)

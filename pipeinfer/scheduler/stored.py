@@ -44,16 +44,20 @@ class Stored(Struct, eq=False):
     found: int = 0
     missed: int = 0
 
-    def chain(self, prompt: Sequence[int], chunk: int) -> list[bytes]:
-        """Return the names of a prompt's whole chunks."""
-        return _chain(self.root, prompt, chunk)
+    def chain(self, prompt: Sequence[int], chunk: int, salt: bytes = b"") -> list[bytes]:
+        """Return the names of a prompt's whole chunks. salt: of its request"""
+        return _chain(self._begin(salt), prompt, chunk)
 
-    def answer(self, names: Sequence[bytes], accepted: Sequence[int], n_prompt: int, chunk: int
-               ) -> list[bytes]:
-        """Return the names of an answer's whole chunks. names: of its prompt."""
-        before = names[-1] if names else self.root
+    def answer(self, names: Sequence[bytes], accepted: Sequence[int], n_prompt: int, chunk: int,
+               salt: bytes = b"") -> list[bytes]:
+        """Return the names of an answer's whole chunks. names: of its prompt. salt: of its
+        request"""
+        before = names[-1] if names else self._begin(salt)
         rest = array("i", accepted[len(names) * chunk : n_prompt]).tobytes()
         return _chain(blake2b(before + rest + _ANSWER).digest(), accepted[n_prompt:], chunk)
+
+    def _begin(self, salt: bytes) -> bytes:
+        return blake2b(self.root + salt).digest() if salt else self.root
 
     @staticmethod
     def state(name: bytes) -> bytes:

@@ -157,7 +157,7 @@ class Engine:
         self._open.add(frame.id)
         self._head.submit(Request(frame.id, frame.prompt, frame.max_tokens, frame.params, self._eos,
                                   frame.ignore_eos, frame.pool, frame.stores,
-                                  tuple(one.media for one in frame.media)), decompose,
+                                  tuple(one.media for one in frame.media), frame.salt), decompose,
                           frame.output)
 
     def _fail(self, request_id: int, kind: str, message: str) -> None:

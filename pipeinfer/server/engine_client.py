@@ -185,7 +185,7 @@ class EngineClient:
         pool = meter.number if self.settings.serve.remember_answers and not generation.before else 0
         frame = Submit(
             request_id, tuple(prompt), request.max_tokens, params, request.ignore_eos,
-            request.decompose, pool=pool, stores=request.stores)
+            request.decompose, pool=pool, stores=request.stores, salt=request.salt)
         self.open[request_id] = generation
         if not generation.index % request.n:  # a prompt counts once for all its choices
             meter.used(generation.counts.prompt, time.monotonic())

@@ -204,6 +204,7 @@ class Submit(Frame, frozen=True):
     pool: group of answers from which prompt lookup may copy, 0 for none.
     stores: whether cells of the prompt may be kept on disks.
     media: its pictures.
+    salt: requests share cells of prompts with those of the same salt only.
     """
 
     id: int
@@ -216,6 +217,7 @@ class Submit(Frame, frozen=True):
     pool: int = 0
     stores: bool = True
     media: tuple[Picture, ...] = ()
+    salt: bytes = b""
 
 
 class Abort(Frame, frozen=True):

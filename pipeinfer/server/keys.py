@@ -101,14 +101,15 @@ class Meter:
     """The usage of a key.
 
     number: of the key, from 1: prompt lookup may copy from answers to the same key. open: its
-        running requests for answers. connected: its open requests of any kind.
+        running requests for answers. connected: its open requests of any kind. salt: of its
+        prompts, with `separate_keys`.
 
     A key may save up a minute's requests and tokens, and use them at once. Tokens are counted when
     they exist, so a request may use more than were left; then the next one waits.
     """
 
     def __init__(self, allowance: Allowance, number: int = 1) -> None:
-        self.number = number
+        self.number, self.salt = number, b""
         self.allowance, self.open, self.connected = allowance, 0, 0
         self.requests = Bucket(allowance.per_minute)
         self.tokens = Bucket(allowance.tokens_per_minute)

@@ -133,10 +133,12 @@ class Guard:
         self._salt = secrets.token_bytes(32)
         self._keys = [self._digest(key.encode()) for key in settings.keys]
         self._meters = [meters.setdefault(key, Meter(Allowance())) for key in settings.keys]
-        for number, (meter, one) in enumerate(
-                zip(self._meters, settings.keys.values(), strict=True), 1):
-            meter.allow(one, number)
         serve = settings.serve
+        for number, (meter, (key, one)) in enumerate(
+                zip(self._meters, settings.keys.items(), strict=True), 1):
+            meter.allow(one, number)
+            meter.salt = b"" if not serve.separate_keys else hashlib.blake2b(
+                key.encode(), digest_size=16).digest()
         self._origins = Origins(serve.allow_host, settings.check_hosts, serve.cors_origin)
         self._max_body, self._seconds = settings.most_body, serve.client_timeout
 

@@ -22,6 +22,7 @@ from pipeinfer.server import chat, prompts
 from pipeinfer.server import schema_requests as schema
 from pipeinfer.server.errors import bad
 from pipeinfer.server.grammars import Grammars, constrain
+from pipeinfer.server.keys import METER, NO_KEY
 from pipeinfer.server.pictures import File, Shown
 from pipeinfer.server.settings import Settings
 from pipeinfer.server.tools import ToolUse
@@ -61,6 +62,7 @@ class EngineRequest:
     marked: whether reasoning is a part of the content, between its marks.
     stores: whether cells of its prompts may be kept on disks (--kv-disk).
     files: pictures of the prompt, whose rows are computed when the answer has begun.
+    salt: requests share cells of prompts with those of the same salt only.
     notes: on parts of the request that are not honoured, for the answer.
     """
 
@@ -87,6 +89,7 @@ class EngineRequest:
     marked: bool = False
     stores: bool = True
     files: list[File] = field(default_factory=list)
+    salt: bytes = b""
 
     def text_of(self, tokenizer: Tokenizer) -> TextStream:
         """Return the text of a choice, which is empty so far."""
@@ -188,6 +191,7 @@ def _common(request: schema.Sampling, settings: Settings) -> dict[str, Any]:
         "usage": bool(request.stream_options and request.stream_options.include_usage),
         "detail": bool(request.pipeinfer and request.pipeinfer.detail),
         "progress": bool(request.return_progress), "stores": request.store is not False,
+        "salt": METER.get(NO_KEY).salt,
     }
 
 

@@ -31,8 +31,8 @@ def names_of(disks):
     return set.intersection(*(set(one) for one in disks))
 
 
-def ask(made, number=0, prompt=PROMPT, count=12):
-    made.submit(Request(number, prompt, count))
+def ask(made, number=0, prompt=PROMPT, count=12, salt=b""):
+    made.submit(Request(number, prompt, count, salt=salt))
     made.drain()
     assert made.output[number] == plain(prompt, count, 7)
     return next(i.stats for i in reversed(made.log) if isinstance(i, Finish))
@@ -97,6 +97,18 @@ def test_memory_comes_before_the_disk():
     ask(made, 0)
     assert ask(made, 1).restored == 0
     assert not reads(made)
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_requests_of_another_salt_find_nothing_in_memory_and_on_disks(states):
+    limits = structs.replace(LIMITS, states=states)
+    made = pipeline(limits)
+    for number, (salt, reused) in enumerate([
+            (b"", 0), (b"one", 0), (b"one", 20), (b"two", 0), (b"", 20)]):
+        assert ask(made, number, salt=salt).reused == reused
+    again = pipeline(limits, made.disks, names_of(made.disks))
+    for number, (salt, restored) in enumerate([(b"one", 20), (b"none", 0), (b"", 20)]):
+        assert ask(again, number, salt=salt).restored == restored
 
 
 def test_states_lie_at_every_sixteenth_chunk_as_well():

@@ -51,6 +51,7 @@ def request_of(number, parts, count=12):
 class Checked(Pipeline):
     """Checks that operations begin and end outside of pictures that are shared as a whole."""
 
+    #: of the random tests those of kinds "together" and "sections"; of others all
     whole = frozenset((-1001, -1002, -1003))
 
     def _run_stage(self, index):
@@ -67,7 +68,7 @@ class Checked(Pipeline):
 
 _part = st.one_of(
     st.lists(st.integers(0, 6), min_size=1, max_size=9),
-    st.tuples(st.integers(0, 1), st.integers(1, 3).map(lambda k: 5 * k + 3),
+    st.tuples(st.sampled_from([0, 4]), st.integers(1, 3).map(lambda k: 5 * k + 3),
               st.just("causal")),
     st.tuples(st.just(2), st.just(17), st.just("together")),
     st.tuples(st.just(3), st.just(19), st.just("sections")))

@@ -166,3 +166,24 @@ def test_a_key_that_is_there_twice_has_the_same_permissions(tmp_path):
                 "keys, line 4: this key was given before with other scopes or limits")) as caught:
             api_keys(config)
         assert line.split()[0] not in str(caught.value)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_keys_share_prompts_unless_they_are_separated(separate):
+    keys = {"one": Allowance(), "two": Allowance()}
+    with front(MODEL, keys=keys, separate_keys=separate) as server:
+        salts = []
+
+        def answer(frame):
+            salts.append(frame.salt)
+            return server.peer.say(frame.id, "ok")
+
+        server.peer.answer = answer
+        for key in ("one", "two", "one"):
+            assert requests.post(f"{server.url}/v1/completions", json={"prompt": "x"},
+                                 headers={"Authorization": f"Bearer {key}"},
+                                 timeout=SECONDS).status_code == 200
+    first, second, third = salts
+    assert first == third
+    assert (first != second) == separate
+    assert b"one" not in first
