@@ -1,6 +1,7 @@
 """What a cluster with prompts on disks saves, over hosts that are network namespaces.
 
     python -m benchmarks.read_once [--tokens 2300 --tokens 8000] [-m smollm2] [--without]
+    python -m benchmarks.read_once --day        # 20 turns of an agent, and a crash amid them
 
 Four hosts, each with a disk of its own: the head and three stages under `pipeinfer up`. A prompt is
 asked once, and again after each of these: all processes are killed, a stage is killed amid the
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +55,15 @@ class Site:
         self._cluster, self._folder, self._options = cluster, folder, options
         self.lines: list[str] = []
 
-    def up(self, model: str, hosts: int = 4) -> None:
+    def up(self, model: str, hosts: int = 4, *, disks: bool = True) -> None:
         """Start the server over the first hosts, and wait until it is ready."""
         lines = (self._cluster.hostfile.read_text().splitlines())[:hosts]
         file = self._folder / "hosts"
         file.write_text("\n".join(lines) + "\n")
         process = self._cluster.start(
             [*_PIPEINFER, "up", "--hosts", str(file), "-np", str(hosts), "--", "serve",
-             *self._serving(model)], timeout=3600, PIPEINFER_STATE=str(self._folder / "state"))
+             *self._serving(model, disks=disks)], timeout=3600,
+            PIPEINFER_STATE=str(self._folder / "state"))
         said = self.lines = []
         threading.Thread(target=lambda: said.extend(iter(process.stderr.readline, "")),
                          daemon=True).start()
@@ -74,9 +77,9 @@ class Site:
                 raise SystemExit(f"no {text!r}:\n{''.join(self.lines)[-3000:]}")
             time.sleep(0.05)
 
-    def _serving(self, model: str) -> list[str]:
+    def _serving(self, model: str, *, disks: bool = True) -> list[str]:
         return ["-m", model, "-md", "none", "--port", str(_PORT), "-c", "16384", "-t", "1", "--set",
-                "split=equal", "--timeout", "20", *self._options]
+                "split=equal", "--timeout", "20", *(self._options if disks else ())]
 
     def reload(self, model: str = "") -> None:
         """Start the job again, with another model if one is named."""
@@ -153,6 +156,40 @@ def _scenes(cluster: Cluster, site: Site, body: Path, model: str) -> None:
     show("after another model", "first")
 
 
+def _turns(count: int) -> list[str]:
+    """Prompts of an agent that reads files of this project: each has all of the one before."""
+    files = sorted((ROOT / "pipeinfer" / "core").glob("*.py"))
+    text, made = (ROOT / "CONTRIBUTING.md").read_text()[:12_000], []
+    for number in range(count):
+        read = files[number % len(files)].read_text()[1000 * (number // len(files)):][:1200]
+        text += f"\n\n<tool_result number={number}>\n{read}\n</tool_result>\n"
+        made.append(text)
+    return made
+
+
+def _day(cluster: Cluster, site: Site, body: Path, model: str, asked: dict[str, Any]) -> None:
+    """An agent's turns; all processes are killed in the middle. Texts are compared with those of a
+    server without disks that nobody disturbs."""
+    turns, texts = _turns(20), []
+    for disks in (False, True):
+        if not disks:
+            site.up(model, disks=False)
+        else:
+            cluster.kill_jobs()
+            site.up(model)
+        for number, prompt in enumerate(turns):
+            if disks and number == len(turns) // 2:
+                time.sleep(3)
+                cluster.kill_jobs()
+                site.up(model)
+            body.write_text(json.dumps({**asked, "prompt": prompt}))
+            found = site.ask(body)
+            if disks:
+                _show(f"turn {number + 1}", "first", found, texts[number])
+            else:
+                texts.append(found["text"])
+
+
 def _lost_host(cluster: Cluster, site: Site, body: Path, model: str) -> None:
     """A host is lost with its disk: in a cluster of its own, since it does not come back."""
     site.up(model)
@@ -168,17 +205,19 @@ def main() -> None:
     parser.add_argument("-m", dest="model", default="smollm2")
     parser.add_argument("--without", action="store_true", help="without prompts on disks")
     parser.add_argument("--verbose", action="store_true", help="show the last server's output")
+    parser.add_argument("--day", action="store_true", help="an agent's turns instead")
     given = parser.parse_args()
-    for tokens in given.tokens or [2300, 8000]:
+    for tokens in given.tokens or ([0] if given.day else [2300, 8000]):
         with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as disk:
             folder = Path(name)
             options = [] if given.without else ["--kv-disk", f"{disk}/kv"]
             body = folder / "body.json"
-            body.write_text(json.dumps({
-                "prompt": _prompt(tokens, 5), "max_tokens": _ANSWER, "temperature": 0.7, "seed": 3,
-                "ignore_eos": True, "stream": True, "timings_per_token": True}))
-            print(f"{given.model}, about {tokens} tokens{', no disks' * given.without}", flush=True)
-            for scenes in (_scenes, _lost_host):
+            asked = {"max_tokens": _ANSWER, "temperature": 0.7, "seed": 3, "ignore_eos": True,
+                     "stream": True, "timings_per_token": True}
+            body.write_text(json.dumps({**asked, "prompt": _prompt(tokens, 5)}))
+            what = "an agent's turns" if given.day else f"about {tokens} tokens"
+            print(f"{given.model}, {what}{', no disks' * given.without}", flush=True)
+            for scenes in (partial(_day, asked=asked),) if given.day else (_scenes, _lost_host):
                 with Cluster(4, private=[disk]) as cluster:
                     site = Site(cluster, folder, options)
                     scenes(cluster, site, body, given.model)

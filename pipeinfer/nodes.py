@@ -41,6 +41,7 @@ _NO_CONTROLS = r"\A[^\x00-\x1f\x7f-\x9f]*\Z"
 Role: TypeAlias = Literal["auto", "head", "stage", "draft", "spare"]
 Backend: TypeAlias = Literal["", "auto", "llamacpp", "torch"]
 Numa: TypeAlias = Annotated[str, Meta(pattern=rf"\A({'|'.join(_NUMA)}|[0-9]*)\Z")]
+Mac: TypeAlias = Annotated[str, Meta(pattern=r"\A([0-9A-Fa-f]{2}([:-][0-9A-Fa-f]{2}){5})?\Z")]
 Device: TypeAlias = Annotated[str, Meta(pattern=r"\A(cpu|per-rank|gpu(:[0-9]+)?)?\Z")]
 Name: TypeAlias = Annotated[str, Meta(pattern=_NO_CONTROLS, max_length=4096)]
 ShortName: TypeAlias = Annotated[str, Meta(pattern=_NO_CONTROLS, max_length=64)]
@@ -75,6 +76,7 @@ class NodeSettings(Struct, frozen=True):
     gpu_layers: layers of a stage on its GPU
     gpu_layers_draft: layers of the draft on the GPU
     backend: llamacpp or torch
+    mac: address of its network card: a host that does not answer is woken by a packet to it
     group: its ranks form wide stages with those of hosts in the same group only (hosts without one
         with each other); OWN_HOST: only with each other
     """
@@ -93,6 +95,7 @@ class NodeSettings(Struct, frozen=True):
     gpu_layers: Count | None = None
     gpu_layers_draft: Count | None = None
     backend: Backend = ""
+    mac: Mac = ""
     group: ShortName = ""
 
     @property

@@ -164,6 +164,7 @@ def test_a_rank_does_not_propose_tokens_in_another_role(tmp_path, host, rank, ke
     ("[node.a]\nrole = \"sparse\"\n", r"role is 'sparse'; did you mean spare\?"),
     ("[node.a]\nnuma = \"distibute\"\n", r"did you mean distribute\?"),
     ("[node.a]\nnuma = true\n", r"numa is True"),
+    ("[node.a]\nmac = \"aa:bb\"\n", r"mac is 'aa:bb'"),
     ("[node.a]\ndevice = \"tpu\"\n", r"device is 'tpu'"),
     ("[node.a]\nmemory = \"8 gigs\"\n", r"memory is '8 gigs'"),
     ("[node.a]\nthreads = 2.5\n", r"threads is .*Expected `int"),

@@ -2,7 +2,8 @@
 pipeinfer.
 
 `doctor --hostfile` and `pipeinfer run --hosts` do this before mpirun, because mpirun reports
-neither the host nor a remedy. It uses no MPI and changes nothing on a host.
+neither the host nor a remedy. It uses no MPI and changes nothing on a host, but wakes one that
+sleeps and whose card's address is in the nodes file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,7 @@ _AT_ONCE = 32
 _THIS_HOST = "for this machine alone take hostfiles/localhost (one line: localhost slots=8)"
 _MARK = "pipeinfer-facts "
 _TCP_SECONDS = 5
+_WAKE_SECONDS, _WAKE_PORT = 180.0, 9  #: for a host to start; where packets that wake go by custom
 #: settings with which messages may take another way than these connections
 _OWN_WAY = ("PIPEINFER_IF", "OMPI_MCA_btl_tcp_port_min_v4", "MPIEXEC_PORT_RANGE")
 #: what runs on a host, whatever its version of pipeinfer; its arguments are this host's address
@@ -147,6 +150,11 @@ def _ask_all(entries: Sequence[HostEntry], ranks: dict[str, int], nodes: Nodes |
              ) -> list[tuple[HostEntry, Finding]]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(ask, entries))
+        macs = {answer.entry.host: mac for answer in answers if not answer.facts and nodes
+                and (mac := nodes.of(answer.entry.host).mac)}
+        if macs:
+            sys.stderr.write(f"pipeinfer: waking {', '.join(macs)}\n")
+            answers = list(pool.map(lambda answer: _woken(answer, macs), answers))
     mine, seen = _own_facts(), dict[str, str]()
     return [(answer.entry, _judge(answer, ranks[answer.entry.host], mine, seen, nodes))
             for answer in answers]
@@ -185,6 +193,28 @@ def ask(entry: HostEntry) -> HostAnswer:
                       f"log in by hand and check whether {entry.host} is busy or one of its file "
                       "systems hangs")
     return HostAnswer(entry, {}, *_explain(entry.host, process.returncode, said))
+
+
+def _woken(answer: HostAnswer, macs: Mapping[str, str]) -> HostAnswer:
+    """Return a host's answer after it was woken; the old one where that is not to be tried."""
+    host, deadline = answer.entry.host, time.monotonic() + _WAKE_SECONDS
+    while host in macs and not answer.facts and time.monotonic() < deadline:
+        wake(macs[host])  # again each time: a packet may be lost, or come while the host goes down
+        time.sleep(1.0)
+        answer = ask(answer.entry)
+    return answer
+
+
+def wake(mac: str) -> None:
+    """Send the packet that switches on the host of this network card, to all networks here."""
+    packet = b"\xff" * 6 + bytes.fromhex(mac.replace(":", "").replace("-", "")) * 16
+    for card in psutil.net_if_addrs().values():
+        for one in card:
+            if one.family == socket.AF_INET and one.broadcast:
+                with contextlib.suppress(OSError), socket.socket(
+                        socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                    sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+                    sender.sendto(packet, (one.broadcast, _WAKE_PORT))
 
 
 def _listener() -> socket.socket:

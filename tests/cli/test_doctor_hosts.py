@@ -64,6 +64,37 @@ def test_hosts_that_answer(tmp_path, fake_ssh):
     assert len(found) == 4
 
 
+def test_a_host_that_sleeps_is_woken(tmp_path, monkeypatch, capsys):
+    """A listener stands for its card: the host answers from the second packet on."""
+    monkeypatch.setattr(doctor_hosts, "is_here", lambda name: name == "head")
+    monkeypatch.setattr(doctor_hosts.time, "sleep", lambda _: None)
+    monkeypatch.setattr(doctor_hosts.psutil, "net_if_addrs", lambda: {"lo": [SimpleNamespace(
+        family=socket.AF_INET, broadcast="127.255.255.255")]})
+    write(tmp_path, '[node.a]\nmac = "aa:bb:cc:00:11:22"\n', "hosts.toml")
+    path = write(tmp_path, "head\na\nb\n")
+    seen, asked = [], []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as card:
+        card.bind(("", 0))
+        card.settimeout(10)
+        monkeypatch.setattr(doctor_hosts, "_WAKE_PORT", card.getsockname()[1])
+
+        def ask(entry):
+            asked.append(entry.host)
+            if asked.count("a") > 1 and entry.host == "a":
+                seen.append(card.recv(200))
+            if entry.host == "head" or len(seen) > 1:
+                return doctor_hosts.HostAnswer(entry, OWN | {"host": entry.host})
+            return doctor_hosts.HostAnswer(entry, {}, "does not answer", "is it switched on?")
+
+        monkeypatch.setattr(doctor_hosts, "ask", ask)
+        found, gone = doctor_hosts.living(path)
+    assert [entry.host for entry in found] == ["head", "a"]
+    assert list(gone) == ["b"]
+    assert seen == [b"\xff" * 6 + bytes.fromhex("aabbcc001122") * 16] * 2
+    assert asked.count("b") == 1  # nobody has named its card
+    assert "waking a\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("answer", "says", "cure"), [
     ([255, "", "root@a: Permission denied (publickey)."], "refuses the ssh key", "ssh-copy-id a"),
     ([255, "", "Host key verification failed."], "host key", "once by hand"),
