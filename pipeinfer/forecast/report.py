@@ -146,6 +146,11 @@ def dry(model: str, profiles: Profiles, **given: Any) -> Report:
     if target.path is not None and len(machines) > 1 and not target.path.is_dir():
         check_splittable(ModelFile(target.path))
     notes = []
+    if target.path is not None and (shown := locate.projector(
+            JobConfig.of(model=str(target.path)), target.path)):
+        machines[0] = dataclasses.replace(machines[0], memory=machines[0].memory - shown.memory)
+        notes.append(f"{shown.note}; `pipeinfer doctor -m {target.path} --mmproj auto` measures "
+                     "how long a picture takes")
     if not link_name:
         link_name = "gigabit"
         notes.append("no link was given (--link, or link in the nodes file): gigabit is assumed")

@@ -25,6 +25,7 @@ from pipeinfer.planning import partition, planner
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member, measure
 from tests.kit.random_model import tiny, write_random_model
+from tests.kit.random_projectors import write_family
 from tests.kit.sample import fewer
 
 GIB = 2.0**30
@@ -267,6 +268,20 @@ def test_dry_run_on_unequal_nodes(plan):
     assert "optiplex5  i7-4790" in text
     assert "tokens/s" in text
     assert "with equal shares the slowest stage would take" in text
+
+
+def test_a_dry_run_counts_the_projector_next_to_a_model(plan, tmp_path):
+    model, projector = write_family("gemma3", tmp_path)
+    words = (str(model), "--dry-run", "--hostfile", "hostfiles/xeon", "--json")
+    with_it = json.loads(plan(*words))
+    note = next(one for one in with_it["notes"] if "pictures go through" in one)
+    assert str(projector) in note
+    assert "doctor -m" in note
+    projector.unlink()
+    without = json.loads(plan(*words))
+    assert without["notes"] == [one for one in with_it["notes"] if one != note]
+    free, less = (found["ranks"][0]["memory"] for found in (without, with_it))
+    assert free - less > 80 << 20
 
 
 @pytest.mark.parametrize(("settings", "asked", "drafts"), [
