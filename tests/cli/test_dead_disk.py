@@ -42,7 +42,9 @@ def dead_disk(tmp_path):
 def test_one_signal_ends_a_command_that_waits_for_a_dead_disk(dead_disk, number, option):
     with subprocess.Popen(
             [sys.executable, "-m", "pipeinfer", "generate", option, f"{dead_disk}/some.gguf",
-             "-p", "x", "-n", "4"], stderr=subprocess.PIPE, text=True) as process:
+             "-p", "x", "-n", "4"], stderr=subprocess.PIPE, text=True,
+            # who starts tests in the background lets them ignore Ctrl-C
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         try:
             line = next(line for line in process.stderr if "still waiting for the disk of" in line)
             assert dead_disk in line
