@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 def at_start(job: Job, assembly: Assembly, hosts: list[RankInfo], remotes: Sequence[RemoteDraft],
-             further: Sequence[str]) -> list[str]:
-    """Return all notes of a job that begins. further: on what became of its proposers."""
+             further: Sequence[str], weighed: bool) -> list[str]:
+    """Return all notes of a job that begins. further: on what became of its proposers.
+    weighed: see `doubts`"""
     config = job.config
     return [why(config.speculation, job), *notes_on(hosts), *unmet(config, hosts), *job.notes,
             *job.survey.notes, *further,
@@ -35,7 +36,7 @@ def at_start(job: Job, assembly: Assembly, hosts: list[RankInfo], remotes: Seque
                            time_shared(hosts, job),
                            cut_candidates(job, assembly.terms.exact)]),
             *drawing(assembly.held, assembly.ready), *drafting(remotes, hosts, job),
-            *doubts(config.speculation, job), *map(str, assembly.changes),
+            *doubts(config.speculation, job, weighed), *map(str, assembly.changes),
             *doubts_about(config.model, job, assembly)]
 
 
@@ -68,15 +69,16 @@ def one_stage(ranks: Sequence[int], hosts: Sequence[RankInfo]) -> str:
             f"{hosts[0].host} schedules and drafts (--head-stage: it holds layers as well)")
 
 
-def doubts(config: SpeculationConfig, job: Job) -> list[str]:
-    """Return notes on options that may not do what the user expects."""
+def doubts(config: SpeculationConfig, job: Job, weighed: bool = False) -> list[str]:
+    """Return notes on options that may not do what the user expects.
+    weighed: whether each speculative token has to pay for its row (`Limits.costs`)"""
     notes = []
     inline = registry.inline(config)
     rivals = [spec.name for spec in registry.named(config) if spec.inline is not None]
     if inline is not None and len(rivals) > 1:
         notes.append(f"{' and '.join(rivals)} compete for the same rows: only {inline.name}, named "
                      "first, is used")
-    notes += _without_effect(config, job)
+    notes += _without_effect(config, job, weighed)
     branching = [f"--set {name}" for name, least in (
         ("alternatives", 0), ("branches", 1), ("partitions", 0)) if getattr(config, name) > least]
     if job.chains and branching:
@@ -90,25 +92,26 @@ def doubts(config: SpeculationConfig, job: Job) -> list[str]:
     return notes
 
 
-def _without_effect(config: SpeculationConfig, job: Job) -> list[str]:
+def _without_effect(config: SpeculationConfig, job: Job, weighed: bool) -> list[str]:
     """Return notes on options that change nothing in this job."""
     notes, policy = [], job.policy
     used = policy is Policy.PIPEINFER and not job.time_sharing
     dead = [name for name, given in (
-        ("p_recovery", config.p_recovery > 0 and job.time_sharing and config.adapt),
-        ("p_decay", config.p_decay > 0 and job.time_sharing and config.adapt),
+        ("p_recovery", config.p_recovery > 0 and weighed),
+        ("p_decay", config.p_decay > 0 and weighed),
         ("alternatives", config.alternatives > 0 and not used and not job.chains),
         ("tip", config.tip != "auto" and not used)) if given]
     if dead:
         notes.append(" and ".join(f"--set {name}" for name in dead) + " without effect: policy "
                      f"{policy} does not use {'it' if len(dead) == 1 else 'them'}"
-                     + " where ranks take turns (--set turns=off)" * job.time_sharing)
+                     + (" where ranks take turns (--set turns=off)" if job.time_sharing else
+                        " where draft and target take turns (--set adapt=false)" * weighed))
     if config.branches > 1 and policy not in (Policy.SPECULATIVE, Policy.PUBLISHED) \
             and "async" not in config.ablate:
         notes.append(f"--set branches has no effect with policy {policy}: it is for trees of "
                      "--policy speculative and --policy published")
     if config.p_decay > 0 and config.draft_p_min <= 0 and config.p_recovery <= 0 \
-            and policy is Policy.PIPEINFER and not job.time_sharing:
+            and policy is Policy.PIPEINFER and not (weighed or job.time_sharing):
         notes.append("--set p_decay has no effect here: it lowers a cutoff, which is 0 without "
                      "--set draft_p_min or --set p_recovery")
     return notes

@@ -427,7 +427,7 @@ def begin(place: Place, job: Job, port: Port, hosts: list[RankInfo],
                 controller=setup.controller)
     session = Session(
         config, loaded, assembly, hosts, head, setup.limits, worker,
-        name, notes.at_start(job, assembly, hosts, remotes, further),
+        name, notes.at_start(job, assembly, hosts, remotes, further, bool(setup.limits.costs)),
         time.monotonic() - started, first,
         share, fatal(place))
     session.learn_stored()

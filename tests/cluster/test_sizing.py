@@ -174,21 +174,24 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
     assert chunk_of(JobConfig.of(like_llama_cpp=True, ubatch=32)) == 32
 
 
-@pytest.mark.parametrize(("policy", "options", "shared", "says"), [
-    ("published", {"alternatives": 2, "tip": "joined"}, False,
+@pytest.mark.parametrize(("policy", "options", "turns", "says"), [
+    ("published", {"alternatives": 2, "tip": "joined"}, "",
      "--set alternatives and --set tip without effect: policy published does not use them"),
-    ("published", {"alternatives": 0}, False, ""),
-    ("speculative", {"tip": "alone"}, False, "--set tip without effect"),
-    ("pipeinfer", {"alternatives": 2, "tip": "joined"}, False, ""),
-    ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1}, True,
+    ("published", {"alternatives": 0}, "", ""),
+    ("speculative", {"tip": "alone"}, "", "--set tip without effect"),
+    ("pipeinfer", {"alternatives": 2, "tip": "joined"}, "", ""),
+    ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1}, "shared weighed",
      "--set p_recovery and --set p_decay without effect: policy pipeinfer does not use them where "
      "ranks take turns"),
-    ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1, "adapt": False}, True, ""),
-    ("published", {"p_recovery": 0.1}, False, "")])
-def test_options_that_a_policy_does_not_use_are_named(policy, options, shared, says):
-    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False, time_sharing=shared,
-                          plan=SimpleNamespace(ranks=(1, 2)))
-    found = doubts(JobConfig.of(**options).speculation, job)
+    ("pipeinfer", {"p_recovery": 0.1}, "weighed",
+     "--set p_recovery without effect: policy pipeinfer does not use it where draft and target "
+     "take turns (--set adapt=false)"),
+    ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1, "adapt": False}, "shared", ""),
+    ("published", {"p_recovery": 0.1}, "", "")])
+def test_options_that_a_policy_does_not_use_are_named(policy, options, turns, says):
+    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False,
+                          time_sharing="shared" in turns, plan=SimpleNamespace(ranks=(1, 2)))
+    found = doubts(JobConfig.of(**options).speculation, job, "weighed" in turns)
     assert [says in note for note in found] == [True] * bool(says)
 
 
