@@ -45,7 +45,9 @@ def test_another_job_reads_the_prompt_whatever_its_ranks(name, others, tmp_path)
 
 def test_a_lost_stage_costs_no_second_reading(tmp_path):
     wanted, _ = generate(1)
-    tokens, stats = generate(4, "--kv-disk", tmp_path / "kv", "--hook", "fault=kill@2:decode=12")
+    # paced, so that what writes behind the runs has the prompt on the disk before the stage dies
+    tokens, stats = generate(4, "--kv-disk", tmp_path / "kv", "--hook", "fault=kill@2:decode=12",
+                             "--hook", "pace=30")
     assert tokens == wanted
     assert stats["recovered"] == 1
     assert stats["restored"] == (stats["n_prompt"] - 1) // 32 * 32
