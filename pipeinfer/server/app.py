@@ -37,6 +37,7 @@ from pipeinfer.server.families import knows_tools
 from pipeinfer.server.grammars import Grammars
 from pipeinfer.server.metrics import CONTENT_TYPE
 from pipeinfer.server.middleware import wrap
+from pipeinfer.server.pictures import Shown
 from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
@@ -222,7 +223,7 @@ class Server:
         """Return the prompt that a conversation becomes."""
         tokenizer = self.client.check_ready()
         offered = chat.offered_by(body, tokenizer)
-        shown = self._served(tokenizer).shown(body)
+        shown = Shown(body.messages, self.client.pictures, self.settings.serve.image_urls)
         text = await asyncio.to_thread(chat.render, body, tokenizer, offered, shown)
         return Reply(replies.Prompt(prompt=text))
 

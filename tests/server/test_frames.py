@@ -98,9 +98,9 @@ def test_what_is_no_frame_is_refused(data):
         FrameReader(FROM_CLIENT).feed(data)
 
 
-RIGHT = {str: "x", int: 1, float: 0.5, bool: True, dict: {}, tuple: []}
-WRONG = {str: (5, None), int: ("x", 0.5, True), float: ("x", True), bool: (1, "x"), dict: ([], 5),
-         tuple: (5, {"x": 1}), None: (5, [])}
+RIGHT = {str: "x", bytes: b"x", int: 1, float: 0.5, bool: True, dict: {}, tuple: []}
+WRONG = {str: (5, None), bytes: (5, []), int: ("x", 0.5, True), float: ("x", True),
+         bool: (1, "x"), dict: ([], 5), tuple: (5, {"x": 1}), None: (5, [])}
 
 
 def sample(hint):
