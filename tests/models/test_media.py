@@ -94,6 +94,7 @@ def test_what_ends_the_process_costs_one_picture(pictures, monkeypatch):
 
 def test_a_process_that_dies_over_a_picture_is_an_error_that_says_so(pictures):
     pictures.ready()
+    pictures._helper._process.send_signal(signal.SIGSTOP)  # or it could answer before it dies
     ask = pictures._helper._receive
     pictures._helper._receive = lambda seconds: (pictures.close(), ask(seconds))[1]
     with pytest.raises(RequestError, match="ended over it"):

@@ -175,7 +175,7 @@ def test_a_job_that_dies_while_a_move_is_prepared_starts_again_as_it_was():
 @pytest.mark.parametrize("last", ["serves", "is late", "ends", "is stopped"])
 def test_a_next_job_that_is_not_ready_in_time_ends_and_the_one_before_comes_back(
         monkeypatch, last):
-    monkeypatch.setattr(module, "LIMIT", 0.2)
+    monkeypatch.setattr(module, "LIMIT", 1.5)  # enough for a start on a busy machine
 
     async def act(supervisor):
         await until_it_runs(supervisor, 1)
@@ -192,7 +192,7 @@ def test_a_next_job_that_is_not_ready_in_time_ends_and_the_one_before_comes_back
             supervisor.stop()
         elif last == "ends":
             supervisor._job.end()
-        assert (await order).startswith("the changed job is not ready after 0.2 s")
+        assert (await order).startswith("the changed job is not ready after 1.5 s")
         assert supervisor.phase is {
             "serves": Phase.READY, "is late": Phase.STARTING, "is stopped": Phase.ENDING}.get(
                 last, supervisor.phase)
