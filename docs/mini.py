@@ -4,28 +4,28 @@
     python docs/mini.py --stages 4      # a longer pipeline: more is gained
 
 A large model is cut into *stages*, one per machine; a token passes through all of them. With one
-token at a time, only one stage works at any moment. So a small *draft* model guesses what comes,
-and guesses are evaluated before it is known whether they are right:
+token at a time, only one stage works at any moment. So a small *draft* model proposes what
+comes, and its draft tokens are evaluated before it is known whether they are right:
 
-    head      guess  guess  guess  accept A   cancel C   guess  ...
+    head      draft  draft  draft  accept A   cancel C   draft  ...
     stage 1          run A  run B  run C                        run D
     stage 2                 run A  run B      C is left out            run D
 
-- *Runs* are micro-batches of guesses. The head issues them without waiting: asynchronous, and
+- *Runs* are micro-batches of draft tokens. The head issues them without waiting: asynchronous, and
   continuous as long as nothing comes back (`Head.speculate`).
-- Guesses form a *tree* below the last accepted token (`Node`). A result says which token the model
-  itself writes behind each guess. Those that agree are accepted, in order (`Head.advance`). So the
+- Draft tokens form a *tree* below the last accepted token (`Node`). A result says which token the
+  model itself writes behind each. Those that agree are accepted, in order (`Head.advance`). So the
   text is the model's own, whatever the draft says.
-- Each guess reads the *cells* (keys and values) of its own path. A cell belongs to a set of
+- Each draft token reads the *cells* (keys and values) of its own path. A cell belongs to a set of
   *sequences*: a run gets a sequence of its own, into which the cells of its path are copied, which
   moves nothing. Copies, removals and runs come to all stages in one order: that is what makes
   many runs in flight safe (`Stage`).
-- A run without a guess that can still come true is *cancelled*: stages look, and leave it out.
+- A run without a draft token that can still be accepted is *cancelled*: stages leave it out.
 
 The package does the same with MPI between machines and llama.cpp or torch in the stages. Read on in
 `pipeinfer/`: `scheduler/scheduler.py` (`Head`), `scheduler/token_tree.py` (`Node`),
 `scheduler/sequence_pool.py` (sequences), `runtime/stage.py` (`Stage`), `core/messages.py` (what
-passes between them), `scheduler/controller.py` (when a guess is worth its time).
+passes between them), `scheduler/controller.py` (how many to issue).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 VOCABULARY = 64
 ACCEPTED = 0  #: the sequence of the accepted text
-STAGE_S, ROW_S, DRAFT_S = 0.010, 0.001, 0.002  #: a run in a stage, each row of it, a guess
+STAGE_S, ROW_S, DRAFT_S = 0.010, 0.001, 0.002  #: a run in a stage, each of its rows, a draft token
 PICTURE_S, WIDTH = 0.004, 96  #: of a character, and how many
 
 
@@ -80,7 +80,7 @@ def written(prompt: list[int], count: int, stages: int) -> list[int]:
 
 
 def draft(text: tuple[int, ...], stages: int) -> list[int]:
-    """Return one or two guesses of the next token, the likelier one first.
+    """Return one or two candidates for the next token, the likelier one first.
 
     A real draft is a smaller model. This one knows the answer, and is wrong about as often.
     """
@@ -197,8 +197,8 @@ class Node:
 
 
 class Policy(NamedTuple):
-    """When the head guesses. batch: guesses of a run; runs: in flight at most, with the one that
-    is not a guess."""
+    """When the head drafts. batch: draft tokens of a run; runs: in flight at most, with the one of
+    an accepted token."""
 
     name: str
     batch: int
@@ -207,13 +207,13 @@ class Policy(NamedTuple):
 
 POLICIES = (
     Policy("one token at a time", batch=0, runs=1),
-    Policy("synchronous speculation", batch=4, runs=1),  # guess, evaluate all, wait
+    Policy("synchronous speculation", batch=4, runs=1),  # draft, evaluate all, wait
     Policy("pipeinfer", batch=3, runs=4),
 )
 
 
 class Head:
-    """Rank 0: guesses, issues runs, takes results, accepts and cancels."""
+    """Rank 0: drafts, issues runs, takes results, accepts and cancels."""
 
     def __init__(self, policy: Policy, stages: int, picture: Picture) -> None:
         self.policy, self.n_stages, self.picture = policy, stages, picture
@@ -223,9 +223,9 @@ class Head:
         for layer in range(stages):
             Stage(layer, pipes[layer], pipes[layer + 1], self.cancelled, picture).start()
         self.free = list(range(64, ACCEPTED, -1))  # sequences that nobody uses
-        self.users: Counter[int] = Counter()  # guesses of each other sequence
+        self.users: Counter[int] = Counter()  # draft tokens of each other sequence
         self.flying: dict[int, list[Node]] = {}  # the nodes of each run in flight
-        self.issued = self.guessed = self.right = 0
+        self.issued = self.drafted = self.right = 0
         self.waiting: list[Node] = []  # the next run
 
     def generate(self, prompt: list[int], count: int) -> list[int]:
@@ -237,16 +237,16 @@ class Head:
             self.waiting.append(self.tip)
         self.go_on()
         while len(self.text) < self.end:
-            # a result is taken as soon as there is one; until then there is time to guess
-            if self.results.empty() and self.may_guess():
+            # a result is taken as soon as there is one; until then there is time to draft
+            if self.results.empty() and self.may_draft():
                 self.speculate()
             else:
                 self.take(self.results.get())
         self.pipeline.put(None)
         return self.text[len(prompt):]
 
-    def may_guess(self) -> bool:
-        """Whether the policy has a run left. A synchronous one guesses while nothing flies."""
+    def may_draft(self) -> bool:
+        """Whether the policy has a run left. A synchronous one drafts while none is in flight."""
         return bool(self.policy.batch) and len(self.flying) < self.policy.runs \
             and len(self.free) > 2 * self.policy.batch
 
@@ -258,18 +258,18 @@ class Head:
             path.append(leaf.token)
         for step in range(self.policy.batch):
             with self.picture.work("head", "~", DRAFT_S):
-                guesses = draft((*self.text, *path), self.n_stages)
+                candidates = draft((*self.text, *path), self.n_stages)
             # the first of a run, and each that is not the likeliest, begin a sequence
-            nodes = [self.guess(token, leaf, new=step == 0 or rank > 0)
-                     for rank, token in enumerate(guesses)]
+            nodes = [self.add(token, leaf, new=step == 0 or rank > 0)
+                     for rank, token in enumerate(candidates)]
             leaf = nodes[0]
             path.append(leaf.token)
             if not self.results.empty() and self.policy.runs > 1:
-                break  # early: what came may show that these guesses are wrong
+                break  # early: what came may show that these tokens are wrong
         self.issue()
 
-    def guess(self, token: int, parent: Node, *, new: bool) -> Node:
-        """Add a guess to the tree and to the next run."""
+    def add(self, token: int, parent: Node, *, new: bool) -> Node:
+        """Add a draft token to the tree and to the next run."""
         sequence = parent.sequences[0]
         if new:
             sequence = self.free.pop()
@@ -281,7 +281,7 @@ class Head:
         node = parent.children[token] = Node(token, parent.position + 1, [sequence], parent)
         self.users[sequence] += 1
         self.waiting.append(node)
-        self.guessed += 1
+        self.drafted += 1
         return node
 
     def issue(self) -> None:
@@ -308,7 +308,7 @@ class Head:
             self.text.append(token)
             node = self.tip.children.pop(token, None)
             self.cancel(self.tip.children.values())
-            if node is None:  # nobody has guessed it
+            if node is None:  # it was not drafted
                 node = Node(token, self.tip.position + 1, [ACCEPTED])
                 self.waiting.append(node)
             else:
@@ -321,12 +321,12 @@ class Head:
         self.go_on()
 
     def go_on(self) -> None:
-        """Let the model evaluate the last token; a synchronous policy adds guesses to it first."""
+        """Let the model evaluate the last token; a synchronous policy adds draft tokens first."""
         if self.policy.runs > 1 or not self.policy.batch:
             self.issue()
 
     def cancel(self, wrong: Iterable[Node]) -> None:
-        """Let go of guesses that cannot come true, and of runs that hold nothing else."""
+        """Let go of draft tokens that cannot be accepted, and of runs that hold nothing else."""
         for root in wrong:
             for node in root.below():
                 self.release(node)
@@ -335,7 +335,7 @@ class Head:
                               if all(node.wrong for node in nodes))
 
     def release(self, node: Node) -> None:
-        """A guess leaves its sequence; who is the last one frees it.
+        """A draft token leaves its sequence; the last one frees it.
 
         The removal comes to each stage behind the runs that wrote the cells, and before the next
         run that gets this sequence.
@@ -390,9 +390,9 @@ def main() -> None:
         seconds = time.monotonic() - picture.began
         first = first or seconds
         print(f"{policy.name}: {count / seconds:.0f} tokens/s, {first / seconds:.2f} times; "
-              f"{head.right} of {head.guessed} guesses right, {head.issued} runs, "
+              f"{head.right} of {head.drafted} draft tokens accepted, {head.issued} runs, "
               f"{len(head.cancelled)} cancelled\n{picture}\n")
-    print("All three wrote the model's own text, token for token. A letter is a run, ~ a guess.")
+    print("All three wrote the model's own text, token for token. A letter is a run, ~ drafting.")
 
 
 if __name__ == "__main__":

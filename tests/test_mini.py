@@ -45,14 +45,14 @@ def test_the_race_and_the_picture_are_printed():
 def test_every_policy_writes_the_models_own_text(mini, stages):
     rng = random.Random(stages)
     for policy in (*mini.POLICIES, mini.Policy("wide", batch=5, runs=3),
-                   mini.Policy("one guess", batch=1, runs=6)):
+                   mini.Policy("one draft token", batch=1, runs=6)):
         prompt = [rng.randrange(mini.VOCABULARY) for _ in range(rng.randint(1, 12))]
         head = mini.Head(policy, stages, mini.Picture())
         assert head.generate(prompt, 80) == mini.written(prompt, 80, stages), policy
         assert (head.right > 20) == bool(policy.batch)
 
 
-def test_what_no_guess_can_use_is_cancelled(mini, monkeypatch):
+def test_what_cannot_be_accepted_is_cancelled(mini, monkeypatch):
     monkeypatch.setattr(mini, "draft", lambda text, stages: [
         (mini.model(text, stages) + 1) % mini.VOCABULARY])  # never right
     head = mini.Head(mini.POLICIES[-1], 2, mini.Picture())
