@@ -18,6 +18,7 @@ from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.errors import ApiError, Failure, bad
 from pipeinfer.server.journal import Begun, ChoiceEnded, Entry, Journal, TokenRows, encode
+from pipeinfer.server.keys import digest
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 
@@ -353,7 +354,7 @@ class Reader:
 def owner_of(key: bytes, settings: Settings) -> str:
     """Return a digest of the API key, which the journal stores instead of the key; "" without
     keys."""
-    return hashlib.blake2b(key, digest_size=16).hexdigest() if settings.keys else ""
+    return digest(key).hex() if settings.keys else ""
 
 
 def digest_of(body: str) -> str:

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.errors import ApiError
-from pipeinfer.server.keys import LIMIT_HEADERS, METER, Allowance, Meter
+from pipeinfer.server.keys import LIMIT_HEADERS, METER, Allowance, Meter, digest
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.settings import Settings
 
@@ -137,8 +137,7 @@ class Guard:
         for number, (meter, (key, one)) in enumerate(
                 zip(self._meters, settings.keys.items(), strict=True), 1):
             meter.allow(one, number)
-            meter.salt = b"" if not serve.separate_keys else hashlib.blake2b(
-                key.encode(), digest_size=16).digest()
+            meter.salt = digest(key.encode()) if serve.separate_keys else b""
         self._origins = Origins(serve.allow_host, settings.check_hosts, serve.cors_origin)
         self._max_body, self._seconds = settings.most_body, serve.client_timeout
 
