@@ -26,6 +26,7 @@ from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.strategies.proposers.base import common_prefix
 from pipeinfer_lab.chaos.client import Answer, complete, get
 from pipeinfer_lab.chaos.whole import free_port
 from tests.kit.launch import environment, mpirun_path
@@ -169,19 +170,13 @@ def compare(requests: list[dict[str, Any]], answers: list[tuple[int | None, Answ
             if answer.tokens != tokens or (left is None and answer.trouble):
                 wrong.append(f"request {k}: {answer.status} {answer.trouble} {answer.reason} "
                              f"{len(answer.tokens)} of {len(tokens)} tokens, differs at "
-                             f"{first_difference(answer.tokens, tokens)}")
+                             f"{common_prefix(answer.tokens, tokens)}")
             elif left is None and answer.usage.get("completion_tokens") != len(tokens):
                 wrong.append(f"request {k}: usage {answer.usage}")
         elif answer.tokens != tokens[: len(answer.tokens)]:
             wrong.append(f"request {k}, which left: differs at "
-                         f"{first_difference(answer.tokens, tokens)}")
+                         f"{common_prefix(answer.tokens, tokens)}")
     return wrong
-
-
-def first_difference(a: list[int], b: list[int]) -> int:
-    """The first index at which two lists differ."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-                min(len(a), len(b)))
 
 
 async def lossless(args: argparse.Namespace) -> dict[str, Any]:

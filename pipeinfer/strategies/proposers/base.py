@@ -133,8 +133,8 @@ class InlineProposer(Protocol):
         """Remove a lane that has ended; no effect on one that was never opened."""
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens that both begin with."""
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the number of tokens, or characters, that both begin with."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

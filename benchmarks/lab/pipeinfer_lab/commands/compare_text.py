@@ -16,6 +16,7 @@ import click
 
 from pipeinfer.cli.terminal import plain, show_over
 from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.strategies.proposers.base import common_prefix
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 from pipeinfer_lab.quality.prompt_sets import file_prompts
@@ -25,10 +26,7 @@ _SHOWN = 24  #: characters around the first that differs
 
 def first_difference(one: str, other: str) -> int | None:
     """Return the index of the first character that differs; None for equal texts."""
-    if one == other:
-        return None
-    short = min(len(one), len(other))
-    return next((at for at in range(short) if one[at] != other[at]), short)
+    return None if one == other else common_prefix(one, other)
 
 
 class Way:
