@@ -153,7 +153,7 @@ def _check_sockets(name: str, nodes: list[list[Any]], ranks: int) -> Finding:
     detail = f"{len(nodes)} NUMA nodes ({have}; distance {far / 10:.1f} of the own memory's)"
     if ranks >= len(nodes):
         return Finding("ok", f"host {name}", f"{detail}; each rank stays on one")
-    return Finding("warn", f"host {name}", f"{detail}, {ranks} rank",
+    return Finding("warn", f"host {name}", f"{detail}, {ranks} rank{'s' * (ranks > 1)}",
                    f"a rank that uses all of them waits for far memory: give this host "
                    f"slots={len(nodes)}, and try --grid auto")
 
