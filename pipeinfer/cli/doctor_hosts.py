@@ -39,7 +39,7 @@ _AT_ONCE = 32
 _THIS_HOST = "for this machine alone take hostfiles/localhost (one line: localhost slots=8)"
 _MARK = "pipeinfer-facts "
 _TCP_SECONDS = 5
-_WAKE_SECONDS, _WAKE_PORT = 180.0, 9  #: for a host to start; where packets that wake go by custom
+WAKE_SECONDS, _WAKE_PORT = 180.0, 9  #: for a host to start; where packets that wake go by custom
 #: settings with which messages may take another way than these connections
 _OWN_WAY = ("PIPEINFER_IF", "OMPI_MCA_btl_tcp_port_min_v4", "MPIEXEC_PORT_RANGE")
 #: what runs on a host, whatever its version of pipeinfer; its arguments are this host's address
@@ -197,7 +197,7 @@ def ask(entry: HostEntry) -> HostAnswer:
 
 def _woken(answer: HostAnswer, macs: Mapping[str, str]) -> HostAnswer:
     """Return a host's answer after it was woken; the old one where that is not to be tried."""
-    host, deadline = answer.entry.host, time.monotonic() + _WAKE_SECONDS
+    host, deadline = answer.entry.host, time.monotonic() + WAKE_SECONDS
     while host in macs and not answer.facts and time.monotonic() < deadline:
         wake(macs[host])  # again each time: a packet may be lost, or come while the host goes down
         time.sleep(1.0)

@@ -241,7 +241,7 @@ class Server:
     def _model(self) -> dict[str, Any]:
         model = {"id": self.settings.name, "object": "model",
                  "created": self.created, "owned_by": "pipeinfer"}
-        if self.client.state == "ready" and self.client.tokenizer is not None:
+        if self.client.state in ("ready", "asleep") and self.client.tokenizer is not None:
             template = self.client.tokenizer.chat_template or ""
             model["context_length"] = self._n_ctx
             pictures = self.client.pictures
@@ -258,6 +258,8 @@ class Server:
         """Return 200 if requests are taken, otherwise 503 with the state and its reason."""
         client = self.client
         state = "loading" if client.tokenizer is None and client.state == "ready" else client.state
+        if state == "asleep":  # what restarts servers that are not well must not wake it
+            return Reply(replies.Health(status=state))
         if state == "ready":
             facts = client.facts
             return Reply(replies.Health(

@@ -57,7 +57,9 @@ from pipeinfer.server.pictures import File, media_of
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
 
-State: TypeAlias = Literal["loading", "ready", "restarting", "draining", "failed", "stopped"]
+State: TypeAlias = Literal[
+    "loading", "ready", "asleep", "restarting", "draining", "failed", "stopped"]
+_AWAY = ("asleep", "restarting")  #: states in which another engine follows
 _MOST_WATCHERS = 64
 _log = logging.getLogger("pipeinfer.server")
 _ABORTED = {
@@ -98,6 +100,7 @@ class EngineClient:
         self.meters: dict[str, Meter] = {}  #: by API key; a reload changes none that stays
         self.left = asyncio.Event()  #: set when the engine has gone: sent Bye, failed or died
         self.waiting = 0  #: requests that wait for admission
+        self.newest = 0  #: id of the choice that came last
         self._ids = itertools.count(1)
         self._serves: ConnectedEngine | None = None
         self._new_model = False  #: whether the next one may have another model under the same name
@@ -145,7 +148,7 @@ class EngineClient:
 
     def check_ready(self) -> Tokenizer:
         """Return the vocabulary if requests can be accepted. Raises ApiError (503) otherwise."""
-        waits = self.state == "restarting" and not self._gave_up
+        waits = self.state in _AWAY and not self._gave_up
         if (self.state == "ready" or waits) and self.tokenizer is not None:
             return self.tokenizer
         if self.state == "restarting":
@@ -180,6 +183,9 @@ class EngineClient:
     def add(self, generation: Generation, request: EngineRequest) -> None:
         """Send a choice of a request to the engine."""
         request_id, (prompt, params) = generation.request_id, request.choice(generation.index)
+        self.newest = request_id
+        if self.state == "asleep":
+            self._await_engine("it slept, and wakes for a request")
         meter = generation.meter
         # what a process before this one had begun has no client here
         pool = meter.number if self.settings.serve.remember_answers and not generation.before else 0
@@ -231,7 +237,7 @@ class EngineClient:
         """
         self.check_ready()
         if self.state != "ready":
-            raise ApiError(503, "the cluster is being started again", code="cluster_failed")
+            raise ApiError(503, f"the cluster is {self.state}", code="cluster_failed")
         if self._rebalances:
             raise ApiError(429, "the layers are already being redistributed", code="rebalancing")
         number = next(self._ids)
@@ -388,7 +394,7 @@ class EngineClient:
         if engine is self._serves:
             if not self._over():
                 self._lost(reason)
-            if self.state != "restarting":
+            if self.state not in _AWAY:
                 self.left.set()
 
     def _over(self) -> bool:
@@ -436,6 +442,13 @@ class EngineClient:
         self._moving, self._new_model = True, new_model
         self._lost(why)
 
+    def sleep(self) -> None:
+        """Prepare for the end of the engine, as in `move`, until the next request; without effect
+        if one is open."""
+        if self.state == "ready" and not (self.open or self._rebalances):
+            self._moving, self.state = True, "asleep"
+            self._show_state()
+
     # --- their states -------------------------------------------------------------------------
 
     def _welcome(self, facts: dict[str, Any]) -> None:
@@ -473,13 +486,16 @@ class EngineClient:
         """Handle an engine that has gone or cannot continue."""
         if not self.outlives or self.state in ("failed", "stopped"):
             self.fail(reason)
-        elif self.state != "restarting":
-            self.state, self.reason = "restarting", reason
-            # open requests wait for the next engine, but not for ever
-            self._patience = asyncio.get_running_loop().call_later(
-                self.settings.serve.restart_timeout, self._give_up)
+        elif self.state not in _AWAY:
             self._end_rebalances(reason)
-            self._show_state()
+            self._await_engine(reason)
+
+    def _await_engine(self, reason: str) -> None:
+        self.state, self.reason = "restarting", reason
+        # open requests wait for the next engine, but not for ever
+        self._patience = asyncio.get_running_loop().call_later(
+            self.settings.serve.restart_timeout, self._give_up)
+        self._show_state()
 
     def _give_up(self) -> None:
         self._gave_up = True

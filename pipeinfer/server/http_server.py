@@ -33,7 +33,16 @@ from pipeinfer.server.errors import ApiError
 from pipeinfer.server.http_process import UNIX, EngineListener, EnteringEngine, url_of
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.middleware import Connection
-from pipeinfer.server.orders import Hold, Look, Move, Order, OrderServer, Report, ServerState
+from pipeinfer.server.orders import (
+    Hold,
+    Look,
+    Move,
+    Order,
+    OrderServer,
+    Report,
+    ServerState,
+    Sleep,
+)
 
 _STATE_SECONDS = 3.0  #: how long a failure can be read at /health
 _GRACE_SECONDS = 5  #: how long answers may take to reach their clients at the end
@@ -181,12 +190,15 @@ def obey(client: EngineClient, order: Order) -> dict[str, Any]:
             client.hold(on)
         case Move(why, new_model):
             client.move(why, new_model)
+        case Sleep():
+            client.sleep()
         case _:
             assert_never(order)
     loads = client.tokenizer is None and client.state == "ready"
     return structs.asdict(ServerState(
         state="loading" if loads else client.state,
         reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
-        waiting=client.waiting, model=client.settings.model, name=client.settings.name,
+        waiting=client.waiting, newest=client.newest, model=client.settings.model,
+        name=client.settings.name,
         lost=tuple(client.facts.get("lost", ())),
         work=tuple(one.get("does", "") for one in client.facts.get("ranks", ()))))

@@ -52,14 +52,19 @@ class Move(_Order, frozen=True):
     new_model: bool
 
 
-Order: TypeAlias = Look | Hold | Move
+class Sleep(_Order, frozen=True):
+    """Prepare for the end of the engine until the next request, unless one is open now."""
+
+
+Order: TypeAlias = Look | Hold | Move | Sleep
 
 
 class ServerState(Struct, frozen=True, kw_only=True):
     """The state of the HTTP process after an order. Without any field: no answer has come.
 
     state: "" without an answer. reason: why the engine failed. url: the address for clients.
-    open: requests that have not ended. waiting: those that wait for admission.
+    open: requests that have not ended. waiting: those that wait for admission. newest: id of the
+        last one that came.
     model, name: path and name of the served model. lost: the job's ranks that have died.
     work: what each rank does, in words.
     error: why the order was not executed.
@@ -70,6 +75,7 @@ class ServerState(Struct, frozen=True, kw_only=True):
     url: str = ""
     open: int = 0
     waiting: int = 0
+    newest: int = 0
     model: str = ""
     name: str = ""
     lost: tuple[int, ...] = ()

@@ -139,10 +139,10 @@ class Prompt(TypedDict):
 
 
 class Health(TypedDict):
-    """status: ok, loading, draining, failed or stopped. recoveries: how often the job went on after
-    it had lost ranks; lost: which."""
+    """status: ok, asleep, loading, draining, failed or stopped. recoveries: how often the job went
+    on after it had lost ranks; lost: which."""
 
-    status: Literal["ok", "loading", "restarting", "draining", "failed", "stopped"]
+    status: Literal["ok", "asleep", "loading", "restarting", "draining", "failed", "stopped"]
     recoveries: NotRequired[int]
     lost: NotRequired[list[int]]
     stages: NotRequired[dict[str, Any]]

@@ -66,15 +66,16 @@ class _Up(click.Command):
                                       "0: never.")
 @click.option("--stay", is_flag=True, help="Move to hosts that are back only on `pipeinfer "
                                            "rescale`, not at a quiet moment.")
+@click.option("--sleep-after", "sleeps", metavar="MINUTES", type=click.FloatRange(0, min_open=True),
+              help="End the job after so long without a request, until the next one.")
 @click.option("--join", "joined", metavar="[=ADDRESS:PORT]",
               help="Let other machines join (`pipeinfer join` there), at this address. [default: "
                    "all addresses of this machine, port 7700]")
 @click.option("--detach", is_flag=True, help="Go into the background.")
 @_name
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
-def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: bool, every: float,
-               stay: bool, joined: str | None, detach: bool, name: str,
-               words: tuple[str, ...]) -> None:
+def up_command(hosts: str | None, ranks: int | None, joined: str | None, detach: bool, name: str,
+               words: tuple[str, ...], **more: Any) -> None:
     """Keep a server up: start it over hosts, start it again when it fails, move it to hosts that
     are back. Clients keep their streams meanwhile.
 
@@ -103,11 +104,12 @@ def up_command(hosts: str | None, ranks: int | None, restarts: int, all_hosts: b
         return
     if not folder.lock():
         raise UsageError(_taken(folder))
-    raise SystemExit(_keep(folder, serve, hosts, ranks, restarts, all_hosts, every, stay, joined))
+    raise SystemExit(_keep(folder, serve, hosts, ranks, joined, **more))
 
 
-def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None, restarts: int,
-          all_hosts: bool, every: float, stay: bool, joined: str | None) -> int:
+def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None,
+          joined: str | None, restarts: int, all_hosts: bool, every: float, stay: bool,
+          sleeps: float | None) -> int:
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.hosts import Roster, others
     from pipeinfer.supervise.join.roster import Joining
@@ -146,7 +148,8 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     async def run() -> int:
         async with joining or contextlib.nullcontext():
             return await Keeper(serving, restarts, folder, say, left=left, every=every,
-                                auto=not stay, joins=joining.server if joining else None).run()
+                                auto=not stay, sleeps=60 * sleeps if sleeps else None,
+                                joins=joining.server if joining else None).run()
 
     try:
         return asyncio.run(run())
@@ -277,6 +280,7 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     for start in starts[-5:]:
         how = "runs" if start["exit"] is None else (
             f"moved after {start['lived']:g} s" if start.get("moved")
+            else f"slept after {start['lived']:g} s" if start.get("slept")
             else f"after {start['lived']:g} s " + (start.get("lost") or ending(start["exit"])
             + (f": {start['why']}" if start.get("why") else "")))
         found.append(f"  start     {when(start['at'])}, {start['ranks']} ranks, {how}")

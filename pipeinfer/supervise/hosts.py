@@ -96,6 +96,9 @@ class Roster:
         self.take(self.found(self.place.asked))
         return self.notes(self.place)
 
+    def rest(self) -> None:
+        """Let the hosts sleep, if their owners have it so; `ask` wakes them."""
+
     def notes(self, place: JobPlace) -> list[str]:
         """Return notes for the user about the hosts that a place lacks."""
         lines = [f"note: {one.what} {one.detail}: going on without it"

@@ -53,16 +53,17 @@ class Keeper:
         none.
     every: seconds between two checks of missing hosts, 0 for never.
     auto: whether the job moves by itself when no request is open.
+    sleeps: seconds without a request after which the job ends until the next one, None for never.
     joins: accepts machines that join, None without --join.
     """
 
     def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report, *,
                  left: tuple[str, list[str]], every: float, auto: bool,
-                 joins: JoinServer | None = None) -> None:
+                 sleeps: float | None = None, joins: JoinServer | None = None) -> None:
         self._serving, self._folder, self._say, self._auto = serving, folder, say, auto
         self._http = HttpDoor(serving.environ, say)
         self._supervisor = Supervisor(serving, restarts, self._http, say, changed=self._write)
-        self._left, self._joins = left, joins
+        self._left, self._joins, self._sleeps = left, joins, sleeps
         self._missing = MissingHosts(every, new_hosts=joins is not None)
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
@@ -109,16 +110,18 @@ class Keeper:
                 await self._check_start()
                 await self._ask_missing()
                 self._move_if_quiet()
+                await self._sleep_if_quiet()
             self._write()
 
     async def _look(self) -> None:
         job, phase = self._supervisor.running, self._supervisor.phase
-        self._seen = seen = await self._http.ask(Look())
+        newest, self._seen = self._seen.newest, await self._http.ask(Look())
+        seen = self._seen
         if seen.state == "ready" and phase not in _SERVES:
             self._supervisor.ready(job)
             if self._is(Phase.READY):
                 self._model, self._quiet_since = identity(seen.model), time.monotonic()
-        if seen.open:
+        if seen.open or seen.newest != newest:  # a short one may be over already
             self._quiet_since = time.monotonic()
         if self._is(Phase.READY):
             roster, missing = self._serving.roster, self._serving.hosts_of(seen.lost)
@@ -183,6 +186,15 @@ class Keeper:
                 (now - self._quiet_since > _QUIET or now - min(back) > _LATEST) and \
                 (self._moving is None or self._moving.done()):
             self._moving = asyncio.create_task(self._move())
+
+    async def _sleep_if_quiet(self) -> None:
+        if self._is(Phase.ASLEEP):
+            # a request has come; or no HTTP process is there for one, and a job starts another
+            if self._seen.state not in ("", "asleep") or not self._http.pid:
+                self._supervisor.wake()
+        elif self._sleeps is not None and self._is(Phase.READY) and \
+                time.monotonic() - self._quiet_since > self._sleeps:
+            await self._supervisor.sleep()
 
     async def _move(self) -> None:
         """Move by itself, beside the monitoring, which finds out when the next job is ready."""

@@ -133,6 +133,10 @@ class Serving(JobSource):
     def error(self) -> str:
         return self.logs.error(self._starts)
 
+    def rest(self) -> None:
+        if self.roster is not None:
+            self.roster.rest()
+
     def clean(self, host: str, job: str) -> None:
         clean = clean_by_ssh if self.roster is None else self.roster.clean
         clean(host, job)

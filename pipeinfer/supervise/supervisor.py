@@ -43,6 +43,8 @@ class Phase(Enum):
     FAILING = "moving: the next job ends, as it was not ready in time"
     RETURNING = "the next job did not start: the job before starts again"
     PAUSING = "starting again soon"
+    RETIRING = "falling asleep: the job ends"
+    ASLEEP = "asleep"
     WAITING = "waiting for more machines to join"
     ENDING = "ending"
     STOPPED = "ended"
@@ -97,6 +99,10 @@ class JobSource:
     def error(self) -> str:
         """Return the error that the last job has printed, "" if none."""
         return ""
+
+    def rest(self) -> None:
+        """Let the hosts of the last job sleep, if their owners have it so. `ask_hosts` wakes
+        them."""
 
     def clean(self, host: str, job: str) -> None:
         """End the processes that a job has left on another host."""
@@ -169,6 +175,11 @@ class Supervisor:
                     status, lived = await self._replace()
                 if self._ends:
                     return status
+                again = True
+                if self._retires:
+                    if not await self._rest():
+                        return INTERRUPTED
+                    continue
                 # a launcher returns 0 for ranks that were killed before they had met
                 if status == 0 and self.source.serves:
                     status = _VANISHED
@@ -177,7 +188,6 @@ class Supervisor:
                 if not await self._may_start_again(status, lived):
                     return INTERRUPTED if self._ends else \
                         ClusterError.exit_code if status == _VANISHED else status
-                again = True
         finally:
             asked, self.phase = self._ends, Phase.STOPPED
             if self.door is not None:
@@ -200,6 +210,10 @@ class Supervisor:
     @property
     def _ends(self) -> bool:
         return self.phase is Phase.ENDING
+
+    @property
+    def _retires(self) -> bool:
+        return self.phase is Phase.RETIRING
 
     def _enter(self, phase: Phase) -> None:
         if self.phase not in (Phase.ENDING, Phase.STOPPED):  # which are final
@@ -225,7 +239,8 @@ class Supervisor:
         if self._job is not None:
             lived = time.monotonic() - self._began
             self.history[-1] |= {"exit": status, "lived": round(lived, 1), "lost": self._lost,
-                                 "why": self.source.error(), "moved": self.phase is Phase.MOVING}
+                                 "why": self.source.error(), "moved": self.phase is Phase.MOVING,
+                                 "slept": self._retires}
         self._job, self.running = None, 0
         return status, lived
 
@@ -276,6 +291,14 @@ class Supervisor:
                 await self._wake.wait()
         return self.phase is phase
 
+    async def _rest(self) -> bool:
+        """Free the hosts until `wake`; return False if the user ends it meanwhile."""
+        # a rank that hangs would keep its host's memory
+        await self.clean(self.source.name, self._hosts or [])
+        self._hosts = None  # a host that sleeps has nothing to clean, and does not answer
+        await asyncio.to_thread(self.source.rest)
+        return not self._ends and await self._wait(Phase.ASLEEP, None)
+
     # --- what happens meanwhile ---------------------------------------------------------------
 
     def ready(self, job: int) -> None:
@@ -287,6 +310,27 @@ class Supervisor:
     def host_came(self) -> None:
         """Start a job that waits for more hosts."""
         if self.phase is Phase.WAITING:
+            self._wake.set()
+
+    async def sleep(self) -> None:
+        """End the job until `wake`, unless the HTTP process has an open request."""
+        if self.door is None or self.phase is not Phase.READY:
+            return
+        job = self._job
+        # before the order, which counts even if its answer is lost
+        self._enter(Phase.RETIRING)
+        seen = await self.door.ask(orders.Sleep())
+        if not self._retires:
+            return
+        if seen.state == "ready":  # for a request that has come meanwhile
+            self._enter(Phase.READY)
+            return
+        self.say("no request comes: the job ends until the next one")
+        self._end(job)
+
+    def wake(self) -> None:
+        """Start the job that sleeps."""
+        if self.phase is Phase.ASLEEP:
             self._wake.set()
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -335,6 +379,7 @@ class Supervisor:
         if self.phase is not Phase.READY:
             raise UsageError(
                 "the job is being moved already: wait until that is over" if self.phase in _MOVES
+                else "the job sleeps: the next request wakes it" if self.phase is Phase.ASLEEP
                 else "the job is not ready: try again when `pipeinfer status` says so")
         self._enter(Phase.ORDERED)
         self._order = asyncio.get_running_loop().create_future()

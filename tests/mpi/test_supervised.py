@@ -190,7 +190,7 @@ class Stream(threading.Thread):
 
     def __init__(self, served):
         super().__init__(daemon=True)
-        self.tokens, self.last = [], {}
+        self.tokens, self.last, self.ends = [], {}, 0
         self._answer = requests.post(f"{served.url}/v1/completions", stream=True, timeout=90, json={
             **ASK, "max_tokens": 120, "stream": True})
         self.start()
@@ -201,6 +201,7 @@ class Stream(threading.Thread):
                 if line.startswith(b"data: {"):
                     self.last = json.loads(line[6:])
                     self.tokens += self.last.get("pipeinfer", {}).get("tokens", [])
+                self.ends += line == b"data: [DONE]" or b'"error"' in line
 
     def ended(self):
         self.join(120)

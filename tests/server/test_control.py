@@ -20,7 +20,7 @@ from pipeinfer.server.frames import Bye, Draining, Loading, Ready, encode
 from pipeinfer.server.http_process import unix_listener
 from pipeinfer.server.http_server import obey
 from pipeinfer.server.metrics import Metrics
-from pipeinfer.server.orders import Hold, Look, Move
+from pipeinfer.server.orders import Hold, Look, Move, Sleep
 from tests.kit.server_peer import FACTS, settings_of
 
 SETTINGS = settings_of("m", parallel=1, queue=0)
@@ -159,5 +159,36 @@ def test_the_next_engine_serves_at_once_and_a_former_one_is_dropped(monkeypatch)
         await until(lambda: client.state == "ready")
         assert client.facts["bits"] == "new"
         await gone(client, old, new)
+
+    asyncio.run(run())
+
+
+def test_an_engine_sleeps_only_without_requests_and_its_end_is_no_failure(monkeypatch):
+    monkeypatch.setattr(engine_client, "vocabulary", lambda model: None)
+
+    async def run():
+        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
+        assert obey(client, Sleep())["state"] == "loading"
+        first = await Engine.into(client)
+        first.say(Ready(FACTS))
+        await until(lambda: client.state == "ready")
+        client.open[7] = None
+        obey(client, Sleep())
+        assert client.state == "ready"
+        client.open.clear()
+        obey(client, Sleep())
+        assert client.state == "asleep"
+        first.say(Draining(1.0), Bye())
+        first.die()
+        await until(lambda: not client._tasks)
+        assert (client.state, client.reason, client._patience) == ("asleep", "", None)
+        assert not client.left.is_set()
+        answer = await Server(Answers(client)).health()
+        assert (answer.status_code, json.loads(answer.body)) == (200, {"status": "asleep"})
+        second = await Engine.into(client)
+        assert client.state == "asleep"
+        second.say(Ready(FACTS))
+        await until(lambda: client.state == "ready")
+        await gone(client, second)
 
     asyncio.run(run())

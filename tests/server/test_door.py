@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import requests
@@ -113,6 +114,16 @@ def door(tmp_path):
         yield one
 
 
+def let_sleep(door):
+    """The state after that order."""
+    with socket.socket(socket.AF_UNIX) as link, link.makefile("rwb") as lines:
+        link.settimeout(SECONDS)
+        link.connect(f"{door.path.parent}-control")
+        lines.write(msgspec.json.encode(orders.Sleep(until=1e9)) + b"\n")
+        lines.flush()
+        return json.loads(lines.readline())["state"]
+
+
 class Client(threading.Thread):
     """A stream of a completion, read in a thread."""
 
@@ -172,6 +183,23 @@ def test_a_stream_goes_on_with_the_next_job(door):
     assert "restarts_n" not in late.last["timings"]
     assert "pipeinfer_restarts_total 1.0" in requests.get(f"{door.url}/metrics",
                                                           timeout=SECONDS).text
+
+
+def test_requests_wake_a_job_that_sleeps(door):
+    """Those that only look do not."""
+    assert let_sleep(door) == "asleep"
+    door.leave(Bye())
+    for path in ("health", "props", "v1/models", "slots", "metrics"):
+        assert requests.get(f"{door.url}/{path}", timeout=SECONDS).status_code == 200
+    assert door.health() == (200, {"status": "asleep"})
+    client = Client(door.url)
+    door.away()
+    assert "wakes for a request" in door.health()[1]["reason"]
+    door.enter()
+    frame = door.peer.wait_for(Submit)
+    door.peer.news(door.peer.say(frame.id, "", "length", door.tokens))
+    assert client.ended().text == TEXT
+    assert "restarts_n" not in client.last["timings"]
 
 
 def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):

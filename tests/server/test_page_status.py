@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import pytest
 
 from tests.kit.served import serve
 from tests.server.pages import CHROMIUM, Page
+from tests.server.test_door import Door, let_sleep
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.mpi,
@@ -89,3 +91,25 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         assert f"Rank {rank} was lost." in tab.inner_text("#changes")
         chat.close()
         status.close()
+
+
+def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
+    facts = {"version": "1", "parallel": 1, "changes": [], "lost": []}
+    with contextlib.closing(Door(tmp_path)) as door:
+        door.leave()
+        door.away()
+        door.enter(**facts)  # what the pages show of a job
+        opened = Page(browser, door.url).ready()
+        assert let_sleep(door) == "asleep"
+        opened.tab.wait_for_selector("#state[data-state=asleep]:has-text('asleep')")
+        late = Page(browser, door.url, "/status")
+        late.tab.wait_for_selector("#state[data-state=asleep]:has-text('asleep')")
+        opened.ask()
+        door.away()
+        opened.tab.wait_for_selector("#state[data-state=restarting]")
+        door.enter(answer=lambda frame: door.peer.say(frame.id, "one two"), **facts)
+        assert opened.answer() == "one two"
+        assert "has failed" not in opened.tab.inner_text("body")
+        late.tab.wait_for_selector("#state[data-state=ready]")
+        opened.close()
+        late.close()

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from pipeinfer.errors import UsageError
+from pipeinfer.server.orders import Hold, ServerState, Sleep
 from pipeinfer.supervise import supervisor as module
 from pipeinfer.supervise.supervisor import JobSource, Move, Phase, Supervisor
 
@@ -43,6 +44,7 @@ class Jobs(JobSource):
 
     def __init__(self, *statuses):
         self._statuses, self.began = list(statuses), []
+        self.rested = 0
 
     def job(self):
         self.began.append(self.settings)
@@ -60,13 +62,34 @@ class Jobs(JobSource):
     def error(self):
         return "no memory"
 
+    def rest(self):
+        self.rested += 1
 
-def supervise(jobs, act, restarts=0):
+
+class Door:
+    """An HTTP process that has this state."""
+
+    def __init__(self, state):
+        self._state, self.orders = state, []
+
+    async def open(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def ask(self, order):
+        self.orders.append(type(order))
+        await asyncio.sleep(0)
+        return ServerState(state=self._state)
+
+
+def supervise(jobs, act, restarts=0, door=None):
     """Run them; `act(supervisor)` meanwhile. The exit status and what was printed."""
     said = []
 
     async def run():
-        supervisor = Supervisor(jobs, restarts, None, said.append)
+        supervisor = Supervisor(jobs, restarts, door, said.append)
         acting = asyncio.create_task(act(supervisor))
         status = await asyncio.wait_for(supervisor.run(), 30)
         await acting
@@ -294,3 +317,66 @@ def test_a_pause_ends_with_the_supervisor():
         supervisor.stop()
 
     assert supervise(Jobs(6), act, restarts=3)[0] == 130
+
+
+async def until_phase(supervisor, phase):
+    async with asyncio.timeout(20):
+        while supervisor.phase is not phase:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("state", ["asleep", "restarting", ""])
+def test_a_job_that_sleeps_starts_again_on_the_hosts_that_answer(state):
+    """Also if a request has come since, or no answer: what follows is the same."""
+    jobs = Jobs(None, None, None)
+
+    async def act(supervisor):
+        supervisor.wake()  # nothing sleeps
+        await supervisor.sleep()  # nothing is ready
+        for number in (1, 2):
+            await until_it_runs(supervisor, number)
+            await supervisor.sleep()
+            assert supervisor.phase is Phase.RETIRING
+            await until_phase(supervisor, Phase.ASLEEP)
+            assert (supervisor.running, jobs.rested) == (0, number)
+            with pytest.raises(UsageError, match="the next request wakes it"):
+                supervisor.order()
+            supervisor.wake()
+        await until_it_runs(supervisor, 3)
+        assert [row.get("slept") for row in supervisor.history] == [True, True, None]
+        supervisor.stop()
+
+    status, said = supervise(jobs, act, door=Door(state))
+    assert status == 5  # without restarts, too
+    assert said == ["no request comes: the job ends until the next one", "all hosts answer"] * 2
+
+
+def test_a_job_does_not_sleep_when_a_request_has_come_meanwhile():
+    door = Door("ready")
+
+    async def act(supervisor):
+        await until_it_runs(supervisor, 1)
+        job = supervisor._job
+        await supervisor.sleep()
+        assert (supervisor.phase, supervisor._job) == (Phase.READY, job)
+        supervisor.stop()
+
+    jobs = Jobs(None)
+    assert supervise(jobs, act, door=door) == (5, [])
+    assert (door.orders[0], set(door.orders[1:]) <= {Hold}, jobs.rested) == (Sleep, True, 0)
+
+
+@pytest.mark.parametrize("when", [Phase.RETIRING, Phase.ASLEEP])
+def test_a_supervisor_ends_while_its_job_sleeps(when):
+    jobs = Jobs(None)
+
+    async def act(supervisor):
+        jobs.rest = supervisor.stop if when is Phase.RETIRING else jobs.rest
+        await until_it_runs(supervisor, 1)
+        await supervisor.sleep()
+        if when is Phase.ASLEEP:
+            await until_phase(supervisor, when)
+            supervisor.stop()
+
+    assert supervise(jobs, act, door=Door("asleep"))[0] == 130
+    assert jobs.began == ["old"]

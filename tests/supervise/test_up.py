@@ -110,6 +110,32 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert one.call("status")[0] == 2
 
 
+def test_a_job_without_requests_sleeps_until_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+
+    def ranks():
+        return [p for p in job_processes(Folder("default").read()["job"]).values()
+                if "serve" in p.cmdline()]
+
+    with up(tmp_path, "-np", "2", "--sleep-after", "0.1", "--", *SERVE, "--port",
+            str(launch.free_port())) as one:
+        served = one.served
+        whole = Stream(served).ended().tokens
+        assert len(whole) == 120
+        for sleeps in (1, 2):
+            served.until(lambda: one.status()["phase"] == "asleep", "sleep", 60)
+            assert ranks() == []
+            assert served.health() == (200, {"status": "asleep"})
+            code, out, _ = one.call("status")
+            assert (code, out.startswith("default: asleep at http")) == (1, True)
+            assert out.count("slept after") == sleeps
+            stream = Stream(served)
+            assert stream.ended().tokens == whole
+            assert (stream.ends, stream.last["timings"].get("restarts_n")) == (1, None)
+        assert one.call("down")[0] == 0
+        assert served.process.wait(30) == 0
+
+
 def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):
     """Another file in the model's place: no stream may have tokens of both."""
     model = tmp_path / "model.gguf"

@@ -43,6 +43,8 @@ export class Pipeline {
   }
 
   take(frame) {
+    const before = this.state;
+    this.state = frame.state ?? before;
     switch (frame.op) {
       case "facts":
         if (frame.facts.stages) this.takeFacts(frame.facts);
@@ -51,7 +53,8 @@ export class Pipeline {
         this.showStatus(frame);
         break;
       case "state":
-        if (frame.state === "restarting") this.onChange(failed(frame.reason));
+        // a cluster that slept has not failed
+        if (frame.state === "restarting" && before !== "asleep") this.onChange(failed(frame.reason));
         break;
       case "runs":
         this.runs.take(frame.items);

@@ -4,7 +4,7 @@
 import { ask, events, Failure } from "./api.js";
 
 const RETRY_SECONDS = 2;
-const STATES = { ready: "ready", loading: "loading", restarting: "restarting",
+const STATES = { ready: "ready", loading: "loading", asleep: "asleep", restarting: "restarting",
   recovering: "recovering", draining: "shutting down",
   stopped: "stopped", failed: "failed", gone: "no answer", locked: "API key needed" };
 

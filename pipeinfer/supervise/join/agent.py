@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import os
 import random
+import shlex
 import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, assert_never
 
 from msgspec import structs
@@ -25,12 +26,14 @@ from pipeinfer.host import HOST_NAME
 from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.daemon import command_of, environment_of
+from pipeinfer.supervise.join.offers import card_of
 from pipeinfer.supervise.join.tokens import JoinToken, fingerprint
 from pipeinfer.supervise.launcher import Launcher
 
 _CONNECT = 8.0  #: seconds for a connection, and for the proofs
 _LONGEST = 30.0  #: most seconds between two tries
 _AWAY = 120.0  #: seconds without the head after which its daemons end
+_NAP = 10.0  #: seconds away after an order to sleep, which may take effect only after a moment
 _DIAL = 4.0  #: seconds to reach a port of the head
 _LOST = (OSError, ValueError, ProtocolError, asyncio.IncompleteReadError)
 
@@ -52,10 +55,13 @@ class Agent:
 
     head: address and port. member: random id of this machine. offer: what it has; the fields that
     a connection decides are filled in. environ: of the daemons. say: prints a line for the user.
+    sleep: the command of this machine's owner for when there is no work, () for none.
     """
 
     def __init__(self, head: tuple[str, int], token: JoinToken, member: str, offer: wire.Offer,
-                 launcher: Launcher, environ: dict[str, str], say: Callable[[str], None]) -> None:
+                 launcher: Launcher, environ: dict[str, str], say: Callable[[str], None],
+                 sleep: Sequence[str] = ()) -> None:
+        self._sleep_command = sleep
         self._head, self._token, self._member = head, token, member
         self._offer, self._launcher, self._say = offer, launcher, say
         self._environ = environment_of(launcher, environ)
@@ -173,9 +179,13 @@ class Agent:
     async def _stay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Offer this machine, and handle orders until the connection ends or `stop`."""
         own = str(writer.get_extra_info("sockname")[0])
+        mac = card_of(own.partition("%")[0]) if self._sleep_command else ""
+        if self._sleep_command and not mac:
+            self._say(f"--sleep-command has no effect: {own} is not a network card's address, so "
+                      "nothing could wake this machine")
         probe = await asyncio.start_server(lambda _, other: other.close(), own, 0)
         writer.write(wire.encode(structs.replace(
-            self._offer, own=own, dialled=str(writer.get_extra_info("peername")[0]),
+            self._offer, own=own, mac=mac, dialled=str(writer.get_extra_info("peername")[0]),
             port=probe.sockets[0].getsockname()[1])))
         self._writer = writer
         beating = asyncio.create_task(self._beat())
@@ -209,12 +219,14 @@ class Agent:
                 self._say(text)
             case wire.Dial(order=order, port=port):
                 self._do(order, self._dial(port))
-            case wire.StartDaemon() | wire.ClearJob() if not self._name:
+            case wire.StartDaemon() | wire.ClearJob() | wire.Sleep() if not self._name:
                 raise ProtocolError("an order before this machine was let in")
             case wire.StartDaemon(order=order):
                 self._answer(order, self._start(message))
             case wire.ClearJob(order=order, job=job):
                 self._do(order, self._end_job(job))
+            case wire.Sleep():
+                await self._sleep()
             case wire.Beat():
                 pass
             case wire.Rejected() | wire.Source():
@@ -278,6 +290,25 @@ class Agent:
             return f"cannot start {self._launcher.kind}'s daemon: {error.strerror}"
         self._say("a job of the head starts here")
         return ""
+
+    async def _sleep(self) -> None:
+        """Run the owner's command for when there is no work, if there is one, and stay away for a
+        moment: a machine that is about to sleep must not get a part of the next job."""
+        if not self._sleep_command or self._writer is None:
+            return
+        command = shlex.join(self._sleep_command)
+        self._say(f"the head has no work: {command}")
+        try:
+            await asyncio.create_subprocess_exec(
+                *self._sleep_command, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            self._say(f"--sleep-command {command}: {error.strerror}")
+            return
+        self._writer.write(wire.encode(wire.Depart()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_NAP):
+                await self._stopping.wait()
+        raise ConnectionAbortedError("this machine was to sleep")
 
     async def _end_job(self, job: str) -> str:
         """End all processes of a job."""

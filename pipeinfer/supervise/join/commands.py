@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -49,10 +51,12 @@ def address_of(text: str, port: int = PORT) -> tuple[str, int]:
 @click.option("--memory", help="What ranks may fill here, such as 12GiB. [default: what is free]")
 @click.option("--threads", type=click.IntRange(1), help="Of a stage. [default: the cores]")
 @click.option("--role", type=click.Choice(get_args(Role)), help="What ranks do here.")
+@click.option("--sleep-command", "sleep", default="", help="Run this when the head's job sleeps "
+              "(`up --sleep-after`), such as 'systemctl suspend'. The head wakes this machine.")
 @click.option("--same-version", is_flag=True, help="If the head has another version, take its "
               "source, install it into a folder of its own, and join with that.")
 def join_command(head: str, token_file: str | None, memory: str | None, threads: int | None,
-                 role: Role | None, same_version: bool) -> None:
+                 role: Role | None, sleep: str, same_version: bool) -> None:
     """Give this machine to the cluster of another one, which runs `pipeinfer up --join`.
 
     \b
@@ -64,6 +68,7 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
     host, port = address_of(head)
     settings = OwnSettings(None if memory is None else parse_bytes(memory, "--memory"), threads,
                            role)
+    on_sleep = _sleep_words(sleep)
     folder = Folder(f"{host}-{port}".replace(":", "_"), JOINED)
     folder.make()
     token = _token(folder, token_file)
@@ -71,9 +76,21 @@ def join_command(head: str, token_file: str | None, memory: str | None, threads:
         raise UsageError(f"this machine has joined {head} already (process "
                          f"{folder.read().get('pid', '?')}): `pipeinfer leave` ends that")
     folder.write({**folder.read(), "pid": os.getpid(), "head": head})
-    data = _stay((host, port), token, folder, settings, same_version)
+    data = _stay((host, port), token, folder, settings, on_sleep, same_version)
     if data is not None:
         _join_with(data, folder.path / SOURCE)
+
+
+def _sleep_words(text: str) -> list[str]:
+    """Return the words of --sleep-command. Raises UsageError if it cannot be run."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--sleep-command {text!r}: {error}: close it") from error
+    if words and shutil.which(words[0]) is None:
+        raise UsageError(f"--sleep-command {text!r}: there is no program {words[0]} here: give its "
+                         "path")
+    return words
 
 
 def _token(folder: Folder, file: str | None) -> JoinToken:
@@ -111,7 +128,7 @@ def _member(folder: Folder) -> str:
 
 
 def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: OwnSettings,
-          same_version: bool) -> bytes | None:
+          sleep: list[str], same_version: bool) -> bytes | None:
     """Be a member until the end. Return the head's source if this machine needs it first."""
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.join.agent import Agent, JoinRefused
@@ -128,7 +145,7 @@ def _stay(head: tuple[str, int], token: JoinToken, folder: Folder, settings: Own
     say(f"this machine offers {words_of(offer)}")
 
     async def run() -> bytes | None:
-        agent = Agent(head, token, _member(folder), offer, launcher, environ, say)
+        agent = Agent(head, token, _member(folder), offer, launcher, environ, say, sleep)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop)

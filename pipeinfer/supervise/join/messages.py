@@ -6,7 +6,7 @@
                                     <-        Dial; or Source, and its bytes; or Rejected
     Done                            ->
                                     <-        Admitted, or Rejected
-                                    <-        StartDaemon, ClearJob, Note
+                                    <-        StartDaemon, ClearJob, Note, Sleep
     Done (of each order), Depart     ->
     Beat                           <->        Beat
 """
@@ -19,8 +19,9 @@ import msgspec
 from msgspec import Meta, Struct, structs
 
 from pipeinfer.errors import ProtocolError
+from pipeinfer.nodes import Mac
 
-VERSION = 2
+VERSION = 3
 MOST = 1 << 16  #: bytes of a message
 BEAT = 5.0  #: seconds between two beats
 SILENT = 20.0  #: seconds without any message after which a connection counts as lost
@@ -97,6 +98,10 @@ class Note(_JoinMessage, frozen=True):
     text: Line
 
 
+class Sleep(_JoinMessage, frozen=True):
+    """There is no work: the machine may run the command of its owner for that, and Depart."""
+
+
 # --- from the member --------------------------------------------------------------------------
 
 
@@ -129,6 +134,7 @@ class Offer(_JoinMessage, frozen=True):
     host: its host name. memory: in bytes. gpus: how many.
     dialled: the head's address as this machine sees it. own: its own address on that connection.
     port: where it accepts a connection meanwhile, which the head tries.
+    mac: of the card of that connection, by which it can be woken; "" if it never sleeps.
     pipeinfer, digest, protocol: version of the package, of its source, of the ranks' messages.
     llama, python, launcher: versions.
     """
@@ -146,6 +152,7 @@ class Offer(_JoinMessage, frozen=True):
     llama: Word
     python: Word
     launcher: Word
+    mac: Mac = ""
     settings: OwnSettings = OwnSettings()
 
 
@@ -172,7 +179,7 @@ class Beat(_JoinMessage, frozen=True):
 
 
 FromHead: TypeAlias = (
-    Dial | Admitted | Rejected | Source | StartDaemon | ClearJob | Note | Beat)
+    Dial | Admitted | Rejected | Source | StartDaemon | ClearJob | Note | Sleep | Beat)
 FromMember: TypeAlias = Claim | Offer | SourceWanted | Done | Depart | Beat
 _from_head: msgspec.json.Decoder[FromHead] = msgspec.json.Decoder(FromHead)
 _from_member: msgspec.json.Decoder[FromMember] = msgspec.json.Decoder(FromMember)

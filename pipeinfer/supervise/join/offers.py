@@ -40,6 +40,14 @@ def words_of(offer: Offer) -> str:
     return f"{offer.cores} cores, {size_text(offer.memory)} of memory{gpus}{own}"
 
 
+def card_of(address: str) -> str:
+    """Return the hardware address of the card that has this address, "" if it has none."""
+    for card in psutil.net_if_addrs().values():
+        if any(one.address.partition("%")[0] == address for one in card):
+            return next((one.address for one in card if one.family == psutil.AF_LINK), "")
+    return ""
+
+
 def own_addresses() -> list[str]:
     """Return the addresses of this host: first that in the network that leads elsewhere."""
     found = [one.address for _, interface in sorted(psutil.net_if_addrs().items())

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from pipeinfer.host import host_name
 from pipeinfer.nodes import HostEntry
 from pipeinfer.supervise.hosts import JobPlace, Roster
 from pipeinfer.supervise.join.commands import PORT, address_of
-from pipeinfer.supervise.join.messages import OwnSettings
+from pipeinfer.supervise.join.messages import OwnSettings, Sleep
 from pipeinfer.supervise.join.offers import own_offer
 from pipeinfer.supervise.join.server import JoinServer
 from pipeinfer.supervise.join.tokens import JoinTokens
@@ -42,6 +43,7 @@ class JoinedRoster(Roster):
         super().__init__("the machines that have joined", kind, folder / "hosts")
         self._server, self._folder = server, folder
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._resting: list[str] = []  #: ids of members that were let sleep
         agent = folder / "launch-agent"
         words = [sys.executable, "-P", "-m", "pipeinfer.supervise.join.daemon", name]
         write_atomically(agent, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -75,6 +77,26 @@ class JoinedRoster(Roster):
         """Return the name of the machine at an address."""
         names = {one.address: one.name for one in self._server.members.values()}
         return names.get(host, host_name())
+
+    def rest(self) -> None:
+        """Let the members sleep whose owners have it so; called in a thread."""
+        assert self._loop is not None
+        self._resting = [one.id for one in self._server.present if one.offer.mac]
+        for id in self._resting:
+            self._loop.call_soon_threadsafe(self._server.members[id].send, Sleep())
+
+    def ask(self) -> list[str]:
+        """Wake the members that were let sleep, then use those that are here."""
+        deadline = time.monotonic() + doctor_hosts.WAKE_SECONDS
+        # again each second: a packet may be lost, or come while a machine goes down
+        while time.monotonic() < deadline and self._server.serves and (away := [
+                one for one in self._server.members.values()
+                if one.gone and one.id in self._resting]):
+            for one in away:
+                doctor_hosts.wake(one.offer.mac)
+            time.sleep(1.0)
+        self._resting = []
+        return super().ask()
 
     def troubles(self, entries: Sequence[HostEntry]) -> dict[str, str]:
         """Return the reason why each of these hosts cannot run ranks, "" if it can."""

@@ -115,6 +115,10 @@ class JoinServer:
     def present(self) -> list[Joiner]:
         return [one for one in self.members.values() if not one.gone]
 
+    @property
+    def serves(self) -> bool:
+        return self._server is not None and self._server.is_serving()
+
     def at(self, address: str) -> Joiner | None:
         """Return the member at an address, None if there is none now."""
         return next((one for one in self.present if one.address == address), None)

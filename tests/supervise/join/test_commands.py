@@ -44,3 +44,13 @@ def test_leave_ends_no_process_that_has_got_the_number_of_an_agent(tmp_path, mon
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize(("command", "says"), [
+    ("echo 'off", "No closing quotation"), ("no-such-program now", "there is no program no-such")])
+def test_a_command_to_sleep_that_cannot_run_is_refused(tmp_path, monkeypatch, command, says):
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
+    found = CliRunner().invoke(commands.join_command, [
+        "192.0.2.1", "--sleep-command", command]).exception
+    assert isinstance(found, UsageError)
+    assert says in str(found)

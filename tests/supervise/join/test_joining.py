@@ -16,6 +16,7 @@ from pipeinfer.errors import ProtocolError
 from pipeinfer.nodes import read_nodes
 from pipeinfer.supervise.join import agent as agents
 from pipeinfer.supervise.join import messages as wire
+from pipeinfer.supervise.join import roster as rosters
 from pipeinfer.supervise.join import server as servers
 from pipeinfer.supervise.join.agent import Agent, JoinRefused
 from pipeinfer.supervise.join.roster import JoinedRoster
@@ -53,10 +54,10 @@ class World:
                 await asyncio.wait_for(task, SECONDS)
         await self.server.close()
 
-    def agent(self, *, token=None, member="m1", offer=OFFER, port=0, mpirun="/bin/false"):
+    def agent(self, *, token=None, member="m1", offer=OFFER, port=0, mpirun="/bin/false", sleep=()):
         launcher = Launcher(mpirun, "openmpi", "5.0.11")
         return Agent((HEAD, port or self.port), token or self.token, member, offer, launcher, {},
-                     self.members_said.append)
+                     self.members_said.append, sleep)
 
     def join(self, **more):
         agent = self.agent(**more)
@@ -309,6 +310,76 @@ def test_settings_of_members_are_their_tables_of_a_nodes_file(world, tmp_path):
         roster.take(roster.found(0))
         nodes = read_nodes(roster.nodes)
         assert nodes.tables == (("box", {"memory": 1 << 30, "threads": 3, "role": "spare"}),)
+
+    world(story)
+
+
+def test_a_member_sleeps_by_its_own_command_and_is_woken(world, tmp_path, monkeypatch):
+    """A file stands for its switch; it comes back after the second packet."""
+    monkeypatch.setattr(agents, "_NAP", 0.2)
+    woken, back = [], asyncio.Event()
+
+    async def story(world):
+        loop, connected = asyncio.get_running_loop(), agents.Agent._connected
+
+        def wake(mac):
+            woken.append(mac)
+            if len(woken) == 2:
+                loop.call_soon_threadsafe(back.set)
+
+        @contextlib.asynccontextmanager
+        async def reached(agent):
+            if (tmp_path / "off").exists():
+                await back.wait()
+            async with connected(agent) as found:
+                yield found
+
+        monkeypatch.setattr(rosters.doctor_hosts, "wake", wake)
+        monkeypatch.setattr(agents.Agent, "_connected", reached)
+        roster = JoinedRoster(world.server, "openmpi", tmp_path, "default")
+        roster.start()
+        world.join(sleep=["touch", str(tmp_path / "off")])
+        await world.until(lambda: world.server.present)
+        await asyncio.to_thread(roster.rest)
+        await world.until(lambda: not world.server.present)
+        assert world.server.members["m1"].gone == "it has left"
+        await asyncio.to_thread(roster.ask)
+        assert [entry.host for entry in roster.place.used[1:]] == ["127.0.0.1"]
+        assert set(woken) == {"00:00:00:00:00:00"}
+        assert any("the head has no work: touch" in line for line in world.members_said)
+        count = len(woken)
+        await asyncio.to_thread(roster.ask)  # another start wakes nothing
+        assert len(woken) == count >= 2
+
+    world(story)
+
+
+@pytest.mark.parametrize(("sleep", "says"), [
+    ((), None), (["/no/such/command"], "--sleep-command /no/such/command: No such file")])
+def test_a_member_without_a_command_stays(world, tmp_path, sleep, says):
+    async def story(world):
+        roster = JoinedRoster(world.server, "openmpi", tmp_path, "default")
+        roster.start()
+        world.join(sleep=sleep)
+        await world.until(lambda: any("joined" in line for line in world.members_said))
+        (member,) = world.server.present
+        assert bool(member.offer.mac) == bool(sleep)
+        member.send(wire.Sleep())
+        # an order after it is carried out
+        assert await world.server.end_job(member.address, "none") == ""
+        assert world.server.present == [member]
+        assert says is None or any(line.startswith(says) for line in world.members_said)
+
+    world(story)
+
+
+def test_a_machine_that_nothing_can_wake_does_not_sleep(world, monkeypatch):
+    async def story(world):
+        monkeypatch.setattr(agents, "card_of", lambda address: "")
+        world.join(sleep=["true"])
+        await world.until(lambda: world.server.present)
+        assert world.server.present[0].offer.mac == ""
+        assert any("has no effect" in line for line in world.members_said)
 
     world(story)
 
