@@ -309,8 +309,8 @@ def _draft_lines(report: Report) -> list[str]:
         room = "" if facts["fits"] else "; does not fit the memory there"
         lines.append(
             f"draft {facts['title']}: {1e3 * facts['seconds']:.1f} ms per token {where}, "
-            f"right at {facts['acceptance']:.0%} of positions, {facts['tokens_per_second']:.2f} tokens/s; "
-            f"{verdict}{room}")
+            f"right at {facts['acceptance']:.0%} of positions, "
+            f"{facts['tokens_per_second']:.2f} tokens/s; {verdict}{room}")
     if report.draft is not None:
         free = report.draft.cost * report.plan.split.slowest / min(
             facts["seconds"] for facts in report.drafts
