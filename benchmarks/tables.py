@@ -1,14 +1,15 @@
 """The generated tables of the documentation, from what declares them.
 
-    python -m benchmarks.tables                    # writes options.md, api.md and features.md
+    python -m benchmarks.tables                    # writes all but models.md
     python -m benchmarks.tables --check            # names the pages that differ, and fails
     python -m benchmarks.tables --architectures    # writes the table in models.md: some minutes
 
 Options and settings are from their declarations, calls and fields from the OpenAPI schema, features
-from `pipeinfer.cluster.features`. Architectures are tried, each with tiny random models. Cut: every
-cut that is allowed gives the whole file's bits. Slices: what `slices` says, and that one slice of
-everything gives these bits is in the tests. Torch and decomposers: what takes the model. Exact
-width: of a Q8_0 file of the first model of a row, on this host, up to 16.
+from `pipeinfer.cluster.features`, states from `benchmarks.states`. Architectures are tried, each
+with tiny random models. Cut: every cut that is allowed gives the whole file's bits. Slices: what
+`slices` says, and that one slice of everything gives these bits is in the tests. Torch and
+decomposers: what takes the model. Exact width: of a Q8_0 file of the first model of a row, on this
+host, up to 16.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import click
 
+from benchmarks import states
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.pytorch.options import GGUF_FAMILIES
 from pipeinfer.cli.options import declared as declared_options
@@ -330,6 +332,7 @@ def between(text: str, begin: str, end: str, table: str) -> str:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "options.md": {"options": flags, "settings": settings},
+    "architecture.md": {"runs": states.runs, "phases": states.phases},
     "api.md": {"paths": paths, "fields": fields, "refused": refused}}
 
 

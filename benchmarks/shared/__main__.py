@@ -14,6 +14,10 @@ from pipeinfer.errors import UsageError
 
 FOLDER = Path(__file__).parent
 _MARK = "<!-- written by python -m benchmarks.shared -->"
+_HEADER = """\
+| record | hosts | model | tokens/s of 1 user, plain / with speculation | of 4 users |
+|---|---|---|---|---|
+| *your cluster* | | | | |"""
 
 
 def read(path: Path) -> measuring.Record:
@@ -33,12 +37,23 @@ def records() -> dict[str, measuring.Record]:
             for path in sorted((FOLDER / "records").glob("*.json"))}
 
 
+def row(name: str, record: measuring.Record) -> str:
+    """The row of a record: the rates of a short prompt, plain and with speculation."""
+    hosts = ", ".join(sorted({one.processor for one in record.hosts}))
+    rates = [" / ".join(f"{one.rate:.1f}" for policy in (measuring.PLAIN, measuring.SPECULATION)
+                        for one in record.runs if (one.policy, one.users, one.prompt) == (
+                            policy, users, measuring.PROMPTS[0])) for users in measuring.USERS]
+    return f"| [{name}](#{name}) | {len(record.hosts)} x {hosts} | {record.model.name} | " \
+           f"{' | '.join(rates)} |"
+
+
 def page(found: dict[str, measuring.Record]) -> str:
-    """The README with a paragraph for each record."""
+    """The README with a row and a paragraph for each record."""
     text = (FOLDER / "README.md").read_text(encoding="utf-8").partition(_MARK)[0]
+    table = "\n".join([_HEADER, *(row(name, one) for name, one in found.items())])
     parts = [f"### {name}\n\n{measuring.paragraph(one)}"
              + (f"\nIts maker: {one.note}" if one.note else "") for name, one in found.items()]
-    return text + _MARK + "\n\n" + "\n\n".join(parts) + "\n"
+    return text + _MARK + "\n\n" + "\n\n".join([table, *parts]) + "\n"
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from benchmarks.shared import __main__ as shared
 from pipeinfer.cli import measuring
@@ -31,3 +32,22 @@ def test_what_is_no_record_is_refused(tmp_path, change):
     path.write_text(json.dumps(json.loads(first.read_text()) | change))
     with pytest.raises(UsageError, match=r"other\.json"):
         shared.read(path)
+
+
+def test_the_table_has_a_place_for_yours_and_the_rates_of_others():
+    lines = shared.page(shared.records()).partition("-->")[2].split("\n")
+    rows = [line for line in lines if line.startswith("| ")]
+    assert rows[1] == "| *your cluster* | | | | |"
+    assert len(rows) == 2 + len(shared.records())
+    for found, record in zip(rows[2:], shared.records().values(), strict=True):
+        assert f"| {record.model.name} | {record.runs[0].rate:.1f} / " in found
+
+
+def test_the_form_of_an_issue_takes_a_record():
+    folder = shared.FOLDER.parents[1] / ".github" / "ISSUE_TEMPLATE"
+    form = yaml.safe_load((folder / "shared-record.yml").read_text())
+    fields = {one["id"]: one for one in form["body"] if one["type"] != "markdown"}
+    assert fields["record"]["attributes"]["render"] == "json"
+    assert fields["record"]["validations"]["required"]
+    assert fields["agreed"]["attributes"]["options"][0]["required"]
+    assert f"*{form['name']}*" in (shared.FOLDER / "README.md").read_text()

@@ -34,7 +34,7 @@ def measure_command(resolved: Resolved, share: Path | None, programs: Path | Non
                     remark: str) -> None:
     """Measure a job on these machines: with and without speculation, for one user and for four.
 
-    It takes at most ten minutes behind the start, and seven more with --programs. The
+    It takes about three minutes at most behind the start, and seven more with --programs. The
     record has processors, cores, memory, links and speeds, but no names, addresses or texts.
     Nothing is sent anywhere.
 

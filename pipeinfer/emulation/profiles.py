@@ -50,6 +50,7 @@ class NodeProfile:
     beyond the first; first[quantisation]: for the first one (missing: the same).
     shapes[quantisation]: arithmetic of runs of 1, 2, ... rows relative to one, as far as measured.
     attention: products per second of a row with cached keys and values; 0: memory bounds it.
+    numa_nodes: parts of the machine, each with as much of its memory and a rank of its own.
     """
 
     name: str
@@ -63,6 +64,7 @@ class NodeProfile:
     first: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     attention: float = 0.0
+    numa_nodes: int = 1
 
     def attention_seconds(self, products: float, n_bytes: float) -> float:
         """Time of rows' attention. n_bytes: of keys and values, which rows of a run read once."""
@@ -280,13 +282,12 @@ _MOST_SIZE = 1 << 20  #: layers, heads, elements of a model
 _COUNT_DIGITS = 4  #: of how many nodes of a kind
 _SECTIONS = {
     "kernels": _Entry({"first": dict, "further": dict, "milliseconds": dict, "source": str,
-                       "attention": _NUMBER},
-                      ("first", "further")),
+                       "attention": _NUMBER}, ("first", "further")),
     "nodes": _Entry({
         "title": str, "source": str, "cores": int, "memory_gib": _NUMBER,
         "bandwidth_gbs": _NUMBER, "sustained": _NUMBER, "clock_ghz": _NUMBER, "kernels": str,
         "efficiency": _NUMBER, "tera_ops": _NUMBER, "share": _NUMBER, "overhead_us": _NUMBER,
-        "rates_gbs": dict,
+        "rates_gbs": dict, "numa_nodes": int,
     }, ("memory_gib", "bandwidth_gbs")),
     "links": _Entry({"title": str, "source": str, "latency_us": _NUMBER,
                      "bandwidth_mbs": _NUMBER}, ("latency_us", "bandwidth_mbs")),
@@ -348,8 +349,7 @@ def _check_times(where: str, times: Mapping[str, Any]) -> None:
 
 
 def _need(origin: str, section: str, name: str, entry: Mapping[str, Any]) -> None:
-    missing = [key for key in _SECTIONS[section].needed if key not in entry]
-    if missing:
+    if missing := [key for key in _SECTIONS[section].needed if key not in entry]:
         raise UsageError(f"{origin}[{section}.{name}] lacks {', '.join(missing)}: add it")
 
 
@@ -384,7 +384,8 @@ def _node(
     return NodeProfile(
         name, entry.get("title", name), entry.get("cores", 1), round(entry["memory_gib"] * 2**30),
         bandwidth, MappingProxyType(rates), entry.get("overhead_us", 0.0) * 1e-6,
-        entry.get("source", ""), MappingProxyType(first), MappingProxyType(shapes), attention)
+        entry.get("source", ""), MappingProxyType(first), MappingProxyType(shapes), attention,
+        entry.get("numa_nodes", 1))
 
 
 def _link(name: str, entry: Mapping[str, Any]) -> LinkProfile:

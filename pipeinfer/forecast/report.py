@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,7 @@ from pipeinfer.scheduler.settings import Limits
 _SYSTEM = 1 << 30  #: memory that a machine of a profile keeps for itself, at least
 _SYSTEM_SHARE = 0.05
 _SCRATCH = 64 << 20
+_MOST_NODES = 64
 PROMPT, TOKENS = 128, 256
 _HEADS = 4  #: kinds of machines that are tried as rank 0
 _BETTER = 1.02  #: what another rank 0 must bring to be named
@@ -90,6 +92,7 @@ class Machine:
 
     memory: bytes that it may fill. room: their name, if they are a GPU's and not its host's.
     beside: bytes of its host that it does not fill then; 0: unknown
+    numa_nodes: of its host, as far as its profile has them
     """
 
     rank: int
@@ -100,6 +103,7 @@ class Machine:
     settings: NodeSettings = field(default_factory=NodeSettings)
     room: str = ""
     beside: float = 0.0
+    numa_nodes: int = 1
 
     @property
     def for_draft(self) -> float:
@@ -167,14 +171,38 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
                          f"clusters: {', '.join(profiles.clusters)})")
     if given["cluster"]:
         launch = profiles.cluster(given["cluster"])
-        found = [_machine(rank, f"{name}-{rank}", profiles.node(name), NodeSettings(), 1)
-                 for rank, name in enumerate(launch.nodes)]
-        return found, given["link"] or launch.link, None
+        each = [(f"{name}-{i}", profiles.node(name)) for i, name in enumerate(launch.nodes)]
+        ranks = [one for one in each for _ in range(_numa_nodes(one[1]))]
+        found = [_machine(rank, name, profile, NodeSettings(), profile.numa_nodes)
+                 for rank, (name, profile) in enumerate(ranks)]
+        return _apart(found), given["link"] or launch.link, None
     settings, hosts = _read(profiles, given)
     machines = [_machine(rank, name, profiles.node(settings.of(name, rank).profile),
                          settings.of(name, rank), hosts.count(name))
                 for rank, name in enumerate(hosts)]
-    return machines, given["link"] or settings.link, settings.layers
+    return _apart(machines), given["link"] or settings.link, settings.layers
+
+
+def _numa_nodes(profile: NodeProfile) -> int:
+    if not 1 <= profile.numa_nodes <= _MOST_NODES:
+        raise UsageError(f"[nodes.{profile.name}] numa_nodes is {profile.numa_nodes}: give 1 to "
+                         f"{_MOST_NODES}")
+    return profile.numa_nodes
+
+
+def _apart(machines: Sequence[Machine]) -> list[Machine]:
+    """Return the ranks, those that stay on one NUMA node of their host with its name and memory."""
+    found, counts = list[Machine](), Counter(one.host for one in machines)
+    turns: Counter[str] = Counter()
+    for one in machines:
+        nodes = one.numa_nodes if one.numa_nodes > 1 else counts[one.host]
+        turn, numa = turns[one.host] % nodes, one.settings.numa
+        turns[one.host] += 1
+        bound = counts[one.host] >= nodes > 1 and not one.room and (
+            numa == "per-rank" or (not numa and one.numa_nodes > 1))
+        found.append(one if not bound else dataclasses.replace(
+            one, host=f"{one.host}, NUMA node {turn}", memory=one.memory / nodes))
+    return found
 
 
 def cluster_of_file(profiles: Profiles, given: Mapping[str, Any]
@@ -236,7 +264,8 @@ def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings,
     def seconds(model: View, cost: float, rows: int) -> float:
         return node.seconds(cost, model.quantisation, rows, cost * model.moved(rows))
 
-    machine = Machine(rank, name, profile.name, memory, seconds, settings)
+    machine = Machine(rank, name, profile.name, memory, seconds, settings,
+                      numa_nodes=_numa_nodes(profile))
     if settings.gpu_memory is None or not settings.on_gpu:
         return machine
     gpu = f"{name}, GPU of rank {rank}" if own_gpu else f"{name}, its GPU"

@@ -46,6 +46,15 @@ def test_a_job_of_three_ranks_is_measured_and_nobody_is_named(tmp_path):
     assert "NOT EQUAL" in measuring.paragraph(structs.replace(record, equal=False))
 
 
+def test_a_run_is_foreseen_by_the_lowest_rates():
+    """A slow job leaves out what would not end in time, instead of ending late."""
+    assert measuring.foreseen([], 4, 512, 64) == 0
+    runs = [measuring.Run("plain", 1, 64, 8, prompt_rate, rate, "")
+            for prompt_rate, rate in ((100.0, 4.0), (50.0, 8.0), (80.0, 6.0))]
+    assert measuring.foreseen(runs, 4, 500, 40) == 4 * (500 / 50 + 40 / 4)
+    assert measuring.foreseen([structs.replace(runs[0], rate=0.0)], 1, 100, 1) > 180
+
+
 def test_what_measure_decides_is_refused_before_anything_starts():
     done = launch.run(1, [sys.executable, "-m", "pipeinfer", "measure", "--policy", "iterative"])
     assert done.returncode == 2

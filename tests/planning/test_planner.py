@@ -307,6 +307,38 @@ def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
     assert ("on rank 2, acceptance" in "".join(rest)) == there
 
 
+@pytest.mark.parametrize(("numa", "profiled", "slots", "apart"), [
+    ("per-rank", 1, 2, True), ("", 2, 2, True), ("", 1, 2, False), ("off", 2, 2, False),
+    ("", 2, 1, False), ("", 2, 4, True)])
+def test_a_dry_run_counts_a_rank_of_a_numa_node_with_its_memory(plan, tmp_path, numa, profiled,
+                                                                slots, apart):
+    (tmp_path / "lab").write_text(f"old1 slots={slots}\nold2 slots={slots}\n")
+    (tmp_path / "lab.toml").write_text(
+        'link = "gigabit"\n[node."*"]\nprofile = "xeon-e5-2650x2"\nmemory = "40 GiB"\n'
+        + f'numa = "{numa}"\n' * bool(numa))
+    (tmp_path / "more.toml").write_text(f"[nodes.xeon-e5-2650x2]\nnuma_nodes = {profiled}\n")
+    dry = ("dolphin-70b", "--dry-run", "--profiles", str(tmp_path / "more.toml"), "--json")
+    found = json.loads(plan(*dry, "--hostfile", str(tmp_path / "lab"), "--head-stage"))
+    names = [f"{host}, NUMA node {turn % 2}" if apart else host
+             for host in ("old1", "old2") for turn in range(slots)]
+    assert [one["host"] for one in found["ranks"]] == names
+    assert {one["memory"] for one in found["ranks"]} == {(20 if apart else 40) * GIB}
+    for name in names:
+        assert sum(one["bytes"] for one in found["stages"] if names[one["rank"]] == name) <= \
+            (20 if apart else 40) * GIB
+    assert sum(stop - start for start, stop in (one["layers"] for one in found["stages"])) == 80
+    ranks = json.loads(plan(*dry, "--cluster", "a"))["ranks"]
+    plain = json.loads(plan(*dry[:2], "--json", "--cluster", "a"))["ranks"]
+    assert len(ranks) == profiled * len(plain)
+
+
+def test_a_profile_with_an_impossible_number_of_numa_nodes_is_refused(plan, tmp_path):
+    (tmp_path / "more.toml").write_text("[nodes.xeon-e5-2650x2]\nnuma_nodes = 100000000000\n")
+    assert "numa_nodes is 100000000000: give 1 to 64" in plan(
+        "dolphin-70b", "--dry-run", "--cluster", "a", "--profiles", str(tmp_path / "more.toml"),
+        code=2)
+
+
 @pytest.fixture
 def desk(tmp_path):
     """A function for the words of a dry run on a desktop with a GPU and two servers."""

@@ -5,13 +5,40 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from benchmarks import states
 from pipeinfer.errors import UsageError
 from pipeinfer.server.orders import Hold, ServerState, Sleep
 from pipeinfer.supervise import supervisor as module
 from pipeinfer.supervise.supervisor import JobSource, Move, Phase, Supervisor
+
+#: phases, and what followed them in these tests; an end follows each
+SEEN = set()
+ENDS = (Phase.ENDING, Phase.STOPPED)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    """The picture of the phases, which is declared, has every transition that occurs."""
+    enter, now = Supervisor._enter, set()
+
+    def watch(supervisor, phase):
+        before = supervisor.phase
+        enter(supervisor, phase)
+        if supervisor.phase not in (before, *ENDS):
+            now.add((before, supervisor.phase))
+
+    monkeypatch.setattr(Supervisor, "_enter", watch)
+    yield
+    SEEN.update(now)
+    assert {(a.name, b.name) for a, b in now} <= declared()
+
+
+def declared():
+    return {(a.name, b.name) for a, others in states.PHASES.items() for b in others}
 
 
 class Job:
@@ -380,3 +407,52 @@ def test_a_supervisor_ends_while_its_job_sleeps(when):
 
     assert supervise(jobs, act, door=Door("asleep"))[0] == 130
     assert jobs.began == ["old"]
+
+
+@pytest.mark.parametrize("then", [Phase.PAUSING, Phase.WAITING])
+@pytest.mark.parametrize("when", [Phase.READY, Phase.ORDERED, Phase.RETURNING])
+def test_a_job_that_ends_waits_for_a_moment_or_for_a_host(when, then):
+    """For a host, if those that remain cannot hold the model."""
+    jobs = Jobs(None, *[3, None] * (when is Phase.RETURNING), None)
+    jobs.waits = True
+
+    async def act(supervisor):
+        await until_it_runs(supervisor, 1)
+        if when is Phase.RETURNING:
+            await moved(supervisor)
+            await until_phase(supervisor, when)
+            async with asyncio.timeout(20):
+                while supervisor.running != 3:
+                    await asyncio.sleep(0.01)
+        elif when is Phase.ORDERED:
+            supervisor.order()
+        assert supervisor.phase is when
+        number, job = supervisor.number, supervisor._job
+        job._status = 4 if then is Phase.WAITING else 6
+        job._ended.set()
+        await until_phase(supervisor, then)
+        supervisor.host_came()
+        await until_it_runs(supervisor, number + 1)
+        supervisor.stop()
+
+    assert supervise(jobs, act, restarts=1)[0] == 5
+
+
+def test_an_order_with_nothing_to_move_is_withdrawn():
+    async def act(supervisor):
+        await until_it_runs(supervisor, 1)
+        order = supervisor.order()
+        supervisor.withdraw(order)
+        assert (supervisor.phase, await order) == (Phase.READY, "")
+        supervisor.stop()
+
+    assert supervise(Jobs(None), act)[0] == 5
+
+
+def test_every_transition_of_the_picture_occurs(request):
+    """The last test here: those before have to have run."""
+    chosen = {item.name.partition("[")[0] for item in request.session.items
+              if item.path == Path(__file__)}
+    if left := {name for name in globals() if name.startswith("test_")} - chosen:
+        pytest.skip(f"{len(left)} tests are left out")
+    assert {(a.name, b.name) for a, b in SEEN} == declared()
