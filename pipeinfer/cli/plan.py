@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 @click.option("--link", default="", help="Link profile between neighbours.")
 @click.option("-md", "--draft", default="", help="Draft model: a GGUF file or a model profile.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
-              help="Share of first draft tokens that the target accepts [default: as in the "
-                   "pair's profile].")
+              help="Share of positions at which the first draft token is the target's "
+                   "[default: as in the pair's profile].")
 @click.option("--layers", default="", help="Number of layers of each stage, such as 10,12,12,6.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
 @click.option("-c", "--ctx-size", "ctx", type=click.IntRange(0, 2**24), default=0,
@@ -309,8 +309,8 @@ def _draft_lines(report: Report) -> list[str]:
         room = "" if facts["fits"] else "; does not fit the memory there"
         lines.append(
             f"draft {facts['title']}: {1e3 * facts['seconds']:.1f} ms per token {where}, "
-            f"acceptance {facts['acceptance']:.0%}, {facts['tokens_per_second']:.2f} tokens/s; "
-            f"{verdict}{room}")
+            f"right at {facts['acceptance']:.0%} of positions, "
+            f"{facts['tokens_per_second']:.2f} tokens/s; {verdict}{room}")
     if report.draft is not None:
         free = report.draft.cost * report.plan.split.slowest / min(
             facts["seconds"] for facts in report.drafts

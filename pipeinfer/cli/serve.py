@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ from pipeinfer import host
 from pipeinfer.cli.loading import progress_hook, progress_text
 from pipeinfer.cli.options import JOB, config_options
 from pipeinfer.cli.terminal import Stopped, fetch_models, note
+from pipeinfer.cluster import cleanup
 from pipeinfer.cluster.assembly import ProgressHook
 from pipeinfer.cluster.generate import sampling_params
 from pipeinfer.cluster.launch import join
@@ -83,7 +85,7 @@ def serve_command(resolved: Resolved) -> None:
     try:
         serve(config.job, config.serve, child, progress, begin)
     finally:
-        if door is None and signals.seen:  # else the supervisor says so
+        if signals.seen and cleanup.VARIABLE not in os.environ:  # else the supervisor says so
             click.echo("pipeinfer: stopped", err=True)
 
 

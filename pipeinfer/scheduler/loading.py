@@ -52,8 +52,9 @@ class Loading:
     def accepted(self, lane: Lane) -> None:
         """Let the stages store the chunks of a lane's answer that have become whole."""
         stored, chunk, n = self._state.stored, self._state.limits.chunk, len(lane.request.prompt)
-        whole = (len(lane.accepted) - 1 - n) // chunk  # the newest token has no cells yet
-        if stored is None or whole <= lane.answered or not (
+        # the newest token has no cells yet, nor have those that a replay has still to compute
+        whole = (min(lane.issued, len(lane.accepted) - 1) - n) // chunk
+        if stored is None or lane.loading or whole <= lane.answered or not (
                 stored.answers and self._may_store(lane)):
             return
         names = self._answer(lane, stored)

@@ -41,6 +41,7 @@ from pipeinfer.server.pictures import Shown
 from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
+from pipeinfer.server.settings import Settings
 from pipeinfer.server.streaming import ClientLeft, EventStream, finished, pipeline
 
 WEB = Path(__file__).parent / "web"
@@ -85,9 +86,8 @@ class Server:
 
     def __init__(self, answers: Answers) -> None:
         self.answers, self.client = answers, answers.client
-        self.settings = self.client.settings
         self.created = int(time.time())
-        self._grammars: Grammars | None = None
+        self._grammars: tuple[Tokenizer, Grammars] | None = None
         self.again = AnswerRoutes(answers)
         self.races = Races(self.client)
         self.app = FastAPI(
@@ -98,6 +98,11 @@ class Server:
         self._add_routes()
         self._add_handlers()
         self.files = self._add_files()
+
+    @property
+    def settings(self) -> Settings:
+        """Of the present engine: it may be another one by the time a request has waited."""
+        return self.client.settings
 
     @property
     def asgi(self) -> ASGIApp:
@@ -125,6 +130,7 @@ class Server:
 
     async def count_tokens(self, body: blocks.CountRequest) -> Response:
         """Count the tokens of a conversation's prompt, also of one that exceeds the context."""
+        await self.client.model(body.model)
         tokenizer = self.client.check_ready()
         self._check_model(body.model)
 
@@ -138,6 +144,7 @@ class Server:
 
     async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
         """Embed texts, with a model that is made for it."""
+        await self.client.model(body.model)
         tokenizer, settings = self.client.check_ready(), self.settings
         self._check_model(body.model)
         facts = self.client.facts
@@ -166,6 +173,7 @@ class Server:
             return before
         notes = schema.ignored(body)
         wanted, more = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
+        await self.client.model(wanted.model)
         tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
         self.client.check_room(1)  # before any work on the prompt
@@ -187,9 +195,9 @@ class Server:
                            param="model", code="model_not_found")
 
     def _compiler(self, tokenizer: Tokenizer) -> Grammars:
-        if self._grammars is None:
-            self._grammars = Grammars(tokenizer)
-        return self._grammars
+        if self._grammars is None or self._grammars[0] is not tokenizer:
+            self._grammars = tokenizer, Grammars(tokenizer)
+        return self._grammars[1]
 
     @property
     def _n_ctx(self) -> int:
@@ -230,17 +238,23 @@ class Server:
     # --- state of the server ------------------------------------------------------------------
 
     async def models(self) -> Response:
-        """List the served model with its context length and capabilities."""
-        return Reply({"object": "list", "data": [self._model()]})
+        """List the served model with its context length and capabilities, and the names of those
+        that a request brings."""
+        others = [name for name in self.client.others.names if name != self.settings.name]
+        return Reply({"object": "list", "data": [self._model(), *map(self._named, others)]})
 
     async def model(self, name: str) -> Response:
-        """Return the served model if it has this name, otherwise 404."""
+        """Return the model that has this name, otherwise 404."""
+        if name in self.client.others.names and name != self.settings.name:
+            return Reply(self._named(name))
         self._check_model(name)
         return Reply(self._model())
 
+    def _named(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "pipeinfer"}
+
     def _model(self) -> dict[str, Any]:
-        model = {"id": self.settings.name, "object": "model",
-                 "created": self.created, "owned_by": "pipeinfer"}
+        model = self._named(self.settings.name)
         if self.client.state in ("ready", "asleep") and self.client.tokenizer is not None:
             template = self.client.tokenizer.chat_template or ""
             model["context_length"] = self._n_ctx
@@ -283,7 +297,8 @@ class Server:
         """Return what is served and which features the page may offer."""
         tokenizer, settings = self.client.check_ready(), self.settings
         return Reply(replies.Props(
-            model_alias=settings.name, total_slots=settings.parallel, n_ctx=self._n_ctx,
+            model_alias=settings.name, models=list(self.client.others.names),
+            total_slots=settings.parallel, n_ctx=self._n_ctx,
             chat_template=tokenizer.chat_template or "",
             bos_token=_token_text(tokenizer, tokenizer.bos_id),
             eos_token=_token_text(tokenizer, tokenizer.eos_id),

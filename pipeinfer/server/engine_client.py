@@ -53,6 +53,7 @@ from pipeinfer.server.frames import (
 )
 from pipeinfer.server.keys import Meter
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.other_models import OtherModels
 from pipeinfer.server.pictures import File, media_of
 from pipeinfer.server.requests import EngineRequest
 from pipeinfer.server.settings import Settings
@@ -85,6 +86,7 @@ class EngineClient:
                  url: str = "") -> None:
         self.settings, self.metrics, self.outlives = settings, metrics, outlives
         self.url = url
+        self.others = OtherModels()
         self.pictures: Pictures | None = None
         self._work = ThreadPoolExecutor(1, "pictures")  # the projector has one process
         self.renewed: Callable[[], None] = _nothing
@@ -128,6 +130,15 @@ class EngineClient:
             pass
         finally:
             self.waiting -= 1
+
+    async def model(self, name: str | None) -> None:
+        """Return when this model is served, where it is one of several. Raises ApiError."""
+        # while it waits for its turn to go on, another one may have come
+        while name != self.settings.name and name in self.others.names:
+            if self.waiting + self.others.waiting >= self.settings.most_open:
+                raise ApiError(429, "enough requests wait for another model; try again later",
+                               code="queue_full")
+            await self.others.wait(name, self.settings.serve.restart_timeout)
 
     @property
     def shown(self) -> str:
@@ -409,6 +420,7 @@ class EngineClient:
             await self.prepare(tokenizer)
             if settings is self.settings:
                 self.tokenizer = tokenizer
+                self._admit()
         except Exception as error:  # any, or /health would stay at "loading"
             expected = isinstance(error, PipeinferError)
             why = str(error) if expected else f"{type(error).__name__}: {error} (this is a bug)"
@@ -466,7 +478,13 @@ class EngineClient:
         for one in list(self.open.values()):
             if one.frame is not None:  # else its pictures are still being computed
                 self._hand_over(one)
-        self._admits.set()
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let requests go on that wait for this engine, once it and the vocabulary are there."""
+        if self.state == "ready" and self.tokenizer is not None:
+            self._admits.set()
+            self.others.came(self.settings.name)
 
     def _hand_over(self, one: Generation) -> None:
         """Let the engine continue a choice after the tokens that it has."""
@@ -506,6 +524,7 @@ class EngineClient:
     def fail(self, reason: str) -> None:
         """Record that the engine is lost for good: every open choice ends with an error."""
         self.state, self.reason = "failed", reason
+        self._admits.set()  # those that wait get this error
         self._end_all(Failure("shutdown", reason) if reason == STOPPED else
                       Failure("failed", f"the cluster has failed: {reason}"))
 
@@ -533,7 +552,7 @@ class EngineClient:
 
     def _show_state(self) -> None:
         self._show({"op": "state", "state": self.shown, "reason": self.reason or self.recovering,
-                    "time": time.time()})
+                    "planned": self._moving, "time": time.time()})
 
     def _show(self, frame: dict[str, Any]) -> None:
         for watcher in self._watchers:

@@ -37,6 +37,7 @@ from pipeinfer.server.orders import (
     Hold,
     Look,
     Move,
+    Offer,
     Order,
     OrderServer,
     Report,
@@ -186,6 +187,10 @@ def obey(client: EngineClient, order: Order) -> dict[str, Any]:
     match order:
         case Look():
             pass
+        case Offer(names, refused):
+            client.others.names = names
+            for name, why in refused.items():
+                client.others.refuse(name, why)
         case Hold(on):
             client.hold(on)
         case Move(why, new_model):
@@ -198,7 +203,7 @@ def obey(client: EngineClient, order: Order) -> dict[str, Any]:
     return structs.asdict(ServerState(
         state="loading" if loads else client.state,
         reason=client.reason or client.loading_text, url=client.url, open=len(client.open),
-        waiting=client.waiting, newest=client.newest, model=client.settings.model,
-        name=client.settings.name,
+        waiting=client.waiting + client.others.waiting, newest=client.newest,
+        wanted=client.others.wanted, model=client.settings.model, name=client.settings.name,
         lost=tuple(client.facts.get("lost", ())),
         work=tuple(one.get("does", "") for one in client.facts.get("ranks", ()))))

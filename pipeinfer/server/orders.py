@@ -35,6 +35,16 @@ class Look(_Order, frozen=True):
     """Change nothing; as every answer, that to this order has the state."""
 
 
+class Offer(_Order, frozen=True):
+    """Let clients name these models; end requests for one that cannot be served.
+
+    names: of the models, in the order of their table. refused: why some cannot be served.
+    """
+
+    names: tuple[str, ...]
+    refused: dict[str, str] = {}
+
+
 class Hold(_Order, frozen=True):
     """Let new requests wait while running ones continue; or admit them again."""
 
@@ -56,7 +66,7 @@ class Sleep(_Order, frozen=True):
     """Prepare for the end of the engine until the next request, unless one is open now."""
 
 
-Order: TypeAlias = Look | Hold | Move | Sleep
+Order: TypeAlias = Look | Offer | Hold | Move | Sleep
 
 
 class ServerState(Struct, frozen=True, kw_only=True):
@@ -65,7 +75,8 @@ class ServerState(Struct, frozen=True, kw_only=True):
     state: "" without an answer. reason: why the engine failed. url: the address for clients.
     open: requests that have not ended. waiting: those that wait for admission. newest: id of the
         last one that came.
-    model, name: path and name of the served model. lost: the job's ranks that have died.
+    model, name: path and name of the served model. wanted: the name of one that requests wait for,
+        "" if they do for none. lost: the job's ranks that have died.
     work: what each rank does, in words.
     error: why the order was not executed.
     """
@@ -78,6 +89,7 @@ class ServerState(Struct, frozen=True, kw_only=True):
     newest: int = 0
     model: str = ""
     name: str = ""
+    wanted: str = ""
     lost: tuple[int, ...] = ()
     work: tuple[str, ...] = ()
     error: str = ""

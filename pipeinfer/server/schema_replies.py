@@ -175,9 +175,11 @@ class RebalancePlan(TypedDict):
 
 
 class Props(TypedDict):
-    """What the server is and does. race: whether it takes POST /race."""
+    """What the server is and does. models: names that requests may give, if several. race: whether
+    it takes POST /race."""
 
     model_alias: str
+    models: list[str]
     total_slots: int
     n_ctx: int
     chat_template: str

@@ -71,6 +71,9 @@ class _Up(click.Command):
 @click.option("--join", "joined", metavar="[=ADDRESS:PORT]",
               help="Let other machines join (`pipeinfer join` there), at this address. [default: "
                    "all addresses of this machine, port 7700]")
+@click.option("--models", metavar="FILE",
+              help="Serve the models of this file, one at a time: the one that a request names. "
+                   "Lines such as  qwen = \"-m qwen.gguf -md small.gguf\"; the first one starts.")
 @click.option("--detach", is_flag=True, help="Go into the background.")
 @_name
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[--] [serve OPTIONS]")
@@ -108,14 +111,14 @@ def up_command(hosts: str | None, ranks: int | None, joined: str | None, detach:
 
 
 def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None,
-          joined: str | None, restarts: int, all_hosts: bool, every: float, stay: bool,
-          sleeps: float | None) -> int:
+          joined: str | None, all_hosts: bool, stay: bool, models: str | None,
+          **more: Any) -> int:
     from pipeinfer.supervise import launcher as launchers
     from pipeinfer.supervise.hosts import Roster, others
     from pipeinfer.supervise.join.roster import Joining
     from pipeinfer.supervise.keeper import Keeper
     from pipeinfer.supervise.logs import Logs
-    from pipeinfer.supervise.serving import Serving
+    from pipeinfer.supervise.serving import Serving, models_of
 
     logs = Logs(folder.path / _LOGS, _show)
 
@@ -141,15 +144,16 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         assert launcher is not None
         joining = Joining(joined, launcher, folder, words, say)
         roster, words = joining.roster, joining.words
+    table = models_of(models, words) if models else {}
+    words = next(iter(table.values()), words)
     serving = Serving(environ[VARIABLE], words, environ, launcher, roster, ranks or 1, logs)
     if hosts:
         _ask_hosts(serving, hosts, ranks, all_hosts, say)
 
     async def run() -> int:
         async with joining or contextlib.nullcontext():
-            return await Keeper(serving, restarts, folder, say, left=left, every=every,
-                                auto=not stay, sleeps=60 * sleeps if sleeps else None,
-                                joins=joining.server if joining else None).run()
+            return await Keeper(serving, folder, say, left=left, auto=not stay, models=table,
+                                joins=joining.server if joining else None, **more).run()
 
     try:
         return asyncio.run(run())

@@ -11,15 +11,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias, assert_never
 
 from pipeinfer.cluster import cleanup
 from pipeinfer.errors import UsageError
 from pipeinfer.server import orders
 from pipeinfer.server.frames import STOPPED
-from pipeinfer.server.orders import Hold, Look, OrderServer, Report, ServerState
+from pipeinfer.server.orders import Hold, Look, Offer, OrderServer, Report, ServerState
 from pipeinfer.supervise.http_door import HttpDoor
 from pipeinfer.supervise.join.messages import Note
 from pipeinfer.supervise.join.server import Joiner, JoinServer
@@ -43,6 +44,7 @@ _DAEMONS = 25.0
 _LOOK = 1.0  #: seconds between two checks of the server
 _QUIET = 5.0  #: seconds without an open request after which the job may move by itself
 _LATEST = 600.0  #: seconds after which it moves though requests are open
+_STAYS = 10.0  #: seconds for which a model serves before another one may take its place
 _SERVES = (Phase.READY, Phase.ORDERED)
 
 
@@ -53,17 +55,22 @@ class Keeper:
         none.
     every: seconds between two checks of missing hosts, 0 for never.
     auto: whether the job moves by itself when no request is open.
-    sleeps: seconds without a request after which the job ends until the next one, None for never.
+    sleeps: minutes without a request after which the job ends until the next one, None for never.
     joins: accepts machines that join, None without --join.
+    models: `serve` and its options for each model that clients may name, one at a time.
     """
 
-    def __init__(self, serving: Serving, restarts: int, folder: Folder, say: Report, *,
+    def __init__(self, serving: Serving, folder: Folder, say: Report, *, restarts: int,
                  left: tuple[str, list[str]], every: float, auto: bool,
-                 sleeps: float | None = None, joins: JoinServer | None = None) -> None:
+                 sleeps: float | None = None, joins: JoinServer | None = None,
+                 models: Mapping[str, list[str]] = MappingProxyType({})) -> None:
         self._serving, self._folder, self._say, self._auto = serving, folder, say, auto
         self._http = HttpDoor(serving.environ, say)
         self._supervisor = Supervisor(serving, restarts, self._http, say, changed=self._write)
         self._left, self._joins, self._sleeps = left, joins, sleeps
+        self._models = models
+        self._refused: dict[str, str] = {}  #: models that could not be served, and why
+        self._ready_since = 0.0
         self._missing = MissingHosts(every, new_hosts=joins is not None)
         self._seen = ServerState()
         self._model: tuple[object, ...] = ()  #: `identity` of the served model
@@ -111,16 +118,20 @@ class Keeper:
                 await self._ask_missing()
                 self._move_if_quiet()
                 await self._sleep_if_quiet()
+                self._change_model()
             self._write()
 
     async def _look(self) -> None:
         job, phase = self._supervisor.running, self._supervisor.phase
-        newest, self._seen = self._seen.newest, await self._http.ask(Look())
-        seen = self._seen
+        newest, refused = self._seen.newest, self._refused
+        self._refused = {}
+        self._seen = seen = await self._http.ask(
+            Offer(names=tuple(self._models), refused=refused) if self._models else Look())
         if seen.state == "ready" and phase not in _SERVES:
             self._supervisor.ready(job)
             if self._is(Phase.READY):
-                self._model, self._quiet_since = identity(seen.model), time.monotonic()
+                self._model = identity(seen.model)
+                self._quiet_since = self._ready_since = time.monotonic()
         if seen.open or seen.newest != newest:  # a short one may be over already
             self._quiet_since = time.monotonic()
         if self._is(Phase.READY):
@@ -182,19 +193,39 @@ class Keeper:
 
     def _move_if_quiet(self) -> None:
         now, back = time.monotonic(), self._missing.back
-        if back and self._auto and self._is(Phase.READY) and \
-                (now - self._quiet_since > _QUIET or now - min(back) > _LATEST) and \
-                (self._moving is None or self._moving.done()):
+        if back and self._auto and self._may_move() and \
+                (now - self._quiet_since > _QUIET or now - min(back) > _LATEST):
             self._moving = asyncio.create_task(self._move())
 
     async def _sleep_if_quiet(self) -> None:
+        wanted = self._seen.wanted
         if self._is(Phase.ASLEEP):
             # a request has come; or no HTTP process is there for one, and a job starts another
-            if self._seen.state not in ("", "asleep") or not self._http.pid:
+            if wanted or self._seen.state not in ("", "asleep") or not self._http.pid:
+                if wanted in self._models:
+                    self._serving.use(self._models[wanted])
                 self._supervisor.wake()
-        elif self._sleeps is not None and self._is(Phase.READY) and \
-                time.monotonic() - self._quiet_since > self._sleeps:
+        elif self._sleeps is not None and self._is(Phase.READY) and not wanted and \
+                time.monotonic() - self._quiet_since > 60 * self._sleeps:
             await self._supervisor.sleep()
+
+    def _may_move(self) -> bool:
+        return self._is(Phase.READY) and (self._moving is None or self._moving.done())
+
+    def _change_model(self) -> None:
+        """Begin to serve the model that requests wait for. Each stays for a time, since two that
+        are asked for by turns would cost more loading than computing."""
+        name = self._seen.wanted
+        if name in self._models and self._may_move() and \
+                time.monotonic() - self._ready_since > _STAYS:
+            self._moving = asyncio.create_task(self._serve(name))
+
+    async def _serve(self, name: str) -> None:
+        with reported(self._say):
+            try:
+                await self._reload(Reload(words=self._models[name], wait=_LATEST), self._say)
+            except UsageError as error:
+                self._refused[name] = str(error)
 
     async def _move(self) -> None:
         """Move by itself, beside the monitoring, which finds out when the next job is ready."""

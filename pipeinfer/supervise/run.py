@@ -35,11 +35,13 @@ Line: TypeAlias = Callable[[dict[str, str]], list[str]]
 
 
 class _Command(JobSource):
-    """The jobs of one command line. name: id of the job. roster: its hosts, None for this one."""
+    """The jobs of one command line. name: id of the job. roster: its hosts, None for this one.
+    serves: as in `JobSource`."""
 
-    def __init__(self, name: str, line: Line, environ: dict[str, str], roster: Roster | None
-                 ) -> None:
+    def __init__(self, name: str, line: Line, environ: dict[str, str], roster: Roster | None,
+                 *, serves: bool) -> None:
         self.name, self._line, self._environ, self._roster = name, line, environ, roster
+        self.serves = serves
 
     @property
     def hostfile(self) -> str:
@@ -84,19 +86,24 @@ def run_command(ranks: int | None, hosts: str | None, restarts: int, name: str,
         roster = _checked(hosts, ranks or 0, launcher, Path(folder) / "hosts") if hosts else None
         if roster and roster.nodes:
             environ.setdefault("PIPEINFER_NODES", roster.nodes)
+        serves = words[0] == "serve" and not {"--help", "--help-all"} & {*words}
         raise SystemExit(supervised(partial(_line, launcher, roster, ranks or 2, words), environ,
-                                    words[0], roster, restarts, name))
+                                    roster, restarts, name, serves=serves))
 
 
-def supervised(line: Line, environ: dict[str, str], command: str, roster: Roster | None = None,
-               restarts: int = 0, name: str = "") -> int:
-    """Run the jobs of a command until one has ended for good; return its exit status."""
+def supervised(line: Line, environ: dict[str, str], roster: Roster | None = None,
+               restarts: int = 0, name: str = "", *, serves: bool = False) -> int:
+    """Run the jobs of a command until one has ended for good; return its exit status.
+
+    serves: whether the command ends only if it is asked to
+    """
     environ[VARIABLE] = name or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
     launchers.name_terminal(environ)
-    door = HttpDoor(environ, _say) if restarts and command == "serve" else None
+    door = HttpDoor(environ, _say) if restarts and serves else None
     try:
         return asyncio.run(Supervisor(
-            _Command(environ[VARIABLE], line, environ, roster), restarts, door, _say).run())
+            _Command(environ[VARIABLE], line, environ, roster, serves=serves), restarts, door,
+            _say).run())
     except ChildProcessError as error:
         _say(str(error))
         return 127

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from pipeinfer.cli.options import JOB, parse
 from pipeinfer.cli.serve import PARALLEL
 from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
+from pipeinfer.files import read_toml
 from pipeinfer.nodes import HostEntry, ranks_of
 from pipeinfer.supervise.hosts import JobPlace, Roster, clean_by_ssh
 from pipeinfer.supervise.job import SupervisedJob
@@ -52,7 +54,7 @@ class Serving(JobSource):
         self._ranks = ranks
         self._starts = 0  #: how many jobs there were
         self.served: tuple[list[str], int, list[HostEntry]] = ([], 0, [])  #: of the last job
-        self._use(words)
+        self.use(words)
 
     @property
     def ranks(self) -> int:
@@ -74,13 +76,14 @@ class Serving(JobSource):
         if self.roster is not None:
             self.roster.take(settings.place)
         self._ranks = settings.place.asked
-        self._use(settings.words)
+        self.use(settings.words)
 
     @property
     def hostfile(self) -> str:
         return str(self.roster.out) if self.roster else ""
 
-    def _use(self, words: list[str]) -> None:
+    def use(self, words: list[str]) -> None:
+        """Use these options of the server for the next job."""
         self.words, self.config = words, config_of(words)
         self.values = self.config.values()
 
@@ -174,6 +177,32 @@ def command_of(words: Sequence[str]) -> list[str]:
     if found[0] != COMMAND:
         raise UsageError(f"`pipeinfer up` keeps a server running, not {found[0]}: "
                          f"pipeinfer up ... -- {COMMAND} OPTIONS")
+    return found
+
+
+def models_of(path: str, words: list[str]) -> dict[str, list[str]]:
+    """Return `serve` and its options for each model of a file, by the name for clients.
+
+    path: of a TOML file with lines such as `qwen = "-m qwen.gguf -md small.gguf"`
+    words: `serve` and the options that all have
+    Raises UsageError.
+    """
+    table, found, first = read_toml(path, "file of models"), {}, config_of(words).values()
+    for name, options in table.items():
+        where = f"file of models {path}: {name}"
+        if not isinstance(options, str) or not name.strip():
+            raise UsageError(f"{where}: write a name and its options, such as "
+                             'qwen = "-m qwen.gguf -md small.gguf"')
+        try:
+            found[name] = [*words, *shlex.split(options), "--alias", name]
+            values = config_of(found[name]).values()
+        except (UsageError, ValueError) as error:  # shlex raises the latter: an open quote
+            raise UsageError(f"{where}: {error}") from None
+        if why := fixed_options(first, values):
+            raise UsageError(f"{where}: {why}: give such options to all models, behind "
+                             f"`{COMMAND}`")
+    if not found:
+        raise UsageError(f"file of models {path} names none")
     return found
 
 

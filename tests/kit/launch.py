@@ -24,7 +24,7 @@ import os, sys
 from pipeinfer.cli import inherited
 from pipeinfer.supervise.run import supervised
 inherited.settle()
-sys.exit(supervised(lambda _: sys.argv[1:], dict(os.environ), "chat" if "chat" in sys.argv else ""))
+sys.exit(supervised(lambda _: sys.argv[1:], dict(os.environ)))
 """
 _OUTER = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 

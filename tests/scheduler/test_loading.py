@@ -166,6 +166,28 @@ def test_an_answer_is_read_by_its_own_replay_alone():
     assert len(reads(made)) == 2
 
 
+def test_a_replay_stores_no_chunk_that_it_has_still_to_compute():
+    made = pipeline()
+    made.submit(Request(0, PROMPT, 30))
+    while len(made.output[0]) < 25:
+        made.step()
+    stored = made.scheduler.state.stored
+    names = stored.answer(stored.chain(PROMPT, 4), [*PROMPT, *made.output[0]], len(PROMPT), 4)
+    assert len(names) == 6
+    for disk in made.disks:
+        del disk[names[2]]
+    stored.names.remove(names[2])
+    for stage in made.stages:
+        stage.kv.cells.clear()
+        stage.queue.clear()
+    made.results.clear()
+    made.cancels.clear()
+    made.feed(Restart(LIMITS))
+    made.drain()
+    assert made.output[0] == plain(PROMPT, 30, 7)
+    assert set(names) <= names_of(made.disks)
+
+
 @given(data=st.data(), states=st.booleans(), credit=st.sampled_from([1, 2, 5]),
        cells=st.sampled_from([0, 90]), kept=st.sampled_from([0, 1, 3]),
        vanish=st.sampled_from([0.0, 0.1, 0.6]), accuracy=st.sampled_from([0.0, 0.7]),

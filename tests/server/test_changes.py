@@ -100,7 +100,7 @@ def test_watchers_see_that_stages_are_taken_over_until_they_are(server):
         assert next(seen)["state"] == "ready"
         server.peer.send(Recovering("rank 2 is lost"))
         assert {**next(seen), "time": 0} == {"op": "state", "state": "recovering", "time": 0,
-                                             "reason": "rank 2 is lost"}
+                                             "reason": "rank 2 is lost", "planned": False}
         with contextlib.closing(server.get("/pipeline", stream=True)) as second:
             line = next(line for line in second.iter_lines() if line)
             assert json.loads(line[6:])["state"] == "recovering"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,10 @@ def test_new_requests_wait_for_the_next_engine_and_its_predecessors_goodbye_is_n
         for frame in (Draining(1.0), Bye()):
             client.handle(frame)
         assert (client.state, waiting.done()) == ("restarting", False)
+        client.handle(Ready(FACTS))
+        await asyncio.sleep(0)
+        assert not waiting.done()  # another model's vocabulary is still being read
+        client.tokenizer = SimpleNamespace()
         client.handle(Ready(FACTS))
         await asyncio.wait_for(waiting, 10)
         client.check_room(1)

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -114,14 +115,19 @@ def door(tmp_path):
         yield one
 
 
-def let_sleep(door):
-    """The state after that order."""
+def obeyed(door, order):
+    """The state after an order of the supervisor."""
     with socket.socket(socket.AF_UNIX) as link, link.makefile("rwb") as lines:
         link.settimeout(SECONDS)
         link.connect(f"{door.path.parent}-control")
-        lines.write(msgspec.json.encode(orders.Sleep(until=1e9)) + b"\n")
+        lines.write(msgspec.json.encode(order) + b"\n")
         lines.flush()
-        return json.loads(lines.readline())["state"]
+        return json.loads(lines.readline())
+
+
+def let_sleep(door):
+    """The state after that order."""
+    return obeyed(door, orders.Sleep(until=1e9))["state"]
 
 
 class Client(threading.Thread):
@@ -200,6 +206,54 @@ def test_requests_wake_a_job_that_sleeps(door):
     door.peer.news(door.peer.say(frame.id, "", "length", door.tokens))
     assert client.ended().text == TEXT
     assert "restarts_n" not in client.last["timings"]
+
+
+def test_requests_wait_for_the_model_that_they_name(door):
+    offer = orders.Offer(names=("m", "other"), until=1e9)
+    assert obeyed(door, offer)["wanted"] == ""
+    door.peer.answer = lambda frame: door.peer.say(frame.id, "of m")
+
+    def ask(model, limit=SECONDS):
+        answer = requests.post(f"{door.url}/v1/completions", timeout=limit, json={
+            "prompt": "x", "model": model})
+        return answer.status_code, answer.json()
+
+    def names():
+        return [one["id"] for one in requests.get(f"{door.url}/v1/models").json()["data"]]
+
+    assert names() == ["m", "other"]
+    assert requests.get(f"{door.url}/v1/models/other").json()["id"] == "other"
+    assert ask("third")[0] == 404
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(ask, "other")
+        door.until(lambda: obeyed(door, offer)["wanted"] == "other")
+        assert ask("m")[1]["choices"][0]["text"] == "of m"  # the others go on meanwhile
+        obeyed(door, orders.Offer(names=("m", "other"), refused={"other": "it is too large"},
+                                  until=1e9))
+        code, error = waits.result(SECONDS)
+        assert (code, error["error"]["code"]) == (503, "model_not_loaded")
+        assert "it is too large" in error["error"]["message"]
+        waits = pool.submit(ask, "other")
+        door.until(lambda: obeyed(door, offer)["waiting"] == 1)
+        obeyed(door, orders.Move(why="the model changes", new_model=False, until=1e9))
+        door.leave()
+        door.away()
+        door.enter(msgspec.structs.replace(door.settings, name="other"),
+                   lambda frame: door.peer.say(frame.id, "of other"))
+        code, answer = waits.result(SECONDS)
+        assert (code, answer["model"], answer["choices"][0]["text"]) == (200, "other", "of other")
+        assert names() == ["other", "m"]
+        assert obeyed(door, offer)["wanted"] == ""
+
+
+def test_a_model_that_does_not_come_in_time(tmp_path):
+    with contextlib.closing(Door(tmp_path, restart_timeout=0.2)) as door:
+        obeyed(door, orders.Offer(names=("m", "other"), until=1e9))
+        answer = requests.post(f"{door.url}/v1/messages/count_tokens", timeout=SECONDS, json={
+            "messages": [{"role": "user", "content": "x"}], "model": "other"})
+        assert answer.status_code == 503
+        assert "restart_timeout" in answer.json()["error"]["message"]
+        assert obeyed(door, orders.Look(until=1e9))["wanted"] == ""
 
 
 def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):

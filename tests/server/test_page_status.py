@@ -8,11 +8,13 @@ import re
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pipeinfer.server import orders
 from tests.kit.served import serve
 from tests.server.pages import CHROMIUM, Page
-from tests.server.test_door import Door, let_sleep
+from tests.server.test_door import Door, let_sleep, obeyed
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.mpi,
@@ -113,3 +115,31 @@ def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
         late.tab.wait_for_selector("#state[data-state=ready]")
         opened.close()
         late.close()
+
+
+def test_the_page_offers_the_models_that_a_request_can_bring(browser, tmp_path):
+    facts = {"version": "1", "parallel": 1, "changes": [], "lost": []}
+    with contextlib.closing(Door(tmp_path)) as door:
+        door.leave()
+        door.away()
+        door.enter(**facts)
+        opened = Page(browser, door.url).ready()
+        opened.tab.click("#open-settings")
+        assert not opened.tab.is_visible("#which")
+        opened.tab.click("#settings-form .primary")
+        obeyed(door, orders.Offer(names=("m", "other"), until=1e9))
+        opened.tab.reload()
+        opened.ready()
+        opened.tab.click("#open-settings")
+        opened.tab.select_option("#which", "other")
+        opened.tab.click("#settings-form .primary")
+        opened.ask()
+        door.until(lambda: obeyed(door, orders.Look(until=1e9))["wanted"] == "other")
+        obeyed(door, orders.Move(why="it changes", new_model=False, until=1e9))
+        door.leave()
+        opened.tab.wait_for_selector(".notice:has-text('The cluster starts again. It changes.')")
+        door.enter(msgspec.structs.replace(door.settings, name="other"),
+                   lambda frame: door.peer.say(frame.id, "of other"), **facts)
+        assert opened.answer() == "of other"
+        opened.tab.wait_for_selector("#model:has-text('other')")
+        opened.close()

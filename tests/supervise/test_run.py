@@ -3,14 +3,19 @@ jobs."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
+from pipeinfer.errors import ClusterError
 from pipeinfer.supervise.launcher import find
 from tests.kit import launch
+from tests.kit.served import serve
 
 COMMAND = [sys.executable, "-m", "pipeinfer", "run"]
 
@@ -48,6 +53,32 @@ def test_standard_input_goes_through_a_file(said, words):
     done = said("-np", "2", "generate", *words, stdin="long text")
     assert not done.stdout.splitlines()[1].endswith("-")
     assert (words != ("-f", "-")) or done.stdout.endswith("long text")
+
+
+def test_a_server_that_ends_by_itself_was_killed(said):
+    """A launcher returns 0 for ranks that were killed before they had met."""
+    done = said("-np", "2", "serve")
+    assert done.returncode == ClusterError.exit_code
+    assert "were they killed" in done.stderr
+    assert said("-np", "2", "serve", "--help").returncode == 0
+    assert said("-np", "2", "generate").returncode == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_last_line_after_an_interrupt(signals):
+    """Also after a second one amid an answer, which ends the ranks before they can say so."""
+    with serve(2, command=[*COMMAND, "-np", "2"]) as served:
+        served.wait_until_ready()
+        body = json.dumps({"prompt": "def f(", "max_tokens": 20_000, "stream": True,
+                           "ignore_eos": True}).encode()
+        with urlopen(Request(f"{served.url}/v1/completions", body,
+                             {"Content-Type": "application/json"}), timeout=30) as answer:
+            answer.readline()
+            for _ in range(signals):
+                os.killpg(served.process.pid, signal.SIGINT)
+                served.until(lambda: "a second signal" in "".join(served.log), "the note")
+        served.end()
+        assert served.log.count("pipeinfer: stopped\n") == 1, served.log
 
 
 def test_settings_of_an_old_cluster_are_named_in_the_last_line(tmp_path):

@@ -211,8 +211,8 @@ def test_a_status_for_people():
 def test_down_twice_ends_no_request_that_runs(tmp_path, monkeypatch):
     """An impatient user, or a script, says it again."""
     monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
-    keeper = Keeper(SimpleNamespace(environ={}), 0, Folder("one"), print, left=("", []), every=0,
-                    auto=False)
+    keeper = Keeper(SimpleNamespace(environ={}), Folder("one"), print, restarts=0, left=("", []),
+                    every=0, auto=False)
     supervisor = keeper._supervisor
     supervisor._job = SimpleNamespace(interrupt=lambda *, at_once: asked.append(at_once))
     monkeypatch.setattr(supervisor, "_changed", lambda: None)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeinfer.errors import RequestError
+from pipeinfer.errors import RequestError, UsageError
+from pipeinfer.supervise.serving import models_of
 from pipeinfer.supervise.state import Folder, Reload, Rescale, SocketStatus, call
 from tests.kit import launch
+from tests.kit.random_model import RandomSpec, write_random_model
 from tests.kit.sample import full
 from tests.kit.served import PIPEINFER, Served
 from tests.mpi.test_supervised import Stream, job_processes
@@ -134,6 +138,53 @@ def test_a_job_without_requests_sleeps_until_the_next_one(tmp_path, monkeypatch)
             assert (stream.ends, stream.last["timings"].get("restarts_n")) == (1, None)
         assert one.call("down")[0] == 0
         assert served.process.wait(30) == 0
+
+
+def test_a_request_brings_the_model_that_it_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+    other, table = tmp_path / "other.gguf", tmp_path / "models.toml"
+    write_random_model(other, RandomSpec(seed=5))
+    table.write_text(f'one = "-m {MODEL}"\nother = "-m {other} -md none"\n'
+                     f'"lost/one" = "-m {tmp_path / "none.gguf"}"\n')
+    with up(tmp_path, "-np", "2", "--models", str(table), "--", *SERVE, "--port",
+            str(launch.free_port())) as one:
+        served, body = one.served, {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+
+        def answer(name):
+            return served.post("/v1/completions", {**body, "model": name})
+
+        def names():
+            return [one["id"] for one in served.get("/v1/models")[1]["data"]]
+
+        assert names() == ["one", "other", "lost/one"]
+        first = answer("one")[1]["choices"][0]["text"]
+        stream = Stream(served)  # goes on to its end before another model comes
+        served.until(lambda: len(stream.tokens) > 5, "tokens")
+        with ThreadPoolExecutor() as pool:
+            second, again = pool.map(answer, ["other", "other"])
+            assert len(stream.ended().tokens) == 120
+        assert second[0] == again[0] == 200
+        assert second[1]["model"] == "other"
+        assert second[1]["choices"] == again[1]["choices"]
+        assert second[1]["choices"][0]["text"] != first
+        assert names() == ["other", "one", "lost/one"]
+        code, error = answer("lost/one")
+        assert (code, error["error"]["code"]) == (503, "model_not_loaded")
+        assert "none.gguf" in error["error"]["message"]
+        assert served.get("/v1/models/other")[1]["id"] == "other"  # has come back
+        assert answer("nobody's")[0] == 404
+        assert answer("one")[1]["choices"][0]["text"] == first
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "names none"), ("one = 3", "write a name and its options"), ('one = "-c"', "one: serve: "),
+    ('one = "-m \'x"', "one: No closing quotation"), ('one = "--port 9"', "such options to all"),
+    ("[one]", "write a name"), ("one = ", "is not valid TOML")])
+def test_a_file_of_models_that_cannot_be_used(tmp_path, text, says):
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        models_of(str(file), ["serve"])
 
 
 def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):

@@ -179,6 +179,7 @@ const watcher = new Watcher({
   onProps: (props) => {
     $("model").textContent = props.model_alias;
     settings.defaults(props.default_generation_settings);
+    settings.offer(props.models);
     race.offer(props.race);
     showOpen();
   },

@@ -24,8 +24,12 @@ export function described(change, stages = []) {
   };
 }
 
-// The whole job has gone, and the server waits for the next one.
-export function failed(reason) {
+// The whole job has gone, and the server waits for the next one. planned: nothing has failed.
+export function away({ reason, planned }) {
+  if (planned) {
+    return { lost: false, title: "The cluster starts again",
+      long: `${sentence(reason)} Answers wait, and go on from their last token.` };
+  }
   return { lost: true, who: "the cluster", title: "The cluster has failed",
     long: `${sentence(reason)} It is started again; answers go on from their last token.` };
 }

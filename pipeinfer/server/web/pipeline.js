@@ -1,6 +1,6 @@
 // The pipeline beside the chat: figures, the timeline, charts, and what happens to stages.
 
-import { described, failed } from "./changes.js";
+import { away, described } from "./changes.js";
 import { Chart } from "./charts.js";
 import { element } from "./element.js";
 import { FATES, Runs, words } from "./runs.js";
@@ -43,8 +43,6 @@ export class Pipeline {
   }
 
   take(frame) {
-    const before = this.state;
-    this.state = frame.state ?? before;
     switch (frame.op) {
       case "facts":
         if (frame.facts.stages) this.takeFacts(frame.facts);
@@ -53,8 +51,7 @@ export class Pipeline {
         this.showStatus(frame);
         break;
       case "state":
-        // a cluster that slept has not failed
-        if (frame.state === "restarting" && before !== "asleep") this.onChange(failed(frame.reason));
+        if (frame.state === "restarting") this.onChange(away(frame));
         break;
       case "runs":
         this.runs.take(frame.items);

@@ -36,6 +36,14 @@ export class Settings {
     }
   }
 
+  // models: the names of those that a request can bring, if there are several.
+  offer(models) {
+    $("which-field").hidden = models.length < 2;
+    $("which").replaceChildren(...["", ...models].map(
+      (name) => new Option(name || "the one that is loaded", name)));
+    this.show();
+  }
+
   // locked: the server wants a key.
   open(locked = false) {
     this.show();
@@ -50,6 +58,7 @@ export class Settings {
     const { system, params } = this.conversation().settings;
     $("system").value = system;
     for (const name of NUMBERS) $(name).value = params[name] ?? "";
+    $("which").value = params.model ?? "";
   }
 
   take() {
@@ -58,6 +67,7 @@ export class Settings {
       const field = $(name);
       if (field.value !== "" && field.validity.valid) params[name] = Number(field.value);
     }
+    if ($("which").value) params.model = $("which").value;
     const settings = { system: $("system").value.trim(), params };
     const conversation = this.conversation();
     if (JSON.stringify(conversation.settings) !== JSON.stringify(settings)) {
@@ -83,7 +93,7 @@ export class Settings {
   }
 
   reset() {
-    for (const name of [...NUMBERS, "system"]) $(name).value = "";
+    for (const name of [...NUMBERS, "system", "which"]) $(name).value = "";
     $("mark").checked = true;
     $("api-key").value = "";
     this.take();

@@ -94,8 +94,11 @@ export class Watcher {
   }
 
   take(frame) {
+    const before = this.field.dataset.state;
     if (frame.op === "facts" || frame.op === "state") this.state(frame.state, frame.reason);
     this.onFrame(frame);
+    // another job has come, maybe with another model
+    if (frame.op === "facts" && before === "restarting") this.again();
   }
 
   state(state, reason = "") {

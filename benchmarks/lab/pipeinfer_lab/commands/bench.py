@@ -126,7 +126,8 @@ def setting_text(experiment: Experiment) -> str:
 @click.option("--delay", type=click.FloatRange(0), default=0.0,
               help="Milliseconds added to every link.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=None,
-              help="Share of first draft tokens that are accepted [default: that of the pair].")
+              help="Share of positions at which the first draft token is right [default: that of "
+                   "the pair].")
 @click.option("--slow", default="", metavar="NODE:FACTOR",
               help="Make a node slower, such as 4:2.5 for node 4.")
 @click.option("--split", type=click.Choice(["planned", "equal"]), default="planned")
