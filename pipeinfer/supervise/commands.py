@@ -97,8 +97,8 @@ def up_command(hosts: str | None, ranks: int | None, joined: str | None, detach:
         raise UsageError(f"an address follows --join after an equals sign: --join={words[0]}")
     serve = command_of(words)
     if joined is not None and (hosts or ranks):
-        raise UsageError("--join takes the machines that join, one rank on each: leave out "
-                         "--hosts and -np")
+        raise UsageError("--join takes the machines that join, one rank on each of their NUMA "
+                         "nodes: leave out --hosts and -np")
     folder.make()
     if detach:
         if folder.alive:

@@ -131,7 +131,7 @@ class OwnSettings(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class Offer(_JoinMessage, frozen=True):
     """What the machine has.
 
-    host: its host name. memory: in bytes. gpus: how many.
+    host: its host name. memory: in bytes. gpus: how many. numa_nodes: a rank runs on each.
     dialled: the head's address as this machine sees it. own: its own address on that connection.
     port: where it accepts a connection meanwhile, which the head tries.
     mac: of the card of that connection, by which it can be woken; "" if it never sleeps.
@@ -153,6 +153,7 @@ class Offer(_JoinMessage, frozen=True):
     python: Word
     launcher: Word
     mac: Mac = ""
+    numa_nodes: Annotated[int, Meta(ge=1, le=64)] = 1
     settings: OwnSettings = OwnSettings()
 
 

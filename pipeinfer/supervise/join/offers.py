@@ -30,14 +30,16 @@ def own_offer(launcher: Launcher, settings: OwnSettings) -> Offer:
                  gpus=host.gpus(), dialled="", own="", port=0, pipeinfer=__version__,
                  digest=host.package_digest(), protocol=VERSION, llama=llama_version(),
                  python=platform.python_version(),
-                 launcher=f"{_KINDS[launcher.kind]} {launcher.version}", settings=settings)
+                 launcher=f"{_KINDS[launcher.kind]} {launcher.version}", settings=settings,
+                 numa_nodes=max(1, len(host.numa_nodes())))
 
 
 def words_of(offer: Offer) -> str:
     """Return what a machine has, in words."""
     gpus = f", {offer.gpus} GPU{'s' * (offer.gpus > 1)}" if offer.gpus else ""
+    nodes = f" on {offer.numa_nodes} NUMA nodes" if offer.numa_nodes > 1 else ""
     own = "".join(f", {name} {value}" for name, value in offer.settings.given.items())
-    return f"{offer.cores} cores, {size_text(offer.memory)} of memory{gpus}{own}"
+    return f"{offer.cores} cores{nodes}, {size_text(offer.memory)} of memory{gpus}{own}"
 
 
 def card_of(address: str) -> str:

@@ -22,7 +22,7 @@ from pipeinfer.supervise.hosts import JobPlace, Roster
 from pipeinfer.supervise.join.commands import PORT, address_of
 from pipeinfer.supervise.join.messages import OwnSettings, Sleep
 from pipeinfer.supervise.join.offers import own_offer
-from pipeinfer.supervise.join.server import JoinServer
+from pipeinfer.supervise.join.server import Joiner, JoinServer
 from pipeinfer.supervise.join.tokens import JoinTokens
 from pipeinfer.supervise.launcher import Kind, Launcher
 from pipeinfer.supervise.state import Folder
@@ -56,17 +56,18 @@ class JoinedRoster(Roster):
         self._loop = asyncio.get_running_loop()
 
     def found(self, asked: int) -> JobPlace:
-        """Return where a job with so many ranks would run now; 0 for one rank per machine."""
+        """Return where a job with so many ranks would run now; 0 for one rank on each NUMA node of
+        each machine."""
         gone = {one.address: Finding("fail", f"host {one.address}", one.gone)
                 for one in self._server.members.values() if one.gone}
-        there = (_entry(one.address) for one in self._server.present)
+        there = map(_entry, self._server.present)
         return JobPlace(asked, (self._own(), *there), gone)
 
     def _own(self) -> HostEntry:
-        return HostEntry(host_name(), 1, 0)
+        return HostEntry(host_name(), self._server.own.numa_nodes, 0)
 
     def _entries(self) -> Sequence[HostEntry]:
-        return [self._own(), *(_entry(one.address) for one in self._server.members.values())]
+        return [self._own(), *map(_entry, self._server.members.values())]
 
     def notes(self, place: JobPlace) -> list[str]:
         """Return no notes: the server says who comes and goes."""
@@ -138,8 +139,8 @@ class JoinedRoster(Roster):
         return self._nodes
 
 
-def _entry(address: str) -> HostEntry:
-    return HostEntry(address, 1, 0)
+def _entry(member: Joiner) -> HostEntry:
+    return HostEntry(member.address, member.offer.numa_nodes, 0)
 
 
 #: options of `serve` that make the machines hold the model together, and get its layers by itself

@@ -79,7 +79,7 @@ class JoinServer:
 
     def __init__(self, tokens: JoinTokens, own: wire.Offer, say: Callable[[str], None],
                  came: Callable[[Joiner], None] = lambda _: None) -> None:
-        self.tokens, self._own, self._say, self.came = tokens, own, say, came
+        self.tokens, self.own, self._say, self.came = tokens, own, say, came
         self.went: Callable[[Joiner], None] = lambda _: None
         self.members: dict[str, Joiner] = {}  #: by id, in the order in which they came first
         self.address = ""  #: of the head, at which its members are connected
@@ -280,14 +280,14 @@ class JoinServer:
                            ) -> None:
         data = await asyncio.to_thread(source.archive)
         if data is None:
-            raise _Refusal(f"{self._own.host} has pipeinfer as a package, without its source",
-                           f"pip install pipeinfer=={self._own.pipeinfer}")
-        writer.write(wire.encode(wire.Source(size=len(data), digest=self._own.digest)) + data)
+            raise _Refusal(f"{self.own.host} has pipeinfer as a package, without its source",
+                           f"pip install pipeinfer=={self.own.pipeinfer}")
+        writer.write(wire.encode(wire.Source(size=len(data), digest=self.own.digest)) + data)
         await reader.read(1)  # until the other end has it and closes
 
     def _check(self, claim: wire.Claim, offer: wire.Offer, peer: str, here: str) -> None:
         """Raise _Refusal if this machine cannot be a member."""
-        own = self._own
+        own = self.own
         for name, theirs, ours in (
                 ("pipeinfer", offer.pipeinfer, own.pipeinfer),
                 ("pipeinfer's source", offer.digest[:12], own.digest[:12]),
@@ -330,7 +330,7 @@ class JoinServer:
     def _name(self, id: str, host: str) -> str:
         """Return a name that no other member has, nor the head."""
         wanted = _NO_NAME.sub("-", host).strip("-.")[:60] or "host"
-        taken = {self._own.host, *(one.name for one in self.members.values() if one.id != id)}
+        taken = {self.own.host, *(one.name for one in self.members.values() if one.id != id)}
         return next(name for name in (wanted, *(f"{wanted}-{i}" for i in range(2, 10_000)))
                     if name not in taken)
 
@@ -360,8 +360,8 @@ class JoinServer:
         if answer.error:
             raise _Refusal(
                 f"{member.name} cannot reach port {port} of this head ({answer.error}): a firewall "
-                f"on {self._own.host} is in the way",
-                remedy.format(self._own.host, member.address), final=False)
+                f"on {self.own.host} is in the way",
+                remedy.format(self.own.host, member.address), final=False)
 
     async def _attend(self, reader: asyncio.StreamReader, member: Joiner) -> None:
         """Handle a member's messages until it leaves or is lost."""

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import ssl
 import time
 
 import pytest
 from msgspec import structs
 
+from pipeinfer import host
 from pipeinfer.errors import ProtocolError
 from pipeinfer.nodes import read_nodes
 from pipeinfer.supervise.join import agent as agents
@@ -19,6 +21,7 @@ from pipeinfer.supervise.join import messages as wire
 from pipeinfer.supervise.join import roster as rosters
 from pipeinfer.supervise.join import server as servers
 from pipeinfer.supervise.join.agent import Agent, JoinRefused
+from pipeinfer.supervise.join.offers import own_offer
 from pipeinfer.supervise.join.roster import JoinedRoster
 from pipeinfer.supervise.join.server import JoinServer
 from pipeinfer.supervise.join.tokens import JoinToken, JoinTokens
@@ -289,6 +292,7 @@ def offering(world, **more):
 @pytest.mark.parametrize("more", [
     {"port": 0}, {"port": 70_000}, {"port": -1}, {"memory": 10**400}, {"cores": -4},
     {"host": "\x1b]0;title\x07"}, {"launcher": "a\nb"}, {"settings": {"device": 1}},
+    {"numa_nodes": 0}, {"numa_nodes": 10**9}, {"mac": "aa:bb"},
     {"settings": {"role": "head"}}, {"settings": {"memory": 10**25}}, {"settings": {"threads": 0}},
     {"settings": {"threads = 1\n[defaults]\nthreads": 1}}])
 def test_offers_that_no_machine_makes_cost_only_their_own_connection(world, more, caplog):
@@ -382,6 +386,32 @@ def test_a_machine_that_nothing_can_wake_does_not_sleep(world, monkeypatch):
         assert any("has no effect" in line for line in world.members_said)
 
     world(story)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "hydra"])
+def test_a_machine_gets_a_rank_on_each_of_its_numa_nodes(world, tmp_path, kind):
+    """So does the head; each rank stays on one, see tests/test_nodes.py."""
+    async def story(world):
+        world.server.own = structs.replace(OWN, numa_nodes=2)
+        roster = JoinedRoster(world.server, kind, tmp_path, "default")
+        assert (roster.place.ranks, roster.wanted) == (2, 2)
+        world.join(offer=structs.replace(OFFER, numa_nodes=3))
+        await world.until(lambda: world.server.present)
+        assert "4 cores on 3 NUMA nodes" in world.server.present[0].facts["has"]
+        roster.take(roster.found(0))
+        assert (roster.place.ranks, roster.wanted) == (5, 5)
+        lines = roster.out.read_text().splitlines()  # one machine is both, so no file to read
+        assert [int(re.split("[=:]", line)[-1]) for line in lines] == [2, 3]
+
+    world(story)
+
+
+def test_what_this_machine_offers_has_its_numa_nodes(monkeypatch):
+    launcher = Launcher("/bin/false", "openmpi", "5.0.11")
+    node = host.NumaNode(0, 8, 1 << 30, (10, 21))
+    for nodes, count in (([], 1), ([node], 1), ([node, node._replace(number=1)], 2)):
+        monkeypatch.setattr(host, "numa_nodes", lambda nodes=nodes: nodes)
+        assert own_offer(launcher, wire.OwnSettings()).numa_nodes == count
 
 
 def test_who_does_not_end_tls_keeps_its_place_and_no_socket(world):
