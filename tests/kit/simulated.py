@@ -7,6 +7,7 @@ the output. `Pipeline` lets the test choose which thing happens next.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,10 +28,19 @@ from pipeinfer.core.types import (
     SeqKeep,
     SeqRemove,
 )
-from pipeinfer.scheduler.events import AbortRequest, Drafted, Emit, Enqueue, Finish, Refuse
+from pipeinfer.scheduler.events import (
+    AbortRequest,
+    Drafted,
+    Emit,
+    Enqueue,
+    Finish,
+    Refuse,
+    Restart,
+    RunDone,
+)
 from pipeinfer.scheduler.scheduler import Scheduler
 
-TAINTED = object()
+MASK = 1000  #: the first mask's token id, see `WithMasks`
 
 
 def next_token(path: tuple[int, ...], n_vocab: int, salt: int = 0) -> int:
@@ -254,7 +264,6 @@ class Pipeline:
             self.cancels[index][0] -= 1
 
     def _run_stage(self, index):
-        from pipeinfer.scheduler.events import RunDone
         stage = self.stages[index]
         item, skipped = stage.queue.popleft()
         last = index == len(self.stages) - 1
@@ -396,3 +405,47 @@ class Pipeline:
             proposals, spares = [], []
         spares = [p for p in spares if p.parent < len(proposals)]
         self.feed(Drafted(job.job_id, (*proposals, *spares)))
+
+
+class Lossy:
+    """What a loss of stages is to a simulated pipeline: others come, with empty caches."""
+
+    lost = 0  #: how often
+
+    def lose(self, n_stages, limits=None):
+        """The stages, what they were at and what they have answered are gone. Old drafts may
+        still answer: the draft lives at the head."""
+        self.lost += 1
+        self.stages = [self.new_stage() for _ in range(n_stages)]
+        self.results.clear()
+        self.cancels.clear()
+        self.feed(Restart(limits or self.scheduler.limits))
+
+    def new_stage(self):
+        return Stage()
+
+
+def named(*tokens):
+    """What a mask names, the likeliest first."""
+    return Choice(tokens[0], math.log(0.5), tuple(
+        (token, math.log(0.5 / (k + 1))) for k, token in enumerate(tokens)))
+
+
+class WithMasks(Pipeline):
+    """Masks name the right token among wrong ones, as often as a draft is right here."""
+
+    def choice_after(self, path):
+        masks = 0
+        while path[-1 - masks] >= MASK:
+            masks += 1
+        if not masks:
+            return super().choice_after(path)
+        future = list(path[:-masks])
+        assert all(token < MASK for token in future)
+        assert list(path[-masks:]) == [MASK + r for r in range(masks)]
+        for _ in range(masks + 1):
+            future.append(next_token(tuple(future), self.n_vocab))
+        names = [self.rng.randrange(self.n_vocab) for _ in range(4)]
+        if self.rng.random() < self.accuracy:
+            names[self.rng.choice([0, 0, 1])] = future[-1]
+        return named(*dict.fromkeys(names))

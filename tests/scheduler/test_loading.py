@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.messages import Decode
-from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import END, Request, SamplingParams, SeqRemove
 from pipeinfer.scheduler.events import Finish, Restart
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.stored import STATE_CHUNKS, Stored
-from tests.kit.sample import examples
 from tests.kit.simulated import Pipeline, plain
 
 LIMITS = Limits(n_ctx=400, credit=4, partitions=8, draft_max=1, chunk=4, kept=3, parallel=3)
@@ -186,41 +182,3 @@ def test_a_replay_stores_no_chunk_that_it_has_still_to_compute():
     made.drain()
     assert made.output[0] == plain(PROMPT, 30, 7)
     assert set(names) <= names_of(made.disks)
-
-
-@given(data=st.data(), states=st.booleans(), credit=st.sampled_from([1, 2, 5]),
-       cells=st.sampled_from([0, 90]), kept=st.sampled_from([0, 1, 3]),
-       vanish=st.sampled_from([0.0, 0.1, 0.6]), accuracy=st.sampled_from([0.0, 0.7]),
-       respect_cancel=st.booleans(), policy=st.sampled_from(Policy), seed=st.integers(0, 2**32))
-@examples(200)
-def test_no_token_depends_on_the_disks(
-        data, states, credit, cells, kept, vanish, accuracy, respect_cancel, policy, seed):
-    limits = structs.replace(LIMITS, states=states, credit=credit, cells=cells, kept=kept,
-                             policy=Policy.PIPEINFER if states else policy)
-    base = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
-    prompts = [tuple(base[:data.draw(st.integers(1, len(base)))] + data.draw(
-        st.lists(st.integers(0, 6), min_size=1, max_size=14))) for _ in range(5)]
-    disks, names = [{}, {}, {}], set()
-    for _ in range(2):  # the second job finds what the first has left
-        made = pipeline(limits, disks, names, accuracy=accuracy, seed=seed, vanish=vanish,
-                        respect_cancel=respect_cancel)
-        for k, prompt in enumerate(prompts):
-            made.submit(Request(k, prompt, 15))
-            for pick in data.draw(st.lists(st.integers(0, 1000), max_size=40)):
-                made.step(pick)
-        gone = data.draw(st.sampled_from([None, 1, 4]))
-        if gone is not None:
-            made.abort(gone)
-        if data.draw(st.booleans()):
-            for stage in made.stages:
-                stage.kv.cells.clear()
-                stage.states.texts.clear()
-                stage.queue.clear()
-            made.results.clear()
-            made.cancels.clear()
-            made.feed(Restart(limits))
-        made.drain()
-        for k, prompt in enumerate(prompts):
-            wanted = plain(prompt, 15, 7)
-            assert made.output[k] == (wanted[:len(made.output[k])] if k == gone else wanted)
-        names = data.draw(st.sampled_from([made.scheduler.state.stored.names, names_of(disks)]))

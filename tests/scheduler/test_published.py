@@ -4,8 +4,6 @@ cutoffs, the accepted token's run in every round."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -18,7 +16,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from pipeinfer.scheduler.token_tree import PLANNED, BufferedTree, Node
-from tests.kit.sample import examples, fewer
+from tests.kit.sample import fewer
 from tests.kit.simulated import Pipeline, plain
 
 START = structs.replace(Limits(n_ctx=400, policy=Policy.PUBLISHED, exact_width=8, credit=6,
@@ -35,31 +33,6 @@ def long_run(limits, accuracy=0.8, **options):
     pipeline.drain()
     assert pipeline.output[0] == plain((1, 2, 3, 4, 5), 150, 7)
     return pipeline, next(i.stats for i in pipeline.log if isinstance(i, Finish))
-
-
-@given(data=st.data(), width=st.sampled_from([1, 2, 4, 8]), credit=st.sampled_from([1, 2, 4, 9]),
-       partitions=st.sampled_from([0, 1, 2, 5, 12]), kept=st.sampled_from([0, 2]),
-       branches=st.sampled_from([1, 2, 4]),
-       ablations=st.frozensets(st.sampled_from(COMPONENTS[Policy.PUBLISHED]), max_size=2),
-       factors=st.sampled_from([(0.0, 0.0), (0.4, 0.01), (0.05, 0.1)]),
-       accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 2**32))
-@examples(150)
-def test_every_interleaving_gives_the_plain_tokens(data, width, credit, partitions, kept, branches,
-                                                   ablations, factors, accuracy, seed):
-    limits = structs.replace(START, exact_width=width, credit=credit, partitions=partitions,
-                             kept=kept, branches=branches, ablations=ablations,
-                             p_recovery=factors[0], p_decay=factors[1], parallel=2)
-    pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed)
-    for k in range(3):
-        pipeline.submit(Request(k, tuple(range(1 + 3 * k, 4 + 3 * k)), 40))
-        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
-            pipeline.step(pick)
-    pipeline.drain()
-    for k in range(3):
-        assert pipeline.output[k] == plain(tuple(range(1 + 3 * k, 4 + 3 * k)), 40, 7)
-    assert pipeline.scheduler.idle
-    if not kept:
-        assert not any(stage.kv.cells for stage in pipeline.stages)
 
 
 def begin(limits=START):

@@ -13,11 +13,10 @@ from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import Enqueue, Finish, Refuse, Restart, RunDone
+from pipeinfer.scheduler.events import Enqueue, Finish, Refuse, RunDone
 from pipeinfer.scheduler.settings import Limits
-from pipeinfer.strategies.proposers.lookahead import Lookahead
 from tests.kit.sample import matrix
-from tests.kit.simulated import Pipeline, Stage, plain
+from tests.kit.simulated import Lossy, Pipeline, Stage, plain
 from tests.kit.threaded import EOS, KvModel, ThreadedPipeline
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import METHODS, MOST, N_CTX, expected, prompt_of, text_of
@@ -40,21 +39,6 @@ LIMITS = {
     "no cancel": Limits(n_ctx=90, exact_width=4, credit=6, chunk=7, parallel=2,
                         ablations=frozenset({Ablation.CANCEL})),
 }
-
-
-class Lossy:
-    """What a loss of stages is to a simulated pipeline: others come, with empty caches."""
-
-    def lose(self, n_stages, limits=None):
-        """The stages, what they were at and what they have answered are gone. Old drafts may
-        still answer: the draft lives at the head."""
-        self.stages = [self.new_stage() for _ in range(n_stages)]
-        self.results.clear()
-        self.cancels.clear()
-        self.feed(Restart(limits or self.scheduler.limits))
-
-    def new_stage(self):
-        return Stage()
 
 
 class LossyPipeline(Lossy, Pipeline):
@@ -82,70 +66,6 @@ def check_each_once(pipeline, requests):
     assert sorted(ends) == sorted(requests)
 
 
-def asked_of(rng):
-    """Requests, some of whose prompts start alike."""
-    return [Request(i, (*BASE[:rng.choice([0, 0, 9, 30, 40])],
-                        *rng.choices(range(N_VOCAB), k=rng.randint(1, 6))),
-                    rng.choice([0, 1, 6, 30]),
-                    eos_ids=rng.choice([frozenset(), frozenset({0})]))
-            for i in range(rng.randint(1, 6))]
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_losses_at_any_moment_change_no_token(name):
-    lost_runs = recovered = 0
-    for seed in range(24):
-        rng = random.Random(f"{name} {seed}")
-        pipeline = LossyPipeline(LIMITS[name], n_stages=rng.choice([1, 3]), n_vocab=N_VOCAB,
-                                 accuracy=rng.choice([0.0, 0.7, 1.0]), seed=seed)
-        asked = asked_of(rng)
-        for request in asked:
-            pipeline.submit(request)
-            for _ in range(rng.choice([0, 2, 30])):
-                pipeline.step()
-            if rng.random() < 0.3:
-                lost_runs += len(pipeline.scheduler.runs)
-                pipeline.lose(rng.choice([1, 2, 4]))
-        drive(pipeline, rng, rng.choice([0, 1, 4]))
-        for request in asked:
-            wanted = plain(request.prompt, request.max_tokens, N_VOCAB, request.eos_ids)
-            assert pipeline.output[request.request_id] == wanted, (seed, request)
-        check_each_once(pipeline, range(len(asked)))
-        check_at_rest(pipeline)
-        recovered += sum(i.stats.recovered for i in pipeline.log if isinstance(i, Finish))
-    assert lost_runs > 20  # the moments were worth it
-    assert recovered > 20
-
-
-@pytest.mark.parametrize("name", ["pipeinfer", "small cache"])
-def test_clients_that_leave_around_a_loss_get_a_prefix(name):
-    for seed in range(20):
-        rng = random.Random(seed)
-        pipeline = LossyPipeline(LIMITS[name], n_vocab=N_VOCAB, seed=seed)
-        asked = asked_of(rng)
-        for request in asked:
-            pipeline.submit(request)
-        leavers = rng.sample(range(len(asked)), k=len(asked) // 2)
-        for _ in range(rng.choice([3, 30, 90])):
-            pipeline.step()
-        for request_id in leavers[::2]:
-            pipeline.abort(request_id)
-        pipeline.lose(2)
-        for request_id in leavers[1::2]:
-            pipeline.abort(request_id)
-        drive(pipeline, rng, 1)
-        for request in asked:
-            got = pipeline.output[request.request_id]
-            wanted = plain(request.prompt, request.max_tokens, N_VOCAB, request.eos_ids)
-            if pipeline.finished[request.request_id] == "abort":
-                assert request.request_id in leavers
-                assert got == wanted[: len(got)]
-            else:
-                assert got == wanted
-        check_each_once(pipeline, range(len(asked)))
-        check_at_rest(pipeline)
-
-
 def test_preemption_and_losses_together():
     preempted = 0
     for seed in range(5):
@@ -160,22 +80,6 @@ def test_preemption_and_losses_together():
         preempted += sum(i.stats.preempted for i in pipeline.log if isinstance(i, Finish))
         check_at_rest(pipeline)
     assert preempted
-
-
-def test_guesses_of_lookahead_survive_no_loss_and_change_nothing():
-    for seed in range(12):
-        rng = random.Random(seed)
-        limits = structs.replace(LIMITS["pipeinfer"], partitions=30)
-        pipeline = LossyPipeline(limits, n_vocab=N_VOCAB, seed=seed, rows=Lookahead(3, 3, 2),
-                                 drafts=bool(seed % 2))
-        asked = asked_of(rng)
-        for request in asked:
-            pipeline.submit(request)
-        drive(pipeline, rng, 3)
-        for request in asked:
-            assert pipeline.output[request.request_id] == plain(
-                request.prompt, request.max_tokens, N_VOCAB, request.eos_ids)
-        check_at_rest(pipeline)
 
 
 @pytest.mark.parametrize(("method", "name"), matrix(METHODS, ["pipeinfer", "small"]))

@@ -7,8 +7,6 @@ that applied exactly the operations and rows it was sent, so wrong cells mean wr
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeinfer.core.control import DraftStop
 from pipeinfer.core.drafting import Proposal, StartDraft
@@ -21,73 +19,7 @@ from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
-from tests.kit.sample import examples
 from tests.kit.simulated import Pipeline, plain
-
-LIMITS = st.builds(
-    Limits,
-    n_ctx=st.just(200),
-    policy=st.sampled_from(Policy),
-    ablations=st.frozensets(st.sampled_from(Ablation), max_size=2),
-    chunk=st.sampled_from([1, 4, 7, 64]),
-    exact_width=st.sampled_from([1, 2, 4, 8]),
-    credit=st.sampled_from([1, 2, 4, 9]),
-    partitions=st.sampled_from([0, 1, 2, 5]),
-    draft_max=st.sampled_from([1, 2, 4]),
-    tree_max=st.sampled_from([1, 2, 8]),
-    branches=st.sampled_from([1, 2, 4]),
-    alternatives=st.sampled_from([0, 2]),
-    path_min=st.sampled_from([0.0, 0.05, 0.5]),
-    eager=st.booleans(),
-    p_decay=st.sampled_from([0.0, 0.1]),
-    p_recovery=st.sampled_from([0.0, 0.2]),
-    join_tip=st.booleans(),
-)
-#: a proposer of rows of its own has no place in the paper's one chain (`sizing.choose_policy`)
-LIMITS_OF_ROWS = LIMITS.filter(lambda limits: limits.policy is not Policy.PUBLISHED)
-
-
-@st.composite
-def requests(draw, n_vocab):
-    count = draw(st.integers(1, 3))
-    token = st.integers(0, n_vocab - 1)
-    return [
-        Request(i, tuple(draw(st.lists(token, min_size=1, max_size=20))),
-                draw(st.sampled_from([0, 1, 5, 40])),
-                eos_ids=frozenset({0}) if draw(st.booleans()) else frozenset(),
-                ignore_eos=draw(st.booleans()))
-        for i in range(count)
-    ]
-
-
-@given(data=st.data(), limits=LIMITS, n_stages=st.sampled_from([1, 2, 3, 5]),
-       accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]), seed=st.integers(0, 2**32))
-@examples(300)
-def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, accuracy, seed):
-    n_vocab = data.draw(st.sampled_from([3, 11]))
-    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=n_vocab, accuracy=accuracy, seed=seed)
-    check_requests(pipeline, data, n_vocab)
-
-
-def check_requests(pipeline, data, n_vocab):
-    """Each gets the plain tokens, or begins with them if it ended early."""
-    asked = data.draw(requests(n_vocab))
-    for request in asked:
-        pipeline.submit(request)
-        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
-            pipeline.step(pick)
-        if data.draw(st.integers(0, 9)) == 0:
-            pipeline.abort(request.request_id)
-    pipeline.drain()
-    for request in asked:
-        eos = frozenset() if request.ignore_eos else request.eos_ids
-        wanted = plain(request.prompt, request.max_tokens, n_vocab, eos)
-        got = pipeline.output[request.request_id]
-        if pipeline.finished[request.request_id] == "abort":
-            assert got == wanted[: len(got)]
-        else:
-            assert got == wanted
-    check_at_rest(pipeline)
 
 
 def check_at_rest(pipeline):

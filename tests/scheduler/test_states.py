@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.messages import NO_RUN, Decode
@@ -17,7 +15,6 @@ from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.state_tree import StateTree
 from pipeinfer.scheduler.token_tree import PLANNED, Node
-from tests.kit.sample import examples
 from tests.kit.simulated import Pipeline, plain
 
 LIMITS = Limits(n_ctx=400, states=True, credit=5, partitions=8, draft_max=1)
@@ -29,41 +26,6 @@ def long_run(limits=LIMITS, accuracy=0.8, **options):
     pipeline.drain()
     assert pipeline.output[0] == plain((1, 2, 3, 4, 5), 150, 7)
     return pipeline, next(i.stats for i in pipeline.log if isinstance(i, Finish))
-
-
-@given(data=st.data(), credit=st.sampled_from([1, 2, 4, 9]),
-       partitions=st.sampled_from([0, 1, 3, 12]), alternatives=st.sampled_from([0, 2]),
-       cells=st.sampled_from([0, 120]), kept=st.sampled_from([0, 1, 3]),
-       width=st.sampled_from([1, 2, 3, 5, 8]), size=st.sampled_from([1, 2, 4]),
-       turns=st.sampled_from([None, "joined", "take turns", "speculative"]),
-       accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-       respect_cancel=st.booleans(), seed=st.integers(0, 2**32))
-@examples(150)
-def test_every_interleaving_gives_the_plain_tokens(
-        data, credit, partitions, alternatives, cells, kept, width, size, turns, accuracy,
-        respect_cancel, seed):
-    limits = structs.replace(
-        LIMITS, credit=credit, partitions=partitions, cells=cells, alternatives=alternatives,
-        parallel=3, kept=kept, chunk=4, exact_width=width, draft_max=size, tree_max=size,
-        join_tip=turns == "joined", time_sharing=turns == "take turns",
-        policy=Policy.SPECULATIVE if turns == "speculative" else Policy.PIPEINFER)
-    prompts = [tuple(range(1, 14 + 3 * k)) if k % 2 else tuple(range(1 + k, 8 + k))
-               for k in range(5)]
-    pipeline = Pipeline(limits, n_stages=3, n_vocab=7, accuracy=accuracy, seed=seed,
-                        respect_cancel=respect_cancel)
-    for k in range(5):
-        pipeline.submit(Request(k, prompts[k], 40))
-        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
-            pipeline.step(pick)
-    if data.draw(st.booleans()):
-        pipeline.abort(3)
-    pipeline.drain()
-    for k in range(5):
-        expected = plain(prompts[k], 40, 7)
-        assert pipeline.output[k] == (expected if k != 3 else expected[:len(pipeline.output[3])])
-    assert pipeline.scheduler.idle
-    if not kept:
-        assert not any(stage.kv.cells or stage.states.texts for stage in pipeline.stages)
 
 
 def turn(pipeline, number, prompt):

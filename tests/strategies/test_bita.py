@@ -8,8 +8,6 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.drafting import Prefix, StartDraft
@@ -22,19 +20,11 @@ from pipeinfer.scheduler.events import Enqueue, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
-from tests.kit.sample import examples
-from tests.kit.simulated import Cell, KvModel, Pipeline, next_token, plain
+from tests.kit.simulated import MASK, Cell, KvModel, Lossy, WithMasks, named, plain
 from tests.scheduler import test_restart as lossy
-from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, requests
 
-MASK, PROMPT_ID = 1000, 99  #: the first mask's token id; the prompts' sequence id
+PROMPT_ID = 99  #: the prompts' sequence id
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=60)
-
-
-def named(*tokens):
-    """What a mask names, the likeliest first."""
-    return Choice(tokens[0], math.log(0.5), tuple(
-        (token, math.log(0.5 / (k + 1))) for k, token in enumerate(tokens)))
 
 
 def job(tokens, depth=10, most=50, stop=()):
@@ -241,53 +231,7 @@ def test_visible_sets(width):
 # --- exactness ------------------------------------------------------------------------------------
 
 
-class WithMasks(Pipeline):
-    """Masks name the right token among wrong ones, as often as a draft is right here."""
-
-    def choice_after(self, path):
-        masks = 0
-        while path[-1 - masks] >= MASK:
-            masks += 1
-        if not masks:
-            return super().choice_after(path)
-        future = list(path[:-masks])
-        assert all(token < MASK for token in future)
-        assert list(path[-masks:]) == [MASK + r for r in range(masks)]
-        for _ in range(masks + 1):
-            future.append(next_token(tuple(future), self.n_vocab))
-        names = [self.rng.randrange(self.n_vocab) for _ in range(4)]
-        if self.rng.random() < self.accuracy:
-            names[self.rng.choice([0, 0, 1])] = future[-1]
-        return named(*dict.fromkeys(names))
-
-
-@given(data=st.data(), limits=LIMITS_OF_ROWS, n_stages=st.sampled_from([1, 2, 4]),
-       drafts=st.booleans(), shape=st.sampled_from(Shape), masks=st.sampled_from([1, 2, 3]),
-       top=st.sampled_from([1, 3]), accuracy=st.sampled_from([0.0, 0.7, 1.0]),
-       seed=st.integers(0, 2**32))
-@examples(150)
-def test_every_interleaving_gives_the_plain_tokens(data, limits, n_stages, drafts, shape, masks,
-                                                   top, accuracy, seed):
-    rows = Bita(MASK, masks, top, None, shape, data.draw(st.sampled_from([0, 6, 16])))
-    limits = structs.replace(limits, parallel=data.draw(st.sampled_from([1, 1, 2])),
-                                 partitions=data.draw(st.sampled_from([0, 3, 40])))
-    pipeline = WithMasks(limits, n_stages=n_stages, n_vocab=data.draw(st.sampled_from([3, 11])),
-                         accuracy=accuracy, seed=seed, rows=rows, drafts=drafts)
-    todo = data.draw(requests(pipeline.n_vocab))
-    for request in todo:
-        pipeline.submit(request)
-        for pick in data.draw(st.lists(st.integers(0, 1000), max_size=60)):
-            pipeline.step(pick)
-    pipeline.drain()
-    for request in todo:
-        eos = frozenset() if request.ignore_eos else request.eos_ids
-        assert pipeline.output[request.request_id] == plain(
-            request.prompt, request.max_tokens, pipeline.n_vocab, eos)
-    check_at_rest(pipeline)
-    assert not rows._lanes
-
-
-class LossyMasks(lossy.Lossy, WithMasks):
+class LossyMasks(Lossy, WithMasks):
     """Stages of which some are lost."""
 
 

@@ -24,9 +24,9 @@ from pipeinfer.strategies.proposers.lookahead import SPEC, Lookahead, Pool, Wind
 from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
 from tests.kit import simulated
-from tests.kit.sample import examples, fewer
+from tests.kit.sample import fewer
 from tests.kit.simulated import Pipeline, next_token, plain
-from tests.scheduler.test_scheduler import LIMITS_OF_ROWS, check_at_rest, check_requests
+from tests.scheduler.test_scheduler import check_at_rest
 
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=40)
 PIPELINED = Limits(n_ctx=400, exact_width=16, credit=5, partitions=30)
@@ -240,26 +240,6 @@ def test_tokens_steps_and_pool_of_a_direct_implementation(monkeypatch, window, s
 
 
 # --- exactness ------------------------------------------------------------------------------------
-
-PROPOSERS = st.builds(Lookahead, st.sampled_from([0, 1, 2, 5]), st.sampled_from([2, 3, 4]),
-                      st.sampled_from([0, 1, 3]), prompt_pool=st.booleans())
-
-
-@given(data=st.data(), limits=LIMITS_OF_ROWS, rows=PROPOSERS, n_stages=st.sampled_from([1, 2, 4]),
-       drafts=st.booleans(), accuracy=st.sampled_from([0.0, 0.5, 1.0]),
-       seed=st.integers(0, 2**32), parallel=st.sampled_from([1, 1, 3]))
-@examples(200)
-def test_every_interleaving_gives_the_plain_tokens(data, limits, rows, n_stages, drafts, accuracy,
-                                                   seed, parallel):
-    """Alone and with a draft, with cancellations that arrive at any time."""
-    n_vocab = data.draw(st.sampled_from([2, 3, 11]))
-    limits = structs.replace(limits, parallel=parallel, exact_width=data.draw(
-        st.sampled_from([1, 2, 4, 16])))
-    pipeline = Pipeline(limits, n_stages=n_stages, n_vocab=n_vocab, accuracy=accuracy, seed=seed,
-                        rows=rows, drafts=drafts)
-    check_requests(pipeline, data, n_vocab)
-    assert not rows._lanes
-
 
 def test_a_probe_that_is_accepted_would_be_noticed(monkeypatch):
     """Negative control: rows of a wide run may not become output, and the simulation sees it."""
