@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +91,6 @@ class Machine:
 
     memory: bytes that it may fill. room: their name, if they are a GPU's and not its host's.
     beside: bytes of its host that it does not fill then; 0: unknown
-    numa_nodes: of its host, as far as its profile has them
     """
 
     rank: int
@@ -103,7 +101,6 @@ class Machine:
     settings: NodeSettings = field(default_factory=NodeSettings)
     room: str = ""
     beside: float = 0.0
-    numa_nodes: int = 1
 
     @property
     def for_draft(self) -> float:
@@ -171,16 +168,16 @@ def _machines(profiles: Profiles, given: Mapping[str, Any]
                          f"clusters: {', '.join(profiles.clusters)})")
     if given["cluster"]:
         launch = profiles.cluster(given["cluster"])
-        each = [(f"{name}-{i}", profiles.node(name)) for i, name in enumerate(launch.nodes)]
-        ranks = [one for one in each for _ in range(_numa_nodes(one[1]))]
-        found = [_machine(rank, name, profile, NodeSettings(), profile.numa_nodes)
-                 for rank, (name, profile) in enumerate(ranks)]
-        return _apart(found), given["link"] or launch.link, None
+        ranks = [(f"{name}-{i}", profiles.node(name), turn) for i, name in enumerate(launch.nodes)
+                 for turn in range(_numa_nodes(profiles.node(name)))]
+        found = [_machine(rank, name, profile, NodeSettings(), profile.numa_nodes, turn)
+                 for rank, (name, profile, turn) in enumerate(ranks)]
+        return found, given["link"] or launch.link, None
     settings, hosts = _read(profiles, given)
     machines = [_machine(rank, name, profiles.node(settings.of(name, rank).profile),
-                         settings.of(name, rank), hosts.count(name))
+                         settings.of(name, rank), hosts.count(name), hosts[:rank].count(name))
                 for rank, name in enumerate(hosts)]
-    return _apart(machines), given["link"] or settings.link, settings.layers
+    return machines, given["link"] or settings.link, settings.layers
 
 
 def _numa_nodes(profile: NodeProfile) -> int:
@@ -188,21 +185,6 @@ def _numa_nodes(profile: NodeProfile) -> int:
         raise UsageError(f"[nodes.{profile.name}] numa_nodes is {profile.numa_nodes}: give 1 to "
                          f"{_MOST_NODES}")
     return profile.numa_nodes
-
-
-def _apart(machines: Sequence[Machine]) -> list[Machine]:
-    """Return the ranks, those that stay on one NUMA node of their host with its name and memory."""
-    found, counts = list[Machine](), Counter(one.host for one in machines)
-    turns: Counter[str] = Counter()
-    for one in machines:
-        nodes = one.numa_nodes if one.numa_nodes > 1 else counts[one.host]
-        turn, numa = turns[one.host] % nodes, one.settings.numa
-        turns[one.host] += 1
-        bound = counts[one.host] >= nodes > 1 and not one.room and (
-            numa == "per-rank" or (not numa and one.numa_nodes > 1))
-        found.append(one if not bound else dataclasses.replace(
-            one, host=f"{one.host}, NUMA node {turn}", memory=one.memory / nodes))
-    return found
 
 
 def cluster_of_file(profiles: Profiles, given: Mapping[str, Any]
@@ -245,9 +227,12 @@ def _read(profiles: Profiles, given: Mapping[str, Any]) -> tuple[nodes.Nodes, tu
     return settings, hosts
 
 
-def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings, sharers: int
-             ) -> Machine:
-    """A rank on a machine shared by `sharers` ranks, with the nodes file's limits."""
+def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings, sharers: int,
+             turn: int) -> Machine:
+    """A rank, the `turn`-th of the `sharers` of a machine, with the nodes file's limits. One that
+    stays on a NUMA node has that node's name and memory."""
+    apart = settings.numa == "per-rank" or (not settings.numa and _numa_nodes(profile) > 1)
+    nodes = profile.numa_nodes if profile.numa_nodes > 1 else sharers
     own_gpu = settings.on_gpu and not settings.device.startswith("gpu")  # a turn of the host's
     sharers = 1 if own_gpu else sharers
     part = 1 / sharers
@@ -260,12 +245,13 @@ def _machine(rank: int, name: str, profile: NodeProfile, settings: NodeSettings,
     memory = profile.memory - max(_SYSTEM, _SYSTEM_SHARE * profile.memory)
     if settings.memory is not None:
         memory = float(min(settings.memory, profile.memory))
+    if apart and 1 < nodes <= sharers and not settings.on_gpu:
+        name, memory = f"{name}, NUMA node {turn % nodes}", memory / nodes
 
     def seconds(model: View, cost: float, rows: int) -> float:
         return node.seconds(cost, model.quantisation, rows, cost * model.moved(rows))
 
-    machine = Machine(rank, name, profile.name, memory, seconds, settings,
-                      numa_nodes=_numa_nodes(profile))
+    machine = Machine(rank, name, profile.name, memory, seconds, settings)
     if settings.gpu_memory is None or not settings.on_gpu:
         return machine
     gpu = f"{name}, GPU of rank {rank}" if own_gpu else f"{name}, its GPU"

@@ -304,7 +304,7 @@ def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
     _, _, _, head, _, last, *rest = plan(*dry).splitlines()
     assert head.rstrip().endswith("head" if there else "head and draft")
     assert last.rstrip().endswith("draft" if there else "left out")
-    assert ("on rank 2, acceptance" in "".join(rest)) == there
+    assert ("on rank 2, right at" in "".join(rest)) == there
 
 
 @pytest.mark.parametrize(("numa", "profiled", "slots", "apart"), [
@@ -431,7 +431,7 @@ def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
     lonely, draft = write_random_model(tmp_path / "m3.gguf", tiny("minimax-m3")), ("-md", str(path))
     text = plan(str(path), "--dry-run", "--cluster", "gpu", *draft, "--acceptance", "0.5")
     assert "tiny.gguf: 9 layers" in text
-    assert "acceptance 50%" in text
+    assert "right at 50% of positions" in text
     for more, why in (((path,), "pair is known"), ((lonely, *draft), "at a time")):
         text = plan(*map(str, more), "--dry-run", "--cluster", "gpu")
         assert f"{why}: only iterative" in text

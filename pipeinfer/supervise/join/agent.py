@@ -296,8 +296,7 @@ class Agent:
         moment: a machine that is about to sleep must not get a part of the next job."""
         if not self._sleep_command or self._writer is None:
             return
-        command = shlex.join(self._sleep_command)
-        self._say(f"the head has no work: {command}")
+        self._say(f"the head has no work: {(command := shlex.join(self._sleep_command))}")
         try:
             await asyncio.create_subprocess_exec(
                 *self._sleep_command, stdin=subprocess.DEVNULL, start_new_session=True)
