@@ -12,12 +12,13 @@ import pytest
 
 from pipeinfer.errors import RequestError, UsageError
 from pipeinfer.server import orders
-from pipeinfer.server.orders import OrderServer
+from pipeinfer.server.orders import OrderServer, ServerState
 from pipeinfer.supervise import state
 from pipeinfer.supervise.commands import lines_of
 from pipeinfer.supervise.keeper import Keeper
 from pipeinfer.supervise.logs import Logs
 from pipeinfer.supervise.state import Command, Down, Folder, Rescale, call
+from pipeinfer.supervise.supervisor import Phase
 
 DASHES = "-" * 74
 
@@ -220,3 +221,21 @@ def test_down_twice_ends_no_request_that_runs(tmp_path, monkeypatch):
     for command in (Down(), Down(), Down(now=True)):
         asyncio.run(keeper._execute(command, print))
     assert asked == [False, True]
+
+
+@pytest.mark.parametrize(("wanted", "used"), [("", []), ("b", [["serve", "-m", "b"]])])
+def test_a_job_that_sleeps_wakes_with_the_model_that_is_asked_for(tmp_path, monkeypatch, wanted,
+                                                                  used):
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
+    taken = []
+    keeper = Keeper(SimpleNamespace(environ={}, use=taken.append), Folder("one"), print, restarts=0,
+                    left=("", []), every=0, auto=False, models={"b": ["serve", "-m", "b"]})
+    keeper._supervisor.phase = Phase.ASLEEP
+    keeper._http = SimpleNamespace(pid=1)
+    keeper._seen = ServerState(state="asleep")
+    asyncio.run(keeper._sleep_if_quiet())
+    assert not keeper._supervisor._wake.is_set()
+    keeper._seen = ServerState(state="asleep" if wanted else "restarting", wanted=wanted)
+    asyncio.run(keeper._sleep_if_quiet())
+    assert keeper._supervisor._wake.is_set()
+    assert taken == used
