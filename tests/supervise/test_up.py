@@ -173,7 +173,6 @@ def test_a_request_brings_the_model_that_it_names(tmp_path, monkeypatch):
         assert "none.gguf" in error["error"]["message"]
         assert served.get("/v1/models/other")[1]["id"] == "other"  # has come back
         assert answer("nobody's")[0] == 404
-        assert answer("one")[1]["choices"][0]["text"] == first
 
 
 @pytest.mark.parametrize(("text", "says"), [
