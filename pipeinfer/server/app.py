@@ -42,7 +42,7 @@ from pipeinfer.server.race import Races
 from pipeinfer.server.requests import NAMES, ServedModel, request_of
 from pipeinfer.server.schema_replies import Reply
 from pipeinfer.server.settings import Settings
-from pipeinfer.server.streaming import ClientLeft, EventStream, finished, pipeline
+from pipeinfer.server.streaming import ClientLeft, EventStream, finished, pipeline, unless_left
 
 WEB = Path(__file__).parent / "web"
 _PAGES = {"index.html": ("/",), "status.html": ("/status",)}  #: and where they are found
@@ -173,7 +173,8 @@ class Server:
             return before
         notes = schema.ignored(body)
         wanted, more = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
-        await self.client.model(wanted.model)
+        if self.client.others.names:  # a client that has gone must not bring another model
+            await unless_left(self.client.model(wanted.model), request)
         tokenizer = self.client.check_ready()
         self._check_model(wanted.model)
         self.client.check_room(1)  # before any work on the prompt

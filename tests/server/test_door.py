@@ -233,6 +233,9 @@ def test_requests_wait_for_the_model_that_they_name(door):
         code, error = waits.result(SECONDS)
         assert (code, error["error"]["code"]) == (503, "model_not_loaded")
         assert "it is too large" in error["error"]["message"]
+        with pytest.raises(requests.Timeout):
+            ask("other", 0.5)  # leaves
+        door.until(lambda: obeyed(door, offer)["wanted"] == "")
         waits = pool.submit(ask, "other")
         door.until(lambda: obeyed(door, offer)["waiting"] == 1)
         obeyed(door, orders.Move(why="the model changes", new_model=False, until=1e9))
