@@ -48,7 +48,7 @@ def start(fake, attempt, restarts, *command):
                              PIPEINFER_RESTARTS=str(restarts))
     env.pop("PIPEINFER_JOB", None)
     env["PATH"] = f"{fake / 'bin'}{os.pathsep}{env['PATH']}"
-    return subprocess.Popen(command or [RUN, "3", "serve"], env=env, text=True,
+    return subprocess.Popen(command or [RUN, "3", "generate"], env=env, text=True,
                             stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
                             start_new_session=True, preexec_fn=launch._heed_interrupts)
 
