@@ -38,10 +38,12 @@ export class Settings {
 
   // models: the names of those that a request can bring, if there are several.
   offer(models) {
+    // the dialog may be open, with a choice that is not taken yet
+    const chosen = $("settings").open ? $("which").value : this.conversation().settings.params.model;
     $("which-field").hidden = models.length < 2;
     $("which").replaceChildren(...["", ...models].map(
       (name) => new Option(name || "the one that is loaded", name)));
-    this.show();
+    $("which").value = chosen ?? "";
   }
 
   // locked: the server wants a key.
