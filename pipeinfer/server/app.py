@@ -128,11 +128,9 @@ class Server:
         """Answer a conversation as Anthropic's Messages API does."""
         return await self._generate("message", body, request)
 
-    async def count_tokens(self, body: blocks.CountRequest) -> Response:
+    async def count_tokens(self, body: blocks.CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation's prompt, also of one that exceeds the context."""
-        await self.client.model(body.model)
-        tokenizer = self.client.check_ready()
-        self._check_model(body.model)
+        tokenizer = await self._tokenizer_of(body.model, request)
 
         def count() -> int:
             model = self._served(tokenizer)
@@ -144,9 +142,7 @@ class Server:
 
     async def embed(self, body: schema.EmbeddingRequest, request: Request) -> Response:
         """Embed texts, with a model that is made for it."""
-        await self.client.model(body.model)
-        tokenizer, settings = self.client.check_ready(), self.settings
-        self._check_model(body.model)
+        tokenizer, settings = await self._tokenizer_of(body.model, request), self.settings
         facts = self.client.facts
         if why := facts.get("no_embeddings", "this model has none"):
             raise ApiError(400, why, param="model", code="not_supported")
@@ -173,16 +169,21 @@ class Server:
             return before
         notes = schema.ignored(body)
         wanted, more = body.to_chat() if isinstance(body, schema.Translated) else (body, [])
-        if self.client.others.names:  # a client that has gone must not bring another model
-            await unless_left(self.client.model(wanted.model), request)
-        tokenizer = self.client.check_ready()
-        self._check_model(wanted.model)
+        tokenizer = await self._tokenizer_of(wanted.model, request)
         self.client.check_room(1)  # before any work on the prompt
         model = self._served(tokenizer)
         with schema.own_names(body):
             asked = await in_thread(wanted, request_of, wanted, model)
         asked.notes[:0] = [*notes, *more]
         return await self.again.begin(kind, body, asked, request)
+
+    async def _tokenizer_of(self, name: str | None, request: Request) -> Tokenizer:
+        """Return the vocabulary of the model that a request names, once it is served."""
+        if self.client.others.names:  # a client that has gone must not bring another model
+            await unless_left(self.client.model(name), request)
+        tokenizer = self.client.check_ready()
+        self._check_model(name)
+        return tokenizer
 
     def _served(self, tokenizer: Tokenizer) -> ServedModel:
         return ServedModel(self.settings, tokenizer, self._compiler(tokenizer), self._n_ctx,

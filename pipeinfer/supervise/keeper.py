@@ -213,8 +213,8 @@ class Keeper:
         return self._is(Phase.READY) and (self._moving is None or self._moving.done())
 
     def _change_model(self) -> None:
-        """Begin to serve the model that requests wait for. Each stays for a time, since two that
-        are asked for by turns would cost more loading than computing."""
+        """Begin to serve the model that requests wait for. Each stays for a time, since
+        loading two of them alternately would take longer than computing."""
         name = self._seen.wanted
         if name in self._models and self._may_move() and \
                 time.monotonic() - self._ready_since > _STAYS:

@@ -90,7 +90,7 @@ class JoinedRoster(Roster):
         """Wake the members that were let sleep, then use those that are here."""
         deadline = time.monotonic() + doctor_hosts.WAKE_SECONDS
         # again each second: a packet may be lost, or come while a machine goes down
-        while time.monotonic() < deadline and self._server.serves and (away := [
+        while time.monotonic() < deadline and self._server.listens and (away := [
                 one for one in self._server.members.values()
                 if one.gone and one.id in self._resting]):
             for one in away:

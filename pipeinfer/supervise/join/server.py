@@ -116,7 +116,7 @@ class JoinServer:
         return [one for one in self.members.values() if not one.gone]
 
     @property
-    def serves(self) -> bool:
+    def listens(self) -> bool:
         return self._server is not None and self._server.is_serving()
 
     def at(self, address: str) -> Joiner | None:
