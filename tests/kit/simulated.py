@@ -425,6 +425,10 @@ class Lossy:
         return Stage()
 
 
+class LossyPipeline(Lossy, Pipeline):
+    """A pipeline whose stages may be lost."""
+
+
 def named(*tokens):
     """What a mask names, the likeliest first."""
     return Choice(tokens[0], math.log(0.5), tuple(

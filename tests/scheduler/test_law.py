@@ -175,11 +175,10 @@ class Law(RuleBasedStateMachine):
         self.before = {number: self.tokens(number) for number in self.asked}
         self.start(len(old.stages))
         for number, request in self.asked.items():
+            self.pipeline.output[number] = []
             if number in old.finished:
                 self.pipeline.finished[number] = old.finished[number]
-                self.pipeline.output[number] = []
             else:
-                self.pipeline.output[number] = []
                 self.pipeline.feed(Enqueue(request, tuple(self.before[number])))
 
     def tokens(self, number):

@@ -7,17 +7,18 @@ from msgspec import structs
 
 from pipeinfer.core.messages import Decode
 from pipeinfer.core.types import END, Request, SamplingParams, SeqRemove
-from pipeinfer.scheduler.events import Finish, Restart
+from pipeinfer.scheduler.events import Finish
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.stored import STATE_CHUNKS, Stored
-from tests.kit.simulated import Pipeline, plain
+from tests.kit.simulated import LossyPipeline, plain
 
 LIMITS = Limits(n_ctx=400, credit=4, partitions=8, draft_max=1, chunk=4, kept=3, parallel=3)
 PROMPT = tuple(k % 7 for k in range(22))  # five whole chunks and two tokens
 
 
 def pipeline(limits=LIMITS, disks=None, names=(), **options):
-    made = Pipeline(limits, n_vocab=7, disks=[{}, {}, {}] if disks is None else disks, **options)
+    made = LossyPipeline(limits, n_vocab=7, disks=[{}, {}, {}] if disks is None else disks,
+                         **options)
     made.scheduler.state.stored = Stored(b"root", True, set(names), not limits.states)
     return made
 
@@ -145,13 +146,8 @@ def test_an_answer_is_read_by_its_own_replay_alone():
     made.submit(Request(0, PROMPT, 30))
     while len(made.output[0]) < 25:
         made.step()
-    for stage in made.stages:
-        stage.kv.cells.clear()
-        stage.queue.clear()
-    made.results.clear()
-    made.cancels.clear()
     count, length = len(made.log), len(made.output[0])
-    made.feed(Restart(LIMITS))
+    made.lose(3)
     made.drain()
     assert made.output[0] == plain(PROMPT, 30, 7)
     prompt, answer = [run for run in made.log[count:] if isinstance(run, Decode) and run.loads]
@@ -173,12 +169,7 @@ def test_a_replay_stores_no_chunk_that_it_has_still_to_compute():
     for disk in made.disks:
         del disk[names[2]]
     stored.names.remove(names[2])
-    for stage in made.stages:
-        stage.kv.cells.clear()
-        stage.queue.clear()
-    made.results.clear()
-    made.cancels.clear()
-    made.feed(Restart(LIMITS))
+    made.lose(3)
     made.drain()
     assert made.output[0] == plain(PROMPT, 30, 7)
     assert set(names) <= names_of(made.disks)

@@ -16,7 +16,7 @@ from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Enqueue, Finish, Refuse, RunDone
 from pipeinfer.scheduler.settings import Limits
 from tests.kit.sample import matrix
-from tests.kit.simulated import Lossy, Pipeline, Stage, plain
+from tests.kit.simulated import Lossy, LossyPipeline, Stage, plain
 from tests.kit.threaded import EOS, KvModel, ThreadedPipeline
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import METHODS, MOST, N_CTX, expected, prompt_of, text_of
@@ -39,10 +39,6 @@ LIMITS = {
     "no cancel": Limits(n_ctx=90, exact_width=4, credit=6, chunk=7, parallel=2,
                         ablations=frozenset({Ablation.CANCEL})),
 }
-
-
-class LossyPipeline(Lossy, Pipeline):
-    pass
 
 
 class LossyThreads(Lossy, ThreadedPipeline):

@@ -95,12 +95,21 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         status.close()
 
 
-def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
-    facts = {"version": "1", "parallel": 1, "changes": [], "lost": []}
-    with contextlib.closing(Door(tmp_path)) as door:
+#: what the pages show of a job
+FACTS = {"version": "1", "parallel": 1, "changes": [], "lost": []}
+
+
+@contextlib.contextmanager
+def door_of_a_job(folder):
+    with contextlib.closing(Door(folder)) as door:
         door.leave()
         door.away()
-        door.enter(**facts)  # what the pages show of a job
+        door.enter(**FACTS)
+        yield door
+
+
+def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
+    with door_of_a_job(tmp_path) as door:
         opened = Page(browser, door.url).ready()
         assert let_sleep(door) == "asleep"
         opened.tab.wait_for_selector("#state[data-state=asleep]:has-text('asleep')")
@@ -109,7 +118,7 @@ def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
         opened.ask()
         door.away()
         opened.tab.wait_for_selector("#state[data-state=restarting]")
-        door.enter(answer=lambda frame: door.peer.say(frame.id, "one two"), **facts)
+        door.enter(answer=lambda frame: door.peer.say(frame.id, "one two"), **FACTS)
         assert opened.answer() == "one two"
         assert "has failed" not in opened.tab.inner_text("body")
         late.tab.wait_for_selector("#state[data-state=ready]")
@@ -118,11 +127,7 @@ def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
 
 
 def test_the_page_offers_the_models_that_a_request_can_bring(browser, tmp_path):
-    facts = {"version": "1", "parallel": 1, "changes": [], "lost": []}
-    with contextlib.closing(Door(tmp_path)) as door:
-        door.leave()
-        door.away()
-        door.enter(**facts)
+    with door_of_a_job(tmp_path) as door:
         opened = Page(browser, door.url).ready()
         opened.tab.click("#open-settings")
         assert not opened.tab.is_visible("#which")
@@ -139,7 +144,7 @@ def test_the_page_offers_the_models_that_a_request_can_bring(browser, tmp_path):
         door.leave()
         opened.tab.wait_for_selector(".notice:has-text('The cluster starts again. It changes.')")
         door.enter(msgspec.structs.replace(door.settings, name="other"),
-                   lambda frame: door.peer.say(frame.id, "of other"), **facts)
+                   lambda frame: door.peer.say(frame.id, "of other"), **FACTS)
         assert opened.answer() == "of other"
         opened.tab.wait_for_selector("#model:has-text('other')")
         opened.close()
