@@ -3,9 +3,9 @@
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
 have one or the other. `short_runs.c` has both, for AVX2 and aarch64, by unpacking weights once for
 several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked;
-`repacked_prompts.c` has its prompts for VNNI on 512 bits and for AMX. Those of
-blocks of 32 multiply prompts, too, with the bits of single rows: faster than llama.cpp's of AVX2,
-and with VNNI faster than its of AVX-512.
+`repacked_prompts.c` has its prompts for VNNI on 512 bits and for AMX. Types with blocks multiply
+prompts, too, with the bits of single rows, and `wide_prompts.c` does it with VNNI on 512 bits:
+faster than llama.cpp's of AVX2, and with VNNI faster than its of AVX-512.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about
 memory. The dynamic linker binds llama.cpp to these functions in place of its own, so this library
 has to be loaded first, with global symbols. Calls that it does not handle are passed on to
@@ -104,6 +104,7 @@ def begin(functions: Mapping[str, Any]) -> None:
         kernels = in_files(most, prompts and slower)
         repacked = laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
+                *(f"{name}-512" for kind, name in _TYPES.items() if kernels >> 32 + kind & 1),
                 *(name for kind, name in enumerate(_REPACKED) if repacked >> kind & 1),
                 *([_ATTENTION] if own.pipeinfer_short_attention(
                     for_attention, attends and most > 0) else [])]
@@ -126,8 +127,8 @@ def limit(most: int, *, prompts: bool = True) -> None:
 def used() -> tuple[str, ...]:
     """Return the types of weights whose products are computed here.
 
-    "q4_0_8x8" is repacked Q4_0, "-512" prompts of repacked types on registers of 512 bits,
-    "attention" attention over q8_0. Empty before llama.cpp is loaded.
+    "q4_0_8x8" is repacked Q4_0, "-512" prompts on registers of 512 bits, "attention" attention
+    over q8_0. Empty before llama.cpp is loaded.
     """
     return tuple(_used)
 
@@ -142,7 +143,7 @@ def _compiled() -> Any | None:
         library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         yes = ctypes.c_bool
         for name, result, pointers, more in (
-                ("pipeinfer_short_runs", ctypes.c_uint32, FUNCTIONS,
+                ("pipeinfer_short_runs", ctypes.c_uint64, FUNCTIONS,
                  (ctypes.c_int, ctypes.c_uint32, yes)),
                 ("pipeinfer_repacked_runs", ctypes.c_uint32, REPACKED_FUNCTIONS, (yes, yes))):
             function = getattr(library, name)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.llama import binding, short_runs
+from pipeinfer.llama.platform_check import cpu_flags
 from pipeinfer.loading import c_part
 from tests.kit.random_model import RandomSpec, write_random_model
 from tests.kit.sample import full
@@ -85,15 +86,18 @@ def partner_rows(kind, values):
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-@given(weights=st.integers(1, 90), rows=st.integers(1, 2 * short_runs.MOST_ROWS + 1),
-       blocks=st.integers(1, 9), threads=st.integers(1, 3), spare=st.integers(0, 2),
-       seed=st.integers(0, 2**16))
+@given(weights=st.integers(1, 90),
+       rows=st.integers(1, 2 * short_runs.MOST_ROWS + 1) | st.sampled_from([64, 137, 150]),
+       blocks=st.integers(1, 9) | st.sampled_from([33, 70]), threads=st.integers(1, 3),
+       spare=st.integers(0, 2), seed=st.integers(0, 2**16))
 def test_every_row_has_the_bits_that_it_has_alone(
         sgemm, kind, weights, rows, blocks, threads, spare, seed):
-    if short_runs._TYPES[kind] not in short_runs.used():
+    name = short_runs._TYPES[kind]
+    if name not in short_runs.used():
         pytest.skip("this build of llama.cpp adds up in another order")
     by_sixteens = "avx512f" in binding.kernels()
-    if kind in LLAMAFILES or by_sixteens:  # longer runs are llama.cpp's
+    long_ones = f"{name}-512" in short_runs.used() or not by_sixteens
+    if kind in LLAMAFILES or not long_ones:  # longer runs are llama.cpp's
         rows = min(rows, short_runs.MOST_ROWS)
     elements = BLOCKS[kind][0]
     blocks *= 1 + (ARM and elements == 32)  # an odd number is llama.cpp's
@@ -147,6 +151,9 @@ def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
     every = {*short_runs._TYPES.values(), short_runs._REPACKED[0], short_runs._ATTENTION}
     assert every - set(short_runs.used()) == (
         {"bf16", short_runs._REPACKED[0], short_runs._ATTENTION} if ARM else set())
+    if short_runs._REPACKED[1] in short_runs.used() and "amx_int8" not in cpu_flags():
+        quantised = {name for kind, name in short_runs._TYPES.items() if BLOCKS[kind][0] > 1}
+        assert {f"{name}-512" for name in quantised} <= set(short_runs.used())
 
 
 GEMV, GEMM, METHOD = (short_runs.REPACKED_FUNCTIONS[i] for i in (0, 1, 3))

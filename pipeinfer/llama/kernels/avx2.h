@@ -17,6 +17,40 @@ INLINE float one(const uint8_t *half) { return _cvtsh_ss(bits_of(half)); }
 
 INLINE __m256i load(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)from); }
 
+/* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
+INLINE __m256i nibbles(const uint8_t *from)
+{
+    __m128i half = _mm_loadu_si128((const __m128i *)from);
+    __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
+    return _mm256_and_si256(_mm256_set1_epi8(15), both);
+}
+
+/* The fifth bits of 32 numbers, as bytes of 16 or 0 */
+INLINE __m256i fifth_bits(const uint8_t *from)
+{
+    uint32_t bits;
+    __m256i bytes;
+    memcpy(&bits, from, sizeof bits);
+    bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), _mm256_set_epi64x(
+        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000));
+    bytes = _mm256_or_si256(bytes, _mm256_set1_epi64x(0x7fbfdfeff7fbfdfe));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi64x(-1)), _mm256_set1_epi8(16));
+}
+
+/* Scales and lowest values of a block of Q4_K or Q5_K: 8 each, in 16 bits. */
+INLINE __m256i scales_of_k(const uint8_t *from)
+{
+    uint32_t words[4], aside;
+    memcpy(words, from, 12);
+    words[3] = ((words[2] >> 4) & 0x0f0f0f0f) | (((words[1] >> 6) & 0x03030303) << 4);
+    aside = words[1] & 0x3f3f3f3f;
+    words[1] = (words[2] & 0x0f0f0f0f) | (((words[0] >> 6) & 0x03030303) << 4);
+    words[2] = aside;
+    words[0] &= 0x3f3f3f3f;
+    return _mm256_cvtepu8_epi16(
+        _mm_set_epi32((int)words[3], (int)words[2], (int)words[1], (int)words[0]));
+}
+
 /* Weights come from memory once, row after row, and the processor's own look ahead ends with each
    page. */
 enum { AHEAD = 2048, LINE = 64 };

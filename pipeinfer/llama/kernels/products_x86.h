@@ -20,14 +20,6 @@ enum { EIGHT = 8,  /* numbers of a register */
        LINES = 2 };  /* rows of weights that are taken together for a single row */
 #define BY_FOURS _Pragma("GCC unroll 4")
 
-/* 32 numbers of 4 bits as bytes: the lower halves of all bytes, then the upper ones */
-INLINE __m256i nibbles(const uint8_t *from)
-{
-    __m128i half = _mm_loadu_si128((const __m128i *)from);
-    __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(half), _mm_srli_epi16(half, 4), 1);
-    return _mm256_and_si256(_mm256_set1_epi8(15), both);
-}
-
 /* Numbers `part` of a row, 32 of them, and what a weight's offset adds to their products by twos */
 #define OTHER(part) _mm256_load_si256(                                                                \
     (const __m256i *)(const void *)(y->numbers + 32 * ((part) * count + row)))
@@ -125,18 +117,6 @@ TARGET static void all_##NAME(int count, int64_t blocks, const uint8_t *x, size_
     some_##NAME(count, blocks, x + i * x_apart, x_apart, weights - i, y, to + i, apart);              \
 }
 
-/* The fifth bits of 32 numbers, as bytes of 16 or 0 */
-INLINE __m256i fifth_bits(const uint8_t *from)
-{
-    uint32_t bits;
-    __m256i bytes;
-    memcpy(&bits, from, sizeof bits);
-    bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), _mm256_set_epi64x(
-        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0x0000000000000000));
-    bytes = _mm256_or_si256(bytes, _mm256_set1_epi64x(0x7fbfdfeff7fbfdfe));
-    return _mm256_and_si256(_mm256_cmpeq_epi8(bytes, _mm256_set1_epi64x(-1)), _mm256_set1_epi8(16));
-}
-
 #ifdef FOURS
 
 /* The rows' numbers are stored with 128 added, without a sign. `start` takes that back. */
@@ -179,20 +159,6 @@ BLOCKS_OF_32(dots_q5_0, 22, LESS(_mm256_or_si256(nibbles(x + 6), fifth_bits(x + 
 BLOCKS_OF_32(dots_q4_1, 20, nibbles(x + 4), UNSIGNED,
              *least = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm_set1_epi16((short)bits_of(x + 2))),
                                       _mm256_loadu_ps(y->other + block * MOST_GROUP), *least), more)
-
-/* Scales and lowest values of a block of Q4_K or Q5_K: 8 each, in 16 bits. */
-INLINE __m256i scales_of_k(const uint8_t *from)
-{
-    uint32_t words[4], aside;
-    memcpy(words, from, 12);
-    words[3] = ((words[2] >> 4) & 0x0f0f0f0f) | (((words[1] >> 6) & 0x03030303) << 4);
-    aside = words[1] & 0x3f3f3f3f;
-    words[1] = (words[2] & 0x0f0f0f0f) | (((words[0] >> 6) & 0x03030303) << 4);
-    words[2] = aside;
-    words[0] &= 0x3f3f3f3f;
-    return _mm256_cvtepu8_epi16(
-        _mm_set_epi32((int)words[3], (int)words[2], (int)words[1], (int)words[0]));
-}
 
 /* The scale with this number in all places */
 INLINE __m256i spread(__m256i scales, int number)

@@ -48,6 +48,7 @@ enum { COUNT = sizeof SOURCES / sizeof *SOURCES };
 static const uint32_t KNOWN = 1u << F32 | 1u << F16 | 1u << BF16 | 1u << Q4_0 | 1u << Q4_1 | 1u << Q5_0
                               | 1u << Q8_0 | 1u << Q4_K | 1u << Q5_K | 1u << Q6_K;
 static const struct kernel *used[TYPES];  /* NULL: left to llama.cpp */
+static bool wide[TYPES];                  /* whose prompts wide_prompts.c multiplies */
 
 static bool fits(const struct kernel *kernel, int64_t blocks)
 {
@@ -156,9 +157,9 @@ static int64_t chunk_of(int64_t m, const struct team *team, bool few)
 
 /* All rows of the right side, `count`, by rows `from` to `until` of the weights. Up to MOST_ROWS are
    unpacked before, if `there`. */
-static void by_rows(const struct kernel *kernel, int type, int64_t from, int64_t until, int64_t count,
-                    int64_t blocks, const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart,
-                    float *to, int64_t apart, bool there)
+static void by_few(const struct kernel *kernel, int type, int64_t from, int64_t until, int64_t count,
+                   int64_t blocks, const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart,
+                   float *to, int64_t apart, bool there)
 {
     int64_t row, some;
     for (row = 0; row < count; row += some) {
@@ -168,6 +169,25 @@ static void by_rows(const struct kernel *kernel, int type, int64_t from, int64_t
         piece(kernel, from, until, (int)some, blocks, x, x_apart, y + row * y_apart, y_apart,
               to + row * apart, apart);
     }
+}
+
+/* The same; of a prompt as much as possible on wide registers */
+static void by_rows(const struct kernel *kernel, int type, int64_t from, int64_t until, int64_t count,
+                    int64_t blocks, const uint8_t *x, size_t x_apart, const uint8_t *y, size_t y_apart,
+                    float *to, int64_t apart, bool there)
+{
+    int64_t row = 0, some;
+    for (; !there && wide[type] && count - row >= WIDE_STEP; row += some) {
+        int64_t done;
+        some = count - row < WIDE_ROWS ? (count - row) / WIDE_STEP * WIDE_STEP : WIDE_ROWS;
+        done = from + wide_prompt(type, kernel, blocks, x + from * x_apart, x_apart, until - from,
+                                  y + row * y_apart, y_apart, (int)some, to + from + row * apart, apart);
+        if (done < until)
+            by_few(kernel, type, done, until, some, blocks, x, x_apart, y + row * y_apart, y_apart,
+                   to + row * apart, apart, false);
+    }
+    by_few(kernel, type, from, until, count - row, blocks, x, x_apart, y + row * y_apart, y_apart,
+           to + row * apart, apart, there);
 }
 
 static void multiply(const struct kernel *kernel, const struct team *team, int64_t m, int64_t count,
@@ -254,32 +274,31 @@ static void randomise(const struct kernel *kernel, int type, uint8_t *block)
             block[i] = block[i] == 0x80 ? 0 : block[i];
 }
 
-enum { TRIED = 768, WEIGHTS = 5 };
+/* More numbers than a slice of wide_prompts.c, more rows than it takes at a time, weights for panels of
+   both widths */
+enum { TRIED = 1280, FEW_WEIGHTS = 5, WEIGHTS = 53, ROWS = WIDE_ROWS + 2 * WIDE_STEP + 1 };
 
-/* Whether a kernel gives the bits of the library's own products of single rows. */
-static bool agrees(const struct kernel *kernel, int type, const struct traits *own,
-                   const struct traits *partner)
+static uint8_t tried_weights[WEIGHTS][4 * TRIED], tried_rows[ROWS][4 * TRIED];
+
+/* Random weights and rows, quantised as the library does */
+static void draw(const struct kernel *kernel, int type, const struct traits *own,
+                 const struct traits *partner, int weights, int rows)
 {
-    static float from[MOST_ROWS][TRIED], to[MOST_ROWS][WEIGHTS];
-    static uint8_t x[WEIGHTS][4 * TRIED], y[MOST_ROWS][4 * TRIED];
     const int64_t blocks = TRIED / kernel->elements;
-    const size_t x_bytes = blocks * kernel->bytes, y_bytes = blocks * kernel->partner_bytes;
-    const struct team alone = {0, 1, 0, NULL, NULL};
-    int row, weight, i, count;
-
-    if (own->partner != kernel->partner || (kernel->partner != F32 && !partner->from_float))
-        return false;
-    for (row = 0; row < MOST_ROWS; row++) {
+    float from[TRIED];
+    int row, weight, i;
+    for (row = 0; row < rows; row++) {
+        uint8_t *to = tried_rows[0] + row * blocks * kernel->partner_bytes;
         for (i = 0; i < TRIED; i++)
-            from[row][i] = some_number(&dice);
+            from[i] = some_number(&dice);
         if (kernel->partner == F32)
-            memcpy(y[0] + row * y_bytes, from[row], y_bytes);
+            memcpy(to, from, sizeof from);
         else
-            partner->from_float(from[row], y[0] + row * y_bytes, TRIED);
+            partner->from_float(from, to, TRIED);
     }
-    for (weight = 0; weight < WEIGHTS; weight++)
+    for (weight = 0; weight < weights; weight++)
         for (i = 0; i < blocks; i++) {
-            uint8_t *block = x[0] + weight * x_bytes + i * kernel->bytes;
+            uint8_t *block = tried_weights[0] + (weight * blocks + i) * kernel->bytes;
             if (kernel->elements > 1) {
                 randomise(kernel, type, block);
             } else {
@@ -290,13 +309,31 @@ static bool agrees(const struct kernel *kernel, int type, const struct traits *o
                     own->from_float(&value, block, 1);
             }
         }
-    for (count = 1; count <= MOST_ROWS; count++) {
+}
+
+/* Whether a kernel gives the bits of the library's own products of single rows: few rows, or as many as
+   wide_prompts.c takes */
+static bool agrees(const struct kernel *kernel, int type, const struct traits *own,
+                   const struct traits *partner, bool few)
+{
+    static float to[ROWS][WEIGHTS];
+    const int64_t blocks = TRIED / kernel->elements;
+    const int rows = few ? MOST_ROWS : ROWS, weights = few ? FEW_WEIGHTS : WEIGHTS;
+    const struct team alone = {0, 1, 0, NULL, NULL};
+    int row, weight, count;
+
+    if (own->partner != kernel->partner || (kernel->partner != F32 && !partner->from_float))
+        return false;
+    draw(kernel, type, own, partner, weights, rows);
+    for (count = few ? 1 : rows; count <= rows; count++) {
         memset(to, 0, sizeof to);
-        multiply(kernel, &alone, WEIGHTS, count, blocks, x, blocks, y, blocks, to[0], WEIGHTS, type);
+        multiply(kernel, &alone, weights, count, blocks, tried_weights, blocks, tried_rows, blocks, to[0],
+                 WEIGHTS, type);
         for (row = 0; row < count; row++)
-            for (weight = 0; weight < WEIGHTS; weight++) {
+            for (weight = 0; weight < weights; weight++) {
                 float wanted;
-                own->dot(TRIED, &wanted, 0, x[0] + weight * x_bytes, 0, y[0] + row * y_bytes, 0, 1);
+                own->dot(TRIED, &wanted, 0, tried_weights[0] + weight * blocks * kernel->bytes, 0,
+                         tried_rows[0] + row * blocks * kernel->partner_bytes, 0, 1);
                 if (memcmp(&wanted, &to[row][weight], sizeof wanted) != 0)
                     return false;
             }
@@ -310,7 +347,7 @@ static const struct kernel *fitting(int type, const void *(*traits_of)(int))
     int source;
     for (source = 0; source < COUNT; source++) {
         const struct kernel *kernel = SOURCES[source](type);
-        if (kernel && agrees(kernel, type, traits_of(type), traits_of(kernel->partner)))
+        if (kernel && agrees(kernel, type, traits_of(type), traits_of(kernel->partner), true))
             return kernel;
     }
     return NULL;
@@ -320,10 +357,10 @@ static const struct kernel *fitting(int type, const void *(*traits_of)(int))
 
 /* Begins to take products of up to `most` rows, of those of `wanted` types (bits) whose kernels give
    the library's own bits; if `long_ones`, also longer ones, but for floats that llamafile's take.
-   Returns these types. The library's functions: its llamafile_sgemm and
+   Returns these types, and from bit 32 on those whose prompts are multiplied on registers of 512 bits. The library's functions: its llamafile_sgemm and
    ggml_compute_forward_mul_mat_tiled, which the rest is left to, ggml_get_type_traits_cpu,
    ggml_nrows, and ggml_threadpool_chunk_add or NULL. */
-uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*traits_of)(int),
+uint64_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*traits_of)(int),
                               int64_t (*rows)(const void *), int (*chunk)(void *, int), int most,
                               uint32_t wanted, bool long_ones)
 {
@@ -336,11 +373,15 @@ uint32_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
     memset(used, 0, sizeof used);
     if (most > 0) {
         int type;
-        uint32_t found = 0;
+        uint64_t found = 0;
         dice = 1;
-        for (type = 0; type < TYPES; type++)
-            if (wanted >> type & 1 && (used[type] = fitting(type, traits_of)) != NULL)
-                found |= 1u << type;
+        for (type = 0; type < TYPES; type++) {
+            const struct kernel *kernel = wanted >> type & 1 ? fitting(type, traits_of) : NULL;
+            used[type] = kernel;
+            wide[type] = kernel && long_ones && wide_knows(type);
+            wide[type] = wide[type] && agrees(kernel, type, traits_of(type), traits_of(kernel->partner), false);
+            found |= (uint64_t)(kernel != NULL) << type | (uint64_t)wide[type] << (32 + type);
+        }
         next_chunk = chunk;
         most_rows = most < MOST_ROWS ? most : MOST_ROWS;
         prompts = long_ones;

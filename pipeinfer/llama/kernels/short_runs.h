@@ -105,6 +105,14 @@ HIDDEN source avx2_products, avx_vnni_products, avx512_vnni_products, avx2_float
 HIDDEN source neon_products, dotprod_products, dotprod_own_products, neon_floats;
 #endif
 
+/* The same for prompts, on registers of 512 bits: up to WIDE_ROWS rows, a multiple of WIDE_STEP. Returns how
+   many rows of weights were taken, from the first: the others are the caller's. */
+enum { WIDE_ROWS = 128, WIDE_STEP = 8 };
+HIDDEN bool wide_knows(int type);
+HIDDEN int64_t wide_prompt(int type, const struct kernel *kernel, int64_t blocks, const uint8_t *x,
+                           size_t x_apart, int64_t weights, const uint8_t *y, size_t y_apart, int rows,
+                           float *to, int64_t apart);
+
 /* Numbers for trials of kernels: the same in every process. */
 static inline uint32_t roll(uint32_t *dice)
 {
