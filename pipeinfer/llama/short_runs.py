@@ -51,7 +51,7 @@ ATTENTION_FUNCTIONS = (
     "ggml_compute_forward_flash_attn_ext", "ggml_get_type_traits_cpu", "ggml_init", "ggml_free",
     "ggml_new_tensor_4d", "ggml_flash_attn_ext", "ggml_new_graph", "ggml_build_forward_expand",
     "ggml_graph_compute_with_ctx", "ggml_get_data")
-_ATTENTION = "attention"
+_ATTENTION = ("attention", "attention-512")
 ALLOCATOR = "ggml_aligned_malloc"  #: llama.cpp's, whose large buffers get huge pages
 ALL_FUNCTIONS = {*FUNCTIONS, *REPACKED_FUNCTIONS, *ATTENTION_FUNCTIONS, ALLOCATOR}
 
@@ -103,11 +103,11 @@ def begin(functions: Mapping[str, Any]) -> None:
     def begin_with(most: int, prompts: bool) -> list[str]:
         kernels = in_files(most, prompts and slower)
         repacked = laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
+        attention = own.pipeinfer_short_attention(for_attention, attends and most > 0)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
                 *(f"{name}-512" for kind, name in _TYPES.items() if kernels >> 32 + kind & 1),
                 *(name for kind, name in enumerate(_REPACKED) if repacked >> kind & 1),
-                *([_ATTENTION] if own.pipeinfer_short_attention(
-                    for_attention, attends and most > 0) else [])]
+                *(name for bit, name in enumerate(_ATTENTION) if attention >> bit & 1)]
 
     _begin[:] = [begin_with]
     limit(MOST_ROWS)
@@ -128,7 +128,7 @@ def used() -> tuple[str, ...]:
     """Return the types of weights whose products are computed here.
 
     "q4_0_8x8" is repacked Q4_0, "-512" prompts on registers of 512 bits, "attention" attention
-    over q8_0. Empty before llama.cpp is loaded.
+    over q8_0, "attention-512" its parts on such registers. Empty before llama.cpp is loaded.
     """
     return tuple(_used)
 
@@ -149,7 +149,7 @@ def _compiled() -> Any | None:
             function = getattr(library, name)
             function.restype = result
             function.argtypes = [*[ctypes.c_void_p] * len(pointers), *more]
-        library.pipeinfer_short_attention.restype = yes
+        library.pipeinfer_short_attention.restype = ctypes.c_uint
         library.pipeinfer_short_attention.argtypes = [ctypes.POINTER(ctypes.c_void_p), yes]
         library.pipeinfer_huge_pages.restype = None
         library.pipeinfer_huge_pages.argtypes = [ctypes.c_void_p]

@@ -21,7 +21,7 @@ static const struct { int bytes, start; int8_t values[16]; } layouts[REPACKED_TY
 
 #ifdef X86
 
-#include "avx2.h"
+#include "wide.h"
 #include <cpuid.h>
 #include <stdlib.h>
 #ifdef __linux__
@@ -29,8 +29,7 @@ static const struct { int bytes, start; int8_t values[16]; } layouts[REPACKED_TY
 #include <unistd.h>
 #endif
 
-enum { COLUMNS = 16,  /* of a panel: the lanes of a register of 512 bits */
-       NUMBERS = 32,  /* of a block */
+enum { NUMBERS = 32,  /* of a block */
        PANEL = COLUMNS * NUMBERS,
        IN_FOURS = 4 * Q8_0_BYTES,
        LEAST = 8,     /* rows from which on unpacking to 512 bits pays */
@@ -39,9 +38,6 @@ enum { COLUMNS = 16,  /* of a panel: the lanes of a register of 512 bits */
        MOST = 128,    /* rows that pass over unpacked panels */
        LIFT = 128 };  /* makes a weight unsigned, as VNNI needs one side */
 
-#define FLAGS "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"
-#define VNNI __attribute__((target(FLAGS)))
-#define LANES VNNI static inline __attribute__((always_inline))
 #define IN_SIXTEENS _Pragma("GCC unroll 16")
 
 static bool taken[REPACKED_TYPES], tiles;
@@ -110,7 +106,7 @@ LANES void unpack(enum repacked type, int64_t blocks, const uint8_t *x, size_t n
 }
 
 /* Fills `laid` with rows that lie in fours; what a group has beyond `rows` is zero */
-VNNI static void lay_out(int64_t blocks, const uint8_t *y, int rows, int group)
+WIDE static void lay_out(int64_t blocks, const uint8_t *y, int rows, int group)
 {
     const int64_t groups = (rows + group - 1) / group, all = blocks * groups * group;
     int64_t block;
@@ -194,7 +190,7 @@ LANES void eight_rows(int64_t blocks, int64_t at, int panel, float *to)
 #endif
 #if defined(TILE_MODEL) || !KNOWS_TILES
 
-#define AMX VNNI
+#define AMX WIDE
 #define TILE_ZERO(T) memset(model[T], 0, sizeof model[T])
 #define TILE_LOAD(T, FROM, APART) model_load(T, FROM, APART)
 #define TILE_STORE(T, TO) memcpy(TO, model[T], sizeof model[T])
@@ -233,7 +229,7 @@ static bool has_amx(void)
 
 #else
 
-#define AMX __attribute__((target(FLAGS ",amx-tile,amx-int8")))
+#define AMX __attribute__((target(WIDE_FLAGS ",amx-tile,amx-int8")))
 #define TILE_ZERO(T) _tile_zero(T)
 #define TILE_LOAD(T, FROM, APART) _tile_loadd(T, FROM, APART)
 #define TILE_STORE(T, TO) _tile_stored(T, TO, 64)
@@ -293,7 +289,7 @@ void four_tiles(int64_t blocks, int64_t at, int panel, float *to)
     }
 }
 
-VNNI static void by_vnni(int wide, int64_t groups, int64_t blocks, int64_t at)
+WIDE static void by_vnni(int wide, int64_t groups, int64_t blocks, int64_t at)
 {
     int64_t group;
     int panel;
@@ -317,7 +313,7 @@ AMX static void by_tiles(int wide, int64_t groups, int64_t blocks, int64_t at)
 }
 
 /* Up to MOST rows by `weights` columns, a multiple of 16, by tiles of 32; false: no memory */
-VNNI static bool rows_by_columns(enum repacked type, int64_t blocks, float *to, size_t apart,
+WIDE static bool rows_by_columns(enum repacked type, int64_t blocks, float *to, size_t apart,
                                  const uint8_t *x, const uint8_t *y, int rows, int weights, bool amx)
 {
     const int group = amx ? 32 : 8, bytes = layouts[type].bytes;
@@ -417,9 +413,7 @@ static bool agree(enum repacked type, bool amx)
 
 unsigned repacked_prompts(product *const gemms[REPACKED_TYPES], bool wanted)
 {
-    const bool able = wanted && has_avx2() && __builtin_cpu_supports("avx512f")
-        && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-        && __builtin_cpu_supports("avx512vnni");
+    const bool able = wanted && has_wide_vnni();
     unsigned found = 0;
     int type;
     memcpy(their_gemms, gemms, sizeof their_gemms);

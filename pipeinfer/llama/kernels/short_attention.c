@@ -8,7 +8,7 @@
    compared on random numbers. This one replaces llama.cpp's own through the dynamic linker, as in
    short_runs.c. */
 
-#include "avx2.h"
+#include "attention.h"
 
 #include <math.h>
 
@@ -37,23 +37,12 @@ static forward *theirs;
 static void (*quantise)(const float *from, void *to, int64_t count);
 static bool used;
 static bool fused; /* whether the library rounds once where a sum is scaled and a weight of 1 added */
+static bool wide;       /* whether registers of 512 bits are used */
 static bool expf_known; /* whether expf is the one that is repeated below */
 
 #ifdef X86
 
-enum { CELLS = 32,       /* that are taken together */
-       PAIRS = 16,       /* of a head and a row, likewise */
-       WIDEST = 256,     /* numbers of a head */
-       MOST = WIDEST / 32 };
-
-/* What one thread works with; rows of values and sums are as wide as a head */
-struct space {
-    float sums[PAIRS * WIDEST], values[CELLS * WIDEST], key_scales[MOST][CELLS];
-    int8_t query[PAIRS][WIDEST];
-    float query_scales[PAIRS][MOST];
-    float total[PAIRS], most[PAIRS];
-    int64_t rows[PAIRS], heads[PAIRS]; /* of each pair */
-};
+enum { LEAST_WIDE = 4 }; /* pairs for which unpacking keys to 512 bits pays */
 
 /* Up to CELLS cells that some of a group's rows see, and which of them each row sees */
 struct cells {
@@ -164,19 +153,7 @@ INLINE float largest(const float *scores)
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-/* 2^(i / 32) as bits, less i * 2^47 */
-static const int64_t POWERS[32] = {
-    0x3ff0000000000000, 0x3fefd9b0d3158574, 0x3fefb5586cf9890f, 0x3fef9301d0125b51,
-    0x3fef72b83c7d517b, 0x3fef54873168b9aa, 0x3fef387a6e756238, 0x3fef1e9df51fdee1,
-    0x3fef06fe0a31b715, 0x3feef1a7373aa9cb, 0x3feedea64c123422, 0x3feece086061892d,
-    0x3feebfdad5362a27, 0x3feeb42b569d4f82, 0x3feeab07dd485429, 0x3feea47eb03a5585,
-    0x3feea09e667f3bcd, 0x3fee9f75e8ec5f74, 0x3feea11473eb0187, 0x3feea589994cce13,
-    0x3feeace5422aa0db, 0x3feeb737b0cdc5e5, 0x3feec49182a3f090, 0x3feed503b23e255d,
-    0x3feee89f995ad3ad, 0x3feeff76f2fb5e47, 0x3fef199bdd85529c, 0x3fef3720dcef9069,
-    0x3fef5818dcfba487, 0x3fef7c97337b9b5f, 0x3fefa4afa2a490da, 0x3fefd0765b6e4540};
-static const float LEAST = -87.0f; /* below it expf has cases of their own */
-
-/* expf of four numbers between LEAST and 0 as glibc computes it since 2.28 with FMA, and musl: a
+/* expf of four numbers between LEAST_POWER and 0 as glibc computes it since 2.28 with FMA, and musl: a
    polynomial of x * 32 / log 2 less the nearest whole number, in doubles. */
 INLINE __m128 four_powers(__m128 x)
 {
@@ -198,7 +175,7 @@ INLINE __m128 four_powers(__m128 x)
 /* expf of a number that is not above 0, with the same bits whatever the numbers next to it */
 AVX2 static float power(float x)
 {
-    return expf_known && x >= LEAST ? _mm_cvtss_f32(four_powers(_mm_set1_ps(x))) : expf(x);
+    return expf_known && x >= LEAST_POWER ? _mm_cvtss_f32(four_powers(_mm_set1_ps(x))) : expf(x);
 }
 
 /* The same of several; `count` is a multiple of four. */
@@ -207,12 +184,32 @@ AVX2 static void powers(int count, const float *x, float *to)
     int at, i;
     for (at = 0; at < count; at += 4) {
         const __m128 four = _mm_loadu_ps(x + at);
-        if (expf_known && _mm_movemask_ps(_mm_cmplt_ps(four, _mm_set1_ps(LEAST))) == 0)
+        if (expf_known && _mm_movemask_ps(_mm_cmplt_ps(four, _mm_set1_ps(LEAST_POWER))) == 0)
             _mm_storeu_ps(to + at, four_powers(four));
         else
             for (i = at; i < at + 4; i++)
                 to[i] = power(x[i]);
     }
+}
+
+/* Whether a pair sees all cells and no score rises above the largest so far: most of a long text. Its scores
+   become weights then. */
+AVX2 static bool weigh(const struct cells *of, const struct space *own, int pair, float *scores)
+{
+    const float most = own->most[pair];
+    float least = 0;
+    int cell;
+    if (!of->plain || of->seen[pair] != 0xffffffff || largest(scores) > most)
+        return false;
+    for (cell = 0; cell < CELLS; cell++) {
+        scores[cell] -= most;
+        least = scores[cell] < least ? scores[cell] : least;
+    }
+    if (wide && least >= LEAST_POWER)
+        wide_powers(scores);
+    else
+        powers(CELLS, scores, scores);
+    return true;
 }
 
 static const uint8_t IN_ORDER[CELLS] = {
@@ -228,16 +225,6 @@ AVX2 static void attend(int width, const struct cells *of, const float *scores, 
     float weights[CELLS], most = own->most[pair], total = own->total[pair];
     float *sums = own->sums + pair * width;
     int cell, next, count = 0, from = 0;
-    if (mask == NULL && seen == 0xffffffff && largest(scores) <= most) {
-        for (cell = 0; cell < CELLS; cell++)
-            weights[cell] = scores[cell] - most;
-        powers(CELLS, weights, weights);
-        for (cell = 0; cell < CELLS; cell++)
-            total += weights[cell];
-        add_up(width, CELLS, own->values, IN_ORDER, weights, sums);
-        own->total[pair] = total;
-        return;
-    }
     for (cell = 0; cell < of->count; cell++) {
         float score = scores[cell];
         if (!(seen >> cell & 1))
@@ -266,6 +253,29 @@ AVX2 static void attend(int width, const struct cells *of, const float *scores, 
     add_up(width, count - from, own->values, cells + from, weights + from, sums);
     own->most[pair] = most;
     own->total[pair] = total;
+}
+
+/* All cells of the pairs that `weigh` has taken */
+AVX2 static void add_weighed(int width, int count, const int *pairs, const float (*weights)[CELLS],
+                             struct space *own)
+{
+    int next = 0, cell, i;
+    for (; wide && width % 64 == 0 && next + FOUR <= count; next += FOUR) {
+        const float *by[FOUR];
+        float *sums[FOUR], *totals[FOUR];
+        for (i = 0; i < FOUR; i++) {
+            by[i] = weights[pairs[next + i]];
+            sums[i] = own->sums + pairs[next + i] * width;
+            totals[i] = &own->total[pairs[next + i]];
+        }
+        wide_values(width, own->values, by, sums, totals);
+    }
+    for (; next < count; next++) {
+        const float *by = weights[pairs[next]];
+        for (cell = 0; cell < CELLS; cell++)
+            own->total[pairs[next]] += by[cell];
+        add_up(width, CELLS, own->values, IN_ORDER, by, own->sums + pairs[next] * width);
+    }
 }
 
 /* Scales of the keys and all values of these cells */
@@ -343,16 +353,24 @@ AVX2 static void some_cells(const struct task *task, int64_t plane, int pairs, c
     const int width = (int)v->ne[0], blocks = (int)k->ne[0] / 32;
     const uint8_t *keys = k->data + source * k->nb[2] + plane / (q->ne[3] / k->ne[3]) * k->nb[3];
     const uint8_t *values = v->data + source * v->nb[2] + plane / (q->ne[3] / v->ne[3]) * v->nb[3];
-    int pair;
+    const bool by_sixteens = wide && pairs >= LEAST_WIDE && cells->count == CELLS;
+    float scores[PAIRS][CELLS];
+    int weighed[PAIRS], count = 0, pair;
     unpack(blocks, width, cells, keys, k->nb[1], values, v->nb[1], own);
+    if (by_sixteens)
+        wide_scores(blocks, keys, k->nb[1], cells->at, own, pairs, task->scale, scores);
     for (pair = 0; pair < pairs; pair++) {
-        float scores[CELLS];
         if (cells->seen[pair] == 0)
             continue;
-        products(blocks, cells, keys, k->nb[1], own, pair, task->scale, scores);
-        attend(width, cells, scores, cells->seen[pair], cells->plain ? NULL : mask_of(
-            task, own->rows[pair], own->heads[pair], plane), own, pair);
+        if (!by_sixteens)
+            products(blocks, cells, keys, k->nb[1], own, pair, task->scale, scores[pair]);
+        if (weigh(cells, own, pair, scores[pair]))
+            weighed[count++] = pair;
+        else
+            attend(width, cells, scores[pair], cells->seen[pair], cells->plain ? NULL : mask_of(
+                task, own->rows[pair], own->heads[pair], plane), own, pair);
     }
+    add_weighed(width, count, weighed, scores, own);
 }
 
 static void forget(struct cells *cells)
@@ -360,6 +378,14 @@ static void forget(struct cells *cells)
     memset(cells->seen, 0, sizeof cells->seen);
     cells->count = 0;
     cells->plain = true;
+}
+
+INLINE void put_query(const uint8_t *from, int8_t *to, uint8_t *lifted)
+{
+    const __m256i numbers = load(from);
+    _mm256_storeu_si256((__m256i *)(void *)to, numbers);
+    _mm256_storeu_si256((__m256i *)(void *)lifted,
+                        _mm256_xor_si256(numbers, _mm256_set1_epi8((char)0x80)));
 }
 
 /* Pairs of a head and a row, PAIRS at most, whose heads read the same keys. */
@@ -378,7 +404,8 @@ AVX2 static void some_pairs(const struct task *task, int64_t plane, int pairs, s
                                                + plane * q->nb[3]), packed, q->ne[0]);
         for (block = 0; block < blocks; block++) {
             own->query_scales[pair][block] = one(packed + block * Q8_0_BYTES);
-            memcpy(&own->query[pair][32 * block], packed + block * Q8_0_BYTES + 2, 32);
+            put_query(packed + block * Q8_0_BYTES + 2, &own->query[pair][32 * block],
+                      &own->lifted[pair][32 * block]);
         }
         memset(own->sums + pair * width, 0, width * sizeof(float));
         own->total[pair] = 0.0f;
@@ -533,8 +560,9 @@ static struct {
     void *(*data)(const struct tensor *);
 } ggml;
 
-enum { TRIED = 70, TRIED_ROWS = 3, HEADS = 6, SOURCES = 2, ROOM = 1 << 20 };
+enum { TRIED = 134, OPEN = 96, TRIED_ROWS = 3, HEADS = 6, SOURCES = 2, ROOM = 1 << 20 };
 
+/* Random numbers; of masks the first OPEN cells are seen by all. */
 static void fill(struct tensor *to, uint32_t *dice)
 {
     int64_t i, number, count = to->ne[0] * to->ne[1] * to->ne[2];
@@ -543,7 +571,7 @@ static void fill(struct tensor *to, uint32_t *dice)
         if (to->type == F32) {
             ((float *)(void *)to->data)[i] = some_number(dice);
         } else if (to->type == F16) {
-            ((uint16_t *)(void *)to->data)[i] = roll(dice) % 4 ? 0 : 0xfc00;
+            ((uint16_t *)(void *)to->data)[i] = i % to->ne[0] < OPEN || roll(dice) % 4 ? 0 : 0xfc00;
         } else if (i % 32 == 0) {
             for (number = 0; number < 32; number++)
                 some[number] = some_number(dice);
@@ -597,18 +625,24 @@ static bool agrees(int width, uint32_t *dice)
     return same;
 }
 
-static bool knows_expf(void)
+/* Whether expf is what `powers`, or on registers of 512 bits `wide_powers`, computes */
+static bool knows_expf(bool on_512)
 {
-    float x[4], found[4];
+    float x[CELLS], found[CELLS];
     uint32_t dice = 1;
     int i, trial;
-    for (trial = 0; trial < 512; trial++) {
-        for (i = 0; i < 4; i++) /* of all sizes down to LEAST */
-            x[i] = LEAST * (float)(roll(&dice) % 1000 + 1) / (float)(1000 << roll(&dice) % 16);
+    for (trial = 0; trial < 64; trial++) {
+        for (i = 0; i < CELLS; i++) { /* of all sizes down to LEAST_POWER */
+            x[i] = LEAST_POWER * (float)(roll(&dice) % 1000 + 1) / (float)(1000 << roll(&dice) % 16);
+            found[i] = x[i];
+        }
         expf_known = true;
-        powers(4, x, found);
+        if (on_512)
+            wide_powers(found);
+        else
+            powers(CELLS, x, found);
         expf_known = false;
-        for (i = 0; i < 4; i++)
+        for (i = 0; i < CELLS; i++)
             if (found[i] != expf(x[i]))
                 return false;
     }
@@ -628,29 +662,35 @@ static bool agree(void)
 
 #endif
 
-/* Begins to make these products if `wanted` and their bits are the library's own; returns whether.
+/* Begins to make these products if `wanted` and their bits are the library's own; returns 1 then, 3 if on
+   registers of 512 bits, else 0.
    functions, all needed: its ggml_compute_forward_flash_attn_ext, ggml_get_type_traits_cpu, ggml_init,
    ggml_free, ggml_new_tensor_4d, ggml_flash_attn_ext, ggml_new_graph, ggml_build_forward_expand,
    ggml_graph_compute_with_ctx, ggml_get_data. */
-bool pipeinfer_short_attention(void *const *functions, bool wanted)
+unsigned pipeinfer_short_attention(void *const *functions, bool wanted)
 {
-    used = false;
+    used = wide = false;
     theirs = (forward *)functions[0];
 #ifdef X86
     if (wanted && has_avx2()) {
         const struct traits *(*traits_of)(int) = (const struct traits *(*)(int))functions[1];
+        bool found, may_widen;
         memcpy(&ggml, functions + 2, sizeof ggml);
         quantise = traits_of(Q8_0)->from_float;
-        expf_known = knows_expf();
+        may_widen = has_wide_vnni() && knows_expf(true);
+        expf_known = knows_expf(false);
         fused = true;
-        used = agree();
-        if (!used) {
+        found = agree();
+        if (!found) {
             fused = false;
-            used = agree();
+            found = agree();
         }
+        wide = found && may_widen && expf_known;
+        wide = wide && agree();
+        used = found; /* not before: the library's own would be ours */
     }
 #else
-    (void)wanted, (void)quantise, (void)fused, (void)expf_known;
+    (void)wanted, (void)quantise, (void)fused, (void)expf_known, (void)wide;
 #endif
-    return used;
+    return (unsigned)used | (unsigned)wide << 1;
 }

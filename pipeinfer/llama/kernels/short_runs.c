@@ -276,7 +276,7 @@ static void randomise(const struct kernel *kernel, int type, uint8_t *block)
 
 /* More numbers than a slice of wide_prompts.c, more rows than it takes at a time, weights for panels of
    both widths */
-enum { TRIED = 1280, FEW_WEIGHTS = 5, WEIGHTS = 53, ROWS = WIDE_ROWS + 2 * WIDE_STEP + 1 };
+enum { TRIED = 1280, FEW_WEIGHTS = 5, WEIGHTS = 197, ROWS = WIDE_ROWS + 2 * WIDE_STEP + 1 };
 
 static uint8_t tried_weights[WEIGHTS][4 * TRIED], tried_rows[ROWS][4 * TRIED];
 

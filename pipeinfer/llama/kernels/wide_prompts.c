@@ -6,25 +6,18 @@
    and each float sum is added up in the order of the single row, so the bits are the same. What makes it
    faster is that weights are unpacked once for up to MOST rows, and registers of twice the width. */
 
-#include "short_runs.h"
+#include "wide.h"
 
 #ifdef X86
 
-#include "avx2.h"
 #include <stdlib.h>
 
-enum { COLUMNS = 16,  /* of a panel: the lanes of a register of 512 bits */
-       PANELS = 2,    /* taken together by types with blocks of 256 */
+enum { PANELS = 2,    /* taken together by types with blocks of 256 */
        GROUP = 8,     /* rows taken together */
-       PART = 32,     /* numbers, eight registers of a panel */
        SUPER = 256,   /* numbers of the larger blocks */
        SLICE = 4,     /* of these in a row that are unpacked at a time */
        DEEP = SLICE * SUPER / PART,
-       SUMS = 8,      /* float lanes of a single row's kernel */
        SCALES = SUMS * SUPER / PART, FALLS = SCALES + 2 * SUMS, REGISTERS = FALLS + SUMS };
-
-#define WIDE __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
-#define LANES WIDE static inline __attribute__((always_inline))
 
 /* 256 numbers of a panel by parts of 32, of which a register has four of each column; behind them scales
    of 16 numbers each in 16 registers, and what falls off in 8: twice a column, in 16 bits */
@@ -57,51 +50,12 @@ static bool has_room(size_t blocks)
     return laid.blocks != 0;
 }
 
-LANES __m512i repeated(const void *four)
-{
-    int32_t numbers;
-    memcpy(&numbers, four, sizeof numbers);
-    return _mm512_set1_epi32(numbers);
-}
-
-/* 32 bytes of each of 16 columns, `apart` from one to the next, to registers of four of each */
-LANES void transpose(const uint8_t *from, size_t apart, int8_t (*to)[64])
-{
-    __m512i a[8], b[8];
-    int i;
-    UNROLLED
-    for (i = 0; i < 8; i++)
-        a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load(from + i * apart)),
-                                  load(from + (i + 8) * apart), 1);
-    UNROLLED
-    for (i = 0; i < 8; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    UNROLLED
-    for (i = 0; i < 8; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    UNROLLED
-    for (i = 0; i < 4; i++) {
-        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
-        const __m512i second = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-        _mm512_store_si512(to[i], _mm512_permutex2var_epi64(a[i], first, a[i + 4]));
-        _mm512_store_si512(to[i + 4], _mm512_permutex2var_epi64(a[i], second, a[i + 4]));
-    }
-}
-
 /* A number of 8 bits in both halves of each 32 */
 LANES __m512i twice(__m128i bytes)
 {
     const __m512i wide = _mm512_cvtepi8_epi32(bytes);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, wide, _mm512_slli_epi32(wide, 16));
 }
-
-LANES void put(uint8_t *to, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)to, x); }
 
 /* A block of Q4_K or Q5_K: numbers, scales, lowest values */
 LANES void unpack_k(bool fifth, const uint8_t *x, uint8_t *to)
@@ -273,7 +227,7 @@ LANES void by_supers(int type, int panels, int64_t blocks, const uint8_t *x, siz
 LANES void unpack_block(int type, const uint8_t *x, size_t x_apart, struct block *to)
 {
     uint8_t columns[COLUMNS][PART] ALIGNED;
-    int column, sum;
+    int column;
     for (column = 0; column < COLUMNS; column++, x += x_apart) {
         put(columns[column],
             type == Q8_0 ? load(x + 2) : type == Q4_1 ? nibbles(x + 4) : _mm256_sub_epi8(
@@ -283,10 +237,7 @@ LANES void unpack_block(int type, const uint8_t *x, size_t x_apart, struct block
         to->other[column] = type == Q4_1 ? one(x + 2) : 0;
     }
     transpose(columns[0], PART, to->numbers);
-    UNROLLED
-    for (sum = 0; sum < SUMS; sum++)
-        _mm512_store_si512(to->starts[sum], _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(
-            _mm512_setzero_si512(), _mm512_set1_epi8((char)0x80), _mm512_load_si512(to->numbers[sum]))));
+    lift(to->numbers, to->starts);
 }
 
 /* Two rows from `row` on, whose blocks begin at `from`, by a panel */
@@ -374,11 +325,9 @@ WIDE static void sum_up(int type, int panels, int rows, float *to, int64_t apart
             for (i = 0; i < SUMS; i++)
                 of[i] = _mm512_load_ps(sums[p][row][i]);
             UNROLLED
-            for (i = 0; i < 4; i++) {
-                of[i] = _mm512_add_ps(of[i + 4], of[i]);
+            for (i = 0; i < SUMS / 2; i++)
                 low[i] = _mm512_load_ps(least[p][row][i]);
-            }
-            of[0] = _mm512_add_ps(_mm512_add_ps(of[0], of[2]), _mm512_add_ps(of[1], of[3]));
+            of[0] = sum_of_eight(of);
             if (type == Q4_K)
                 low[0] = _mm512_add_ps(_mm512_add_ps(low[0], low[2]), _mm512_add_ps(low[1], low[3]));
             if (type == Q4_K || type == Q5_K || type == Q4_1)
@@ -408,9 +357,7 @@ WIDE static void by_panels(int type, int panels, const struct kernel *kernel, in
 bool wide_knows(int type)
 {
     return (type == Q4_0 || type == Q4_1 || type == Q5_0 || type == Q8_0 || type == Q4_K || type == Q5_K
-            || type == Q6_K)
-        && has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+            || type == Q6_K) && has_wide_vnni();
 }
 
 WIDE int64_t wide_prompt(int type, const struct kernel *kernel, int64_t blocks, const uint8_t *x,
