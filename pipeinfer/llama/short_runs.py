@@ -87,10 +87,10 @@ def begin(functions: Mapping[str, Any]) -> None:
 
     avx512, flags = functions.get("ggml_cpu_has_avx512"), cpu_flags()
     # with AVX-512 llama.cpp is faster on prompts than kernels of AVX2, and with AMX than all
-    slower = avx512 is None or not avx512() or (
-        "avx512_vnni" in flags and "amx_int8" not in flags)
+    old = avx512 is None or not avx512()
+    slower = old or ("avx512_vnni" in flags and "amx_int8" not in flags)
     # repacked Q4_0 is faster here than there, but for AVX-512 without VNNI, which was not tried
-    slower_anew = avx512 is None or not avx512() or "avx512_vnni" in flags
+    slower_anew = old or "avx512_vnni" in flags
     own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every)
@@ -101,7 +101,7 @@ def begin(functions: Mapping[str, Any]) -> None:
         for name in ATTENTION_FUNCTIONS))
 
     def begin_with(most: int, prompts: bool) -> list[str]:
-        kernels = in_files(most, prompts and slower)
+        kernels = in_files(most, prompts and slower, prompts and old)
         repacked = laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
         attention = own.pipeinfer_short_attention(for_attention, attends and most > 0)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
@@ -144,7 +144,7 @@ def _compiled() -> Any | None:
         yes = ctypes.c_bool
         for name, result, pointers, more in (
                 ("pipeinfer_short_runs", ctypes.c_uint64, FUNCTIONS,
-                 (ctypes.c_int, ctypes.c_uint32, yes)),
+                 (ctypes.c_int, ctypes.c_uint32, yes, yes)),
                 ("pipeinfer_repacked_runs", ctypes.c_uint32, REPACKED_FUNCTIONS, (yes, yes))):
             function = getattr(library, name)
             function.restype = result

@@ -12,28 +12,10 @@
 
 #include <math.h>
 
-enum { OPERANDS = 10, PARAMETERS = 16 };
-
-/* ggml_tensor, as far as it is needed; whether it is laid out so is tried first */
-struct tensor {
-    int type;
-    void *buffer;
-    int64_t ne[4];
-    size_t nb[4];
-    int op;
-    int32_t parameters[PARAMETERS]; /* the first three are floats */
-    int32_t flags;
-    struct tensor *operands[OPERANDS];
-    struct tensor *viewed;
-    size_t offset;
-    uint8_t *data;
-};
-
-struct memory { size_t bytes; void *at; bool only_sizes; }; /* ggml_init_params */
-
 typedef void forward(const struct team *, struct tensor *to);
 
 static forward *theirs;
+bool tensors_known;
 static void (*quantise)(const float *from, void *to, int64_t count);
 static bool used;
 static bool fused; /* whether the library rounds once where a sum is scaled and a weight of 1 added */
@@ -687,6 +669,7 @@ unsigned pipeinfer_short_attention(void *const *functions, bool wanted)
         }
         wide = found && may_widen && expf_known;
         wide = wide && agree();
+        tensors_known = found;
         used = found; /* not before: the library's own would be ours */
     }
 #else

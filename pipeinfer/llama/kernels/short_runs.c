@@ -49,6 +49,7 @@ static const uint32_t KNOWN = 1u << F32 | 1u << F16 | 1u << BF16 | 1u << Q4_0 | 
                               | 1u << Q8_0 | 1u << Q4_K | 1u << Q5_K | 1u << Q6_K;
 static const struct kernel *used[TYPES];  /* NULL: left to llama.cpp */
 static bool wide[TYPES];                  /* whose prompts wide_prompts.c multiplies */
+static bool instead_of_tiles;             /* whether it takes those that llama.cpp would make in tiles */
 
 static bool fits(const struct kernel *kernel, int64_t blocks)
 {
@@ -244,11 +245,19 @@ bool llamafile_sgemm(const struct team *team, int64_t m, int64_t n, int64_t k, c
     return true;
 }
 
-/* The same for products that llama.cpp would make in tiles. */
+/* The same for products that llama.cpp would make in tiles: few rows, and prompts that are faster here. */
 bool ggml_compute_forward_mul_mat_tiled(const struct team *team, void *to)
 {
     if (most_rows && rows_of(to) <= most_rows)
         return false;
+#ifdef KERNELS
+    if (instead_of_tiles && tensors_known) {
+        const struct tensor *weights = ((const struct tensor *)to)->operands[0];
+        const int type = weights->type;
+        if (type >= 0 && type < TYPES && wide[type] && fits(used[type], weights->ne[0] / used[type]->elements))
+            return false;
+    }
+#endif
     return their_tiles != NULL && their_tiles(team, to);
 }
 
@@ -356,13 +365,14 @@ static const struct kernel *fitting(int type, const void *(*traits_of)(int))
 #endif
 
 /* Begins to take products of up to `most` rows, of those of `wanted` types (bits) whose kernels give
-   the library's own bits; if `long_ones`, also longer ones, but for floats that llamafile's take.
+   the library's own bits; if `long_ones`, also longer ones, but for floats that llamafile's take; of these,
+   if `tiled_ones`, also those that the library would make in tiles.
    Returns these types, and from bit 32 on those whose prompts are multiplied on registers of 512 bits. The library's functions: its llamafile_sgemm and
    ggml_compute_forward_mul_mat_tiled, which the rest is left to, ggml_get_type_traits_cpu,
    ggml_nrows, and ggml_threadpool_chunk_add or NULL. */
 uint64_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*traits_of)(int),
                               int64_t (*rows)(const void *), int (*chunk)(void *, int), int most,
-                              uint32_t wanted, bool long_ones)
+                              uint32_t wanted, bool long_ones, bool tiled_ones)
 {
     theirs = own;
     their_tiles = tiles;
@@ -370,6 +380,7 @@ uint64_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
     most_rows = 0;
     prompts = false;
 #ifdef KERNELS
+    instead_of_tiles = false;
     memset(used, 0, sizeof used);
     if (most > 0) {
         int type;
@@ -385,10 +396,11 @@ uint64_t pipeinfer_short_runs(product *own, tiled_product *tiles, const void *(*
         next_chunk = chunk;
         most_rows = most < MOST_ROWS ? most : MOST_ROWS;
         prompts = long_ones;
+        instead_of_tiles = tiled_ones;
         return found;
     }
 #else
-    (void)traits_of, (void)chunk, (void)most, (void)wanted, (void)long_ones;
+    (void)traits_of, (void)chunk, (void)most, (void)wanted, (void)long_ones, (void)tiled_ones;
 #endif
     return 0;
 }

@@ -37,6 +37,28 @@ struct traits {
     int64_t rows;
 };
 
+enum { OPERANDS = 10, PARAMETERS = 16 };
+
+/* ggml_tensor, as far as it is needed; whether it is laid out so is tried first */
+struct tensor {
+    int type;
+    void *buffer;
+    int64_t ne[4];
+    size_t nb[4];
+    int op;
+    int32_t parameters[PARAMETERS]; /* the first three are floats */
+    int32_t flags;
+    struct tensor *operands[OPERANDS];
+    struct tensor *viewed;
+    size_t offset;
+    uint8_t *data;
+};
+
+struct memory { size_t bytes; void *at; bool only_sizes; }; /* ggml_init_params */
+
+/* Whether a trial of short_attention.c has found tensors laid out so */
+extern __attribute__((visibility("hidden"))) bool tensors_known;
+
 #ifdef KERNELS
 
 #define UNROLLED _Pragma("GCC unroll 8")

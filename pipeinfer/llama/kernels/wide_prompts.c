@@ -265,12 +265,14 @@ LANES void two_rows(int type, int64_t all, int64_t from, int64_t blocks, int row
                                           less[i]);
         }
         UNROLLED
-        for (k = 0; k < SUMS; k++)
+        for (k = 0; k < SUMS; k++) {
+            __m512i starts = _mm512_load_si512(of->starts[k]), w = _mm512_load_si512(of->numbers[k]);
+            __asm__("" : "+v"(starts), "+v"(w)); /* or GCC loads them for each row */
             UNROLLED
             for (i = 0; i < 2; i++)
                 sum[i][k] = _mm512_fmadd_ps(by[i], _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(
-                    _mm512_load_si512(of->starts[k]), repeated(laid.numbers + PART * at[i] + 4 * k),
-                    _mm512_load_si512(of->numbers[k]))), sum[i][k]);
+                    starts, repeated(laid.numbers + PART * at[i] + 4 * k), w)), sum[i][k]);
+        }
     }
     UNROLLED
     for (i = 0; i < 2; i++) {
