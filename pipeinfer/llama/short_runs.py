@@ -85,12 +85,9 @@ def begin(functions: Mapping[str, Any]) -> None:
                     for name in names]
         return lambda most, *now: function(*pointers, most if complete else 0, *more, *now)
 
-    avx512, flags = functions.get("ggml_cpu_has_avx512"), cpu_flags()
+    old, flags = not functions.get("ggml_cpu_has_avx512", bool)(), cpu_flags()
     # with AVX-512 llama.cpp is faster on prompts than kernels of AVX2, and with AMX than all
-    old = avx512 is None or not avx512()
     slower = old or ("avx512_vnni" in flags and "amx_int8" not in flags)
-    # repacked Q4_0 is faster here than there, but for AVX-512 without VNNI, which was not tried
-    slower_anew = old or "avx512_vnni" in flags
     own_kernels = os.environ.get(SWITCH, "") != "one-by-one"
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every)
@@ -102,7 +99,9 @@ def begin(functions: Mapping[str, Any]) -> None:
 
     def begin_with(most: int, prompts: bool) -> list[str]:
         kernels = in_files(most, prompts and slower, prompts and old)
-        repacked = laid_out_anew(own_kernels and most > 0, prompts and slower_anew)
+        # faster than there, but for AVX-512 without VNNI, which was not tried
+        repacked = laid_out_anew(own_kernels and most > 0,
+                                 prompts and (old or "avx512_vnni" in flags))
         attention = own.pipeinfer_short_attention(for_attention, attends and most > 0)
         return [*(name for kind, name in _TYPES.items() if kernels >> kind & 1),
                 *(f"{name}-512" for kind, name in _TYPES.items() if kernels >> 32 + kind & 1),

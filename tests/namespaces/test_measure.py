@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.cli import measuring
+from benchmarks.shared.__main__ import read
 from tests.kit import llama_programs
 from tests.kit.namespaces import Cluster
 
@@ -22,7 +22,7 @@ def test_each_host_runs_a_worker_and_what_fails_is_said(tmp_path, worker):
         left = cluster.run(["pgrep", "-f", str(programs)], timeout=20)
     assert done.returncode == 0, done.stderr
     assert left.stdout == ""
-    record = measuring.read(path)
+    record = read(path)
     assert len(record.hosts) == 3
     if worker:
         assert record.baseline is not None
