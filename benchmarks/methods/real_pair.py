@@ -5,7 +5,7 @@
 Ten questions in the model's chat template, twelve about a text that they hold, five openings of
 prose and five of programs; greedy and at temperature 0.8. Every proposer (none, the draft, prompt
 lookup, both; with --eagle also a prediction head) over 1 to 4 ranks, one thread each, against
-rig/plain_loop.py, which shares no code with the pipeline. A mismatch is teacher-forced as in
+tests/kit/plain_loop.py, which shares no code with the pipeline. A mismatch is teacher-forced as in
 `lossless`. With --pace-ms all stages together take at least that long for a run, as on hosts of
 their own; speeds are then those of such hosts. --grid 1xN: a wide stage. Guesses are not tuned or
 stopped here, as other jobs do.

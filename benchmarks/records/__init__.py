@@ -1,4 +1,4 @@
-"""Every measured number of the documentation, as records; pages are written from them.
+"""Every measured number of the documentation, as records: a page of Markdown per subject.
 
-A TOML file per group. Numbers are added here, by hand or by a benchmark, and nowhere else.
+Numbers are added here, by hand or by a benchmark, and nowhere else.
 """
