@@ -285,7 +285,8 @@ static void randomise(const struct kernel *kernel, int type, uint8_t *block)
 
 /* More numbers than a slice of wide_prompts.c, more rows than it takes at a time, weights for panels of
    both widths */
-enum { TRIED = 1280, FEW_WEIGHTS = 5, WEIGHTS = 197, ROWS = WIDE_ROWS + 2 * WIDE_STEP + 1 };
+enum { TRIED = 1280, FEW_WEIGHTS = 5, WEIGHTS = 149, ROWS = WIDE_ROWS + 2 * WIDE_STEP + 1,
+       DRAWN = 37, EVERY = 3 }; /* the rest are copies, and some are compared: each start does this */
 
 static uint8_t tried_weights[WEIGHTS][4 * TRIED], tried_rows[ROWS][4 * TRIED];
 
@@ -297,7 +298,12 @@ static void draw(const struct kernel *kernel, int type, const struct traits *own
     float from[TRIED];
     int row, weight, i;
     for (row = 0; row < rows; row++) {
-        uint8_t *to = tried_rows[0] + row * blocks * kernel->partner_bytes;
+        const size_t bytes = blocks * kernel->partner_bytes;
+        uint8_t *to = tried_rows[0] + row * bytes;
+        if (row >= DRAWN) {
+            memcpy(to, tried_rows[0] + row % DRAWN * bytes, bytes);
+            continue;
+        }
         for (i = 0; i < TRIED; i++)
             from[i] = some_number(&dice);
         if (kernel->partner == F32)
@@ -308,7 +314,10 @@ static void draw(const struct kernel *kernel, int type, const struct traits *own
     for (weight = 0; weight < weights; weight++)
         for (i = 0; i < blocks; i++) {
             uint8_t *block = tried_weights[0] + (weight * blocks + i) * kernel->bytes;
-            if (kernel->elements > 1) {
+            if (weight >= DRAWN) {
+                memcpy(block, tried_weights[0] + (weight % DRAWN * blocks + i) * kernel->bytes,
+                       kernel->bytes);
+            } else if (kernel->elements > 1) {
                 randomise(kernel, type, block);
             } else {
                 const float value = ((int)(roll(&dice) & 0xffff) - 0x8000) / (float)(1 << 15);
@@ -339,7 +348,7 @@ static bool agrees(const struct kernel *kernel, int type, const struct traits *o
         multiply(kernel, &alone, weights, count, blocks, tried_weights, blocks, tried_rows, blocks, to[0],
                  WEIGHTS, type);
         for (row = 0; row < count; row++)
-            for (weight = 0; weight < weights; weight++) {
+            for (weight = few ? 0 : row % EVERY; weight < weights; weight += few ? 1 : EVERY) {
                 float wanted;
                 own->dot(TRIED, &wanted, 0, tried_weights[0] + weight * blocks * kernel->bytes, 0,
                          tried_rows[0] + row * blocks * kernel->partner_bytes, 0, 1);
