@@ -6,10 +6,11 @@
     python -m benchmarks.methods.lossless --share 0.1 --ranks 2,3,4 --turns   all cores in turns
 
 Greedy and temperature 0.8 with three seeds. The reference is tests/kit/plain_loop.py
-(llama-cpp-python on the unsplit file) for greedy and sampled decoding alike. Each mismatch is teacher-forced: the
-plain loop is fed the tokens up to that position, once with single rows and once in other widths,
-and the gap of the two best perturbed scores is printed beside the noise between the widths. With
---grid the reference is plain decoding over the same slices (tests/kit/sliced_loop.py).
+(llama-cpp-python on the unsplit file) for greedy and sampled decoding alike. Each mismatch is
+teacher-forced: the plain loop is fed the tokens up to that position, once with single rows and once
+in other widths, and the gap of the two best perturbed scores is printed beside the noise between
+the widths. With --grid the reference is plain decoding over the same slices
+(tests/kit/sliced_loop.py).
 """
 
 from __future__ import annotations
