@@ -42,6 +42,13 @@ static const int64_t POWERS[32] = {
     0x3feeace5422aa0db, 0x3feeb737b0cdc5e5, 0x3feec49182a3f090, 0x3feed503b23e255d,
     0x3feee89f995ad3ad, 0x3feeff76f2fb5e47, 0x3fef199bdd85529c, 0x3fef3720dcef9069,
     0x3fef5818dcfba487, 0x3fef7c97337b9b5f, 0x3fefa4afa2a490da, 0x3fefd0765b6e4540};
+/* expf as glibc computes it since 2.28 with FMA, and musl: a polynomial of x * 32 / log 2 less the nearest
+   whole number, in doubles */
+#define POWER_BY 0x1.71547652b82fep+5
+#define POWER_SHIFT 0x1.8p+52
+#define POWER_3 0x1.c6af84b912394p-20
+#define POWER_2 0x1.ebfce50fac4f3p-13
+#define POWER_1 0x1.62e42ff0c52d6p-6
 static const float LEAST_POWER = -87.0f; /* below it expf has cases of their own */
 
 #endif

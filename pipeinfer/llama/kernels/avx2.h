@@ -51,6 +51,33 @@ INLINE __m256i scales_of_k(const uint8_t *from)
         _mm_set_epi32((int)words[3], (int)words[2], (int)words[1], (int)words[0]));
 }
 
+/* Part `part` of a block of Q4_K, or with their fifth bits of Q5_K: the numbers of its lower halves and of
+   its upper ones */
+INLINE void numbers_of_k(bool fifth, int part, __m256i packed, __m256i upper, __m256i *l, __m256i *h)
+{
+    const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
+    *l = _mm256_and_si256(packed, low);
+    *h = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+    if (fifth) {
+        *l = _mm256_or_si256(*l, _mm256_slli_epi16(_mm256_and_si256(
+            _mm256_srli_epi16(upper, 2 * part), one_bit), 4));
+        *h = _mm256_or_si256(*h, _mm256_slli_epi16(_mm256_and_si256(
+            _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
+    }
+}
+
+/* The same of half a block of Q6_K, which begins at x and has these upper bits */
+INLINE __m256i numbers_of_q6_k(int part, const uint8_t *x, __m256i upper)
+{
+    const __m256i packed = load(x + 32 * (part % 2));
+    const __m256i lower = _mm256_and_si256(
+        part < 2 ? packed : _mm256_srli_epi16(packed, 4), _mm256_set1_epi8(15));
+    const __m256i bits = _mm256_and_si256(upper, _mm256_set1_epi8((char)(3 << 2 * part)));
+    return _mm256_or_si256(lower,
+        part == 0 ? _mm256_slli_epi16(bits, 4) : part == 1 ? _mm256_slli_epi16(bits, 2) :
+        part == 2 ? bits : _mm256_srli_epi16(bits, 2));
+}
+
 /* Weights come from memory once, row after row, and the processor's own look ahead ends with each
    page. */
 enum { AHEAD = 2048, LINE = 64 };

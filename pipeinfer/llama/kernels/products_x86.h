@@ -171,7 +171,6 @@ INLINE __m256i spread(__m256i scales, int number)
 INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, const struct rows *y,
                    float *to, int64_t apart)
 {
-    const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
     __m256 sums[MOST_GROUP];
     __m128 least[MOST_GROUP];
     float leasts[MOST_GROUP];
@@ -195,15 +194,8 @@ INLINE void dots_k(bool fifth, int count, int64_t blocks, const uint8_t *x, cons
         UNROLLED
         for (part = 0; part < 4; part++) {
             const __m256i scale_l = spread(scales, 2 * part), scale_h = spread(scales, 2 * part + 1);
-            const __m256i packed = load(numbers + 32 * part);
-            __m256i l = _mm256_and_si256(packed, low);
-            __m256i h = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
-            if (fifth) {
-                l = _mm256_add_epi8(l, _mm256_slli_epi16(_mm256_and_si256(
-                    _mm256_srli_epi16(upper, 2 * part), one_bit), 4));
-                h = _mm256_add_epi8(h, _mm256_slli_epi16(_mm256_and_si256(
-                    _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
-            }
+            __m256i l, h;
+            numbers_of_k(fifth, part, load(numbers + 32 * part), upper, &l, &h);
             UNROLLED
             for (row = 0; row < count; row++) {
                 const __m256i sum = add_scaled(count, part ? found[row] : _mm256_setzero_si256(), scale_l, l,
@@ -257,7 +249,6 @@ INLINE void dots_q5_k(int count, int64_t blocks, const uint8_t *x, const struct 
 INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct rows *y, float *to,
                       int64_t apart)
 {
-    const __m256i low = _mm256_set1_epi8(15);
     __m256 sums[MOST_GROUP];
     int row, half, part;
     int64_t block;
@@ -277,13 +268,7 @@ INLINE void dots_q6_k(int count, int64_t blocks, const uint8_t *x, const struct 
             const __m256i upper = load(x + 128 + 32 * half);
             UNROLLED
             for (part = 0; part < 4; part++) {
-                const __m256i packed = load(x + 64 * half + 32 * (part % 2));
-                const __m256i lower = _mm256_and_si256(
-                    part < 2 ? packed : _mm256_srli_epi16(packed, 4), low);
-                const __m256i bits = _mm256_and_si256(upper, _mm256_set1_epi8((char)(3 << 2 * part)));
-                const __m256i numbers = _mm256_or_si256(lower,
-                    part == 0 ? _mm256_slli_epi16(bits, 4) : part == 1 ? _mm256_slli_epi16(bits, 2) :
-                    part == 2 ? bits : _mm256_srli_epi16(bits, 2));
+                const __m256i numbers = numbers_of_q6_k(part, x + 64 * half, upper);
                 const int number = 8 * half + 2 * part;
                 const __m256i by = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(bytes, _mm_set_epi64x(
                     0x0101010101010101LL * (number + 1), 0x0101010101010101LL * number)));

@@ -135,20 +135,19 @@ INLINE float largest(const float *scores)
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-/* expf of four numbers between LEAST_POWER and 0 as glibc computes it since 2.28 with FMA, and musl: a
-   polynomial of x * 32 / log 2 less the nearest whole number, in doubles. */
+/* expf of four numbers between LEAST_POWER and 0 */
 INLINE __m128 four_powers(__m128 x)
 {
-    const __m256d wide = _mm256_cvtps_pd(x), by = _mm256_set1_pd(0x1.71547652b82fep+5);
-    const __m256d shift = _mm256_set1_pd(0x1.8p+52);
+    const __m256d wide = _mm256_cvtps_pd(x), by = _mm256_set1_pd(POWER_BY);
+    const __m256d shift = _mm256_set1_pd(POWER_SHIFT);
     const __m256d shifted = _mm256_fmadd_pd(wide, by, shift);
     const __m256i whole = _mm256_castpd_si256(shifted);
     const __m256d rest = _mm256_fmsub_pd(wide, by, _mm256_sub_pd(shifted, shift));
     const __m256i power = _mm256_add_epi64(_mm256_slli_epi64(whole, 47), _mm256_i64gather_epi64(
         (const long long *)POWERS, _mm256_and_si256(whole, _mm256_set1_epi64x(31)), 8));
-    const __m256d upper = _mm256_fmadd_pd(_mm256_set1_pd(0x1.c6af84b912394p-20), rest,
-                                          _mm256_set1_pd(0x1.ebfce50fac4f3p-13));
-    const __m256d lower = _mm256_fmadd_pd(_mm256_set1_pd(0x1.62e42ff0c52d6p-6), rest,
+    const __m256d upper = _mm256_fmadd_pd(_mm256_set1_pd(POWER_3), rest,
+                                          _mm256_set1_pd(POWER_2));
+    const __m256d lower = _mm256_fmadd_pd(_mm256_set1_pd(POWER_1), rest,
                                           _mm256_set1_pd(1.0));
     return _mm256_cvtpd_ps(_mm256_mul_pd(
         _mm256_fmadd_pd(upper, _mm256_mul_pd(rest, rest), lower), _mm256_castsi256_pd(power)));

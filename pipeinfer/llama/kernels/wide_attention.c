@@ -69,16 +69,16 @@ WIDE void wide_scores(int blocks, const uint8_t *keys, size_t apart, const int64
 /* four_powers of short_attention.c */
 LANES __m256 eight_powers(__m256 x)
 {
-    const __m512d wide = _mm512_cvtps_pd(x), by = _mm512_set1_pd(0x1.71547652b82fep+5);
-    const __m512d shift = _mm512_set1_pd(0x1.8p+52);
+    const __m512d wide = _mm512_cvtps_pd(x), by = _mm512_set1_pd(POWER_BY);
+    const __m512d shift = _mm512_set1_pd(POWER_SHIFT);
     const __m512d shifted = _mm512_fmadd_pd(wide, by, shift);
     const __m512i whole = _mm512_castpd_si512(shifted);
     const __m512d rest = _mm512_fmsub_pd(wide, by, _mm512_sub_pd(shifted, shift));
     const __m512i power = _mm512_add_epi64(_mm512_slli_epi64(whole, 47), _mm512_i64gather_epi64(
         _mm512_and_si512(whole, _mm512_set1_epi64(31)), (const long long *)POWERS, 8));
-    const __m512d upper = _mm512_fmadd_pd(_mm512_set1_pd(0x1.c6af84b912394p-20), rest,
-                                          _mm512_set1_pd(0x1.ebfce50fac4f3p-13));
-    const __m512d lower = _mm512_fmadd_pd(_mm512_set1_pd(0x1.62e42ff0c52d6p-6), rest,
+    const __m512d upper = _mm512_fmadd_pd(_mm512_set1_pd(POWER_3), rest,
+                                          _mm512_set1_pd(POWER_2));
+    const __m512d lower = _mm512_fmadd_pd(_mm512_set1_pd(POWER_1), rest,
                                           _mm512_set1_pd(1.0));
     return _mm512_cvtpd_ps(_mm512_mul_pd(
         _mm512_fmadd_pd(upper, _mm512_mul_pd(rest, rest), lower), _mm512_castsi512_pd(power)));

@@ -60,21 +60,13 @@ LANES __m512i twice(__m128i bytes)
 /* A block of Q4_K or Q5_K: numbers, scales, lowest values */
 LANES void unpack_k(bool fifth, const uint8_t *x, uint8_t *to)
 {
-    const __m256i low = _mm256_set1_epi8(15), one_bit = _mm256_set1_epi8(1);
     const __m256i upper = fifth ? load(x + 16) : _mm256_setzero_si256();
     const __m128i both = _mm256_cvtepi16_epi8(scales_of_k(x + 4));
     int part;
     UNROLLED
     for (part = 0; part < 4; part++) {
-        const __m256i packed = load(x + (fifth ? 48 : 16) + PART * part);
-        __m256i l = _mm256_and_si256(packed, low);
-        __m256i h = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
-        if (fifth) {
-            l = _mm256_or_si256(l, _mm256_slli_epi16(_mm256_and_si256(
-                _mm256_srli_epi16(upper, 2 * part), one_bit), 4));
-            h = _mm256_or_si256(h, _mm256_slli_epi16(_mm256_and_si256(
-                _mm256_srli_epi16(upper, 2 * part + 1), one_bit), 4));
-        }
+        __m256i l, h;
+        numbers_of_k(fifth, part, load(x + (fifth ? 48 : 16) + PART * part), upper, &l, &h);
         put(to + 2 * PART * part, l);
         put(to + 2 * PART * part + PART, h);
     }
@@ -91,14 +83,8 @@ LANES void unpack_q6_k(const uint8_t *x, uint8_t *to)
     for (half = 0; half < 2; half++) {
         const __m256i upper = load(x + 128 + PART * half);
         UNROLLED
-        for (part = 0; part < 4; part++) {
-            const __m256i packed = load(x + 64 * half + PART * (part % 2));
-            const __m256i lower = _mm256_and_si256(
-                part < 2 ? packed : _mm256_srli_epi16(packed, 4), _mm256_set1_epi8(15));
-            const __m256i bits = _mm256_and_si256(
-                _mm256_srli_epi16(upper, 2 * part), _mm256_set1_epi8(3));
-            put(to + PART * (4 * half + part), _mm256_or_si256(lower, _mm256_slli_epi16(bits, 4)));
-        }
+        for (part = 0; part < 4; part++)
+            put(to + PART * (4 * half + part), numbers_of_q6_k(part, x + 64 * half, upper));
     }
     _mm512_storeu_si512(to + SUPER, twice(scales));
     put(to + SUPER + 64, _mm256_mullo_epi16(_mm256_cvtepi8_epi16(scales), _mm256_set1_epi16(-32)));
