@@ -131,19 +131,29 @@ class Generation:
         it has ended."""
         if not self.ended:
             self.stats, self.reason = stats, "stop" if self.stopped else reason
-            self._changed(self)
+            self._close()
 
     def fail(self, failure: Failure) -> None:
         """End the choice with `failure`; without effect when it has ended."""
         if not self.ended:
             self.failure, self.reason = failure, "error"
-            self._changed(self)
+            self._close()
+
+    def _close(self) -> None:
+        """Report the end, and let go of the prompt and of who follows: the answer that holds this
+        choice is such a one, and a circle with a long prompt would stay in memory for minutes."""
+        changed, self._changed, self.frame = self._changed, _nothing, None
+        changed(self)
 
     def read(self, progress: PromptProgress) -> None:
         """Record how much of the prompt is computed, until the first token comes."""
         if progress != self.progress and not self.rows:
             self.progress = progress
             self._changed(self)
+
+
+def _nothing(_: Generation) -> None:
+    pass
 
 
 class Reading:

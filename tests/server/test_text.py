@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.text.text_stream import TextStream
 from pipeinfer.server.answer_parser import AnswerParser, parse_call
 from pipeinfer.server.call_grammar import CallGrammar
 from pipeinfer.server.choice import Generation, Reading
 from pipeinfer.server.errors import Failure
 from pipeinfer.server.families import FAMILIES, HERMES
+from pipeinfer.server.frames import Submit
 from pipeinfer.server.tools import Call, ToolUse, Words, joined
 
 
@@ -21,6 +25,34 @@ def generation_of(tokenizer, stops=()):
     """A choice, and a reading of it."""
     made = Generation(1, 0, 3, lambda _: None, TextStream(tokenizer, stops) if stops else None)
     return made, Reading(made, TextStream(tokenizer, stops))
+
+
+class Holder:
+    """Holds a choice and follows it, as an answer does."""
+
+    def __init__(self):
+        self.reported = []
+        self.choice = Generation(1, 0, 3, self.follow)
+        self.choice.frame = Submit(1, (1, 2, 3), 4, SamplingParams())
+
+    def follow(self, choice):
+        self.reported.append(choice.reason)
+
+
+@pytest.mark.parametrize("end", [
+    lambda choice: choice.end("stop", {}), lambda choice: choice.fail(Failure("failed", "gone"))])
+def test_a_choice_that_has_ended_leaves_its_prompt_without_the_collector(end):
+    gc.disable()
+    try:
+        one = Holder()
+        end(one.choice)
+        end(one.choice)
+        assert len(one.reported) == 1
+        left = weakref.ref(one)
+        del one
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def spelled(tokenizer, text, cuts):
