@@ -18,7 +18,6 @@ from pathlib import Path
 import click
 
 from benchmarks.fuzz import (
-    bare_case,
     config_case,
     frame_case,
     gguf_case,
@@ -32,7 +31,6 @@ KINDS = {module.KIND.name: module.KIND for module in (
     gguf_case, safetensors_case, frame_case, http_case, config_case)}
 if gguf_case.has_torch():
     KINDS[lora_case.KIND.name] = lora_case.KIND
-OTHERS = {"bare": bare_case.KIND}  #: only where they are named
 CORPUS = Path(__file__).with_name("corpus")
 
 
@@ -40,9 +38,8 @@ CORPUS = Path(__file__).with_name("corpus")
 @click.option("--cases", type=click.IntRange(1), default=10_000, show_default=True,
               help="Inputs of each kind.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(sorted(KINDS | OTHERS)),
-              help="Only this kind (repeatable). bare: files of kind gguf given to llama.cpp "
-                   "without any check, for comparison.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(sorted(KINDS)),
+              help="Only this kind (repeatable).")
 @click.option("--seconds", type=click.FloatRange(0.1), default=runner.LIMIT_SECONDS,
               show_default=True, help="Longest that one input may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -51,12 +48,12 @@ def main(cases: int, seed: int, kinds: tuple[str, ...], seconds: float, as_json:
     runner.LIMIT_SECONDS = seconds
     results = []
     for name in kinds or tuple(KINDS):
-        kind, start = (KINDS | OTHERS)[name], time.monotonic()
+        kind, start = KINDS[name], time.monotonic()
         done = runner.run(kind, functools.partial(runner.case, kind, seed), cases,
                           lambda line: click.echo(f"\r\x1b[K{line}", err=True, nl=False))
         click.echo("\r\x1b[K", err=True, nl=False)
         results.append((done, time.monotonic() - start))
-        for failure in done.failures if name in KINDS else ():
+        for failure in done.failures:
             where = runner.store(failure, CORPUS / name)
             click.echo(f"{where}: {failure.what.strip()}\n", err=True)
     if as_json:

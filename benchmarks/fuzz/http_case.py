@@ -1,9 +1,10 @@
 """HTTP requests as bytes: request lines, headers and JSON bodies changed, against the real process.
 
 The HTTP process runs against a scripted engine (tests/kit/server_peer.py), so that a
-case costs milliseconds; `benchmarks.serving.malformed` sends what a schema makes to a whole server.
-A case may end in any answer below 500, or in a closed connection; at the end the process must live,
-answer a good request, have written no traceback and not have grown.
+case costs milliseconds; `benchmarks.serving.malformed` sends what a schema makes.
+A case may end in any answer below 500, an error of which has a message, or in a closed connection;
+at the end the process must live, answer a good request, have written no traceback and not have
+grown.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MOST_GROWTH = 400 << 20
 _MOST_ANSWER = 8 << 20
 _PATIENCE = 0.15  #: seconds without an answer after which nothing more is sent
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_SCHEMAS = ({"$ref": "#"}, {"type": "nothing"}, {"type": ["object"] * 50}, {"enum": []})
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": "def f(", "max_tokens": 4, "temperature": 0.5, "stop": ["\n"], "n": 2,
@@ -101,7 +103,8 @@ def _body(draw: random.Random, path: str) -> bytes:
         for _ in range(draw.choice((1, 1, 2, 3))):
             value = change_value(draw, value)
     if act < 0.2 and isinstance(value, dict):
-        value[draw.choice(sorted(BODIES[path]))] = draw.choice(VALUES)
+        value[draw.choice(sorted(BODIES[path]))] = draw.choice((*VALUES, "\ud800", 10**400, {
+            "type": "json_schema", "json_schema": {"schema": draw.choice(_SCHEMAS)}}))
     raw = json.dumps(value).encode("utf-8", "surrogatepass")
     way = draw.random()
     if way < 0.12:
@@ -255,6 +258,9 @@ def examine(data: bytes, directory: Path) -> str:
     assert b"Traceback" not in answer
     assert status < 500, answer[:600]
     if status >= 400:
+        head, _, told = answer.partition(b"\r\n\r\n")
+        if b"application/json" in head.lower() and b"chunked" not in head.lower():
+            assert json.loads(told)["error"]["message"], answer[:600]
         raise Refused(f"status {status}")
     return str(status)
 
