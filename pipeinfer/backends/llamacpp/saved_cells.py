@@ -7,7 +7,7 @@ do not change, so a restored cell has the bits of the one that was saved. Layout
     u32 magic, i32 id                                                        (ids are not read)
     a cache   u32 streams, u32 cells, and unless there are none:
               cells x (i32 position, u32 ids, [12 bytes: further positions], i32 id)
-              u32 transposed, u32 layers, u32 and u32: sizes of the rotation of keys and values
+              u32 transposed, u32 layers, [u32 and u32: sizes of the rotation of keys and values]
               layers x (i32 type, u64 row, cells x row)                      keys
               layers x the same; transposed: (i32 type, u32 size, u32 n, cells x size x n)  values
     states    u32 cells, and unless there are none: i32 position, u32 ids,
@@ -31,7 +31,6 @@ from msgspec import Struct
 from pipeinfer.errors import BackendError
 
 _MAGIC = 0xAF143CD8
-_NO_TOKEN = struct.pack("<i", -1)
 _HEAD = struct.pack("<Ii", _MAGIC, 0)
 _Rows = tuple[int, int, int, memoryview]  #: type, bytes of a row or element, elements, data
 
@@ -41,14 +40,14 @@ class CacheCells(Struct, array_like=True):
 
     positions: of the cells, in the order in which they lie
     further: their further positions, 12 bytes each, for models with several
-    rotation: sizes of the rotation of keys and values
+    rotation: sizes of the rotation of keys and values; () where the library writes none
     transposed: whether values lie by element
     layers: rows of keys and, where the model has them, of values, by layer of the whole model
     """
 
     positions: list[int]
     further: bytes
-    rotation: tuple[int, int]
+    rotation: tuple[int, ...]
     transposed: int
     layers: dict[int, list[_Rows]]
 
@@ -97,6 +96,7 @@ class CellLayout(Struct, frozen=True):
     further: whether a cell has further positions
     values: whether a cache has values besides keys
     whole: whether its blobs stay one piece
+    rotations: whether the library writes sizes of rotations
     """
 
     layers: tuple[int, int]
@@ -105,6 +105,7 @@ class CellLayout(Struct, frozen=True):
     further: bool = False
     values: bool = True
     whole: bool = False
+    rotations: bool = True
 
     def parse(self, blob: Any, *, states_only: bool = False) -> SavedCells:
         """Take a blob apart, into views. states_only: it has no caches."""
@@ -143,21 +144,20 @@ class CellLayout(Struct, frozen=True):
         return "{}-{}".format(*self.layers)
 
     def _cache(self, reader: _Reader, own: Sequence[int]) -> CacheCells:
-        streams, = reader.unpack("<I")
-        count, = reader.unpack("<I")
+        streams, count = reader.unpack("<II")
         if streams != 1:
             raise ValueError("several streams")
         if not count:
-            return CacheCells([], b"", (0, 0), 0, {})
+            return CacheCells([], b"", (), 0, {})
         positions, further = [], []
         for _ in range(count):
             position, _ids = reader.unpack("<iI")
             positions.append(position)
-            if self.further:  # two numbers, and a token, which nothing reads from the cache
-                further.append(bytes(reader.take(8)) + _NO_TOKEN)
+            if self.further:  # two numbers, and a token (-1), which nothing reads there
+                further.append(bytes(reader.take(8)) + b"\xff" * 4)
                 reader.take(4)
             reader.take(4)
-        transposed, n_layers, *rotation = reader.unpack("<IIII")
+        transposed, n_layers, *rotation = reader.unpack("<II" + "II" * self.rotations)
         if n_layers != len(own):
             raise ValueError("other layers than declared")
         layers: dict[int, list[_Rows]] = {layer: [] for layer in own}
@@ -167,8 +167,7 @@ class CellLayout(Struct, frozen=True):
         for layer in own if self.values else ():
             kind, size, n = reader.unpack("<iII") if transposed else (*reader.unpack("<iQ"), 1)
             layers[layer].append((kind, size, n, reader.take(size * n * count)))
-        return CacheCells(positions, b"".join(further), (rotation[0], rotation[1]), transposed,
-                          layers)
+        return CacheCells(positions, b"".join(further), tuple(rotation), transposed, layers)
 
     def _of_cache(self, cells: CacheCells, own: Sequence[int]) -> list[bytes | memoryview]:
         count = len(cells.positions)
@@ -180,8 +179,9 @@ class CellLayout(Struct, frozen=True):
         for i, position in enumerate(cells.positions):
             out += [struct.pack("<iI", position, 1), cells.further[12 * i : 12 * i + 12],
                     struct.pack("<i", 0)]
-        rotation = cells.rotation if own else (0, 0)
-        out.append(struct.pack("<IIII", cells.transposed, len(own), *rotation))
+        rotation = cells.rotation if own else (0, 0) * self.rotations
+        out.append(struct.pack("<II" + "II" * self.rotations, cells.transposed, len(own),
+                               *rotation))
         for part in range(1 + self.values):
             for layer in own:
                 kind, size, n, data = cells.layers[layer][part]

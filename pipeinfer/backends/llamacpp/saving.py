@@ -59,7 +59,9 @@ def layout_of(source: Any, handle: Any, layers: tuple[int, int], *, windows: boo
         if stateful or binding.llama_model_is_hybrid(handle) else None
     return CellLayout(layers, caches, states,
                       binding.llama_model_rope_type(handle) in _SEVERAL_POSITIONS,
-                      not has_latent_cache(model), own.copied_whole)
+                      not has_latent_cache(model), own.copied_whole,
+                      # libraries with this field are newer than the format with sizes
+                      hasattr(binding.llama_context_params, "moe_cache_size"))
 
 
 class CellSaver:
