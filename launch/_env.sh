@@ -228,8 +228,8 @@ END
 
 compile_llama() {
     # A wheel of llama-cpp-python for this processor, in .venv/native. pip's own cache must not keep
-    # it: it may not run elsewhere, and lacks what pipeinfer does not use (multimodal models).
-    local pin log="$VENV/compile.log" flags="-DLLAVA_BUILD=OFF" without=""
+    # it: it may not run elsewhere.
+    local pin log="$VENV/compile.log" flags="" without=""
     # Without AVX2, llamafile's kernels make runs of two and more rows inexact and no faster.
     if [ "$(uname -m)" = x86_64 ] && ! grep -qw avx2 /proc/cpuinfo; then
         flags="$flags -DGGML_LLAMAFILE=OFF"

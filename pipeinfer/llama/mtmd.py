@@ -98,7 +98,7 @@ def _functions() -> dict[str, Any]:
         function = getattr(handle, f"mtmd_{name}", None)
         if function is None:
             raise BackendError(f"{library.name} has no projectors of pictures (mtmd_{name}): "
-                               "install xllamacpp, which has them")
+                               "compile it again (docs/install.md), or install xllamacpp")
         function.restype, function.argtypes = result, arguments
         found[name] = function
     defaults = found["context_params_default"]()

@@ -30,7 +30,9 @@ class WithHelper(mtmd.Projector):
 
     def __init__(self, mmproj: Path, model: Path) -> None:
         super().__init__(str(mmproj), str(model), mtmd.Sizes())
-        handle = ctypes.CDLL(str(binding.loaded().path))
+        library = binding.loaded().path
+        own = library.with_name("libmtmd.so")  # of a compiled library
+        handle = ctypes.CDLL(str(own if own.exists() else library))
         self.tokenize = handle.mtmd_tokenize
         self.tokenize.argtypes = (c_void_p, c_void_p, POINTER(_Text), POINTER(c_void_p), c_size_t)
         self.evaluate = handle.mtmd_helper_eval_chunks
