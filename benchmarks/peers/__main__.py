@@ -51,6 +51,7 @@ class Options:
     """The command line."""
 
     programs: Path | None
+    ik: Path | None
     work: Path
     files: str
     only: str
@@ -68,6 +69,8 @@ class Options:
 @click.command(help=__doc__, context_settings={"max_content_width": 100})
 @click.option("--programs", type=click.Path(path_type=Path),
               help="Folder with llama.cpp's own programs [default: built below --work].")
+@click.option("--ik", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder with ik_llama.cpp's llama-bench: one process is compared with it, too.")
 @click.option("--work", type=click.Path(path_type=Path), default=WORK, show_default=True)
 @click.option("--files", default=",".join(models.NAMES), show_default=True)
 @click.option("--only", default="", help="Entries with one of these words, such as: plain,bench.")
@@ -117,9 +120,9 @@ def _contests(options: Options, name: str, path: Path, folder: Path) -> list[
     for length in map(int, options.lengths.split(",")) if options.lengths else (None,):
         count = options.prompt_tokens if length is None else max(length, _LEAST_PROMPT)
         draft = models.draft_of(name)
-        wanted = list(length_entries(length) if length is not None else
+        wanted = list(length_entries(length, options.ik) if length is not None else
                       wide_entries(draft) if options.wide else
-                      entries(draft, tuple(map(int, options.workers.split(",")))))
+                      entries(draft, tuple(map(int, options.workers.split(","))), options.ik))
         if options.only:
             wanted = [one for one in wanted
                       if any(word in f"{one.group}: {one.name}" for word in

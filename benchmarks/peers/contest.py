@@ -1,6 +1,6 @@
 """Who runs against whom, in turn, and what the runs say.
 
-A contestant's reference is the fastest of llama.cpp's own in its group, by the median: where it
+A contestant's reference is the fastest of the others in its group, by the median: where it
 guesses, the fastest of all, otherwise the fastest that does not guess. Ratios are of one round.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.peers.runs import Measured, Task, bench, pipeinfer, speculative
+from benchmarks.peers.runs import Measured, Task, bench, ik_bench, pipeinfer, speculative
 
 _WHOLE = ", workers of all threads"
 _DRAFTS = (2, 4, 8)  #: tokens that llama.cpp's speculation drafts at a time; its own default is 3
@@ -47,13 +47,16 @@ class Line:
     ratio: tuple[float, float, float] | None = None
 
 
-def entries(draft: Path | None, workers: Sequence[int] = (1, 2)) -> Iterator[Entry]:
-    """One process, then so many workers. draft: of the vocabulary, if there is one."""
+def entries(draft: Path | None, workers: Sequence[int] = (1, 2), ik: Path | None = None
+            ) -> Iterator[Entry]:
+    """One process, then so many workers. draft: of the vocabulary, if there is one. ik: folder of
+    ik_llama.cpp's programs."""
     kind, ours, theirs = (
         ("draft", ["-md", str(draft)], _drafted(draft) | _looked_up()) if draft else
         ("prompt-lookup", ["--proposer", "prompt-lookup"], _looked_up()))
     group, plain = "one process", ["--speculation", "off"]
     yield from (_theirs(group, flash) for flash in "01")
+    yield from (_ik(group, flash, ik) for flash in "01" if ik)
     yield _ours(group, "plain", plain)
     yield _ours(group, "plain, --exact off", [*plain, "--exact", "off"])
     for name, options in theirs.items():
@@ -95,12 +98,13 @@ def wide_entries(draft: Path | None) -> Iterator[Entry]:
         yield _ours(group, f"two stages, {kind}", options, 3, guesses=guesses)
 
 
-def length_entries(length: int) -> Iterator[Entry]:
-    """One process with so many tokens in the cache, by kind of cache."""
+def length_entries(length: int, ik: Path | None = None) -> Iterator[Entry]:
+    """One process with so many tokens in the cache, by kind of cache. ik: as in `entries`."""
     group, plain = f"after {length} tokens", ["--speculation", "off"]
     for flash, values in (("0", "f16"), ("1", "f16"), ("1", "q8_0")):
         yield Entry(group, f"llama-bench -fa {flash} -ctv {values}", False, False, bench,
                     ("-fa", flash, "-ctv", values))
+    yield from (_ik(group, flash, ik) for flash in "01" if ik)
     yield _ours(group, "plain", plain)
     yield _ours(group, "plain, --exact off", [*plain, "--exact", "off"])
 
@@ -153,7 +157,8 @@ def table(found: Sequence[Line]) -> str:
     for line, (name, speed, ratio) in zip(found, cells, strict=True):
         if line.group != group:
             group = line.group
-            rows.append(f"{group:{names + 2}}  {'tokens/s':{speeds}}  ratio to llama.cpp's best")
+            rows.append(f"{group:{names + 2}}  {'tokens/s':{speeds}}  "
+                        "ratio to the others' best")
         rows.append(f"  {name:{names}}  {speed:{speeds}}  {ratio}".rstrip())
     return "\n".join(rows)
 
@@ -182,6 +187,11 @@ def _ours(group: str, name: str, options: Sequence[str], ranks: int = 1, *,
 def _theirs(group: str, flash: str, servers: int = 0, *, whole: bool = False) -> Entry:
     return Entry(group, f"llama-bench -fa {flash}{whole * _WHOLE}", False, False,
                  partial(bench, whole=True) if whole else bench, ("-fa", flash), servers)
+
+
+def _ik(group: str, flash: str, programs: Path) -> Entry:
+    return Entry(group, f"ik_llama.cpp, llama-bench -fa {flash} -rtr 1", False, False,
+                 partial(ik_bench, programs=programs), ("-fa", flash))
 
 
 def _drafted(draft: Path) -> dict[str, tuple[str, ...]]:

@@ -63,6 +63,17 @@ def bench(task: Task, options: Sequence[str] = (), servers: int = 0, *, whole: b
         return parse_bench(_output(command + remote, task)[0], command + remote)
 
 
+def ik_bench(task: Task, options: Sequence[str] = (), servers: int = 0, *, programs: Path
+             ) -> Measured:
+    """ik_llama.cpp's llama-bench in the folder `programs`, with weights repacked as they are loaded
+    (`-rtr 1`). Raises ClickException."""
+    del servers
+    command = [str(programs / "llama-bench"), "-m", str(task.model), "-p", "0", "-n", "0",
+               "-gp", f"{task.n_prompt},{task.tokens}", "-r", "1", "-t", str(task.threads),
+               "-o", "json", "-rtr", "1", *options]
+    return parse_bench(_output(command, task)[0], command)
+
+
 def speculative(task: Task, options: Sequence[str] = (), servers: int = 0, *, whole: bool = False
                 ) -> Measured:
     """llama-speculative-simple, likewise. Raises ClickException."""

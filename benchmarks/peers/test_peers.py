@@ -72,6 +72,25 @@ def test_speeds_are_read():
     assert runs.parse_pipeinfer(json.dumps(GENERATE), []).tokens_per_second == 20.9
 
 
+#: answers as ik_llama.cpp's llama-bench does, with the number of its new tokens as speed
+IK = f"""#!{sys.executable}
+import json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert given["-rtr"] == "1" and given["-p"] == given["-n"] == "0", given
+print(json.dumps([{{"avg_ts": float(given["-gp"].partition(",")[2]) / int(given["-t"])}}]))
+"""
+
+
+def test_ik_llama_cpp_is_measured_behind_the_prompt(task, tmp_path):
+    program = tmp_path / "llama-bench"
+    program.write_text(IK)
+    program.chmod(0o755)
+    asked = [one for one in contest.entries(None, (), tmp_path) if "ik_llama" in one.name]
+    assert [one.options for one in asked] == [("-fa", "0"), ("-fa", "1")]
+    assert asked[0].measure(task(SERVER), asked[0].options, 0).tokens_per_second == 4.0
+    assert not [one for one in contest.entries(None, ()) if "ik_llama" in one.name]
+
+
 @pytest.mark.parametrize("read", [
     lambda text: runs.parse_bench(text, ["program"]), lambda text: runs.parse_speculative(
         "", text, ["program"]), lambda text: runs.parse_pipeinfer(text, ["program"])])
