@@ -224,7 +224,8 @@ class _Trial:
             return f"lose-cancel@{rank}:every={rng.randint(1, 3)}"
         if fault in KV:
             if fault == "kv-full" or (fault == "kv-slow" and rng.random() < 0.5):
-                shutil.rmtree(self._cache / "kv")  # so that there is something to write
+                # so that there is something to write
+                shutil.rmtree(self._cache / "kv", ignore_errors=True)
             return f"{fault}@{rank}:" + {
                 "kv-corrupt": f"every={rng.randint(1, 3)}", "kv-full": f"after={rng.randint(0, 6)}",
                 "kv-slow": f"ms={rng.choice((20, 100, 400))}"}[fault]
