@@ -76,6 +76,12 @@ def test_a_hostile_file_is_refused_with_the_reason(name, pictures):
         pictures.show(data)
 
 
+def stop(process):
+    """Return when it is stopped: until its other thread sees the signal, it may still answer."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def test_what_ends_the_process_costs_one_picture(pictures, monkeypatch):
     before = pictures.show(_GOOD)
     process = pictures._helper._process
@@ -83,7 +89,7 @@ def test_what_ends_the_process_costs_one_picture(pictures, monkeypatch):
     process.wait()
     again = pictures.show(picture(80, 64, 2))  # it is started again
     assert again[1].digest != before[1].digest
-    os.kill(pictures._helper._process.pid, signal.SIGSTOP)
+    stop(pictures._helper._process)
     monkeypatch.setattr(media, "SECONDS", 0.5)
     with pytest.raises(RequestError, match=r"longer than 0\.5 s"):
         pictures.show(picture(90, 64, 3))
@@ -94,7 +100,7 @@ def test_what_ends_the_process_costs_one_picture(pictures, monkeypatch):
 
 def test_a_process_that_dies_over_a_picture_is_an_error_that_says_so(pictures):
     pictures.ready()
-    pictures._helper._process.send_signal(signal.SIGSTOP)  # or it could answer before it dies
+    stop(pictures._helper._process)  # or it could answer before it dies
     ask = pictures._helper._receive
     pictures._helper._receive = lambda seconds: (pictures.close(), ask(seconds))[1]
     with pytest.raises(RequestError, match="ended over it"):
