@@ -476,7 +476,9 @@ class EngineClient:
             self._send(Watch(True))
             self._show({"op": "facts", "state": self.state, "facts": facts})
         for one in list(self.open.values()):
-            if one.frame is not None:  # else its pictures are still being computed
+            if one.ended:  # it failed here, and the engine that was to end it has gone
+                self._end(one, "error", {})
+            elif one.frame is not None:  # else its pictures are still being computed
                 self._hand_over(one)
         self._admit()
 

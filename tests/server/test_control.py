@@ -10,14 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, ModelError
 from pipeinfer.server import engine_client, orders
 from pipeinfer.server.answers import Answers
 from pipeinfer.server.app import Server
+from pipeinfer.server.choice import Generation
 from pipeinfer.server.engine_client import EngineClient
 from pipeinfer.server.engines import ConnectedEngine
-from pipeinfer.server.errors import ApiError
-from pipeinfer.server.frames import Bye, Draining, Loading, Ready, encode
+from pipeinfer.server.errors import ApiError, Failure
+from pipeinfer.server.frames import Bye, Draining, Loading, Ready, Submit, encode
 from pipeinfer.server.http_process import unix_listener
 from pipeinfer.server.http_server import obey
 from pipeinfer.server.metrics import Metrics
@@ -142,6 +144,24 @@ async def until(true):
     async with asyncio.timeout(20):
         while not true():
             await asyncio.sleep(0.005)
+
+
+def test_a_choice_that_was_late_when_its_engine_died_takes_no_place_in_the_next_one():
+    async def run():
+        client = EngineClient(SETTINGS, Metrics(), outlives=True, url="http://h")
+        client.tokenizer = SimpleNamespace()
+        client.handle(Ready(FACTS))
+        late = client.open[7] = Generation(7, 0, 3, lambda _: None)
+        late.frame = Submit(7, (1, 2, 3), 4, SamplingParams())
+        client.abort(late, "timeout")
+        late.fail(Failure("timeout", "too late"))
+        assert client.open == {7: late}  # until the engine has ended it
+        client.move("to more hosts", new_model=False)
+        client.handle(Ready(FACTS))
+        assert client.open == {}
+        client.check_room(1)
+
+    asyncio.run(run())
 
 
 async def gone(client, *engines):
