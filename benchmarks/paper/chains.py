@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from benchmarks.paper.heads import _TODAY
+from benchmarks.paper.heads import TODAY
 from pipeinfer.emulation import wide
 from pipeinfer.emulation.profiles import Profiles, load_profiles
 from pipeinfer.emulation.scenarios import controller_of
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--draft-ms", type=float, default=0.0)
     parser.add_argument("--texts", type=int, default=10)
     given = parser.parse_args()
-    profiles = load_profiles(_TODAY)
+    profiles = load_profiles(TODAY)
     base = wide.WideExperiment("c", given.pair, nodes=8, widths=(8,), head=wide.TURNS, tokens=160)
     for first in QUALITIES:
         those = of_quality(profiles, given.pair, first) if first else profiles

@@ -19,7 +19,7 @@ from benchmarks.records import raw_files
 from pipeinfer.emulation import scenarios, wide
 from pipeinfer.emulation.profiles import Profiles, load_profiles
 
-_TODAY = Path(__file__).with_name("today.toml")
+TODAY = Path(__file__).with_name("today.toml")
 SMALL = {"desktops": "old desktops", "minis": "mini computers"}
 PAIRS = ("glm-air-mtp-code", "glm-air-mtp-prose", "qwen36-27b-mtp-code", "qwen36-27b-mtp-prose")
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--pair", nargs="+", default=PAIRS)
     parser.add_argument("--raw", type=Path, help="add every number to this file, as JSON")
     given = parser.parse_args()
-    profiles = load_profiles(_TODAY)
+    profiles = load_profiles(TODAY)
     for pair in given.pair:
         where = {"cluster": given.cluster, "link": given.link, "pair": pair}
         plain = pipeline(profiles, policy="iterative", nodes=given.nodes, **where)

@@ -142,7 +142,7 @@ class Generation:
     def _close(self) -> None:
         """Report the end, and let go of the prompt and of who follows: the answer that holds this
         choice is such a one, and a circle with a long prompt would stay in memory for minutes."""
-        changed, self._changed, self.frame = self._changed, _nothing, None
+        changed, self._changed, self.frame = self._changed, lambda _: None, None
         changed(self)
 
     def read(self, progress: PromptProgress) -> None:
@@ -150,10 +150,6 @@ class Generation:
         if progress != self.progress and not self.rows:
             self.progress = progress
             self._changed(self)
-
-
-def _nothing(_: Generation) -> None:
-    pass
 
 
 class Reading:
