@@ -328,10 +328,27 @@ def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
     page.ask("word " * 300)
     page.until("document.querySelector('#scroll').scrollTop > 50")
     tab.hover("#scroll")
-    tab.mouse.wheel(0, -2000)  # the reader looks at the beginning, and is left there
-    page.until("document.querySelector('#scroll').scrollTop === 0")
-    page.answer()
+
+    def at_the_beginning():  # a turn of the wheel is lost when the page scrolls in the same frame
+        tab.mouse.wheel(0, -2000)
+        return tab.evaluate("document.querySelector('#scroll').scrollTop === 0")
+
+    page.wait(at_the_beginning, "the beginning in sight")
+    page.answer()  # the reader is left there
     assert tab.evaluate("document.querySelector('#scroll').scrollTop") == 0
+
+
+def test_an_event_that_comes_after_the_wheel_does_not_lead_back_to_the_end(page):
+    page.set(seed="8", temperature="1", max_tokens="300")
+    page.ask("word " * 300)
+    page.answer()
+    page.wait(lambda: page.tab.evaluate(IN_SIGHT, ".answer:last-child .foot"), "the end in sight")
+    assert page.tab.evaluate("""() => {
+        const box = document.querySelector('#scroll');
+        box.dispatchEvent(new WheelEvent('wheel', { deltaY: -100 }));
+        box.dispatchEvent(new Event('scroll'));  // of the page's own step to the end
+        return !document.querySelector('#to-end').hidden;
+    }""")
 
 
 @pytest.mark.parametrize("width", [360, 390])

@@ -31,14 +31,20 @@ export class Follower {
 
   scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.box;
-    if (scrollHeight - scrollTop - clientHeight < NEAR) this.following = true;
-    else if (scrollTop < this.top) this.following = false;
+    // Only who goes down asks for the end again: the event of `keep`'s own step may come after
+    // the reader's wheel, when the place is still the end.
+    if (scrollHeight - scrollTop - clientHeight >= NEAR) {
+      if (scrollTop < this.top) this.following = false;
+    } else if (scrollTop > this.top) this.following = true;
     this.top = scrollTop;
     this.tell();
   }
 
   keep() {
-    if (this.following) this.box.scrollTop = this.box.scrollHeight;
+    if (this.following) {
+      this.box.scrollTop = this.box.scrollHeight;
+      this.top = this.box.scrollTop;
+    }
     this.tell();
   }
 
