@@ -408,7 +408,8 @@ class Assembly:
             widths=grid.widths, cut=holding.cut, near=len(hosts) == 1,
             holders=tuple(one.slices for one in team) if holding.cut else (),
             settings=structs.asdict(self._hosts[rank].settings),
-            exact=agreed.exact if agreed else 0, cores=self.threads.get(rank, setup.cores),
+            exact=agreed.exact if agreed else setup.exact,
+            cores=self.threads.get(rank, setup.cores),
             curve=tuple(cost for _, cost in agreed.curve) if agreed else None)
 
     def _assemble(self) -> None:

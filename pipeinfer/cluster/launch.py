@@ -37,7 +37,13 @@ from pipeinfer.cluster.placement import Job
 from pipeinfer.cluster.resolve import JobFacts, resolve
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
-from pipeinfer.cluster.sizing import exact_rows, ids_for, rows_and_cells, stream_cells
+from pipeinfer.cluster.sizing import (
+    exact_rows,
+    ids_for,
+    rows_and_cells,
+    stream_cells,
+    tried_rows,
+)
 from pipeinfer.cluster.stage_process import StageProcess
 from pipeinfer.cluster.watchdog import START_SECONDS, Watchdog
 from pipeinfer.config import ClusterConfig, JobConfig
@@ -47,6 +53,7 @@ from pipeinfer.errors import ClusterError, MismatchError
 from pipeinfer.host import Place, host_name
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import check_whole
+from pipeinfer.models.layers import keeps_state
 from pipeinfer.models.locate import (
     context_size,
     fetch,
@@ -332,6 +339,8 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     n_ctx = context_size(config.model, model)
     exact = exact_rows(config) if "torch" in what.backends else EXACT_LIMIT
     width, n_batch, cells = rows_and_cells(config, n_ctx, exact, what.stages)
+    tried = tried_rows(config, exact, grouped=not (what.chains or keeps_state(model)))
+    n_batch = max(n_batch, tried)
     if shown is not None:
         n_batch = max(n_batch, shown.together)
         notes.append(shown.note)
@@ -345,4 +354,5 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())
     return Job(**{**structs.asdict(what), "config": config}, facts=facts, target=target_path,
-               n_ctx=n_ctx, width=width, n_batch=n_batch, survey=found, notes=tuple(notes))
+               n_ctx=n_ctx, width=width, tried=tried, n_batch=n_batch, survey=found,
+               notes=tuple(notes))

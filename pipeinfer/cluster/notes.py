@@ -34,7 +34,7 @@ def at_start(job: Job, assembly: Assembly, hosts: list[RankInfo], remotes: Seque
             *job.survey.notes, *further,
             *filter(None, [job.plan.line(), one_stage(job.plan.ranks, hosts),
                            time_shared(hosts, job),
-                           cut_candidates(job, assembly.terms.exact)]),
+                           cut_candidates(job, min(assembly.terms.exact, job.width))]),
             *drawing(assembly.held, assembly.ready), *drafting(remotes, hosts, job),
             *doubts(config.speculation, job, weighed), *map(str, assembly.changes),
             *doubts_about(config.model, job, assembly)]

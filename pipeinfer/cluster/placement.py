@@ -80,6 +80,7 @@ class Job(JobPlan, frozen=True):
     facts: from which it was resolved
     target: the model's file
     n_ctx: tokens of a request. width: most rows of a verifying run. n_batch: of any run
+    tried: rows of the widest decode that stages try for exactness
     notes: for the user
     """
 
@@ -87,6 +88,7 @@ class Job(JobPlan, frozen=True):
     target: Path
     n_ctx: int
     width: int
+    tried: int
     n_batch: int
     survey: Survey
     notes: tuple[str, ...] = ()

@@ -119,6 +119,7 @@ class LoadedCluster(Struct, frozen=True):
                 PortName(0), (), str(job.target), model.fingerprint, model.n_layers, holding.start,
                 holding.stop, n_ctx=self.cells, n_seq_max=self.prompt_id + learned,
                 n_batch=job.n_batch, prompt_id=self.prompt_id, gaps=job.gaps, settings={},
+                exact=job.tried,
                 stream=sizing.stream_cells(job.n_ctx) if job.chains else 0,
                 cores=self.hosts[holding.rank].cores_host if job.time_sharing else 0,
                 taps=job.taps,
@@ -473,7 +474,10 @@ def scheduler_setup(
     job = loaded.job
     config = for_chains(config) if job.chains else config
     states = keeps_state(job.model)
-    exact = 0 if config.model.exact == "off" else assembly.terms.exact
+    together = assembly.terms.exact if (bits := config.model.exact != "off") else job.tried
+    exact = min(together, job.width) if bits else 0
+    # ids were made for so many; where ranks take turns there is no pipeline to fill
+    n_stages = 1 if job.time_sharing else min(assembly.grid.n_stages, len(job.plan.ranks))
     rows = None if policy is Policy.ITERATIVE else sizing.row_proposer(
         config.speculation, loaded.tokenizer.n_vocab, loaded.prompt_id, first.curve, exact)
     alone = rows is None and not config.speculation.decomposer
@@ -481,9 +485,8 @@ def scheduler_setup(
     limits, pinned = sizing.limits_for(
         config.speculation, policy, sizing.sizes_for(first.row_cost), n_ctx=job.n_ctx,
         chunk=loaded.chunk, exact=exact or job.width,
-        # ids were made for so many; where ranks take turns there is no pipeline to fill
-        n_stages=1 if job.time_sharing else min(assembly.grid.n_stages, len(job.plan.ranks)),
-        curve=first.curve, spare=loaded.spare, draft_share=draft_share)
+        n_stages=n_stages, curve=first.curve, spare=loaded.spare, draft_share=draft_share)
+    limits = sizing.grouped(limits, together, n_stages, first.curve)
     limits = structs.replace(limits, same_cores=job.time_sharing, states=states,
                              together=job.n_batch)
     if job.chains:

@@ -40,6 +40,7 @@ from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
 JOIN_UP_TO = 2  #: stages up to which `--set tip=auto` starts joined, see docs/options.md
 _MOST_EXACT = 128  #: rows of the widest decode that torch tries for exactness
+_MOST_TOGETHER = 64  #: requests whose tokens may share a run; every further one is tried at load
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
@@ -211,6 +212,14 @@ def exact_rows(config: JobConfig) -> int:
     return min(_MOST_EXACT, max(EXACT_LIMIT, 1 + sizes.candidates + sizes.rows))
 
 
+def tried_rows(config: JobConfig, exact: int, *, grouped: bool) -> int:
+    """Return the widest decode that stages try for exactness: one with a token of every lane.
+
+    exact: most rows of a run that a request has for itself. grouped: whether requests share runs.
+    """
+    return max(exact, min(lanes_of(config.speculation), _MOST_TOGETHER)) if grouped else exact
+
+
 def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
     """Return the rows of the widest run that verifies, and of the widest run of hint rows.
 
@@ -266,10 +275,19 @@ def limits_for(
         time_sharing=time_sharing,
         parallel=config.parallel, cells=cells_for(config, n_ctx), kept=kept_for(config),
         alone=config.speculation == "on", guess_rows=spare // 2,
-        share=groups(Timing(1.0, n_stages, curve, 0.0, 0.0), exact, lanes_of(config)),
         threads=threads_of(config), **values,
     )
     return limits, frozenset(pinned)
+
+
+def grouped(limits: Limits, together: int, n_stages: int, curve: Curve) -> Limits:
+    """Return these limits with the best sizes of decode groups at the start.
+
+    together: lanes whose tokens may share a run, if more than R. Others: see `limits_for`.
+    """
+    limits = structs.replace(limits, group_max=together)
+    timing = Timing(1.0, n_stages, curve, 0.0, 0.0)
+    return structs.replace(limits, share=groups(timing, limits.widest_group, limits.lanes))
 
 
 def for_time_sharing(curve: Curve, draft_share: float, exact: int, *, weighed: bool,

@@ -190,7 +190,7 @@ class Setup(_Message, frozen=True, tag=True):
     holders: which of those each member of the stage holds
     near: whether all members are on one host
     piece: the slice to fetch or cut out at the moment; "" for all of the layers
-    exact: width up to which runs are exact, where already agreed on; 0 at first
+    exact: widest run that is tried for exactness: the width that was agreed on, if one was
     curve: cost of runs by rows, where already agreed on; None at first
     vocabulary: for grammars, where the stage chooses tokens
     cores: threads that the stage may use, those of idle ranks of its host included; 0: its own

@@ -344,7 +344,7 @@ class Controller(Struct):
     def _change(self, wanted: dict[str, Any], timing: Timing | None = None) -> Tuning | None:
         """The tuning with these values, except those that the user pinned; None: no change."""
         if self.limits.parallel > 1 and timing is not None:
-            wanted["share"] = groups(timing, self.limits.exact_width, self.limits.parallel)
+            wanted["share"] = groups(timing, self.limits.widest_group, self.limits.parallel)
         changes = {name: value for name, value in wanted.items() if name not in self.pinned
                    and getattr(self.limits, name) != value}
         if not changes:

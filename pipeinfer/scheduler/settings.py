@@ -85,6 +85,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     ablations: components that are switched off
     chunk: prompt rows per run; prompts are cut at multiples of it
     exact_width: maximum rows of a run of generated tokens (R)
+    group_max: maximum lanes whose tokens share a run, if more than `exact_width`
     partitions: live leaf ids besides a lane's first
     parallel: requests decoded at a time
     cells: tokens of all requests and cached prompts together; 0: each request's context is the only
@@ -103,6 +104,7 @@ class Limits(Tuning, frozen=True, kw_only=True):
     ablations: frozenset[Ablation] = frozenset()
     chunk: int = 64
     exact_width: int = 1
+    group_max: int = 0
     partitions: int = 8
     parallel: int = 1
     cells: int = 0
@@ -164,7 +166,12 @@ class Limits(Tuning, frozen=True, kw_only=True):
             size = self.share[min(lanes, len(self.share)) - 1]
         else:
             size = -(-lanes // max(1, self.credit - 1))
-        return min(size, self.exact_width)
+        return min(size, self.widest_group)
+
+    @property
+    def widest_group(self) -> int:
+        """The maximum number of lanes whose tokens share a run."""
+        return max(self.exact_width, self.group_max)
 
     @property
     def max_branches(self) -> int:

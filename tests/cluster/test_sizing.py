@@ -16,10 +16,12 @@ from pipeinfer.cluster.sizing import (
     cells_for,
     chunk_of,
     controller_for,
+    grouped,
     ids_for,
     kept_for,
     limits_for,
     sizes_for,
+    tried_rows,
 )
 from pipeinfer.config import Config, JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
@@ -35,7 +37,7 @@ PROPOSERS = [PlacedProposer(registry.proposers()["draft"], Draft(DRAFT))]
 
 
 def limits(config, n_stages=3):
-    return limits_for(
+    found, _ = limits_for(
         config.speculation,
         choose_policy(config, PROPOSERS),
         sizes_for(0.2),
@@ -45,7 +47,8 @@ def limits(config, n_stages=3):
         n_stages=n_stages,
         curve=CURVE,
         spare=200,
-    )[0]
+    )
+    return grouped(found, 16, n_stages, CURVE)
 
 
 def test_one_request_shares_with_nobody():
@@ -64,6 +67,16 @@ def test_several_requests_get_cells_ids_and_groups():
     assert found.share[0] == 1 < found.share[15]
     assert kept_for(config.replace(prefix_cache=False).speculation) == 0
     assert cells_for(config.replace(cache_tokens=5000).speculation, 1000) == 5000
+
+
+def test_runs_of_many_requests_are_tried_only_where_there_may_be_some():
+    many = JobConfig.of(parallel=40)
+    assert [tried_rows(JobConfig.of(parallel=lanes), 16, grouped=True)
+            for lanes in (1, 16, 40, 128)] == [16, 16, 40, 64]
+    assert tried_rows(many, 16, grouped=False) == 16
+    wide = grouped(limits(many), 40, 1, CURVE)
+    assert (wide.exact_width, wide.group(40), wide.group(20)) == (16, 40, 20)
+    assert grouped(limits(many), 16, 1, CURVE).group(40) <= 16
 
 
 def test_speculation():

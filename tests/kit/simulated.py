@@ -195,8 +195,10 @@ class Pipeline:
                     if self.scheduler.runs[run_id].hint:
                         self.probe_runs.add(run_id)
                     elif instruction.rows.media is None or instruction.rows.media.causal:
+                        limits, alone = self.scheduler.limits, len(set(instruction.lanes)) == 1
+                        width = limits.exact_width if alone else limits.widest_group
                         assert instruction.loads or len(instruction.rows) <= max(
-                            self.scheduler.limits.exact_width, self.scheduler.limits.chunk)
+                            width, limits.chunk)
                     self.stages[0].queue.append((instruction, False))
                 case CacheOps() | LaneOpen() | LaneClose():
                     self.stages[0].queue.append((instruction, False))
@@ -360,7 +362,7 @@ class Pipeline:
 
     def _check_widths(self, lane, cells):
         """Cells of a prompt come from runs cut as if the request were alone, the others from runs
-        that are at most R wide: else the bits of a real backend would differ."""
+        that are no wider than their groups: else the bits of a real backend would differ."""
         lane = self.scheduler.lanes.get(lane)
         if lane is None:
             return
@@ -372,7 +374,7 @@ class Pipeline:
                 stop = min(edge for edge in (*edges, n) if edge > cell.pos)
                 assert cell.made == (start, stop - start), (cell, n)
             else:
-                assert cell.made[1] <= self.scheduler.limits.exact_width, (cell, n)
+                assert cell.made[1] <= self.scheduler.limits.widest_group, (cell, n)
 
     def _draft(self, job: StartDraft):
         path = [*job.accepted[:job.base], *job.suffix]

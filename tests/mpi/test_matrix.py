@@ -259,14 +259,31 @@ def loop_over(path, place, layers, config, folder):
                       cache_dir=folder)
 
 
-def loop_tokens(loop, path, todo):
+def loop_tokens(loop, path, todo, count=COUNT):
     """What a loop of plain decoding writes of each case."""
     tokenizer = open_tokenizer(path)
-    found = [loop.generate(tokenizer.encode(case["prompt"]), COUNT,
+    found = [loop.generate(tokenizer.encode(case["prompt"]), count,
                            SamplingParams(**case["params"])) for case in todo]
     loop.close()
     tokenizer.close()
     return found
+
+
+@pytest.mark.parametrize(("ranks", "qtype"), [(1, ""), full(2, ""), *(
+    full(1, kind) for kind in ("Q4_K_M", "Q4_0", "Q8_0", "F16", "BF16", "MXFP4"))])
+def test_many_requests_share_runs_that_are_wider_than_a_request_s(tmp_path, ranks, qtype):
+    many, count = [f"{PROMPTS[0]}# {k}" for k in range(40)], 60
+    path = embedded(tmp_path) if not qtype else write_random_model(
+        tmp_path / "m.gguf", RandomSpec(**K_QUANTS | {"qtype": qtype, "n_ff": 512}))
+    config = {"policy": "iterative", "parallel": len(many), "cache_tokens": 8192}
+    case = {"prompt": many[0], "beside": many[1:], "params": GREEDY, "count": count,
+            "limits": {"share": [len(many)]}}
+    answer = run_matrix(tmp_path, ranks, {"model": str(path), **config}, [case])
+    found, loop = answer["results"][0], PlainLoop(path)
+    assert found["tokens"] == loop_tokens(
+        loop, path, [{"prompt": one, "params": GREEDY} for one in many], count)
+    assert answer["exact_width"] <= 16
+    assert (found["widest"] > 16) is (answer["group_max"] > 16)  # by the kernels at hand
 
 
 @pytest.mark.parametrize(("kind", "layout"), cells())

@@ -121,6 +121,15 @@ def test_lanes_share_runs_when_the_pipeline_is_full():
     assert max(len(run.rows) for run in shared) <= 4
 
 
+def test_more_lanes_than_r_share_a_run_where_its_rows_were_tried():
+    limits = Limits(n_ctx=200, exact_width=2, group_max=5, draft_max=4, tree_max=4, credit=2,
+                    parallel=6, chunk=2)
+    asked = [Request(i, (1, 2, i), 40) for i in range(6)]
+    runs, shared = rows_by_kind(run_all(limits, asked, n_stages=2, seed=1))
+    assert max(len(run.rows) for run in shared) == 5
+    assert all(len(run.rows) <= 2 for run in runs if len(set(run.lanes)) == 1)
+
+
 def test_nothing_is_shared_where_a_further_row_costs_more_than_a_run():
     limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, exact_width=4, credit=3, parallel=6,
                     chunk=8, partitions=0, share=(1, 1, 1, 1))

@@ -45,6 +45,7 @@ ANY = {
     "join_tip": [False, True], "time_sharing": [False, True], "parallel": [1, 2, 3, 6],
     "cells": [0, N_CTX, 200], "kept": [0, 1, 3], "alone": [False, True], "guess_rows": [0, 6],
     "share": [(), (1,), (1, 1, 2), (1, 2, 2, 4)], "same_cores": [False, True],
+    "group_max": [0, 6],
 }
 
 

@@ -29,10 +29,10 @@ from tests.kit.configs import job_config
 
 def at_once(session: Session, prompts: Sequence[str], params: SamplingParams, count: int
             ) -> dict[str, list[Any]]:
-    """The tokens of requests that are all submitted before any of them ends, and how many of each
-    prompt's tokens were in the cache."""
+    """The tokens of requests that are all submitted before any of them ends, and the rows of the
+    widest run of generated tokens."""
     found: dict[int, list[int]] = {}
-    reused = {}
+    session.head.observe(True)
     for number, prompt in enumerate(prompts, 1 << 20):
         session.head.submit(Request(number, tuple(session.tokenizer.encode(prompt)), count, params,
                                     ignore_eos=True))
@@ -44,10 +44,11 @@ def at_once(session: Session, prompts: Sequence[str], params: SamplingParams, co
         match session.head.next_news(0.1):
             case Emit(number, choice):
                 found[number].append(choice.token)
-            case Finish(number, _, stats):
+            case Finish(number):
                 left.remove(number)
-                reused[number] = stats.reused
-    return {"tokens": list(found.values()), "reused": [reused[number] for number in found]}
+    widest = max(one["rows"] for one in session.head.take_runs()
+                 if one.get("kind") in ("token", "mixed"))
+    return {"tokens": list(found.values()), "widest": widest}
 
 
 def main() -> None:
@@ -105,6 +106,7 @@ def main() -> None:
                 {
                     "results": results,
                     "exact_width": base.exact_width,
+                    "group_max": base.group_max,
                     "reports": {
                         k: {**v, "events": v.get("events")} for k, v in session.reports.items()
                     },
