@@ -2,4 +2,4 @@
 
 from pipeinfer import waiting as waiting  # before any library that has threads
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
