@@ -44,8 +44,8 @@ PARTS = [Extension(
     [f"pipeinfer/llama/kernels/{name}.c" for name in (
         "short_runs", "products_avx2", "products_avx_vnni", "products_avx512_vnni", "floats_avx2",
         "floats_avx512", "products_neon", "products_dotprod", "products_dotprod_own", "floats_neon",
-        "wide_prompts", "repacked_runs", "repacked_prompts", "short_attention", "wide_attention",
-        "huge_pages")],
+        "wide_prompts", "repacked_runs", "repacked_prompts", "repacked_experts", "short_attention",
+        "wide_attention", "huge_pages")],
     depends=[f"pipeinfer/llama/kernels/{name}.h" for name in (
         "short_runs", "repacked", "avx2", "wide", "attention", "products_x86", "neon",
         "products_neon")],

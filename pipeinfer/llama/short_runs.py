@@ -37,15 +37,17 @@ FUNCTIONS = ("llamafile_sgemm", "ggml_compute_forward_mul_mat_tiled", "ggml_get_
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 8: "q8_0", 12: "q4_K", 13: "q5_K",
           14: "q6_K", 30: "bf16"}
 
-#: Q4_0 that is repacked with eight rows side by side; types whose prompts are, and if by tiles
-_REPACKED = ("q4_0_8x8", "q4_0_8x8-512", "iq4_nl_8x8-512", "mxfp4_8x8-512", "amx")
-_METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE"
-           "15compute_forwardEP19ggml_compute_paramsP11ggml_tensor")
+#: Q4_0 that is repacked with eight rows side by side; types whose prompts are, if by tiles, experts
+_REPACKED = ("q4_0_8x8", "q4_0_8x8-512", "iq4_nl_8x8-512", "mxfp4_8x8-512", "amx",
+             "q4_0_8x8-experts", "iq4_nl_8x8-experts", "mxfp4_8x8-experts")
+_METHOD = ("_ZN4ggml3cpu6repack13tensor_traitsI{}Ll8ELl8EL9ggml_type8EE"
+           "15compute_forwardEP19ggml_compute_paramsP11ggml_tensor").format
 #: functions for it, of which three are needed: without the rest two or three rows go one by one
 REPACKED_FUNCTIONS = (
-    "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu", _METHOD,
-    "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc",
-    "ggml_gemm_iq4_nl_8x8_q8_0", "ggml_gemm_mxfp4_8x8_q8_0")
+    "ggml_gemv_q4_0_8x8_q8_0", "ggml_gemm_q4_0_8x8_q8_0", "ggml_get_type_traits_cpu",
+    _METHOD("10block_q4_0"), "ggml_nrows", "ggml_is_matrix", "ggml_is_contiguous", "ggml_op_desc",
+    "ggml_gemm_iq4_nl_8x8_q8_0", "ggml_gemm_mxfp4_8x8_q8_0", "ggml_gemv_iq4_nl_8x8_q8_0",
+    "ggml_gemv_mxfp4_8x8_q8_0", _METHOD("12block_iq4_nl"), _METHOD("11block_mxfp4"))
 #: functions for attention over a cache of q8_0, all needed, most of them for a self-test
 ATTENTION_FUNCTIONS = (
     "ggml_compute_forward_flash_attn_ext", "ggml_get_type_traits_cpu", "ggml_init", "ggml_free",
@@ -75,15 +77,16 @@ def begin(functions: Mapping[str, Any]) -> None:
         return
     if ALLOCATOR in functions:
         own.pipeinfer_huge_pages(ctypes.cast(functions[ALLOCATOR], ctypes.c_void_p))
-    ready = "ggml_cpu_init" in functions
-    if ready:
+    if ready := "ggml_cpu_init" in functions:
         functions["ggml_cpu_init"]()  # fills tables that its kernels read
 
+    def pointers(names: tuple[str, ...]) -> list[ctypes.c_void_p | None]:
+        return [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
+                for name in names]
+
     def begun(function: Any, names: tuple[str, ...], needed: int, *more: Any) -> Any:
-        complete = ready and all(name in functions for name in names[:needed])
-        pointers = [ctypes.cast(functions[name], ctypes.c_void_p) if name in functions else None
-                    for name in names]
-        return lambda most, *now: function(*pointers, most if complete else 0, *more, *now)
+        complete, theirs = ready and all(pointers(names[:needed])), pointers(names)
+        return lambda most, *now: function(*theirs, most if complete else 0, *more, *now)
 
     old, flags = not functions.get("ggml_cpu_has_avx512", bool)(), cpu_flags()
     # with AVX-512 llama.cpp is faster on prompts than kernels of AVX2, and with AMX than all
@@ -92,10 +95,8 @@ def begin(functions: Mapping[str, Any]) -> None:
     every = sum(1 << kind for kind in _TYPES) if own_kernels else 0
     in_files = begun(own.pipeinfer_short_runs, FUNCTIONS, 4, every)
     laid_out_anew = begun(own.pipeinfer_repacked_runs, REPACKED_FUNCTIONS, 3)
-    attends = own_kernels and ready and all(name in functions for name in ATTENTION_FUNCTIONS)
-    for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*(
-        ctypes.cast(functions[name], ctypes.c_void_p).value if name in functions else None
-        for name in ATTENTION_FUNCTIONS))
+    attends = own_kernels and ready and all(pointers(ATTENTION_FUNCTIONS))
+    for_attention = (ctypes.c_void_p * len(ATTENTION_FUNCTIONS))(*pointers(ATTENTION_FUNCTIONS))
 
     def begin_with(most: int, prompts: bool) -> list[str]:
         kernels = in_files(most, prompts and slower, prompts and old)
@@ -126,8 +127,8 @@ def limit(most: int, *, prompts: bool = True) -> None:
 def used() -> tuple[str, ...]:
     """Return the types of weights whose products are computed here.
 
-    "q4_0_8x8" is repacked Q4_0, "-512" prompts on registers of 512 bits, "attention" attention
-    over q8_0, "attention-512" its parts on such registers. Empty before llama.cpp is loaded.
+    "q4_0_8x8" is repacked Q4_0, "-512" prompts on registers of 512 bits, "-experts" rows of
+    a mixture, "attention" attention over q8_0. Empty before llama.cpp is loaded.
     """
     return tuple(_used)
 

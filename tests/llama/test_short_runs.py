@@ -156,7 +156,9 @@ def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):
         assert {f"{name}-512" for name in quantised} <= set(short_runs.used())
 
 
-GEMV, GEMM, METHOD = (short_runs.REPACKED_FUNCTIONS[i] for i in (0, 1, 3))
+#: of Q4_0, IQ4_NL, MXFP4
+GEMV, GEMM, METHOD = ([short_runs.REPACKED_FUNCTIONS[i] for i in places]
+                      for places in ((0, 10, 11), (1, 8, 9), (3, 12, 13)))
 TOLD = {"rows": ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p),
         "matrix": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p),
         "contiguous": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p),
@@ -178,17 +180,17 @@ class Repacked:
         self._kept += [forward, *own]
         begin = self.library.pipeinfer_repacked_runs
         begin.restype = ctypes.c_uint32
-        begin.argtypes = [*[ctypes.c_void_p] * 10, ctypes.c_bool, ctypes.c_bool]
-        gemms = [getattr(binding, name) for name in short_runs.REPACKED_FUNCTIONS[-2:]]
+        begin.argtypes = [*[ctypes.c_void_p] * 14, ctypes.c_bool, ctypes.c_bool]
+        others = [getattr(binding, name) for name in short_runs.REPACKED_FUNCTIONS[8:12]]
         found = begin(*(ctypes.cast(f, ctypes.c_void_p) for f in (
-            *own, *self._kept[4:5], *self._kept[:4], *gemms)), True, True)
+            *own, forward, *self._kept[:4], *others, forward, forward)), True, True)
         assert found & 1
         self.prompts = [name for bit, name in enumerate(short_runs._REPACKED)
                         if bit and found >> bit & 1]
 
-    def run(self, product):
+    def run(self, product, kind=0):
         self.product = product
-        method = getattr(self.library, METHOD)
+        method = getattr(self.library, METHOD[kind])
         method.restype = ctypes.c_bool
         assert method(None, None, None)
 
@@ -229,7 +231,7 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
     fours = side_by_side(right[:in_fours])
     wanted = np.full((rows, 8 * eights), np.nan, np.float32)
     for row in range(rows):
-        called(getattr(binding, GEMV), 32 * blocks, wanted[row].ctypes.data, 8 * eights,
+        called(getattr(binding, GEMV[0]), 32 * blocks, wanted[row].ctypes.data, 8 * eights,
                weights.ctypes.data, right[row].ctypes.data, 1, 8 * eights)
     found = np.full_like(wanted, np.nan)
 
@@ -241,11 +243,11 @@ def test_rows_by_weights_laid_out_anew(repacked, eights, rows, blocks, chunks, k
                 continue
             part, x = (begin * 8, (end - begin) * 8), weights[begin].ctypes.data
             if in_fours:
-                called(getattr(repacked.library, GEMM), 32 * blocks,
+                called(getattr(repacked.library, GEMM[0]), 32 * blocks,
                        found[0, part[0]:].ctypes.data, 8 * eights, x, fours.ctypes.data, in_fours,
                        part[1])
             for row in order[in_fours:]:
-                called(getattr(repacked.library, GEMV), 32 * blocks,
+                called(getattr(repacked.library, GEMV[0]), 32 * blocks,
                        found[row, part[0]:].ctypes.data, 8 * eights, x, right[row].ctypes.data, 1,
                        part[1])
 
@@ -266,12 +268,24 @@ def prompts(request, repacked, tmp_path_factory):
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("tiles") / "tiles.so"
-    sources = [short_runs.KERNELS / f"repacked_{part}.c" for part in ("runs", "prompts")]
+    sources = [short_runs.KERNELS / f"repacked_{part}.c" for part in ("runs", "prompts", "experts")]
     subprocess.run([compiler, "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-DTILE_MODEL", "-o",
                     path, *sources], check=True)
     made = Repacked(path)
     assert "amx" in made.prompts
     return made
+
+
+def some_weights(rng, kind, eights, blocks):
+    """Random ones of a type, 0 to 2, as llama.cpp lays them out."""
+    weights = rng.integers(0, 256, (eights, blocks, 136 if kind == 2 else 144)).astype(np.uint8)
+    if kind == 2:
+        weights[:, :, :8] = rng.integers(100, 150, (eights, blocks, 8))
+        weights[0, 0, :8] = range(8)  # the smallest scales, of which two are no normal numbers
+    else:
+        scales = rng.standard_normal((eights, blocks, 8)).astype(np.float16)
+        weights[:, :, :16] = scales.view(np.uint8)
+    return weights
 
 
 @pytest.mark.parametrize("type", range(3), ids=["q4_0", "iq4_nl", "mxfp4"])
@@ -281,20 +295,40 @@ def test_prompts_by_weights_laid_out_anew(prompts, type, eights, fours, blocks, 
     """With llama.cpp's bits: panels of 16 columns, groups of 8 and 32 rows, slices of 16 blocks."""
     assert prompts.prompts[:3] == list(short_runs._REPACKED[1:4])
     rng, rows = np.random.default_rng(seed), 4 * fours
-    name = (GEMM, *short_runs.REPACKED_FUNCTIONS[-2:])[type]
-    weights = rng.integers(0, 256, (eights, blocks, 136 if type == 2 else 144)).astype(np.uint8)
-    if type == 2:
-        weights[:, :, :8] = rng.integers(100, 150, (eights, blocks, 8))
-        weights[0, 0, :8] = range(8)  # the smallest scales, of which two are no normal numbers
-    else:
-        scales = rng.standard_normal((eights, blocks, 8)).astype(np.float16)
-        weights[:, :, :16] = scales.view(np.uint8)
+    weights = some_weights(rng, type, eights, blocks)
     right = side_by_side(partner_rows(
         8, rng.standard_normal((rows, 32 * blocks)).astype(np.float32)))
     wanted, found = (np.full((rows, 8 * eights + 3), np.nan, np.float32) for _ in range(2))
     for library, to in ((binding, wanted), (prompts.library, found)):
-        called(getattr(library, name), 32 * blocks, to.ctypes.data, to.shape[1],
+        called(getattr(library, GEMM[type]), 32 * blocks, to.ctypes.data, to.shape[1],
                weights.ctypes.data, right.ctypes.data, rows, 8 * eights)
+    assert wanted.tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("type", range(3), ids=["q4_0", "iq4_nl", "mxfp4"])
+@given(eights=st.integers(1, 9), blocks=st.integers(1, 20), seed=st.integers(0, 2**16),
+       counts=st.lists(st.integers(0, 12) | st.sampled_from([31, 128, 129, 150]), min_size=1,
+                       max_size=5))
+def test_rows_of_experts_are_multiplied_together(repacked, type, eights, blocks, seed, counts):
+    """Rows of each expert in any order, their results anywhere; with the bits of single rows."""
+    assert short_runs._REPACKED[5 + type] in repacked.prompts
+    rng, rows = np.random.default_rng(seed), sum(counts)
+    experts = [some_weights(rng, type, eights, blocks) for _ in counts]
+    right = partner_rows(8, rng.standard_normal((max(rows, 1), 32 * blocks)).astype(np.float32))
+    order, places = rng.permutation(rows), rng.permutation(rows)
+    calls = [(x, row) for x, count, first in zip(
+        experts, counts, np.cumsum([0, *counts[:-1]]), strict=True)
+        for row in range(first, first + count)]
+    wanted, found = (np.full((rows, 8 * eights + 3), np.nan, np.float32) for _ in range(2))
+
+    def product(library, to):
+        for x, row in calls:
+            called(getattr(library, GEMV[type]), 32 * blocks, to[places[row]].ctypes.data,
+                   to.shape[1], x.ctypes.data, right[order[row]].ctypes.data, 1, 8 * eights)
+
+    product(binding, wanted)
+    repacked.told |= {"rows": rows, "name": ctypes.addressof(NAMES["MUL_MAT_ID"])}
+    repacked.run(lambda: product(repacked.library, found), type)
     assert wanted.tobytes() == found.tobytes()
 
 

@@ -376,22 +376,12 @@ enum { TRIED = 19 * NUMBERS, TRIED_ROWS = MOST + 36, TRIED_COLUMNS = 48 };
 /* Whether a type's products have the bits of llama.cpp's gemm, by tiles or by VNNI */
 static bool agree(enum repacked type, bool amx)
 {
-    static uint8_t x[TRIED_COLUMNS / 8 * TRIED / NUMBERS * 144], y[TRIED_ROWS * TRIED / NUMBERS * Q8_0_BYTES];
+    static uint8_t x[TRIED_COLUMNS / 8 * TRIED / NUMBERS * REPACKED_BYTES], y[TRIED_ROWS * TRIED / NUMBERS * Q8_0_BYTES];
     static float wanted[TRIED_ROWS * TRIED_COLUMNS], to[TRIED_ROWS * TRIED_COLUMNS];
     static const int counts[] = {8, 12, 20, 32, 36, 64, TRIED_ROWS};
-    const int bytes = layouts[type].bytes;
     uint32_t dice = 1;
     size_t i, k;
-    for (i = 0; i < sizeof x; i++)
-        x[i] = (uint8_t)roll(&dice);
-    for (i = 0; i < TRIED_COLUMNS / 8 * TRIED / NUMBERS; i++)
-        for (k = 0; k < 8; k++) {
-            const uint16_t half = some_scale(&dice);
-            if (type == REPACKED_MXFP4)
-                x[i * bytes + k] = (uint8_t)(120 + half % 16);
-            else
-                memcpy(x + i * bytes + 2 * k, &half, sizeof half);
-        }
+    repacked_example(type, x, TRIED_COLUMNS / 8 * TRIED / NUMBERS, &dice);
     for (i = 0; i < sizeof y; i++)
         y[i] = (uint8_t)(roll(&dice) % 255 - 127);
     for (i = 0; i < sizeof y; i += IN_FOURS)
@@ -444,6 +434,22 @@ unsigned repacked_prompts(product *const gemms[REPACKED_TYPES], bool wanted)
 }
 
 #endif
+
+void repacked_example(enum repacked type, uint8_t *x, size_t blocks, uint32_t *dice)
+{
+    const size_t bytes = layouts[type].bytes;
+    size_t i, k;
+    for (i = 0; i < blocks * bytes; i++)
+        x[i] = (uint8_t)roll(dice);
+    for (i = 0; i < blocks; i++)
+        for (k = 0; k < 8; k++) {
+            const uint16_t half = some_scale(dice);
+            if (type == REPACKED_MXFP4)
+                x[i * bytes + k] = (uint8_t)(120 + half % 16);
+            else
+                memcpy(x + i * bytes + 2 * k, &half, sizeof half);
+        }
+}
 
 static void prompt(enum repacked type, int length, float *to, size_t apart, const void *x,
                    const void *y, int rows, int weights)

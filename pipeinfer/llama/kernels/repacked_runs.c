@@ -10,10 +10,7 @@
 #include "avx2.h"
 #include "repacked.h"
 
-typedef bool method(const void *self, void *params, void *tensor);
-
 static product *their_gemv, *their_gemm;
-static method *their_forward;
 /* ggml_nrows, ggml_is_matrix, ggml_is_contiguous, ggml_op_desc */
 static int64_t (*rows_of)(const void *tensor);
 static bool (*is_matrix)(const void *tensor), (*is_contiguous)(const void *tensor);
@@ -155,6 +152,8 @@ static bool fits(int length) { return length / 32 <= MOST_BLOCKS; }
 void ggml_gemv_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x, const void *y,
                              int rows, int weights)
 {
+    if (repacked_expert(REPACKED_Q4_0, length, to, x, y, rows, weights))
+        return;
 #ifdef X86
     if (used && rows == 1 && fits(length)) {
         const int64_t bytes = length / 32 * Q8_0_BYTES;
@@ -197,7 +196,7 @@ void ggml_gemm_q4_0_8x8_q8_0(int length, float *to, size_t apart, const void *x,
 }
 
 /* ggml::cpu::repack::tensor_traits<block_q4_0, 8, 8, GGML_TYPE_Q8_0>::compute_forward: a whole product.
-   Rows of a matrix follow one another on both sides; of experts' products nothing is known. */
+   Rows of a matrix follow one another on both sides; those of experts are noted (repacked_experts.c). */
 bool _ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE15compute_forwardEP19ggml_compute_paramsP11ggml_tensor(
     const void *self, void *params, void *tensor)
 {
@@ -206,7 +205,7 @@ bool _ZN4ggml3cpu6repack13tensor_traitsI10block_q4_0Ll8ELl8EL9ggml_type8EE15comp
     if (used && rows_of && is_matrix && is_contiguous && name_of
         && strcmp(name_of(tensor), "MUL_MAT") == 0 && is_matrix(tensor) && is_contiguous(tensor))
         rest = (int)(rows_of(tensor) % 4);
-    done = their_forward(self, params, tensor);
+    done = repacked_whole(REPACKED_Q4_0, self, params, tensor);
     made.rows = rest = 0;
     return done;
 }
@@ -265,20 +264,24 @@ static bool agree(const struct traits *partner)
 #endif
 
 /* Begins to make these products if `wanted` and their bits are the library's own; returns whether, and
-   from the second bit on the types whose prompts are taken (repacked.h).
+   from the second bit on the types whose prompts are taken (repacked.h), and behind those the types whose
+   experts are.
    `prompts`: those of more than MOST_ROWS rows as well, where repacked_prompts.c does not take them. The
    library's functions: the first three are needed, without the next five two or three rows go one by
-   one, without the last two these types are llama.cpp's. */
+   one, without the others these types are llama.cpp's. */
 unsigned pipeinfer_repacked_runs(product *gemv, product *gemm, const struct traits *(*traits_of)(int),
                              method *forward, int64_t (*rows)(const void *),
                              bool (*matrix)(const void *), bool (*contiguous)(const void *),
                              const char *(*name)(const void *), product *iq4_nl, product *mxfp4,
-                             bool wanted, bool prompts)
+                             product *one_iq4_nl, product *one_mxfp4, method *whole_iq4_nl,
+                             method *whole_mxfp4, bool wanted, bool prompts)
 {
     product *const gemms[REPACKED_TYPES] = {gemm, iq4_nl, mxfp4};
+    product *const ones[REPACKED_TYPES] = {gemv, one_iq4_nl, one_mxfp4};
+    method *const forwards[REPACKED_TYPES] = {forward, whole_iq4_nl, whole_mxfp4};
+    unsigned found;
     their_gemv = gemv;
     their_gemm = gemm;
-    their_forward = forward;
     rows_of = rows;
     is_matrix = matrix;
     is_contiguous = contiguous;
@@ -290,5 +293,6 @@ unsigned pipeinfer_repacked_runs(product *gemv, product *gemm, const struct trai
 #else
     (void)traits_of, (void)wanted;
 #endif
-    return used | repacked_prompts(gemms, wanted) << 1;
+    found = used | repacked_prompts(gemms, wanted) << 1;
+    return found | repacked_experts(ones, forwards, name, wanted) << (REPACKED_TYPES + 2);
 }
