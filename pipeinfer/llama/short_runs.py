@@ -3,7 +3,8 @@
 A speculative token pays if its row is cheap and gets the same bits as alone. llama.cpp's kernels
 have one or the other. `short_runs.c` has both, for AVX2 and aarch64, by unpacking weights once for
 several rows, and so has `repacked_runs.c` for Q4_0 that llama.cpp has repacked;
-`repacked_prompts.c` has its prompts for VNNI on 512 bits and for AMX. Types with blocks multiply
+`repacked_prompts.c` has its prompts for VNNI on 512 bits and for AMX, and `repacked_experts.c`
+multiplies the rows of an expert together. Types with blocks multiply
 prompts, too, with the bits of single rows, and `wide_prompts.c` does it with VNNI on 512 bits:
 faster than llama.cpp's of AVX2, and with VNNI faster than its of AVX-512.
 `short_attention.c` unpacks the cache's values once for several rows; `huge_pages.c` is about

@@ -15,6 +15,19 @@ enum { REPACKED_BYTES = 144 }; /* of a block of the largest type */
 typedef void product(int length, float *to, size_t apart, const void *x, const void *y, int rows,
                      int weights);
 
+/* Puts a row of Q8_0 among rows that lie in fours: eight numbers of four rows side by side. */
+static inline void put_in_fours(uint8_t *fours, int row, int64_t blocks, const uint8_t *y)
+{
+    uint8_t *to = fours + row / 4 * 4 * blocks * Q8_0_BYTES;
+    int64_t block;
+    int part;
+    for (block = 0; block < blocks; block++, to += 4 * Q8_0_BYTES, y += Q8_0_BYTES) {
+        memcpy(to + row % 4 * 2, y, 2);
+        for (part = 0; part < 4; part++)
+            memcpy(to + 8 + 32 * part + row % 4 * 8, y + 2 + 8 * part, 8);
+    }
+}
+
 /* A whole product: compute_forward of ggml::cpu::repack::tensor_traits */
 typedef bool method(const void *self, void *params, void *tensor);
 

@@ -3,8 +3,8 @@
    llama.cpp multiplies an expert's rows one by one, one expert after the other. Here a call for a row is
    only noted, until the next expert's first call or the end of the whole product: then the rows that
    belong together are laid out in fours and multiplied as those of a prompt are. That has the bits of
-   single rows; the trial at load compares them. Nobody reads the results before the end, since llama.cpp's
-   threads wait for one another behind each whole product. */
+   single rows; the trial at load compares them. No thread reads the results before the end, since
+   llama.cpp's threads wait for one another behind each whole product. */
 
 #include "repacked.h"
 #include <stdlib.h>
@@ -45,23 +45,6 @@ static bool has_room(size_t bytes, size_t floats)
     return room.bytes >= bytes && room.floats >= floats;
 }
 
-/* The noted rows, eight numbers of four rows side by side; those that fill up a four are zero */
-static void lay_in_fours(int64_t blocks, int rows)
-{
-    int64_t block;
-    int row, part;
-    if (rows % 4)
-        memset(room.fours + rows / 4 * 4 * blocks * Q8_0_BYTES, 0, 4 * blocks * Q8_0_BYTES);
-    for (row = 0; row < rows; row++)
-        for (block = 0; block < blocks; block++) {
-            const uint8_t *from = each[row].y + block * Q8_0_BYTES;
-            uint8_t *to = room.fours + (row / 4 * blocks + block) * 4 * Q8_0_BYTES;
-            memcpy(to + row % 4 * 2, from, 2);
-            for (part = 0; part < 4; part++)
-                memcpy(to + 8 + 32 * part + row % 4 * 8, from + 2 + 8 * part, 8);
-        }
-}
-
 /* Multiplies the noted rows. */
 static void multiply(void)
 {
@@ -72,7 +55,10 @@ static void multiply(void)
     noted.rows = 0;
     if (rows >= LEAST
         && has_room(padded * blocks * Q8_0_BYTES, (size_t)padded * (size_t)noted.weights)) {
-        lay_in_fours(blocks, rows);
+        if (rows < padded)
+            memset(room.fours + (padded - 4) * blocks * Q8_0_BYTES, 0, 4 * blocks * Q8_0_BYTES);
+        for (row = 0; row < rows; row++)
+            put_in_fours(room.fours, row, blocks, each[row].y);
         gemms[type](noted.length, room.results, noted.weights, noted.x, room.fours, padded,
                     noted.weights);
         for (row = 0; row < rows; row++)

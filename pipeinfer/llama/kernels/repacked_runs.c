@@ -221,26 +221,14 @@ static bool agree(const struct traits *partner)
     static float from[TRIED], wanted[MOST_ROWS][COLUMNS], to[MOST_ROWS][COLUMNS];
     static uint8_t x[BLOCKS * BLOCK], y[MOST_ROWS][LENGTH], sided[MOST_ROWS * LENGTH];
     uint32_t dice = 1;
-    int row, block, i, count;
-    for (i = 0; i < (int)sizeof x; i++)
-        x[i] = (uint8_t)roll(&dice);
-    for (i = 0; i < BLOCKS * COLUMNS; i++) {
-        const uint16_t half = some_scale(&dice);
-        memcpy(x + i / COLUMNS * BLOCK + i % COLUMNS * 2, &half, sizeof half);
-    }
+    int row, i, count;
+    repacked_example(REPACKED_Q4_0, x, BLOCKS, &dice);
     for (row = 0; row < MOST_ROWS; row++) {
-        uint8_t *fours_of = sided + row / IN_FOURS * IN_FOURS * LENGTH;
         for (i = 0; i < TRIED; i++)
             from[i] = some_number(&dice);
         partner->from_float(from, y[row], TRIED);
         their_gemv(TRIED, wanted[row], COLUMNS, x, y[row], 1, COLUMNS);
-        for (block = 0; block < BLOCKS; block++) {
-            uint8_t *four = fours_of + block * IN_FOURS * Q8_0_BYTES;
-            memcpy(four + row % IN_FOURS * 2, y[row] + block * Q8_0_BYTES, 2);
-            for (i = 0; i < 4; i++)
-                memcpy(four + 2 * IN_FOURS + 32 * i + row % IN_FOURS * 8,
-                       y[row] + block * Q8_0_BYTES + 2 + 8 * i, 8);
-        }
+        put_in_fours(sided, row, BLOCKS, y[row]);
     }
     for (count = 1; count < IN_FOURS; count++) {
         memset(to, 0, sizeof to);
