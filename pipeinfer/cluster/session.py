@@ -474,8 +474,9 @@ def scheduler_setup(
     job = loaded.job
     config = for_chains(config) if job.chains else config
     states = keeps_state(job.model)
-    together = assembly.terms.exact if (bits := config.model.exact != "off") else job.tried
-    exact = min(together, job.width) if bits else 0
+    off = config.model.exact == "off"
+    group_max = job.tried if off else assembly.terms.exact
+    exact = 0 if off else min(group_max, job.width)
     # ids were made for so many; where ranks take turns there is no pipeline to fill
     n_stages = 1 if job.time_sharing else min(assembly.grid.n_stages, len(job.plan.ranks))
     rows = None if policy is Policy.ITERATIVE else sizing.row_proposer(
@@ -486,7 +487,7 @@ def scheduler_setup(
         config.speculation, policy, sizing.sizes_for(first.row_cost), n_ctx=job.n_ctx,
         chunk=loaded.chunk, exact=exact or job.width,
         n_stages=n_stages, curve=first.curve, spare=loaded.spare, draft_share=draft_share)
-    limits = sizing.grouped(limits, together, n_stages, first.curve)
+    limits = sizing.grouped(limits, group_max, n_stages, first.curve)
     limits = structs.replace(limits, same_cores=job.time_sharing, states=states,
                              together=job.n_batch)
     if job.chains:

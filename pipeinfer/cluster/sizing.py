@@ -40,7 +40,7 @@ from pipeinfer.strategies.spec import ProposerSetup, ProposerSpec
 NO_MODEL = 1e-3  #: a `draft_share` of proposers without a model
 JOIN_UP_TO = 2  #: stages up to which `--set tip=auto` starts joined, see docs/options.md
 _MOST_EXACT = 128  #: rows of the widest decode that torch tries for exactness
-_MOST_TOGETHER = 64  #: requests whose tokens may share a run; every further one is tried at load
+_MOST_GROUPED = 64  #: requests whose tokens may share a run; every further one is tried at load
 _MOST_IDS = 60  #: sequence ids, which cost a backend memory
 _MOST_KEPT = 32  #: prompts in the prefix cache, each with a sequence id
 _THEIR_CHUNK = 512  #: llama.cpp's --ubatch-size
@@ -217,7 +217,7 @@ def tried_rows(config: JobConfig, exact: int, *, grouped: bool) -> int:
 
     exact: most rows of a run that a request has for itself. grouped: whether requests share runs.
     """
-    return max(exact, min(lanes_of(config.speculation), _MOST_TOGETHER)) if grouped else exact
+    return max(exact, min(lanes_of(config.speculation), _MOST_GROUPED)) if grouped else exact
 
 
 def widths_for(config: JobConfig, exact: int) -> tuple[int, int]:
@@ -280,12 +280,12 @@ def limits_for(
     return limits, frozenset(pinned)
 
 
-def grouped(limits: Limits, together: int, n_stages: int, curve: Curve) -> Limits:
+def grouped(limits: Limits, group_max: int, n_stages: int, curve: Curve) -> Limits:
     """Return these limits with the best sizes of decode groups at the start.
 
-    together: lanes whose tokens may share a run, if more than R. Others: see `limits_for`.
+    group_max: see `Limits`. Others: see `limits_for`.
     """
-    limits = structs.replace(limits, group_max=together)
+    limits = structs.replace(limits, group_max=group_max)
     timing = Timing(1.0, n_stages, curve, 0.0, 0.0)
     return structs.replace(limits, share=groups(timing, limits.widest_group, limits.lanes))
 

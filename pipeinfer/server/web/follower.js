@@ -31,8 +31,8 @@ export class Follower {
 
   scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.box;
-    // Only who goes down asks for the end again: the event of `keep`'s own step may come after
-    // the reader's wheel, when the place is still the end.
+    // Only scrolling down follows the end again: the event of `keep`'s own step may come after the
+    // reader's wheel, when the place is still the end.
     if (scrollHeight - scrollTop - clientHeight >= NEAR) {
       if (scrollTop < this.top) this.following = false;
     } else if (scrollTop > this.top) this.following = true;
