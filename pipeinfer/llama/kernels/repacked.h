@@ -46,7 +46,7 @@ __attribute__((visibility("hidden")))
 int repacked_prompt(enum repacked type, int length, float *to, size_t apart, const void *x, const void *y,
                     int rows, int weights);
 
-/* Random blocks of a type, for a trial. */
+/* Random blocks of a type, for a trial; on x86-64 only. */
 __attribute__((visibility("hidden")))
 void repacked_example(enum repacked type, uint8_t *x, size_t blocks, uint32_t *dice);
 

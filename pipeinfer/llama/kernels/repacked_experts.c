@@ -199,6 +199,8 @@ unsigned repacked_experts(product *const ones[REPACKED_TYPES], method *const for
         taken[type] = taken[type] && agree(type);
         found |= (unsigned)taken[type] << type;
     }
+#else
+    (void)wanted;
 #endif
     name_of = name;
     return found;

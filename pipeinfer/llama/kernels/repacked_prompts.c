@@ -371,6 +371,22 @@ int repacked_prompt(enum repacked type, int length, float *to, size_t apart, con
                                rows, weights - done, false);
 }
 
+void repacked_example(enum repacked type, uint8_t *x, size_t blocks, uint32_t *dice)
+{
+    const size_t bytes = layouts[type].bytes;
+    size_t i, k;
+    for (i = 0; i < blocks * bytes; i++)
+        x[i] = (uint8_t)roll(dice);
+    for (i = 0; i < blocks; i++)
+        for (k = 0; k < 8; k++) {
+            const uint16_t half = some_scale(dice);
+            if (type == REPACKED_MXFP4)
+                x[i * bytes + k] = (uint8_t)(120 + half % 16);
+            else
+                memcpy(x + i * bytes + 2 * k, &half, sizeof half);
+        }
+}
+
 enum { TRIED = 19 * NUMBERS, TRIED_ROWS = MOST + 36, TRIED_COLUMNS = 48 };
 
 /* Whether a type's products have the bits of llama.cpp's gemm, by tiles or by VNNI */
@@ -434,22 +450,6 @@ unsigned repacked_prompts(product *const gemms[REPACKED_TYPES], bool wanted)
 }
 
 #endif
-
-void repacked_example(enum repacked type, uint8_t *x, size_t blocks, uint32_t *dice)
-{
-    const size_t bytes = layouts[type].bytes;
-    size_t i, k;
-    for (i = 0; i < blocks * bytes; i++)
-        x[i] = (uint8_t)roll(dice);
-    for (i = 0; i < blocks; i++)
-        for (k = 0; k < 8; k++) {
-            const uint16_t half = some_scale(dice);
-            if (type == REPACKED_MXFP4)
-                x[i * bytes + k] = (uint8_t)(120 + half % 16);
-            else
-                memcpy(x + i * bytes + 2 * k, &half, sizeof half);
-        }
-}
 
 static void prompt(enum repacked type, int length, float *to, size_t apart, const void *x,
                    const void *y, int rows, int weights)
