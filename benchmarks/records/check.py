@@ -15,7 +15,6 @@ from typing import Any
 
 from benchmarks.methods import draft_ranks, lookahead, lossless
 from benchmarks.paper import heads
-from benchmarks.peers import servers
 from benchmarks.records import pages, paper_tables, raw_files
 from benchmarks.records.pages import Record
 from benchmarks.records.paper_tables import Paper
@@ -171,7 +170,6 @@ FROM_RAW: Mapping[str, tuple[str, Callable[[Any], Rows]]] = {
     "losslessness": ("lossless.json", lossless.rows_of),
     "lookahead-s": ("lookahead.json", lookahead.table_rows),
     "lookahead-figure-4": ("lookahead.json", lookahead.sweep_rows),
-    "peers-servers": ("peers-servers.json", servers.rows_of),
 }
 KEPT_SINCE = "2026-11-28"  #: of tables of this day and later ones the raw results are kept
 #: columns that no program makes: what others say, or what an earlier version did

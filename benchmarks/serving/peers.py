@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -176,7 +177,8 @@ async def contest(args: argparse.Namespace) -> dict[str, Any]:
             print(turn, name, clients, {k: round(v, 1) for k, v in found.items()}, flush=True)
 
     for turn in range(args.rounds):
-        async with llama_server(program, args.model, most, ctx, args.threads) as port:
+        async with llama_server(program, args.model, most, ctx, args.threads,
+                                shlex.split(args.peer_options)) as port:
             await measure("llama-server", port, turn)
         for ranks in args.ranks:
             async with server(ranks, *serve, quiet=True) as running:
@@ -206,6 +208,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--programs", type=Path, help="folder with llama-server")
+    parser.add_argument("--peer-options", default="",
+                        help="of llama-server, such as '--spec-type ngram-mod'")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -217,6 +221,8 @@ def main() -> None:
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[],
                         help="further options of `pipeinfer serve`; the last argument")
     args = parser.parse_args()
+    if args.peer_options and not args.programs:
+        parser.error("--peer-options needs --programs")
     figures = asyncio.run(contest(args))
     print(table(figures))
     if args.json:
