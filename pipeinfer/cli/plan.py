@@ -11,7 +11,6 @@ from `planner`, speeds from the real scheduler in virtual time. Loads no model.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -43,7 +42,7 @@ from pipeinfer.forecast.report import (
 )
 from pipeinfer.nodes import RankInfo, group_of
 from pipeinfer.planning.judge import LoadMix
-from pipeinfer.planning.measure import Figures, from_json
+from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Member, size_text
 from pipeinfer.planning.planner import ACCEPTANCE, with_text
 from pipeinfer.planning.teams import EXCHANGE, SumCost
@@ -157,16 +156,11 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
         _measured_links(place)
         return None
     hosts = handshake.compare(config, place)
-    job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts)
+    job = launch.prepare(settle(config, place, hosts[0].settings), place, hosts, foresee=True)
     measured_links = _measured_links(place)
     links = [Link(one["latency"], one["bandwidth"]) for one in measured_links] or [
         Link(0.0, math.inf)]
     found, measures = job.survey, job.survey.figures
-    if place.comm is None:  # a start of one process has nothing to split, so it measures nothing
-        own = placement.measure_here(config, place, hosts[0].settings, job.target,
-                                     job.model.fingerprint)
-        with contextlib.suppress(ValueError):
-            measures = {0: from_json(own.figures)}
     target = dataclasses.replace(
         file_view(job.target, given["ctx"]),
         load=with_text(found.load, job.model, given["length"]))

@@ -311,11 +311,12 @@ def listen_for(config: ClusterConfig, hosts: list[RankInfo], pulse: Pulse
 
 
 def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
-            meeting: Meeting | None = None) -> Job:
+            meeting: Meeting | None = None, *, foresee: bool = False) -> Job:
     """Read the models' headers and plan the layers together with the other ranks.
 
     meeting: where ranks send heartbeats. The job's config is the given one, changed where the
         model or the hosts require it.
+    foresee: see `agree`.
     """
     from pipeinfer.llama.library import ensure_llama
     target_path, draft_path = model_paths(config)
@@ -349,7 +350,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
     found = placement.agree(
         config, place, model, target_path, hosts, what.policy, cells, n_batch,
         sum(one.held for one in what.evaluated) + (shown.memory if shown else 0), meeting,
-        pictures=shown is not None)
+        pictures=shown is not None, foresee=foresee)
     if what.time_sharing:  # not before `agree`: it compares ranks by their speed on their own cores
         place.cores = hosts[0].cores_host
         host.use_cores(place.cores, frozenset())

@@ -107,7 +107,7 @@ class Job(JobPlan, frozen=True):
 def agree(  # noqa: PLR0913
     config: JobConfig, place: Place, model: Any, path: Path, hosts: Hosts, policy: Policy,
     n_cells: int, n_batch: int, head_bytes: int, meeting: Meeting | None = None, *,
-    pictures: bool = False,
+    pictures: bool = False, foresee: bool = False,
 ) -> Survey:
     """Head: plan, and send every rank its place.
 
@@ -115,6 +115,7 @@ def agree(  # noqa: PLR0913
     head_bytes: memory on rank 0 that the draft and a projector take.
     meeting: where ranks send heartbeats.
     pictures: whether the first stage reads their rows.
+    foresee: measure a rank that has all layers, too, to say how fast it will be.
     Raises PlanError and UsageError.
     """
     load = load_of(model, n_cells, n_batch, torch_item_bytes(config, model, hosts),
@@ -134,7 +135,7 @@ def agree(  # noqa: PLR0913
         return members_of(candidates, counts, hosts, figures, head_bytes,
                           drafts_on_gpu=hosts[0].drafts_on_gpu(config))
 
-    planned = config.cluster.split == "planned" and len(free) > 1
+    planned = config.cluster.split == "planned" and len(free) > (0 if foresee else 1)
     if planned and teams is None and not auto:  # what fits nowhere is refused before it is read
         make_plan(config.cluster, load, seated(), candidates, hosts,
                   by_slowest, timed=False)

@@ -101,6 +101,7 @@ def part(place: Place) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         mpi_job.leave()
+    write_status(f"up {os.getpid()}")  # so that `run` takes no rank that leaves for a dead one
     if mpi_job.dismiss(place.comm):
         note_order()
     atexit.register(skip_finalize)

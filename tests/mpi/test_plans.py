@@ -89,3 +89,18 @@ def test_the_plan_command_measures_ranks_and_links():
     assert [stage["rank"] for stage in found["stages"]] == [1, 2]
     assert set(found["tokens_per_second"]) == {"iterative", "speculative", "pipeinfer"}
     assert all(speed > 0 for speed in found["tokens_per_second"].values())
+
+
+def test_rank_0_may_take_long_for_a_plan_of_one_stage(tmp_path):
+    """The other rank has left meanwhile, and is not taken for one that died at its start."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
+        "    from pipeinfer.cli import plan\n"
+        "    report = plan.report_of\n"
+        "    plan.report_of = lambda *given: (time.sleep(6), report(*given))[1]\n")
+    done = launch.run(1, [*PIPEINFER, "run", "-np", "2", "--", "plan", "--json"], timeout=120,
+                      PYTHONPATH=f"{tmp_path}:{launch.ROOT}")
+    assert done.returncode == 0, done.stderr
+    assert "were they killed" not in done.stderr
+    assert [stage["rank"] for stage in json.loads(done.stdout)["stages"]] == [1]
