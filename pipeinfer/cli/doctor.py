@@ -154,8 +154,8 @@ def _check_sockets(name: str, nodes: list[list[Any]], ranks: int) -> Finding:
     if ranks >= len(nodes):
         return Finding("ok", f"host {name}", f"{detail}; each rank stays on one")
     return Finding("warn", f"host {name}", f"{detail}, {ranks} rank{'s' * (ranks > 1)}",
-                   f"a rank that uses all of them waits for far memory: give this host "
-                   f"slots={len(nodes)}, and try --grid auto")
+                   "a rank that uses all of them waits for far memory: start this host alone by "
+                   f"`pipeinfer up`, or give it slots={len(nodes)} and try --grid auto")
 
 
 def _check_alike(everyone: list[dict[str, Any]]) -> list[Finding]:

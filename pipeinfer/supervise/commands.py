@@ -118,7 +118,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     from pipeinfer.supervise.join.roster import Joining
     from pipeinfer.supervise.keeper import Keeper
     from pipeinfer.supervise.logs import Logs
-    from pipeinfer.supervise.serving import Serving, models_of
+    from pipeinfer.supervise.serving import Serving, models_of, on_numa_nodes
 
     logs = Logs(folder.path / _LOGS, _show)
 
@@ -133,6 +133,8 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     before = folder.read()
     left = (str(before.get("job", "")) if before.get("phase") != "ended" else "",
             others(str(folder.path / "hosts")))
+    if not hosts and joined is None and ranks is None and launchers.find(environ) is not None:
+        ranks, words = on_numa_nodes(words, say)
     several = hosts or joined is not None or (ranks or 1) > 1
     launcher = launchers.needed(environ) if several else launchers.find(environ)
     joining = roster = None

@@ -3,16 +3,20 @@ one."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import click
 
+from pipeinfer import host
 from pipeinfer.cli.options import JOB, parse
 from pipeinfer.cli.serve import PARALLEL
+from pipeinfer.cluster import features
 from pipeinfer.config import AUTO, Config
 from pipeinfer.errors import UsageError
 from pipeinfer.files import read_toml
@@ -155,8 +159,8 @@ class Serving(JobSource):
     def work_of(self, work: Sequence[str]) -> dict[str, str]:
         """Return what each host does, "" if unknown. work: of each rank."""
         found: dict[str, str] = {}
-        for host, one in zip(self._names(self.roster) if self.roster else (), work, strict=False):
-            found[host] = "; ".join(filter(None, (found.get(host), one)))
+        for name, one in zip(self._names(self.roster) if self.roster else (), work, strict=False):
+            found[name] = "; ".join(filter(None, (found.get(name), one)))
         return found
 
     def _names(self, roster: Roster) -> tuple[str, ...]:
@@ -204,6 +208,23 @@ def models_of(path: str, words: list[str]) -> dict[str, list[str]]:
     if not found:
         raise UsageError(f"file of models {path} names none")
     return found
+
+
+def on_numa_nodes(words: list[str], say: Callable[[str], None]) -> tuple[int, list[str]]:
+    """Return how many ranks share this host, one on each of its NUMA nodes, and `serve` with the
+    options with which all of them compute layers; say so. Raises UsageError."""
+    config, nodes = config_of(words).job, host.numa_nodes()
+    withheld = sum(one.cores for one in nodes) > len(os.sched_getaffinity(0))  # by a container
+    if len(nodes) < 2 or withheld or config.model.numa or config.model.gpu_layers:
+        return 1, words
+    options = ["--head-stage"]
+    if not (config.cluster.grid or config.cluster.kv_disk):  # files of prompts are of whole layers
+        with contextlib.suppress(UsageError):  # another option needs whole layers
+            features.check(config_of([*words, "--grid", "auto"]))
+            options += ["--grid", "auto"]
+    say(f"one rank on each of {len(nodes)} NUMA nodes, with {' '.join(options)} (-np 1: one "
+        "process for all of them)")
+    return len(nodes), [*words, *options]
 
 
 def config_of(words: Sequence[str]) -> Config:

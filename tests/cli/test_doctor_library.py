@@ -38,7 +38,7 @@ def test_a_system_without_huge_pages_is_not_blamed():
 
 
 @pytest.mark.parametrize(("ranks", "level", "says"), [
-    (1, "warn", "give this host slots=2"), (2, "ok", "")])
+    (1, "warn", "give it slots=2"), (2, "ok", "")])
 def test_a_host_with_two_sockets_is_shown(ranks, level, says):
     nodes = [[0, 16, 64 << 30, [10, 21]], [1, 16, 32 << 30, [21, 10]]]
     found = _check_sockets("xeon1", nodes, ranks)

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeinfer import host
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.supervise.serving import models_of
+from pipeinfer.supervise.serving import models_of, on_numa_nodes
 from pipeinfer.supervise.state import Folder, Reload, Rescale, SocketStatus, call
 from tests.kit import launch
 from tests.kit.random_model import RandomSpec, write_random_model
@@ -184,6 +185,24 @@ def test_a_file_of_models_that_cannot_be_used(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(UsageError, match=re.escape(says)):
         models_of(str(file), ["serve"])
+
+
+@pytest.mark.parametrize(("cores", "words", "ranks", "options"), [
+    ([], "", 1, ""), ([8], "", 1, ""), ([4, 4], "", 2, "--head-stage --grid auto"),
+    ([2, 2, 2, 2], "-md small.gguf", 4, "--head-stage --grid auto"),
+    ([8, 8], "", 1, ""),  # a container may use half of them
+    ([4, 4], "--numa off", 1, ""), ([4, 4], "-ngl 9", 1, ""),
+    ([4, 4], "--kv-disk auto", 2, "--head-stage"), ([4, 4], "--grid 1x2", 2, "--head-stage"),
+    ([4, 4], "--layers 9,21", 2, "--head-stage"),
+    ([4, 4], "--bita prompts.npz", 2, "--head-stage")])
+def test_the_numa_nodes_of_this_host_share_the_model(monkeypatch, cores, words, ranks, options):
+    monkeypatch.setattr(host, "numa_nodes", lambda: [
+        host.NumaNode(k, count, 0, ()) for k, count in enumerate(cores)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    said = []
+    assert on_numa_nodes(["serve", *words.split()], said.append) == (
+        ranks, ["serve", *words.split(), *options.split()])
+    assert [options in line for line in said] == [True] * (ranks > 1)
 
 
 def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):
