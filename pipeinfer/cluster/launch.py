@@ -34,7 +34,7 @@ from pipeinfer.cluster.handshake import compare, tell
 from pipeinfer.cluster.heartbeat import HeadPulse, RankPulse
 from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.placement import Job
-from pipeinfer.cluster.resolve import JobFacts, resolve
+from pipeinfer.cluster.resolve import JobFacts, idle_node, resolve
 from pipeinfer.cluster.session import Session, begin
 from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
 from pipeinfer.cluster.sizing import (
@@ -334,6 +334,7 @@ def prepare(config: JobConfig, place: Place, hosts: list[RankInfo],
         facts = structs.replace(facts, hosts=with_draft_ranks(config, hosts))
         what = resolve(config, facts)
     config, hosts = what.config, list(facts.hosts)
+    notes += idle_node(facts, what.stages)
     check_memory(what.proposers, config, hosts)
     shown = projector(config, target_path)
     ensure_llama(config.model.numa)

@@ -118,6 +118,15 @@ def resolve(config: JobConfig, facts: JobFacts) -> JobPlan:
     return JobPlan(config, policy, chosen.proposers, sharing, chains, gaps, backends, stages)
 
 
+def idle_node(facts: JobFacts, stages: int) -> list[str]:
+    """Return a note if rank 0 keeps a NUMA node of the job's only host from layers."""
+    if facts.numa_nodes < 2 or len({one.host for one in facts.hosts}) > 1 \
+            or stages == len(facts.hosts):
+        return []
+    return ["the cores of rank 0's NUMA node compute no layers: --head-stage gives it some, and "
+            "--grid auto cuts layers where that is faster"]
+
+
 def choose(config: JobConfig, facts: JobFacts, backends: tuple[str, ...], *, time_sharing: bool,
            heads: bool = True) -> Drafting:
     """Return how a job proposes tokens: what the user named, else lookup, head and draft.

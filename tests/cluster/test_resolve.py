@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 import pytest
 
-from pipeinfer.cluster.resolve import JobFacts, choose, resolve
+from pipeinfer.cluster.resolve import JobFacts, choose, idle_node, resolve
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.gguf import ModelFile
@@ -50,6 +50,14 @@ def test_ranks_of_several_hosts_do_not(target):
     found = resolve(job_config(), JobFacts(target, DRAFT, ranks(3)))
     assert not found.time_sharing
     assert found.config.cluster.turns == "off"
+
+
+@pytest.mark.parametrize(("count", "hosts", "nodes", "stages", "noted"), [
+    (2, 1, 2, 1, True), (2, 1, 2, 2, False), (2, 1, 1, 1, False), (1, 1, 2, 1, False),
+    (3, 1, 2, 2, True), (3, None, 2, 2, False)])
+def test_a_numa_node_without_layers_is_noted(target, count, hosts, nodes, stages, noted):
+    facts = JobFacts(target, None, ranks(count, hosts=hosts), nodes)
+    assert [("--head-stage" in line) for line in idle_node(facts, stages)] == [True] * noted
 
 
 def test_a_state_bounds_requests_unless_their_number_is_given(stateful):
