@@ -418,6 +418,4 @@ def settle(config: JobConfig, place: Place, node: NodeSettings) -> JobConfig:
         # several ranks would use each other's memory otherwise, at half the speed
         spread = place.local_size >= len(host.numa_nodes()) > 1 and not config.model.numa
         host.bind_numa(node.numa or ("per-rank" if spread else ""), place)
-    if config.model.numa == "off":
-        own["numa"] = ""
     return config.replace(**own)

@@ -101,8 +101,8 @@ def llama_options(config: ModelConfig, *, draft: bool = False, callbacks: bool =
     from pipeinfer.backends.llamacpp.context import LlamaOptions
 
     values: dict[str, Any] = {
-        "flash_attn": config.flash_attn, "numa": config.numa, "type_k": config.cache_type_k,
-        "type_v": config.cache_type_v, "repack": config.repack,
+        "flash_attn": config.flash_attn, "numa": "" if config.numa == "off" else config.numa,
+        "type_k": config.cache_type_k, "type_v": config.cache_type_v, "repack": config.repack,
     }
     gpu_layers = config.gpu_layers_draft if draft else config.gpu_layers
     if draft:  # types that are named are the target's, as with llama.cpp

@@ -61,7 +61,7 @@ _OPTIONS = {
     "-fa": "flash_attn",
     "-ctk": "cache_type_k", "-ctv": "cache_type_v", "--exact off": "exact",
     "--set like_llama_cpp": "like_llama_cpp", "-t": "threads", "-ngl": "gpu_layers",
-    "--numa": "numa", "--set keep_binding": "keep_binding", "--grid": "grid",
+    "--set keep_binding": "keep_binding", "--grid": "grid",
     "--slices": "slices", "--layers": "layers", "--draft-ranks": "draft_ranks",
     "--decomposer": "decomposer", "--ablate": "ablate", "--set credit": "credit",
     "--set draft_max": "draft_max", "--set tree_max": "tree_max",
@@ -79,6 +79,7 @@ def features() -> Mapping[str, Uses]:
         "--hook pace": lambda config: any(
             word.startswith("pace=") for word in config.job.cluster.hook),
         "-mm": lambda config: config.job.model.mmproj not in ("", "none"),
+        "--numa": lambda config: config.job.model.numa not in ("", "off"),
         "-md none": partial(_equals, "draft_model", NO_DRAFT),
         "-fa off": partial(_equals, "flash_attn", "off"),
         "a quantised -ctv": lambda config: config.job.model.cache_type_v not in (

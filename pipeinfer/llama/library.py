@@ -17,7 +17,7 @@ from pipeinfer.llama.loader import find_library
 
 NO_LIBRARY = "none: "  #: begins the result of `llama_version` where no library can run
 _GPUS = (1, 2)  #: ggml's numbers of devices with memory of their own, and of those without
-_NUMA = {"": 0, "distribute": 1, "isolate": 2, "numactl": 3}
+_NUMA = {"": 0, "off": 0, "distribute": 1, "isolate": 2, "numactl": 3}
 _log_lines = threading.local()
 
 
