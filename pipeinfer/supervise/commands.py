@@ -32,7 +32,8 @@ from pipeinfer.supervise.state import (
 )
 
 if TYPE_CHECKING:
-    from pipeinfer.supervise.serving import Serving
+    from pipeinfer.supervise.launcher import Launcher
+    from pipeinfer.supervise.serving import Complete, Serving
 
 _LOGS = "logs"
 _WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -118,7 +119,7 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     from pipeinfer.supervise.join.roster import Joining
     from pipeinfer.supervise.keeper import Keeper
     from pipeinfer.supervise.logs import Logs
-    from pipeinfer.supervise.serving import Serving, models_of, on_numa_nodes
+    from pipeinfer.supervise.serving import Serving, models_of
 
     logs = Logs(folder.path / _LOGS, _show)
 
@@ -133,22 +134,20 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
     before = folder.read()
     left = (str(before.get("job", "")) if before.get("phase") != "ended" else "",
             others(str(folder.path / "hosts")))
-    if not hosts and joined is None and ranks is None and launchers.find(environ) is not None:
-        ranks, words = on_numa_nodes(words, say)
-    several = hosts or joined is not None or (ranks or 1) > 1
-    launcher = launchers.needed(environ) if several else launchers.find(environ)
-    joining = roster = None
+    launcher, ranks, complete = _where(words, environ, hosts, ranks, joined, say)
+    words, joining, roster = complete(words), None, None
     if hosts:
         assert launcher is not None
         roster = Roster(str(Path(hosts).absolute()), launcher.kind, folder.path / "hosts",
                         ranks or 0)
     if joined is not None:
         assert launcher is not None
-        joining = Joining(joined, launcher, folder, words, say)
-        roster, words = joining.roster, joining.words
+        joining = Joining(joined, launcher, folder, say)
+        roster = joining.roster
     table = models_of(models, words) if models else {}
     words = next(iter(table.values()), words)
-    serving = Serving(environ[VARIABLE], words, environ, launcher, roster, ranks or 1, logs)
+    serving = Serving(environ[VARIABLE], words, environ, launcher, roster, ranks or 1, logs,
+                      complete)
     if hosts:
         _ask_hosts(serving, hosts, ranks, all_hosts, say)
 
@@ -163,6 +162,23 @@ def _keep(folder: Folder, words: list[str], hosts: str | None, ranks: int | None
         raise UsageError(str(error)) from None
     finally:
         logs.close()
+
+
+def _where(words: list[str], environ: dict[str, str], hosts: str | None, ranks: int | None,
+           joined: str | None, say: Callable[[str], None]
+           ) -> tuple[Launcher | None, int | None, Complete]:
+    """Return the launcher, the ranks if they are known, and what adds the options with which they
+    share the model."""
+    from pipeinfer.supervise import launcher as launchers
+    from pipeinfer.supervise.join.roster import together
+    from pipeinfer.supervise.serving import on_numa_nodes, ranks_here
+
+    if hosts or joined is not None or (ranks or 1) > 1:
+        return launchers.needed(environ), ranks, list if joined is None else together
+    launcher = launchers.find(environ)
+    if launcher is not None and ranks is None and (count := ranks_here(words, say)) > 1:
+        return launcher, count, on_numa_nodes
+    return launcher, ranks, list
 
 
 def _keep_answers(folder: Folder, words: list[str], say: Callable[[str], None]) -> None:

@@ -289,7 +289,7 @@ class Keeper:
 
     async def _reload(self, command: Reload, report: Report) -> str:
         serving = self._serving
-        words = command_of(command.words) if command.words else serving.words
+        words = serving.complete(command_of(command.words)) if command.words else serving.words
 
         async def plan() -> Move:
             differ = serving.affects_tokens(words)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
@@ -29,6 +29,7 @@ from pipeinfer.supervise.rules import affects_tokens, fixed_options
 from pipeinfer.supervise.supervisor import JobSource
 
 COMMAND = "serve"
+Complete: TypeAlias = Callable[[list[str]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,17 @@ class Serving(JobSource):
     name: id of the job. words: `serve` and its options. environ: of its launcher.
     launcher: None for a single rank. roster: its hosts, None for this one.
     ranks: number of ranks without a roster.
+    complete: adds the options with which these ranks share the model to `serve` and its options.
     logs_at: where the files of `logs` are.
     """
 
     serves = True
 
     def __init__(self, name: str, words: list[str], environ: dict[str, str],
-                 launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs) -> None:
+                 launcher: Launcher | None, roster: Roster | None, ranks: int, logs: Logs,
+                 complete: Complete = list) -> None:
         self.name, self.environ, self.launcher = name, environ, launcher
+        self.complete = complete
         self.roster, self.logs, self.logs_at = roster, logs, str(logs.folder)
         self.waits = roster is not None and roster.waits
         self._ranks = ranks
@@ -210,21 +214,26 @@ def models_of(path: str, words: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def on_numa_nodes(words: list[str], say: Callable[[str], None]) -> tuple[int, list[str]]:
-    """Return how many ranks share this host, one on each of its NUMA nodes, and `serve` with the
-    options with which all of them compute layers; say so. Raises UsageError."""
-    config, nodes = config_of(words).job, host.numa_nodes()
-    withheld = sum(one.cores for one in nodes) > len(os.sched_getaffinity(0))  # by a container
-    if len(nodes) < 2 or withheld or config.model.numa or config.model.gpu_layers:
-        return 1, words
-    options = ["--head-stage"]
-    if not (config.cluster.grid or config.cluster.kv_disk):  # files of prompts are of whole layers
+def ranks_here(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Return how many ranks share this host: one on each NUMA node, which it says, unless an option
+    or a container decides where threads run. Raises UsageError."""
+    model, nodes = config_of(words).job.model, host.numa_nodes()
+    withheld = sum(one.cores for one in nodes) > len(os.sched_getaffinity(0))
+    if len(nodes) < 2 or withheld or model.numa or model.gpu_layers:
+        return 1
+    say(f"one rank on each of {len(nodes)} NUMA nodes (-np 1: one process for all of them)")
+    return len(nodes)
+
+
+def on_numa_nodes(words: list[str]) -> list[str]:
+    """Return `serve` and its options with those by which all NUMA nodes compute layers. Raises
+    UsageError."""
+    cluster, words = config_of(words).job.cluster, [*words, "--head-stage"]
+    if not (cluster.grid or cluster.kv_disk):  # files of prompts are of whole layers
         with contextlib.suppress(UsageError):  # another option needs whole layers
             features.check(config_of([*words, "--grid", "auto"]))
-            options += ["--grid", "auto"]
-    say(f"one rank on each of {len(nodes)} NUMA nodes, with {' '.join(options)} (-np 1: one "
-        "process for all of them)")
-    return len(nodes), [*words, *options]
+            words += ["--grid", "auto"]
+    return words
 
 
 def config_of(words: Sequence[str]) -> Config:

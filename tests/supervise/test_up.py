@@ -16,7 +16,7 @@ import pytest
 
 from pipeinfer import host
 from pipeinfer.errors import RequestError, UsageError
-from pipeinfer.supervise.serving import models_of, on_numa_nodes
+from pipeinfer.supervise.serving import models_of, on_numa_nodes, ranks_here
 from pipeinfer.supervise.state import Folder, Reload, Rescale, SocketStatus, call
 from tests.kit import launch
 from tests.kit.random_model import RandomSpec, write_random_model
@@ -187,22 +187,34 @@ def test_a_file_of_models_that_cannot_be_used(tmp_path, text, says):
         models_of(str(file), ["serve"])
 
 
-@pytest.mark.parametrize(("cores", "words", "ranks", "options"), [
-    ([], "", 1, ""), ([8], "", 1, ""), ([4, 4], "", 2, "--head-stage --grid auto"),
-    ([2, 2, 2, 2], "-md small.gguf", 4, "--head-stage --grid auto"),
-    ([8, 8], "", 1, ""),  # a container may use half of them
-    ([4, 4], "--numa off", 1, ""), ([4, 4], "-ngl 9", 1, ""),
-    ([4, 4], "--kv-disk auto", 2, "--head-stage"), ([4, 4], "--grid 1x2", 2, "--head-stage"),
-    ([4, 4], "--layers 9,21", 2, "--head-stage"),
-    ([4, 4], "--bita prompts.npz", 2, "--head-stage")])
-def test_the_numa_nodes_of_this_host_share_the_model(monkeypatch, cores, words, ranks, options):
+@pytest.mark.parametrize(("cores", "words", "ranks"), [
+    ([], "", 1), ([8], "", 1), ([4, 4], "", 2), ([2, 2, 2, 2], "-md small.gguf", 4),
+    ([8, 8], "", 1),  # a container may use half of them
+    ([4, 4], "--numa off", 1), ([4, 4], "-ngl 9", 1)])
+def test_each_numa_node_of_this_host_gets_a_rank(monkeypatch, cores, words, ranks):
     monkeypatch.setattr(host, "numa_nodes", lambda: [
         host.NumaNode(k, count, 0, ()) for k, count in enumerate(cores)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     said = []
-    assert on_numa_nodes(["serve", *words.split()], said.append) == (
-        ranks, ["serve", *words.split(), *options.split()])
-    assert [options in line for line in said] == [True] * (ranks > 1)
+    assert ranks_here(["serve", *words.split()], said.append) == ranks
+    assert len(said) == (ranks > 1)
+
+
+@pytest.mark.parametrize(("words", "sliced"), [
+    ("", True), ("-md small.gguf", True), ("--kv-disk auto", False), ("--grid 1x2", False),
+    ("--layers 9,21", False), ("--bita prompts.npz", False)])
+def test_numa_nodes_share_each_layer_unless_an_option_needs_whole_ones(words, sliced):
+    given = ["serve", *words.split()]
+    assert on_numa_nodes(given) == [*given, "--head-stage", *["--grid", "auto"] * sliced]
+
+
+def test_a_reload_keeps_the_options_by_which_members_share_the_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+    words = [*SERVE, "--port", str(launch.free_port())]
+    with up(tmp_path, f"--join=127.0.0.1:{launch.free_port()}", "--", *words):
+        folder = Folder("default")
+        call(folder, print, 90, Reload([*words, "--queue", "9"]))
+        assert folder.read()["words"] == [*words, "--queue", "9", "--head-stage", "--distribute"]
 
 
 def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):

@@ -147,21 +147,24 @@ def _entry(member: Joiner) -> HostEntry:
 _TOGETHER = ("--head-stage", "--distribute")
 
 
+def together(words: list[str]) -> list[str]:
+    """Return `serve` and its options with those by which members share the model."""
+    return [*words, *(word for word in _TOGETHER if word not in words)]
+
+
 class Joining:
     """Accepts machines while it is entered as an asynchronous context.
 
-    at: [ADDRESS][:PORT], "" for all addresses. words: `serve` and its options.
-    say: prints a line for the user.
+    at: [ADDRESS][:PORT], "" for all addresses. say: prints a line for the user.
     """
 
-    def __init__(self, at: str, launcher: Launcher, folder: Folder, words: Sequence[str],
+    def __init__(self, at: str, launcher: Launcher, folder: Folder,
                  say: Callable[[str], None]) -> None:
         """Raises UsageError if the token, the certificate or the hostfile cannot be used."""
         self._host, self._port = address_of(at) if at else ("", PORT)
         self._folder, self._say = folder, say
         self.server = JoinServer(JoinTokens(folder.path), own_offer(launcher, OwnSettings()), say)
         self.roster = JoinedRoster(self.server, launcher.kind, folder.path, folder.name)
-        self.words = [*words, *(word for word in _TOGETHER if word not in words)]
 
     async def __aenter__(self) -> Joining:
         await self.server.start(self._host, self._port)
