@@ -217,11 +217,14 @@ def models_of(path: str, words: list[str]) -> dict[str, list[str]]:
 def ranks_here(words: Sequence[str], say: Callable[[str], None]) -> int:
     """Return how many ranks share this host: one on each NUMA node, which it says, unless an option
     or a container decides where threads run. Raises UsageError."""
-    model, nodes = config_of(words).job.model, host.numa_nodes()
+    config, nodes = config_of(words).job, host.numa_nodes()
+    model = config.model
     withheld = sum(one.cores for one in nodes) > len(os.sched_getaffinity(0))
     if len(nodes) < 2 or withheld or model.numa or model.gpu_layers:
         return 1
-    say(f"one rank on each of {len(nodes)} NUMA nodes (-np 1: one process for all of them)")
+    how = "" if not config.cluster.kv_disk else (
+        ", with whole layers, since --kv-disk has no files of slices,")
+    say(f"one rank on each of {len(nodes)} NUMA nodes{how} (-np 1: one process for all of them)")
     return len(nodes)
 
 

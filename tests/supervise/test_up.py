@@ -188,7 +188,7 @@ def test_a_file_of_models_that_cannot_be_used(tmp_path, text, says):
 
 
 @pytest.mark.parametrize(("cores", "words", "ranks"), [
-    ([], "", 1), ([8], "", 1), ([4, 4], "", 2), ([2, 2, 2, 2], "-md small.gguf", 4),
+    ([], "", 1), ([8], "", 1), ([4, 4], "", 2), ([2, 2, 2, 2], "--kv-disk auto", 4),
     ([8, 8], "", 1),  # a container may use half of them
     ([4, 4], "--numa off", 1), ([4, 4], "-ngl 9", 1)])
 def test_each_numa_node_of_this_host_gets_a_rank(monkeypatch, cores, words, ranks):
@@ -197,7 +197,7 @@ def test_each_numa_node_of_this_host_gets_a_rank(monkeypatch, cores, words, rank
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     said = []
     assert ranks_here(["serve", *words.split()], said.append) == ranks
-    assert len(said) == (ranks > 1)
+    assert ["whole layers" in line for line in said] == ["--kv-disk" in words] * (ranks > 1)
 
 
 @pytest.mark.parametrize(("words", "sliced"), [
