@@ -28,7 +28,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.emulation import wide
 from pipeinfer.emulation.profiles import Profiles, load_profiles
 from pipeinfer.emulation.wide import ITEM_BYTES, WideExperiment
-from pipeinfer.errors import PipeinferError, PlanError, UsageError
+from pipeinfer.errors import PlanError, UsageError
 from pipeinfer.forecast import for_clients, grids
 from pipeinfer.forecast.report import (
     Link,
@@ -40,16 +40,13 @@ from pipeinfer.forecast.report import (
     file_view,
     report_of,
 )
-from pipeinfer.nodes import RankInfo, group_of
-from pipeinfer.planning.judge import LoadMix
+from pipeinfer.nodes import RankInfo
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Member, size_text
-from pipeinfer.planning.planner import ACCEPTANCE, with_text
-from pipeinfer.planning.teams import EXCHANGE, SumCost
+from pipeinfer.planning.planner import with_text
 from pipeinfer.text_table import aligned
 
 if TYPE_CHECKING:
-    from pipeinfer.cluster.placement import Job
     from pipeinfer.host import Place
 
 
@@ -167,8 +164,10 @@ def measured(model: str, profiles: Profiles, **given: Any) -> Report | None:
     if not measures:
         raise PlanError("; ".join(found.notes) or "nothing was measured, so nothing can be "
                         "predicted: leave out --layers and --split equal")
-    notes = [*found.notes, *(_grid_note(job, hosts, measured_links, given) if measured_links else [
-        "this is one process: mpirun -np N, or launch/run N, plans a pipeline of N ranks"])]
+    notes = list(found.notes)
+    if not measured_links:
+        notes.append("this is one process: mpirun -np N, or launch/run N, plans a pipeline of N "
+                     "ranks")
     return report_of(target, _machines(hosts, measures, found.members), links,
                      "links as measured" if measured_links else "no links", profiles, given, notes,
                      job.plan if measured_links else None, str(job.facts.draft or ""))
@@ -209,29 +208,6 @@ def _measured_links(place: Place) -> list[dict[str, float]]:
     texts = mpi_job.gather_json(place.comm, json.dumps(own)) or []
     part(place)
     return [one for text in texts for one in json.loads(text)]
-
-
-def _grid_note(job: Job, hosts: Sequence[RankInfo], links: list[dict[str, float]],
-               given: Mapping[str, Any]) -> list[str]:
-    """What a grid of these ranks would bring, where the model can be sliced at all."""
-    from pipeinfer.planning import measured_grid
-
-    ranks, survey = job.plan.candidates, job.survey
-    policy = Policy.ITERATIVE if job.facts.draft is None else Policy.PIPEINFER
-    acceptance = ACCEPTANCE if given["acceptance"] is None else given["acceptance"]
-    sums = SumCost(ITEM_BYTES[given["sum_type"]], EXCHANGE)
-    try:
-        best, plain = measured_grid.grids_of_ranks(
-            job.model, survey.load, [survey.members[rank] for rank in ranks],
-            [survey.figures.get(rank) for rank in ranks],
-            measured_grid.network_of(ranks, links), [LoadMix(policy, acceptance=acceptance)], sums,
-            [group_of(hosts[rank]) for rank in ranks])
-    except PipeinferError as error:
-        return [f"no grid is considered: {error}"]
-    if max(best.widths) == 1:
-        return ["no grid of wide stages would be faster than one rank to a stage"]
-    return [f"{best.options} would have about {best.tokens / plain.tokens:.2f} times the speed of "
-            f"one rank to a stage: {best.why()}"]
 
 
 # --- print ------------------------------------------------------------------------------------

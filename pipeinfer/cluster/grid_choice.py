@@ -163,8 +163,7 @@ class GridPlanner(Struct, frozen=True):
             return []  # the plain pipeline does without
         if max(best.widths) == 1 or gain < _GAIN_WORTH_SAYING:
             return []
-        name = ",".join(map(str, best.widths))
-        return [f"--grid {name} would be about {gain:.1f} times as fast, by what these ranks "
+        return [f"--grid {best.name} would be about {gain:.1f} times as fast, by what these ranks "
                 "measured (docs/wide.md)"]
 
     def plan(self, choice: GridChoice) -> Plan:
