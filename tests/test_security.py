@@ -445,7 +445,8 @@ def test_every_threat_names_a_test_that_is_there(row):
     for file, name in nodes:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         (found,) = [node for node in tree.body
-                    if isinstance(node, ast.FunctionDef) and node.name == name]
+                    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and node.name == name]
         assert not [mark for mark in map(dotted, map(_called, found.decorator_list))
                     if mark in ("pytest.mark.skip", "pytest.mark.xfail",
                                 "pytest.mark.full")]
