@@ -7,11 +7,13 @@ answers is written by the test. `tests/mpi/test_serve.py` has the real engine.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import requests
 
@@ -171,6 +173,21 @@ class Front:
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
         """The answer to a POST of JSON."""
         return requests.post(self.url + path, json=body, timeout=SECONDS, **options)
+
+    def stream(self, path: str, body: dict[str, Any]) -> requests.Response:
+        """The answer to a POST of JSON, which comes in events."""
+        return self.post(path, {**body, "stream": True}, stream=True)
+
+    def connect(self) -> socket.socket:
+        """A connection over which nothing has been sent."""
+        where = urlsplit(self.url)
+        return socket.create_connection((where.hostname, where.port or 0), SECONDS)
+
+    def raw(self, data: bytes) -> bytes:
+        """All that these bytes are answered with, until the server ends the connection."""
+        with self.connect() as client:
+            client.sendall(data)
+            return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
     def until(self, true: Callable[[], Any], seconds: float = SECONDS) -> None:
         """Wait until `true()` holds. Raises AssertionError after `seconds`."""

@@ -109,10 +109,3 @@ def test_a_picture_stays_in_branches_exports_and_imports(page):
         "buffer": json.dumps({**data, "title": "again"}).encode()})
     tab.locator(".open", has_text="again").first.click()
     tab.wait_for_selector(".user .files img")
-
-
-def test_a_file_that_is_no_picture_says_so(page):
-    page.tab.set_input_files("#attach-file", {
-        "name": "b.png", "mimeType": "image/png", "buffer": b"no picture"})
-    page.until("document.querySelector('#notices').textContent"
-               ".includes('b.png cannot be read by this browser')")
