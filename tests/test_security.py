@@ -26,10 +26,9 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.text import chat_template, helper
 from pipeinfer.server import middleware
 from tests.kit.random_model import RandomSpec, write_random_model
-from tests.kit.server_peer import Front, settings_of
+from tests.kit.server_peer import MODEL, Front, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 WEB = ROOT / "pipeinfer" / "server" / "web"
 SOURCES = sorted(path for folder in ("pipeinfer", "benchmarks", "launch")
                  for path in (ROOT / folder).rglob("*.py")

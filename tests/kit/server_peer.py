@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import requests
 
 from pipeinfer.config import ServeConfig
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import http_process
 from pipeinfer.server.frames import (
@@ -37,6 +37,7 @@ from pipeinfer.server.keys import Allowance
 from pipeinfer.server.link import Link
 from pipeinfer.server.settings import Settings
 
+MODEL = EMBEDDED / "target.gguf"
 SECONDS = 30.0
 FACTS: dict[str, Any] = {
     "model": "m.gguf", "draft": "", "policy": "pipeinfer", "n_ctx": 256, "stages": []}

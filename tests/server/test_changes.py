@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -25,10 +24,9 @@ from pipeinfer.server.frames import (
     Submit,
     Watch,
 )
-from tests.kit.server_peer import FACTS, front
+from tests.kit.server_peer import FACTS, MODEL, front
 
 pytestmark = pytest.mark.slow
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 def stage(node, rank, start, stop, host="a"):

@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -31,10 +30,9 @@ from pipeinfer.server.frames import (
     Submit,
     encode,
 )
-from tests.kit.server_peer import FACTS, SECONDS, Peer, settings_of
+from tests.kit.server_peer import FACTS, MODEL, SECONDS, Peer, settings_of
 
 pytestmark = pytest.mark.slow
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 TEXT = "one two three four five six"
 
 

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -33,10 +32,9 @@ from pipeinfer.server.frames import (
     Token,
     Watch,
 )
-from tests.kit.server_peer import FACTS, SECONDS, front
+from tests.kit.server_peer import FACTS, MODEL, SECONDS, front
 
 pytestmark = pytest.mark.slow
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 

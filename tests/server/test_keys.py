@@ -12,8 +12,8 @@ from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.keys import Allowance, Meter, duration, parse_line
 from pipeinfer.server.middleware import Guard, scopes_of
-from tests.kit.server_peer import SECONDS, settings_of
-from tests.server.test_http import MODEL, error, front
+from tests.kit.server_peer import MODEL, SECONDS, front, settings_of
+from tests.server.test_http import error
 
 
 @pytest.mark.parametrize(("line", "key", "allowance"), [

@@ -13,8 +13,8 @@ from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.middleware import MAX_HEADERS, Origins
-from tests.kit.server_peer import SECONDS, front
-from tests.server.test_http import MODEL, error
+from tests.kit.server_peer import MODEL, SECONDS, front
+from tests.server.test_http import error
 
 pytestmark = pytest.mark.slow
 HERE = {b"host": b"localhost:8080"}

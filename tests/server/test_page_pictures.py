@@ -15,13 +15,9 @@ import pytest
 
 from tests.kit.random_projectors import picture, write_family
 from tests.kit.served import serve
-from tests.server.pages import CHROMIUM
 from tests.server.test_pictures import answer_of, chatml
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
 MARK = "<__media__>"
 PASTE = """([data, name]) => {
     const bytes = Uint8Array.from(atob(data), one => one.charCodeAt(0));

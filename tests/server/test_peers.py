@@ -13,8 +13,8 @@ from openai.types import chat, responses
 from pipeinfer.server import http_server
 from pipeinfer.server.frames import Submit
 from tests.kit import random_model
-from tests.kit.server_peer import front
-from tests.server.test_http import MODEL, error, events
+from tests.kit.server_peer import MODEL, front
+from tests.server.test_http import error, events
 from tests.server.test_tools import CALL, OTHER, TOOL
 
 pytestmark = pytest.mark.slow

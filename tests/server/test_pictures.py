@@ -12,10 +12,10 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import anthropic
 import openai
+import psutil
 import pytest
 
 from pipeinfer.models.locate import open_tokenizer
@@ -94,22 +94,8 @@ def figure(server, name):
 
 def projector_of(server):
     """The projector's process: it descends from the server's."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"pipeinfer.models.projecting" in (entry / "cmdline").read_bytes() \
-                    and server.process.pid in _ancestors(int(entry.name)):
-                return int(entry.name)
-        except OSError:
-            continue
-    raise AssertionError("no projector runs")
-
-
-def _ancestors(pid):
-    found = set()
-    while pid > 1:
-        found.add(pid)
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return found
+    return next(one.pid for one in psutil.Process(server.process.pid).children(recursive=True)
+                if "pipeinfer.models.projecting" in one.cmdline())
 
 
 def test_a_picture_is_answered_as_by_one_plain_context(server, client, family):

@@ -11,8 +11,8 @@ from pipeinfer.cli.serve import origins
 from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.middleware import normalized
-from tests.kit.server_peer import SECONDS, front
-from tests.server.test_http import MODEL, error
+from tests.kit.server_peer import MODEL, SECONDS, front
+from tests.server.test_http import error
 
 pytestmark = pytest.mark.slow
 PAGE = "https://friend.example"

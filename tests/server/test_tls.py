@@ -20,8 +20,7 @@ from pipeinfer.server.frames import Abort
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 from tests.kit import launch
-from tests.kit.server_peer import SECONDS, front
-from tests.server.test_http import MODEL
+from tests.kit.server_peer import MODEL, SECONDS, front
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "tests" / "kit" / "tls"

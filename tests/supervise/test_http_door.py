@@ -12,8 +12,7 @@ import pytest
 from pipeinfer.server import http_process
 from pipeinfer.server.orders import Look
 from pipeinfer.supervise import http_door
-from tests.kit.server_peer import SECONDS, settings_of
-from tests.server.test_http import MODEL
+from tests.kit.server_peer import MODEL, SECONDS, settings_of
 
 pytestmark = pytest.mark.anyio
 
