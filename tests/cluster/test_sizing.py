@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeinfer.cluster import features
 from pipeinfer.cluster.draft_ranks import PlacedProposer
 from pipeinfer.cluster.notes import doubts
 from pipeinfer.cluster.resolve import choose_policy, with_usual
@@ -23,7 +22,7 @@ from pipeinfer.cluster.sizing import (
     sizes_for,
     tried_rows,
 )
-from pipeinfer.config import Config, JobConfig, SpeculationConfig
+from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import EMBEDDED
@@ -84,8 +83,6 @@ def test_speculation():
     assert limits(JobConfig.of(speculation="off")).policy is Policy.ITERATIVE
     assert limits(JobConfig.of(speculation="off", policy="iterative")).policy \
         is Policy.ITERATIVE
-    with pytest.raises(UsageError, match="--speculation off and --policy pipeinfer"):
-        features.check(Config.of(speculation="off", policy="pipeinfer"))
 
 
 @pytest.mark.parametrize(("given", "draft", "ranks", "guesses"), [
@@ -267,11 +264,6 @@ def test_the_published_policy_cancels_from_the_last_stage_backward():
 def test_what_a_policy_does_not_have(options, says):
     with pytest.raises(UsageError, match=says):
         choose_policy(JobConfig.of(**options), PROPOSERS)
-
-
-def test_the_published_policy_takes_tokens_of_a_draft_alone():
-    with pytest.raises(UsageError, match="issues speculative tokens of a draft alone"):
-        features.check(Config.of(policy="published", proposer=("lookahead",)))
 
 
 @pytest.mark.parametrize(("proposers", "asked"), [

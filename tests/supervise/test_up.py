@@ -246,18 +246,3 @@ def test_ranks_that_are_killed_at_their_start_are_no_normal_end(tmp_path, monkey
             rank.kill()
         assert one.served.process.wait(60) != 0
         one.served.until(lambda: says in "".join(one.served.log), "the reason")
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
-    (["--join", "192.0.2.1:7700", "--", "serve"], "--join=192.0.2.1:7700"),
-    (["--journal", "--", "serve"], "--journal stands before `serve`: give options of the"),
-    full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
-    full(["--", "--port", "many"], "Invalid value for '--port'"),
-    full(["--name", "a/b", "--", "serve"], "--name 'a/b'"),
-])
-def test_wrong_use_is_one_line(tmp_path, words, says):
-    done = subprocess.run([*PIPEINFER, "up", *words], capture_output=True, text=True, timeout=60,
-                          env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False)
-    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
-    assert "Traceback" not in done.stderr
