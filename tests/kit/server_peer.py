@@ -151,21 +151,10 @@ class Peer:
         return None
 
 
-class Front:
-    """The HTTP process. url, and its Peer once `ready` has been sent."""
+class Reached:
+    """A server at `url`, as clients reach it."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
-        listener = http_process.listen("127.0.0.1", 0, settings.get("client_timeout", 60.0))
-        self.child = http_process.start_own(settings_of(str(model), **settings), listener)
-        self.tokenizer = open_tokenizer(model)
-        self.peer = Peer(self.child.link, self.tokenizer)
-        self.url = self.child.url
-
-    def ready(self, **facts: Any) -> Front:
-        """Requests are taken from now on."""
-        self.peer.send(Ready(FACTS | facts))
-        self.until(lambda: self.get("/health").status_code == 200)
-        return self
+    url: str
 
     def get(self, path: str, **options: Any) -> requests.Response:
         """The HTTP answer to a GET of `path`."""
@@ -196,6 +185,23 @@ class Front:
         while not true():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+class Front(Reached):
+    """The HTTP process. url, and its Peer once `ready` has been sent."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        listener = http_process.listen("127.0.0.1", 0, settings.get("client_timeout", 60.0))
+        self.child = http_process.start_own(settings_of(str(model), **settings), listener)
+        self.tokenizer = open_tokenizer(model)
+        self.peer = Peer(self.child.link, self.tokenizer)
+        self.url = self.child.url
+
+    def ready(self, **facts: Any) -> Front:
+        """Requests are taken from now on."""
+        self.peer.send(Ready(FACTS | facts))
+        self.until(lambda: self.get("/health").status_code == 200)
+        return self
 
     def close(self) -> int:
         """End both; the exit status of the HTTP process."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import time
 
 import pytest
 import requests
@@ -58,31 +58,28 @@ class Kept(Door):
             self.journal, self.journal.with_name("journal-wal")) if path.exists())
 
 
-def all_events(answer):
-    """(number, data) of every event."""
-    out, number = [], None
-    for line in answer.iter_lines():
-        if line.startswith(b"id: "):
-            number = int(line[4:])
-        elif line.startswith(b"data: {"):
-            out.append((number, json.loads(line[6:])))
-            number = None
-    return out
-
-
-def begin(answer, count):
-    """The first events of a stream that has not ended; its connection stays."""
-    out, number = [], None
-    answer.lines = getattr(answer, "lines", None) or answer.iter_lines()
+def numbered(answer):
+    """(number, data) of every event, as they come; its connection stays."""
+    if not hasattr(answer, "lines"):
+        answer.lines = answer.iter_lines()
+    number = None
     for line in answer.lines:
         if line.startswith(b"id: "):
             number = int(line[4:])
         elif line.startswith(b"data: {"):
-            out.append((number, json.loads(line[6:])))
+            yield number, json.loads(line[6:])
             number = None
-            if len(out) == count:
-                return out
-    raise AssertionError(out)
+
+
+def all_events(answer):
+    return list(numbered(answer))
+
+
+def begin(answer, count):
+    """The next events of a stream that has not ended."""
+    found = list(itertools.islice(numbered(answer), count))
+    assert len(found) == count, found
+    return found
 
 
 @pytest.fixture
@@ -248,10 +245,8 @@ def test_keys_of_others_and_requests_that_are_not_kept(tmp_path):
         private = door.ask("/v1/completions", body | {"prompt": "secret", "store": False},
                            **{"X-Api-Key": "a"}).json()["id"]
         assert door.ask(f"/v1/completions/{private}", **{"X-Api-Key": "a"}).status_code == 404
-        deadline = time.monotonic() + SECONDS
-        while door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "a"}).status_code != 404:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        door.until(lambda: door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "a"}).status_code
+                   == 404)
 
 
 def test_another_model_takes_up_nothing(door):

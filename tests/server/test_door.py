@@ -30,7 +30,7 @@ from pipeinfer.server.frames import (
     Submit,
     encode,
 )
-from tests.kit.server_peer import FACTS, MODEL, SECONDS, Peer, settings_of
+from tests.kit.server_peer import FACTS, MODEL, SECONDS, Peer, Reached, settings_of
 
 pytestmark = pytest.mark.slow
 TEXT = "one two three four five six"
@@ -43,7 +43,7 @@ def spawn(path):
         return http_process.start(listener, os.environ, control), control
 
 
-class Door:
+class Door(Reached):
     """The process, its folder, and whoever is rank 0."""
 
     def __init__(self, folder, **settings):
@@ -80,16 +80,10 @@ class Door:
 
     def health(self):
         try:
-            answer = requests.get(f"{self.url}/health", timeout=SECONDS)
+            answer = self.get("/health")
         except requests.ConnectionError:
             return 0, {}
         return answer.status_code, answer.json()
-
-    def until(self, true):
-        deadline = time.monotonic() + SECONDS
-        while not true():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
     def away(self):
         self.until(lambda: self.health()[1].get("status") == "restarting")
@@ -185,8 +179,7 @@ def test_a_stream_goes_on_with_the_next_job(door):
     assert client.last["timings"]["same_arithmetic"] is True
     assert client.last["timings"]["predicted_n"] == len(door.tokens)
     assert "restarts_n" not in late.last["timings"]
-    assert "pipeinfer_restarts_total 1.0" in requests.get(f"{door.url}/metrics",
-                                                          timeout=SECONDS).text
+    assert "pipeinfer_restarts_total 1.0" in door.get("/metrics").text
 
 
 def test_requests_wake_a_job_that_sleeps(door):
@@ -194,7 +187,7 @@ def test_requests_wake_a_job_that_sleeps(door):
     assert let_sleep(door) == "asleep"
     door.leave(Bye())
     for path in ("health", "props", "v1/models", "slots", "metrics"):
-        assert requests.get(f"{door.url}/{path}", timeout=SECONDS).status_code == 200
+        assert door.get(f"/{path}").status_code == 200
     assert door.health() == (200, {"status": "asleep"})
     client = Client(door.url)
     door.away()
@@ -217,10 +210,10 @@ def test_requests_wait_for_the_model_that_they_name(door):
         return answer.status_code, answer.json()
 
     def names():
-        return [one["id"] for one in requests.get(f"{door.url}/v1/models").json()["data"]]
+        return [one["id"] for one in door.get("/v1/models").json()["data"]]
 
     assert names() == ["m", "other"]
-    assert requests.get(f"{door.url}/v1/models/other").json()["id"] == "other"
+    assert door.get("/v1/models/other").json()["id"] == "other"
     assert ask("third")[0] == 404
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(ask, "other")
@@ -250,7 +243,7 @@ def test_requests_wait_for_the_model_that_they_name(door):
 def test_a_model_that_does_not_come_in_time(tmp_path):
     with contextlib.closing(Door(tmp_path, restart_timeout=0.2)) as door:
         obeyed(door, orders.Offer(names=("m", "other"), until=1e9))
-        answer = requests.post(f"{door.url}/v1/messages/count_tokens", timeout=SECONDS, json={
+        answer = door.post("/v1/messages/count_tokens", {
             "messages": [{"role": "user", "content": "x"}], "model": "other"})
         assert answer.status_code == 503
         assert "restart_timeout" in answer.json()["error"]["message"]
@@ -274,14 +267,13 @@ def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):
 @pytest.mark.full("what is handed over in test_a_stream_goes_on_with_the_next_job")
 def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
     def open_now():
-        figures = requests.get(f"{door.url}/metrics", timeout=SECONDS).text
-        return float(re.search(r"^pipeinfer_open_choices (\S+)$", figures, re.MULTILINE)[1])
+        return float(re.search(r"^pipeinfer_open_choices (\S+)$", door.get("/metrics").text,
+                               re.MULTILINE)[1])
 
     some(door, 3)
     full = Client(door.url, max_tokens=3)  # its end gets lost
     stopped = Client(door.url, stop=["two"])
-    gone = requests.post(f"{door.url}/v1/completions", stream=True, timeout=SECONDS,
-                         json={"prompt": "x", "stream": True})
+    gone = door.stream("/v1/completions", {"prompt": "x"})
     door.peer.wait_for(Submit, 3)
     door.peer.wait_for(Abort, reason="stop")
     door.until(lambda: full.text and stopped.text)
@@ -306,7 +298,7 @@ def test_streams_end_with_an_error_when_no_job_returns_in_time(tmp_path):
         door.leave()
         assert client.ended().last["error"]["code"] == "cluster_failed"
         assert "not back within 0.5 s (--set restart_timeout)" in client.last["error"]["message"]
-        answer = requests.post(f"{door.url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
+        answer = door.post("/v1/completions", {"prompt": "x"})
         assert answer.status_code == 503
         assert "being started again" in answer.json()["error"]["message"]
         assert answer.headers["Retry-After"]
@@ -326,9 +318,9 @@ def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
     assert client.ended().last["error"]["message"] == (
         "the server has come back with another model")
     rest(door)
-    asks = {"url": f"{door.url}/v1/completions", "json": {"prompt": "x"}, "timeout": SECONDS}
-    assert requests.post(**asks).status_code == 401
-    assert requests.post(**asks, headers={"X-Api-Key": "key"}).json()["choices"][0]["text"] == TEXT
+    assert door.post("/v1/completions", {"prompt": "x"}).status_code == 401
+    answer = door.post("/v1/completions", {"prompt": "x"}, headers={"X-Api-Key": "key"})
+    assert answer.json()["choices"][0]["text"] == TEXT
     helpers = psutil.Process(door.process.pid).children
     door.until(lambda: 1 == sum(
         "pipeinfer.models.text.tokenizing" in helper.cmdline() for helper in helpers()))
