@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from click.testing import CliRunner
@@ -72,14 +72,17 @@ def figures(server, name):
     return {labels: float(value) for labels, value in found}
 
 
+def answered(server, call, answer):
+    """The result of a call that asks to rebalance; the engine answers by `answer(frame)`."""
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(call)
+        answer(server.peer.wait_for(Rebalance))
+        return asking.result(30.0)
+
+
 def asks(server, answer, **fields):
-    """POST /rebalance in a thread, answered by `answer(frame)`; its response."""
-    found = []
-    asking = threading.Thread(target=lambda: found.append(server.post("/rebalance", {}, **fields)))
-    asking.start()
-    answer(server.peer.wait_for(Rebalance))
-    asking.join(30.0)
-    return found[0]
+    """The response to POST /rebalance."""
+    return answered(server, lambda: server.post("/rebalance", {}, **fields), answer)
 
 
 # --- what has happened ------------------------------------------------------------------------
@@ -116,30 +119,24 @@ def test_health_counts_recoveries_and_names_who_is_lost(server):
 
 
 def test_a_plan_is_shown_and_nothing_is_changed(server):
-    found = []
-    asking = threading.Thread(target=lambda: found.append(server.get("/rebalance/plan")))
-    asking.start()
-    frame = server.peer.wait_for(Rebalance)
-    assert frame.preview
-    server.peer.send(Rebalanced(frame.id, True, "twice as fast", tuple(FEWER), 2.0))
-    asking.join(30.0)
-    assert found[0].json() == {"changes": True, "message": "twice as fast", "gain": 2.0,
-                               "stages": FEWER}
+    def answer(frame):
+        assert frame.preview
+        server.peer.send(Rebalanced(frame.id, True, "twice as fast", tuple(FEWER), 2.0))
+
+    found = answered(server, lambda: server.get("/rebalance/plan"), answer).json()
+    assert found == {"changes": True, "message": "twice as fast", "gain": 2.0, "stages": FEWER}
     assert shown(server)["stages"] == STAGES
 
 
 def test_requests_are_answered_before_and_after_a_change_and_an_open_one_goes_on(server):
     server.peer.answer = lambda frame: server.peer.say(frame.id, "be", None)
-    found = []
     body = {"prompt": "x", "max_tokens": 9}
-    asking = threading.Thread(
-        target=lambda: found.append(server.post("/v1/completions", body).json()))
-    asking.start()
-    number = server.peer.wait_for(Submit).id
-    change(server, FEWER, [LOSS], [2])
-    server.peer.news(server.peer.say(number, "fore", "stop", recovered=1))
-    asking.join(30.0)
-    assert found[0]["choices"][0]["text"] == "before"
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(server.post, "/v1/completions", body)
+        number = server.peer.wait_for(Submit).id
+        change(server, FEWER, [LOSS], [2])
+        server.peer.news(server.peer.say(number, "fore", "stop", recovered=1))
+        assert asking.result(30.0).json()["choices"][0]["text"] == "before"
     server.peer.reset()
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] == "ok"
 
@@ -265,15 +262,9 @@ def test_an_engine_that_fails_meanwhile_is_a_503():
 
 
 def command(server, answer, *options):
-    """The command in a thread, its request answered by `answer(frame)`."""
-    found = []
+    """The result of the command."""
     args = ["--url", server.url, *options]
-    asking = threading.Thread(
-        target=lambda: found.append(CliRunner().invoke(rebalance_command, args)))
-    asking.start()
-    answer(server.peer.wait_for(Rebalance))
-    asking.join(30.0)
-    return found[0]
+    return answered(server, lambda: CliRunner().invoke(rebalance_command, args), answer)
 
 
 def test_the_command_names_the_stages(server):
