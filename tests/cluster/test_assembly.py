@@ -452,9 +452,3 @@ def test_a_member_that_reports_a_failure_is_excluded_by_its_rank():
     assert found.lost == {1, 5}  # node 1 is the spare's by now
     assert slices(found)[0] == (2, 0, 3, (0, 1))
     assert "rank 5 on host5 failed: waited 8.0 s for SUM" in str(found.changes[-1])
-
-
-def test_slices_that_nobody_has_memory_for_end_the_job():
-    found, _ = started(grid="2x2", memory=1.6)
-    with pytest.raises(ClusterError, match=r"rank 2 is dead; .*slices 1 of layers 0 to 2"):
-        found.recover(RankLost(2, "is dead"))

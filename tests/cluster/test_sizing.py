@@ -197,30 +197,22 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
      "--set p_recovery without effect: policy pipeinfer does not use it where draft and target "
      "take turns (--set adapt=false)"),
     ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1, "adapt": False}, "shared", ""),
-    ("published", {"p_recovery": 0.1}, "", "")])
+    ("published", {"p_recovery": 0.1}, "", ""),
+    ("pipeinfer", {"ablate": ("cancel",)}, "", ""),
+    ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, "", ""),
+    ("pipeinfer", {"ablate": ("async",), "adapt": False}, "", "also ends continuous speculation"),
+    ("published", {"ablate": ("multibuffer",)}, "", ""),
+    ("published", {"p_decay": 0.1}, "", ""),
+    ("pipeinfer", {"branches": 4}, "", "--set branches has no effect"),
+    ("published", {"branches": 4}, "", ""),
+    ("speculative", {"branches": 4, "ablate": ()}, "", ""),
+    ("speculative", {"branches": 4}, "", ""),
+    ("pipeinfer", {"p_decay": 0.1}, "", "--set p_decay has no effect"),
+    ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "", "")])
 def test_options_that_a_policy_does_not_use_are_named(policy, options, turns, says):
     job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False,
                           time_sharing="shared" in turns, plan=SimpleNamespace(ranks=(1, 2)))
     found = doubts(JobConfig.of(**options).speculation, job, "weighed" in turns)
-    assert [says in note for note in found] == [True] * bool(says)
-
-
-@pytest.mark.parametrize(("policy", "options", "says"), [
-    ("pipeinfer", {"ablate": ("cancel",)}, ""),
-    ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, ""),
-    ("pipeinfer", {"ablate": ("async",), "adapt": False}, "also ends continuous speculation"),
-    ("published", {"ablate": ("multibuffer",)}, ""),
-    ("published", {"p_decay": 0.1}, ""),
-    ("pipeinfer", {"branches": 4}, "--set branches has no effect"),
-    ("published", {"branches": 4}, ""),
-    ("speculative", {"branches": 4, "ablate": ()}, ""),
-    ("speculative", {"branches": 4}, ""),
-    ("pipeinfer", {"p_decay": 0.1}, "--set p_decay has no effect"),
-    ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
-def test_options_without_effect_are_named(policy, options, says):
-    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False, time_sharing=False,
-                          plan=SimpleNamespace(ranks=(1, 2)))
-    found = doubts(JobConfig.of(**options).speculation, job)
     assert [says in note for note in found] == [True] * bool(says)
 
 

@@ -22,7 +22,6 @@ from pipeinfer.server.frames import (
     Abort,
     Bye,
     Draining,
-    Ended,
     Failed,
     Loading,
     Refused,
@@ -605,16 +604,6 @@ def test_a_draining_server_refuses_new_requests_and_finishes_running_ones():
         assert "".join(c["choices"][0]["text"] for c in chunks) == "bye"
         assert last == [b"data: [DONE]"]
         assert server.child.process.wait(10) == 0
-
-
-def test_requests_that_outlast_a_drain_get_an_error():
-    with front(MODEL) as server:
-        server.peer.answer = lambda frame: None
-        stream = open_stream(server)
-        frame = server.peer.wait_for(Submit)
-        server.peer.news([Ended(frame.id, "shutdown")])
-        chunks, _ = events(stream)
-        assert chunks[-1]["error"]["code"] == "shutting_down"
 
 
 def test_the_child_ends_at_once_when_its_parent_is_gone_before_the_start():

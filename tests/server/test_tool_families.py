@@ -217,6 +217,16 @@ def test_a_call_within_reasoning_is_none(family):
         assert same_in_every_cut(family, f"A {closed}\n\nB", inside=True) == ("B", "A", [])
 
 
+@pytest.mark.parametrize(("text", "inside", "expected"), [
+    ("<think>\na < b</think>\n\nYes.", False, ("Yes.", "a < b")),
+    ("\n <think>a", False, ("", "a")), ("a</think>b</think>", True, ("b</think>", "a")),
+    ("<thin", False, ("<thin", "")), ("No <think>x</think>", False, ("No <think>x</think>", "")),
+    ("a</thin", True, ("", "a</thin")), ("", False, ("", "")), ("\n x", False, ("\n x", "")),
+])
+def test_reasoning_is_read_in_every_cut(text, inside, expected):
+    assert same_in_every_cut(HERMES, text, inside=inside) == (*expected, [])
+
+
 def test_no_more_calls_than_are_allowed(family):
     assert [name for name, _ in same_in_every_cut(
         family, LITERAL[family.name], most=1)[2]] == ["f"]
