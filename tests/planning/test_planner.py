@@ -76,12 +76,6 @@ def test_equal_ranks_get_equal_shares():
     assert plan.ranges == [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
 
 
-def test_a_slightly_better_split_is_not_worth_being_unequal():
-    members = [Member("a", 1.0), Member("b", 1.0)]
-    assert make(members, n=24, head=1.0).split.counts == (12, 12)
-    assert make(members, n=24, head=8.0).split.counts == (16, 8)
-
-
 @given(st.lists(st.floats(0.96, 1.04), min_size=2, max_size=6), st.integers(6, 40))
 def test_noise_makes_no_plan(noise, n):
     where = hosts("zero", *(f"host{i}" for i in range(len(noise))))
@@ -98,29 +92,37 @@ def test_speeds_apart_stay_apart():
         1: 1.025, 2: 1.025, 3: 2.05, 4: 2.05, 5: 9.0}
 
 
+def of_costs(*costs, **more):
+    return [Member(str(k), cost, **more) for k, cost in enumerate(costs)]
+
+
+SPLITS = {
+    "a slightly better split is not worth being unequal": (
+        of_costs(1.0, 1.0), {"n": 24, "head": 1.0}, (12, 12), ""),
+    "a better one is": (of_costs(1.0, 1.0), {"n": 24, "head": 8.0}, (16, 8), ""),
+    "a rank that slows all is left out": (
+        of_costs(1.0, 40.0, 1.0), {}, (6, 0, 6), "rank 2 left out (takes 40.0 times as long"),
+    "equal ranks are never left out": (of_costs(*[1.0] * 4, overhead=5.0), {}, (3, 3, 3, 3), ""),
+    "a needed rank stays however slow": (of_costs(1.0, 40.0, memory=6.0), {}, (6, 6), ""),
+    "split equal": (of_costs(1.0, 9.0), {"config": ClusterConfig(split="equal")}, (6, 6), ""),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_who_gets_how_much(name):
+    members, options, counts, says = SPLITS[name]
+    plan = make(members, **options)
+    assert plan.split.counts == counts
+    assert plan.ranks == tuple(rank for rank, count in enumerate(counts, 1) if count)
+    assert says in plan.line()
+
+
 def test_a_slow_rank_gets_less_and_the_line_says_so():
-    plan = make([Member("a", 1e-3), Member("b", 4e-3), Member("c", 1e-3)],
-                predict=lambda split: 1 / split.slowest)
+    plan = make(of_costs(1e-3, 4e-3, 1e-3), predict=lambda split: 1 / split.slowest)
     assert plan.split.counts == (6, 1, 5)
     assert plan.line() == ("plan: layers 6, 1, 5 on ranks 1, 2, 3; slowest stage 6.0 ms instead "
                            "of 16.0 ms with equal shares")
-
-
-def test_a_rank_that_slows_all_is_left_out():
-    plan = make([Member("a", 1.0), Member("b", 40.0), Member("c", 1.0)])
-    assert plan.split.counts == (6, 0, 6)
-    assert plan.ranks == (1, 3)
-    assert "rank 2 left out (takes 40.0 times as long" in plan.line()
-
-
-def test_equal_ranks_are_never_left_out():
-    plan = make([Member(str(i), 1.0, overhead=5.0) for i in range(4)])
-    assert plan.split.counts == (3, 3, 3, 3)
-
-
-def test_a_needed_rank_stays_however_slow():
-    members = [Member("a", 1.0, memory=6.0), Member("b", 40.0, memory=6.0)]
-    assert make(members).split.counts == (6, 6)
+    # a split that cannot be is no comparison
     assert "equal" not in make([Member(str(k), 1e-3, memory=4.0 * k) for k in (1, 2)]).line()
 
 
@@ -170,9 +172,7 @@ def test_hosts_with_several_ranks_are_never_too_full_nor_given_up_too_soon():
     assert 10 < refused < 250
 
 
-def test_split_equal_is_equal_and_still_checked():
-    members = [Member("rank 1", 1.0), Member("rank 2", 9.0)]
-    assert make(members, config=ClusterConfig(split="equal")).split.counts == (6, 6)
+def test_an_equal_split_is_checked():
     tight = [Member("rank 1", 1.0), Member("rank 2 on two", 9.0, memory=5.0)]
     with pytest.raises(PlanError, match="rank 2 on two needs"):
         make(tight, config=ClusterConfig(split="equal"))

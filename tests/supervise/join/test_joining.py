@@ -122,6 +122,13 @@ async def test_without_the_secret_nobody_gets_in(world):
     assert world.token.secret not in "".join(world.said + world.members_said)
 
 
+async def false_head(world, answer, port=0):
+    """A server with a certificate of its own."""
+    folder = world.tokens._folder / "evil"
+    folder.mkdir()
+    return await asyncio.start_server(answer, HEAD, port, ssl=JoinTokens(folder).context)
+
+
 async def test_a_head_with_another_certificate_learns_nothing(world):
     """A man in the middle ends TLS himself and has a certificate of his own."""
     heard = []
@@ -130,9 +137,7 @@ async def test_a_head_with_another_certificate_learns_nothing(world):
         heard.append(await reader.read(1000))
         writer.close()
 
-    folder = world.tokens._folder / "evil"
-    folder.mkdir()
-    middle = await asyncio.start_server(pass_on, HEAD, 0, ssl=JoinTokens(folder).context)
+    middle = await false_head(world, pass_on)
     port = middle.sockets[0].getsockname()[1]
     assert "another certificate" in await world.refused(port=port)
     await asyncio.sleep(0.1)
@@ -349,10 +354,7 @@ async def test_orders_that_no_head_gives_end_the_connection(world, line, known):
 async def test_a_false_head_sends_away_no_machine_that_has_been_let_in(world):
     _, task = await world.joined()
     await world.server.close()
-    folder = world.tokens._folder / "evil"
-    folder.mkdir()
-    false = await asyncio.start_server(lambda *_: None, HEAD, world.port,
-                                       ssl=JoinTokens(folder).context)
+    false = await false_head(world, lambda *_: None, world.port)
     world.said.clear()
     await world.member_says("cannot be reached")
     await asyncio.sleep(1.5)
