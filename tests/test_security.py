@@ -263,7 +263,7 @@ def test_the_policy_is_strict():
 
 @pytest.fixture(scope="module")
 def guarded():
-    """A server with a key, and the file that its standard error goes to."""
+    """A server with a key. log: the file that its standard error goes to."""
     log = tempfile.TemporaryFile()
     kept = os.dup(2)
     os.dup2(log.fileno(), 2)
@@ -273,18 +273,18 @@ def guarded():
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-    yield front, log
+    front.log = log
+    yield front
     front.close()
     log.close()
 
 
-def said(log):
-    log.seek(0)
-    return log.read().decode("utf-8", "replace")
+def said(front):
+    front.log.seek(0)
+    return front.log.read().decode("utf-8", "replace")
 
 
 def test_no_prompt_is_logged(guarded):
-    front, log = guarded
     right = {"Authorization": f"Bearer {KEY}"}
     bodies = [
         ("/v1/completions", {"prompt": SECRET, "max_tokens": 2}),
@@ -296,12 +296,12 @@ def test_no_prompt_is_logged(guarded):
         ("/tokenize", {"content": SECRET}), ("/apply-template", {"messages": SECRET}),
     ]
     for path, body in bodies:
-        assert front.post(path, body, headers=right).status_code in (200, 400)
-    requests.post(front.url + "/tokenize", f'{{"content": "{SECRET}', headers=right, timeout=10)
-    with front.connect() as sock:
+        assert guarded.post(path, body, headers=right).status_code in (200, 400)
+    requests.post(guarded.url + "/tokenize", f'{{"content": "{SECRET}', headers=right, timeout=10)
+    with guarded.connect() as sock:
         sock.sendall(f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n{SECRET}\r\n\r\n".encode())
         sock.recv(4096)
-    text = said(log)
+    text = said(guarded)
     assert "POST /v1/completions 200" in text  # it does log, where it was asked to
     assert SECRET not in text
     assert "Traceback" not in text
@@ -315,26 +315,24 @@ def test_no_prompt_is_logged(guarded):
     {"Authorization": "Bearer wrong", "x-api-key": KEY},
 ], ids=lambda headers: " ".join(headers))  # ids stand in the environment: no key in one
 def test_only_a_whole_key_opens(guarded, headers):
-    front, _ = guarded
-    answer = front.get("/v1/models", headers=headers)
+    answer = guarded.get("/v1/models", headers=headers)
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert "wrong" not in answer.text
 
 
 def test_a_key_opens_and_shows_nowhere(guarded):
-    front, log = guarded
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY},
                     {"authorization": "bearer other"}):
-        assert front.get("/v1/models", headers=headers).status_code == 200
-    assert [front.get(path).status_code for path in ("/", "/metrics", "/pipeline")] == [
+        assert guarded.get("/v1/models", headers=headers).status_code == 200
+    assert [guarded.get(path).status_code for path in ("/", "/metrics", "/pipeline")] == [
         200, 401, 401]
-    front.get("/v1/models", headers={"Authorization": f"Bearer {KEY}nearly"})
-    shown = [said(log), front.get("/health").text]
+    guarded.get("/v1/models", headers={"Authorization": f"Bearer {KEY}nearly"})
+    shown = [said(guarded), guarded.get("/health").text]
     for path in ("/metrics", "/props", "/slots", "/openapi.json"):
-        shown.append(front.get(path, headers={"x-api-key": KEY}).text)
+        shown.append(guarded.get(path, headers={"x-api-key": KEY}).text)
     with contextlib.suppress(FileNotFoundError):
-        process = Path("/proc") / str(front.child.process.pid)
+        process = Path("/proc") / str(guarded.child.process.pid)
         shown += [(process / name).read_bytes().decode() for name in ("cmdline", "environ")]
     assert all(KEY not in text for text in shown)
     assert KEY not in repr(settings_of("m", keys=(KEY,)))
@@ -377,33 +375,30 @@ def test_a_key_in_a_bad_place_is_not_repeated(tmp_path, monkeypatch):
      b"Content-Length: 99\r\n\r\n{", b"HTTP/1.1 408 "),
 ], ids=["nothing", "line", "headers", "body"])
 def test_who_sends_nothing_more_is_let_go(guarded, begin, answer):
-    front, _ = guarded
-    assert front.raw(begin)[:13] == answer
+    assert guarded.raw(begin)[:13] == answer
 
 
 @pytest.mark.parametrize("raw", [
     b"X: " + b"y" * 200_000 + b"\r\n\r\n", b"".join(b"X-%d: y\r\n" % i for i in range(20_000)),
 ], ids=["long", "many"])
 def test_a_flood_of_headers_ends_the_connection(guarded, raw):
-    front, _ = guarded
-    with front.connect() as sock, \
+    with guarded.connect() as sock, \
             contextlib.suppress(ConnectionError):
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + raw)
         assert b" 400 " in sock.recv(4096).split(b"\r\n")[0]
-    assert front.get("/health").status_code == 200
+    assert guarded.get("/health").status_code == 200
 
 
 def test_chunks_that_lie_leave_no_traceback(guarded):
-    front, log = guarded
     for chunk in (b"zz\r\nx", b"-1\r\n", b"5\r\nab", b"f" * 40 + b"\r\n", b"1;" + b"x" * 99_999):
-        with front.connect() as sock, \
+        with guarded.connect() as sock, \
                 contextlib.suppress(ConnectionError):
             sock.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nx-api-key: other\r\n"
                          b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):
                 pass
-    assert "Traceback" not in said(log)
+    assert "Traceback" not in said(guarded)
 
 
 def test_connections_have_a_number():

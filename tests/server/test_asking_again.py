@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Status, Submit
 from tests.kit.server_peer import SECONDS
-from tests.server.test_door import TEXT, Client, Door, rest, some
+from tests.server.test_door import TEXT, Door, begun, missing, rest, some
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,11 @@ def all_events(answer):
     return list(numbered(answer))
 
 
+def said(events):
+    """The text of a chat."""
+    return "".join(e["choices"][0]["delta"].get("content", "") for _, e in events)
+
+
 def begin(answer, count):
     """The next events of a stream that has not ended."""
     found = list(itertools.islice(numbered(answer), count))
@@ -123,8 +128,7 @@ def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     asked = {frame.id: frame for frame in door.peer.seen if isinstance(frame, Submit)}
     door.until(lambda: door.entries("tokens") >= 3)
     door.killed()
-    door.enter(answer=lambda frame: door.peer.say(
-        frame.id, "", "length", door.tokens[len(frame.output):]))
+    door.enter(answer=lambda frame: missing(door, frame))
     frames = [door.peer.wait_for(Submit, count) for count in (1, 2, 3)]
     assert {(f.prompt, f.max_tokens, f.params) for f in frames} == {
         (f.prompt, f.max_tokens, f.params) for f in asked.values()}
@@ -133,7 +137,7 @@ def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     more = all_events(door.ask("/v1/chat/completions", CHAT, key="one",
                                **{"Last-Event-ID": str(last)}))
     assert [number for number, _ in more] == list(range(last + 1, last + 1 + len(more)))
-    assert "".join(e["choices"][0]["delta"].get("content", "") for _, e in seen + more) == TEXT
+    assert said(seen + more) == TEXT
     assert more[-1][1]["timings"]["restarts_n"] == 1
     assert more[-1][1]["timings"]["same_arithmetic"] is True
     assert {e["id"] for _, e in seen + more} == {seen[0][1]["id"]}
@@ -166,8 +170,7 @@ def test_what_clients_without_a_key_have_left_comes_behind_others(door):
     again = door.ask(f"/v1/chat/completions/{names[3]}?stream=true")
     asked_for = door.peer.wait_for(Submit, 4)
     door.peer.news(door.peer.say(asked_for.id, TEXT))
-    text = "".join(e["choices"][0]["delta"].get("content", "") for _, e in all_events(again))
-    assert text == TEXT
+    assert said(all_events(again)) == TEXT
     assert requests.delete(f"{door.url}/v1/chat/completions/{names[1]}", timeout=SECONDS).ok
     running = min(first, key=lambda frame: frame.id).id  # that with the key came last
     door.peer.news(door.peer.say(running, TEXT))
@@ -211,15 +214,11 @@ def test_who_leaves_may_come_back_with_a_key_and_ends_the_request_without(door):
     assert sum(isinstance(frame, Abort) for frame in door.peer.seen) == 1
     first = door.peer.wait_for(Submit)
     door.peer.news(door.peer.say(first.id, "", "length", door.tokens[2:]))
-    text = [e["choices"][0]["delta"].get("content", "")
-            for _, e in all_events(door.ask("/v1/chat/completions", CHAT, key="one"))]
-    assert "".join(text) == TEXT
+    assert said(all_events(door.ask("/v1/chat/completions", CHAT, key="one"))) == TEXT
 
 
 def test_an_end_of_the_server_is_none_of_its_requests(door):
-    some(door, 2)
-    client = Client(door.url)
-    door.until(lambda: client.text)
+    client = begun(door, 2)
     door.peer.send(Draining(1.0))
     name, number = client.last["id"], door.peer.wait_for(Submit).id
     door.peer.answer = None
@@ -228,8 +227,7 @@ def test_an_end_of_the_server_is_none_of_its_requests(door):
     door.leave(Bye())
     door.process.wait(SECONDS)
     door.killed()
-    door.enter(answer=lambda frame: door.peer.say(
-        frame.id, "", "length", door.tokens[len(frame.output):]))
+    door.enter(answer=lambda frame: missing(door, frame))
     assert door.ask(f"/v1/completions/{name}").json()["choices"][0]["text"] == TEXT
 
 

@@ -85,6 +85,11 @@ class Door(Reached):
             return 0, {}
         return answer.status_code, answer.json()
 
+    def lose(self, *words):
+        """The same, and the HTTP process has noticed it."""
+        self.leave(*words)
+        self.away()
+
     def away(self):
         self.until(lambda: self.health()[1].get("status") == "restarting")
 
@@ -153,18 +158,27 @@ def some(door, count):
     door.peer.answer = lambda frame: door.peer.say(frame.id, "", None, door.tokens[:count])
 
 
+def begun(door, count):
+    """A stream of which these tokens have come, and which has not ended."""
+    some(door, count)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    return client
+
+
+def missing(door, frame):
+    """News of the tokens that a request lacks, and of its end."""
+    return door.peer.say(frame.id, "", "length", door.tokens[len(frame.output):])
+
+
 def rest(door):
     """What the next one says: what is missing, and the end."""
-    door.peer.answer = lambda frame: door.peer.say(
-        frame.id, "", "length", door.tokens[len(frame.output):])
+    door.peer.answer = lambda frame: missing(door, frame)
 
 
 def test_a_stream_goes_on_with_the_next_job(door):
-    some(door, 3)
-    client = Client(door.url)
-    door.until(lambda: client.text)
-    door.leave()
-    door.away()
+    client = begun(door, 3)
+    door.lose()
     assert door.health()[1]["reason"] == "rank 0 has died"
     late = Client(door.url)  # begins while nobody is there
     time.sleep(0.1)
@@ -173,7 +187,7 @@ def test_a_stream_goes_on_with_the_next_job(door):
     assert first.output == tuple(door.tokens[:3])
     assert door.peer.wait_for(Submit, 2).output == ()
     for frame in (first, door.peer.wait_for(Submit, 2)):
-        door.peer.news(door.peer.say(frame.id, "", "length", door.tokens[len(frame.output):]))
+        door.peer.news(missing(door, frame))
     assert client.ended().text == late.ended().text == TEXT
     assert client.last["timings"]["restarts_n"] == 1
     assert client.last["timings"]["same_arithmetic"] is True
@@ -193,8 +207,7 @@ def test_requests_wake_a_job_that_sleeps(door):
     door.away()
     assert "wakes for a request" in door.health()[1]["reason"]
     door.enter()
-    frame = door.peer.wait_for(Submit)
-    door.peer.news(door.peer.say(frame.id, "", "length", door.tokens))
+    door.peer.news(missing(door, door.peer.wait_for(Submit)))
     assert client.ended().text == TEXT
     assert "restarts_n" not in client.last["timings"]
 
@@ -230,8 +243,7 @@ def test_requests_wait_for_the_model_that_they_name(door):
         waits = pool.submit(ask, "other")
         door.until(lambda: obeyed(door, offer)["waiting"] == 1)
         obeyed(door, orders.Move(why="the model changes", new_model=False, until=1e9))
-        door.leave()
-        door.away()
+        door.lose()
         door.enter(msgspec.structs.replace(door.settings, name="other"),
                    lambda frame: door.peer.say(frame.id, "of other"))
         code, answer = waits.result(SECONDS)
@@ -251,15 +263,11 @@ def test_a_model_that_does_not_come_in_time(tmp_path):
 
 
 def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):
-    some(door, 2)
-    client = Client(door.url)
-    door.until(lambda: client.text)
-    door.leave(Failed("stage 2 is gone"))
-    door.away()
+    client = begun(door, 2)
+    door.lose(Failed("stage 2 is gone"))
     assert door.health()[1]["reason"] == "stage 2 is gone"
     door.enter(bits="b")
-    frame = door.peer.wait_for(Submit)
-    door.peer.news(door.peer.say(frame.id, "", "length", door.tokens[2:]))
+    door.peer.news(missing(door, door.peer.wait_for(Submit)))
     assert client.ended().text == TEXT
     assert client.last["timings"]["same_arithmetic"] is False
 
@@ -277,8 +285,7 @@ def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
     door.peer.wait_for(Submit, 3)
     door.peer.wait_for(Abort, reason="stop")
     door.until(lambda: full.text and stopped.text)
-    door.leave()
-    door.away()
+    door.lose()
     before = open_now()
     gone.close()
     door.until(lambda: open_now() == before - 1)
@@ -292,9 +299,7 @@ def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
 
 def test_streams_end_with_an_error_when_no_job_returns_in_time(tmp_path):
     with contextlib.closing(Door(tmp_path, restart_timeout=0.5)) as door:
-        some(door, 1)
-        client = Client(door.url)
-        door.until(lambda: client.text)
+        client = begun(door, 1)
         door.leave()
         assert client.ended().last["error"]["code"] == "cluster_failed"
         assert "not back within 0.5 s (--set restart_timeout)" in client.last["error"]["message"]
@@ -310,9 +315,7 @@ def test_streams_end_with_an_error_when_no_job_returns_in_time(tmp_path):
 def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
     other = tmp_path / "other.gguf"
     other.symlink_to(MODEL)
-    some(door, 1)
-    client = Client(door.url)
-    door.until(lambda: client.text)
+    client = begun(door, 1)
     door.leave()
     door.enter(settings_of(str(other), keys=("key",)))
     assert client.ended().last["error"]["message"] == (
@@ -328,16 +331,13 @@ def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
 
 @pytest.mark.parametrize("how", ["goodbye", "no job any more", "while nobody is there"])
 def test_the_http_process_ends_every_stream_and_leaves_no_file(door, how):
-    some(door, 1)
-    client = Client(door.url)
-    door.until(lambda: client.text)
+    client = begun(door, 1)
     if how == "goodbye":
         door.leave(Draining(1.0), Bye())
     elif how == "no job any more":
         door.process.send_signal(signal.SIGTERM)
     else:
-        door.leave(Failed("the disk is full"))
-        door.away()
+        door.lose(Failed("the disk is full"))
         door.process.send_signal(signal.SIGTERM)
     error = client.ended().last["error"]
     assert error["code"] == ("shutting_down" if how == "goodbye" else "cluster_failed")
@@ -347,8 +347,7 @@ def test_the_http_process_ends_every_stream_and_leaves_no_file(door, how):
 
 
 def test_frames_that_arrive_with_the_settings_are_kept(door):
-    door.leave()
-    door.away()
+    door.lose()
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(str(door.path))
         assert http_process.first_frame(link, GREETING).url == door.url

@@ -53,10 +53,16 @@ def begin(server, text="one two", count=1):
     return number
 
 
-def test_another_tab_follows_an_answer_and_sends_nothing_meanwhile(page, held):
+def begun(page, server, seen):
+    """The id of a first answer, once a page has its first words: `seen(tab)`."""
     page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: stored(page.tab) == ["hello", "one two"], "the beginning")
+    number = begin(server)
+    page.wait(lambda: seen(page.tab) == ["hello", "one two"], "the beginning")
+    return number
+
+
+def test_another_tab_follows_an_answer_and_sends_nothing_meanwhile(page, held):
+    number = begun(page, held, stored)
     other = another(page)
     page.wait(lambda: texts(other) == ["hello", "one two"], "what is stored")
     page.wait(lambda: "coming in another tab" in other.inner_text(".answer .foot"), "the note")
@@ -100,9 +106,7 @@ def test_tabs_that_know_nothing_of_each_other_lose_no_turn(open_page, held):
 
 
 def test_a_chat_that_another_tab_deletes_stays_deleted(page, held):
-    page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: stored(page.tab) == ["hello", "one two"], "the beginning")
+    number = begun(page, held, stored)
     other = another(page)
     other.wait_for_selector("#beside [aria-label='Delete: hello']")
     other.click("#beside [aria-label='Delete: hello']")
@@ -142,9 +146,7 @@ def test_a_page_that_is_left_gets_the_rest_from_a_journal(open_page, tmp_path, s
 
 
 def test_a_page_that_is_left_says_what_is_lost_without_a_journal(page, held):
-    page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+    number = begun(page, held, texts)
     page.tab.reload()
     held.peer.wait_for(Abort, id=number)
     page.tab.wait_for_selector(".problem")
@@ -208,9 +210,7 @@ def test_the_demonstration_says_so_and_shows_its_stages(open_page):
 
 
 def test_a_notice_moves_no_text_and_can_be_closed(page, held):
-    page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+    number = begun(page, held, texts)
     place = page.tab.locator(".answer .text").bounding_box()
     page.ask("too early")
     page.tab.wait_for_selector(".notice")
