@@ -248,9 +248,20 @@ def test_a_model_that_is_a_folder_is_served_too(tmp_path):
     ({"prompt": "x", "grammar": "root ::= ("}, "grammar", "grammar"),
     ({"prompt": "x", "grammar": 'root ::= "a"', "ignore_eos": True}, "ignore_eos", "ends"),
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+     "messages.0.content.0.type", "text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages.0.content.0", "without a projector"),
+    ({**CHAT, "modalities": ["audio"]}, "modalities.0", "text"),
+    ({**CHAT, "functions": []}, "functions", "use tools"),
+    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice", "tools is empty"),
 ])
-def test_a_bad_completion_is_a_400_that_names_the_field(server, body, param, says):
-    found = error(server.post("/v1/completions", body), 400)
+def test_a_bad_request_is_a_400_that_names_the_field(server, body, param, says):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    found = error(server.post(path, body), 400)
     assert found["param"] == param
     assert says in found["message"]
     assert not [f for f in server.peer.seen if isinstance(f, Submit)]
@@ -303,24 +314,6 @@ def test_an_unknown_field_has_no_effect_and_a_note_says_so(server, path, body, n
     answer = server.post(path, {**body, name: {"x": 1}})
     assert answer.status_code == 200, answer.text
     assert answer.json()["notes"] == [f"{name} has no effect here"]
-
-
-@pytest.mark.parametrize(("body", "param", "says"), [
-    ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
-     "messages.0.content.0.type", "text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     "messages.0.content.0", "without a projector"),
-    ({**CHAT, "modalities": ["audio"]}, "modalities.0", "text"),
-    ({**CHAT, "functions": []}, "functions", "use tools"),
-    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs"),
-    ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
-    ({**CHAT, "tool_choice": "required"}, "tool_choice", "tools is empty"),
-])
-def test_a_bad_chat_is_a_400_that_names_the_field(server, body, param, says):
-    found = error(server.post("/v1/chat/completions", body), 400)
-    assert found["param"] == param
-    assert says in found["message"]
 
 
 def test_a_null_field_counts_as_absent(server):

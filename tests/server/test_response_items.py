@@ -124,10 +124,9 @@ def test_an_answer_that_is_cut_off_is_incomplete(server, ask):
      "text.format", ""),
 ])
 def test_what_cannot_be_done_is_named(server, more, param, says):
-    answer = server.post("/v1/responses", {"input": "Hi", **more})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-    assert says in answer.json()["error"]["message"]
+    found = error(server.post("/v1/responses", {"input": "Hi", **more}), 400)
+    assert found["param"] == param
+    assert says in found["message"]
 
 
 def test_a_stream_that_goes_wrong_ends_with_one_event(server, ask):
