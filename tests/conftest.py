@@ -44,6 +44,12 @@ def one_thread_a_rank(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """On what tests run that are coroutine functions, which have the mark `anyio`."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Iterator[Tokenizer]:
     """The embedded target's."""

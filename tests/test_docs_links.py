@@ -72,27 +72,9 @@ def broken(root):
     return found
 
 
-def reachable(start):
-    """Pages that links lead to from a page, itself included."""
-    found, waiting = {start}, [start]
-    while waiting:
-        path = waiting.pop()
-        for link in links(path):
-            target = path if is_external(link) else target_of(path, link)
-            if target.suffix == ".md" and target.exists() and target not in found:
-                found.add(target)
-                waiting.append(target)
-    return found
-
-
 def test_no_link_is_broken():
     assert len(pages(ROOT)) > 25
     assert broken(ROOT) == []
-
-
-def test_every_page_is_reachable_from_the_index():
-    missing = set((ROOT / "docs").rglob("*.md")) - reachable(ROOT / "docs" / "index.md")
-    assert sorted(missing) == []
 
 
 def test_the_index_names_every_page_once():
@@ -162,11 +144,3 @@ def test_a_broken_link_is_noticed(tmp_path, text, wrong):
     (tmp_path / "other.md").write_text("# A heading\n\n## Twice\n\n## Twice\n\n"
                                        "### The `options`\n\n<a id=\"made-here\"></a>\n")
     assert broken(tmp_path.resolve()) == wrong
-
-
-def test_a_page_that_no_link_leads_to_is_noticed(tmp_path):
-    (tmp_path / "index.md").write_text("[a](a.md)")
-    (tmp_path / "a.md").write_text("[b](b.md)")
-    (tmp_path / "b.md").write_text("")
-    (tmp_path / "lost.md").write_text("[a](a.md)")
-    assert {path.name for path in reachable(tmp_path / "index.md")} == {"index.md", "a.md", "b.md"}

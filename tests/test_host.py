@@ -93,14 +93,13 @@ def test_bfloat16_is_for_processors_that_multiply_it(tmp_path, monkeypatch, text
     (3, 3, False, "^tcp,ofi"), (3, 3, True, "^tcp,ofi"),
     (3, 1, False, "^ofi"), (3, 1, True, None), (1, 1, False, None),
 ])
-def test_transports_that_are_of_no_use_are_left_out(tmp_path, monkeypatch, size, here, fabric,
-                                                    wanted):
+def test_transports_that_are_of_no_use_are_left_out(tmp_path, monkeypatch, launcher, size, here,
+                                                    fabric, wanted):
     monkeypatch.setenv("OMPI_MCA_btl", "")  # what is there now comes back
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(host, "_FABRICS", (tmp_path / "infiniband", tmp_path / "cxi"))
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(here))
+    launcher({"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_RANK": "0",
+              "OMPI_COMM_WORLD_LOCAL_SIZE": str(here)})
     if fabric:
         (tmp_path / "cxi").mkdir()
     host.choose_transports()
@@ -114,15 +113,14 @@ def test_transports_that_are_of_no_use_are_left_out(tmp_path, monkeypatch, size,
     (4, 0, True), (4, 16 << 20, True), (4, 64 << 20, True), (8, 64 << 20, True),
     (2, 16 << 20, True), (2, 32 << 20, True), (2, 64 << 20, False), (3, 64 << 20, False),
     (4, 80 << 20, False), (4, 24 << 30, False), (1, 0, False)])
-def test_ranks_share_files_where_shared_memory_is_small(monkeypatch, tmp_path, ranks, free,
-                                                        elsewhere):
+def test_ranks_share_files_where_shared_memory_is_small(monkeypatch, tmp_path, launcher, ranks,
+                                                        free, elsewhere):
     monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
     monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "")  # what is there now comes back
     monkeypatch.delenv("OMPI_MCA_btl_sm_backing_directory")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))
+    launcher({"OMPI_COMM_WORLD_SIZE": str(ranks), "OMPI_COMM_WORLD_RANK": "0",
+              "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)})
     monkeypatch.setattr(host, "_free_bytes", lambda _: free)
     host.choose_transports()
     found = os.environ.get("OMPI_MCA_btl_sm_backing_directory")

@@ -1,4 +1,4 @@
-"""What pyproject.toml's import contracts do not say: no pickle, a light scheduler, ceilings."""
+"""What pyproject.toml's import contracts do not say: a light scheduler, ceilings."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ GROUPS = {"core": ("scheduler", "strategies", "runtime", "core", "cluster", "pla
 #: tables of what is added to the ceilings: capabilities, and what moved in from other places
 MORE = ("added", "moved")
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 50
-
-
-def imports(path):
-    for node in ast.walk(code(path)[0]):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.split(".")[0]
-
-
-def test_there_is_no_pickle():
-    for path in PACKAGE.rglob("*.py"):
-        assert not set(imports(path)) & {"pickle", "marshal", "shelve", "dill"}, path
 
 
 @pytest.mark.parametrize("module", ["scheduler.scheduler", "core.codec",

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.factory import llama_options
-from pipeinfer.cluster import features
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
-from pipeinfer.config import Config, JobConfig, ModelConfig
+from pipeinfer.config import JobConfig, ModelConfig
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.errors import UsageError
 from pipeinfer.llama import short_runs
 from tests.kit.launch import ROOT
 from tests.kit.plain_loop import PlainLoop
@@ -54,10 +52,3 @@ def test_the_draft_and_others_keep_their_cache():
     assert (stage.type_k, stage.type_v, stage.flash_attn) == ("f16", "f16", "auto")
     assert not stage.own_prompts
     assert draft == llama_options(ModelConfig(), draft=True)
-
-
-@pytest.mark.parametrize("other", [{"cache_type_k": "f16"}, {"cache_type_v": "f16"},
-                                   {"flash_attn": "on"}, {"exact": "off"}])
-def test_what_it_decides_cannot_be_said_as_well(other):
-    with pytest.raises(UsageError, match="leave out"):
-        features.check(Config.of(like_llama_cpp=True, **other))

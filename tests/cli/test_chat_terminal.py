@@ -25,6 +25,7 @@ from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
 from tests.kit.random_projectors import picture, sound
+from tests.kit.refusals import signals_kept
 from tests.kit.sample import full
 
 
@@ -182,16 +183,13 @@ class Echo:
 
 @pytest.fixture
 def talk():
-    kept = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-
     def run(*lines):
         partner, script, out = Echo(), Script(*lines), io.StringIO()
         failed = ChatLoop(partner, script, out, Interrupts(), "", -1).run()
         return partner.asked, out.getvalue(), script.begun, failed
 
-    yield run
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        yield run
 
 
 def test_the_last_message_is_asked_again_or_edited(talk, capsys):

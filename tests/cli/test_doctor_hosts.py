@@ -227,18 +227,18 @@ def test_an_example_hostfile_leads_to_the_one_of_this_machine(tmp_path, fake_ssh
     assert "hostfiles/localhost" in (launch.ROOT / "README.md").read_text()
 
 
-def test_the_network_of_the_hosts(monkeypatch):
-    class Address:
-        def __init__(self, family, address, netmask):
-            self.family, self.address, self.netmask = family, address, netmask
+def card(address, netmask, family=socket.AF_INET):
+    return SimpleNamespace(family=family, address=address, netmask=netmask)
 
+
+def test_the_network_of_the_hosts(monkeypatch):
     table = {"a": "10.1.0.2", "b": "10.1.0.3", "c": "10.2.0.9"}
     monkeypatch.setattr(doctor_hosts, "is_here", lambda name: name == "head")
     monkeypatch.setattr(doctor_hosts.socket, "gethostbyname", table.__getitem__)
     monkeypatch.setattr(doctor_hosts.psutil, "net_if_addrs", lambda: {
-        "lo": [Address(2, "127.0.0.1", "255.0.0.0")],
-        "eth0": [Address(2, "10.1.0.1", "255.255.255.0"), Address(10, "fe80::1", None)],
-        "docker0": [Address(2, "172.17.0.1", "255.255.0.0")],
+        "lo": [card("127.0.0.1", "255.0.0.0")],
+        "eth0": [card("10.1.0.1", "255.255.255.0"), card("fe80::1", None, socket.AF_INET6)],
+        "docker0": [card("172.17.0.1", "255.255.0.0")],
     })
 
     def network(*names):
@@ -249,20 +249,7 @@ def test_the_network_of_the_hosts(monkeypatch):
     assert network("head") == ""
 
 
-def test_a_job_that_starts_again_takes_the_hosts_that_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor_hosts, "is_here", lambda name: name in ("head", "localhost"))
-    monkeypatch.setenv("PIPEINFER_SSH_ARGS", "-o ProxyCommand=false")  # nobody else does
-    here, gone = doctor_hosts.living(write(tmp_path, "head slots=2\nnode2 slots=3\nnode3\n"))
-    assert [entry.host for entry in here] == ["head"]
-    assert [finding.what for finding in gone.values()] == ["host node2", "host node3"]
-    with pytest.raises(UsageError, match="host node2, on which rank 0 runs, "):
-        doctor_hosts.living(write(tmp_path, "node2\nhead\n"))
-
-
 def test_the_network_of_an_address_as_open_mpi_takes_it(monkeypatch):
-    def card(address, netmask, family=socket.AF_INET):
-        return SimpleNamespace(family=family, address=address, netmask=netmask)
-
     monkeypatch.setattr(doctor_hosts.psutil, "net_if_addrs", lambda: {
         "eth0": [card("192.0.2.7", "255.255.255.0"), card("fd00::7", None, socket.AF_INET6),
                  card("fe80::1%eth0", None, socket.AF_INET6)],

@@ -53,15 +53,3 @@ def test_a_run_is_foreseen_by_the_lowest_rates():
             for prompt_rate, rate in ((100.0, 4.0), (50.0, 8.0), (80.0, 6.0))]
     assert measuring.foreseen(runs, 4, 500, 40) == 4 * (500 / 50 + 40 / 4)
     assert measuring.foreseen([structs.replace(runs[0], rate=0.0)], 1, 100, 1) > 180
-
-
-def test_what_measure_decides_is_refused_before_anything_starts():
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "measure", "--policy", "iterative"])
-    assert done.returncode == 2
-    assert "leave them out" in done.stderr
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "measure", "--share", "ours.txt"])
-    assert done.returncode == 2
-    assert "ours.json" in done.stderr
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "measure", "--programs", "."])
-    assert done.returncode == 2
-    assert "GGML_RPC" in done.stderr

@@ -1,4 +1,4 @@
-"""`plan`, `shard` and `bench` say beforehand what the runtime would refuse."""
+"""What commands refuse, in one line and before anything loads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from pipeinfer.cli.generate import generate
+from pipeinfer.cli.measure import measure_command
 from pipeinfer.cli.plan import plan_command
-from pipeinfer.errors import UsageError
 from pipeinfer.forecast import grids
 from pipeinfer.forecast.report import file_view
-from pipeinfer_lab.commands import compare, sample
+from pipeinfer.supervise import race
+from pipeinfer.supervise.commands import up_command
+from pipeinfer.supervise.race import race_command
+from pipeinfer_lab.commands import compare, files, sample
 from pipeinfer_lab.commands.bench import bench_command
-from pipeinfer_lab.commands.files import shard
 from tests.kit import launch
 from tests.kit.random_model import tiny, write_random_model
-
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+from tests.kit.refusals import refusal
 
 
 @pytest.fixture(scope="module")
@@ -48,42 +50,69 @@ def test_a_dry_plan_keeps_to_layers_that_can_begin_a_stage(tmp_path):
 def test_shards_ahead_of_time_keep_to_them_too(tmp_path, monkeypatch, whole_only):
     monkeypatch.setenv("PIPEINFER_CACHE", str(tmp_path / "cache"))
     path = write_random_model(tmp_path / "m.gguf", tiny("smollm3"))
-    done = CliRunner().invoke(shard, [str(path), "--stages", "2"])
+    done = CliRunner().invoke(files.shard, [str(path), "--stages", "2"])
     assert "layers 4-4" in done.stdout
-    done = CliRunner().invoke(shard, [str(path), "--stages", "3"])
+    done = CliRunner().invoke(files.shard, [str(path), "--stages", "3"])
     assert "multiples of 4" in str(done.exception)
-    done = CliRunner().invoke(shard, [whole_only, "--stages", "2"])
+    done = CliRunner().invoke(files.shard, [whole_only, "--stages", "2"])
     assert "46 layers" in str(done.exception)
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (("--tasks", "1", "--pasta-positions", "oracle:12,30"), "train by pred-1x or pred-10x"),
-    (("--tasks", "1", "--pasta-positions", "oracle"), "compare --pasta-oracle finds them"),
-    (("--tasks", "1", "--repeat-penalty", "1.2"), "cannot be combined with repetition penalties"),
-    (("--tasks", "1", "--out", "none/s.jsonl"), "cannot write none/s.jsonl"),
-    (("--prompts", "none.jsonl", "--judge", "http://127.0.0.1:1/v1"), "there is no such file")])
-def test_sampling_refuses_before_anything_loads(tmp_path, monkeypatch, words, says):
+SAMPLE = ("--out", "s.jsonl")
+REFUSED = [
+    (generate, (), 2, "no prompt was given"),
+    (generate, ("-p", "x", "-f", "y"), 2, "not both"),
+    (generate, ("-f", "/nowhere"), 2, "cannot read /nowhere"),
+    (generate, ("-p", "x", "--config", "/nowhere.toml"), 2, "cannot read config file"),
+    (files.trace, ("/nowhere", "-o", "x.png"), 2, "cannot read /nowhere"),
+    (files.shard, ("/nowhere.gguf", "--stages", "2"), 3, "/nowhere.gguf"),
+    (measure_command, ("--policy", "iterative"), 2, "leave them out"),
+    (measure_command, ("--share", "ours.txt"), 2, "ours.json"),
+    (measure_command, ("--programs", "."), 2, "GGML_RPC"),
+    (race_command, ("-p", "x"), 2, "there is no launcher /nowhere/mpirun"),
+    (race_command, ("-p", "x", "--policy", "iterative"), 2, "race decides about --policy"),
+    (race_command, ("-p", "x", "--ablate", "cancel"), 2, "race decides about --policy"),
+    (race_command, ("-p", "x", "--decomposer", "pdos"), 2, "race decides about --policy"),
+    (up_command, ("generate", "-p", "x"), 2, "`pipeinfer up` keeps a server running, not generate"),
+    (up_command, ("--join", "192.0.2.1:7700", "--", "serve"), 2, "--join=192.0.2.1:7700"),
+    (up_command, ("--journal", "--", "serve"), 2, "--journal stands before `serve`: give options"),
+    (up_command, ("--hosts", "/no/hosts", "--", "serve"), 2, "cannot read hostfile /no/hosts"),
+    (up_command, ("--", "--port", "many"), 2, "Invalid value for '--port'"),
+    (up_command, ("--name", "a/b", "--", "serve"), 2, "--name 'a/b'"),
+    (sample.sample_command, (*SAMPLE, "--tasks", "1", "--pasta-positions", "oracle:12,30"), 2,
+     "train by pred-1x or pred-10x"),
+    (sample.sample_command, (*SAMPLE, "--tasks", "1", "--pasta-positions", "oracle"), 2,
+     "compare --pasta-oracle finds them"),
+    (sample.sample_command, (*SAMPLE, "--tasks", "1", "--repeat-penalty", "1.2"), 2,
+     "cannot be combined with repetition penalties"),
+    (sample.sample_command, ("--tasks", "1", "--out", "none/s.jsonl"), 2,
+     "cannot write none/s.jsonl"),
+    (sample.sample_command,
+     (*SAMPLE, "--prompts", "none.jsonl", "--judge", "http://127.0.0.1:1/v1"), 2,
+     "there is no such file"),
+    (compare.compare_command, ("--prompts", __file__, "--tasks", "1"), 2,
+     "leave out --tasks and --kind"),
+    (compare.compare_command, ("--prompts", __file__, "--kind", "mixed"), 2,
+     "leave out --tasks and --kind"),
+    (compare.compare_command, ("--pasta-oracle", "--method", "pdos"), 2, "add --method pasta"),
+]
+
+
+@pytest.mark.parametrize(("command", "words", "code", "says"), REFUSED, ids=[
+    f"{command.name} {' '.join(words)}" for command, words, *_ in REFUSED])
+def test_what_cannot_be_is_refused_before_anything_loads(tmp_path, monkeypatch, command, words,
+                                                         code, says):
     def load(config):
         raise AssertionError(f"{config} is loaded")
 
-    monkeypatch.setattr(sample, "join", load)
-    done = CliRunner().invoke(sample.sample_command, ["--out", str(tmp_path / "s.jsonl"), *words])
-    assert isinstance(done.exception, UsageError), done.exception
-    assert says in str(done.exception)
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (("--prompts", __file__, "--tasks", "1"), "leave out --tasks and --kind"),
-    (("--prompts", __file__, "--kind", "mixed"), "leave out --tasks and --kind"),
-    (("--pasta-oracle", "--method", "pdos"), "add --method pasta")])
-def test_comparing_refuses_options_without_effect_before_anything_loads(monkeypatch, words, says):
-    def load(config):
-        raise AssertionError(f"{config} is loaded")
-
-    monkeypatch.setattr(compare, "join", load)
-    done = CliRunner().invoke(compare.compare_command, list(words))
-    assert isinstance(done.exception, UsageError), done.exception
-    assert says in str(done.exception)
+    for module in (compare, race, sample):
+        monkeypatch.setattr(module, "join", load)
+    if command is race_command:
+        monkeypatch.setenv("PIPEINFER_MPIRUN", "/nowhere/mpirun")
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    found, line = refusal(command, words)
+    assert (found, says in line) == (code, True), line
 
 
 def test_ranks_that_sample_need_no_torch():

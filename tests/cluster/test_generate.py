@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -159,28 +157,3 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(UsageError):
         draw_timeline(file, tmp_path / "x.png", start_ms=0, span_ms=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("args", "code", "says"), [
-    (["generate"], 2, "no prompt was given"),
-    (["generate", "-p", "x", "-f", "y"], 2, "not both"),
-    (["generate", "-f", "/nowhere"], 2, "cannot read /nowhere"),
-    (["generate", "-p", "x", "--config", "/nowhere.toml"], 2, "cannot read config file"),
-    (["trace", "/nowhere", "-o", "x.png"], 2, "cannot read /nowhere"),
-    (["shard", "/nowhere.gguf", "--stages", "2"], 3, "/nowhere.gguf"),
-])
-def test_bad_input_of_the_command_line(args, code, says):
-    done = subprocess.run([sys.executable, "-m", "pipeinfer", *args], capture_output=True,
-                          text=True, check=False, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_show_config():
-    done = subprocess.run([sys.executable, "-m", "pipeinfer", "generate", "--top-k", "7",
-                           "--show-config"], capture_output=True, text=True, check=True)
-    line = next(x for x in done.stdout.splitlines() if x.startswith("top_k "))
-    assert line.split() == ["top_k", "7", "command", "line"]

@@ -110,24 +110,20 @@ def test_a_damaged_choice_is_none(cluster, tmp_path):
     assert recall_grid(cluster.model, hosts, [1, 2, 3]) is None
 
 
-def test_a_grid_of_layers_with_a_state_is_remembered(cluster, tmp_path):
-    model = open_model(write_random_model(tmp_path / "m.gguf", tiny("qwen35moe", qtype="Q8_0")))
-    first, _ = cluster([1.0, 1.0, 1.0], model=model)
-    assert "d0-1" in first.held[0].cut[0]
-    again, notes = cluster([1.0, 1.0, 1.0], model=model)
-    assert again.held == first.held
-    assert "so that answers stay the same" in notes[0]
-
-
 def mixture(tmp_path, name="glm4moe"):
     path = tmp_path / f"{name}.gguf"
     return open_model(write_random_model(path, tiny(name, qtype="Q8_0", expert_ff=128)))
 
 
-def test_a_grid_of_a_mixture_is_chosen_and_remembered(cluster, tmp_path):
-    model = mixture(tmp_path)
-    first, notes = cluster([1.0, 1.0, 3.0], model=model)
+@pytest.mark.parametrize(("name", "sizes", "speed", "mark"), [
+    ("qwen35moe", {}, 1.0, "d0-1"), ("glm4moe", {"expert_ff": 128}, 3.0, ""),
+    ("qwen3moe", {"expert_ff": 32, "n_head": 8, "n_head_kv": 8}, 1.0, ".x")],
+    ids=["layers with a state", "a mixture", "members with some experts"])
+def test_a_grid_is_chosen_and_remembered(cluster, tmp_path, name, sizes, speed, mark):
+    model = open_model(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0", **sizes)))
+    first, notes = cluster([1.0, 1.0, speed], model=model)
     assert max(map(len, first.teams.ranks)) > 1
+    assert mark in first.held[0].cut[0]
     assert "remembered for the next start" in notes[0]
     again, notes = cluster([1.0, 1.0, 1.0], model=model)
     assert again.held == first.held
@@ -143,16 +139,6 @@ def test_members_of_a_mixture_need_one_build_of_llama_cpp(cluster, tmp_path):
     with pytest.raises(UsageError, match="one build on every host, or a plain pipeline"):
         cluster([1.0] * 3, model=mixture(tmp_path), kernels=kernels, grid="1x2")
     assert cluster([1.0] * 3, kernels=kernels, grid="1x2")[0].held  # others differ in near-ties
-
-
-def test_a_grid_of_members_with_some_experts_is_remembered(cluster, tmp_path):
-    path = write_random_model(tmp_path / "m.gguf", tiny(
-        "qwen3moe", qtype="Q8_0", expert_ff=32, n_head=8, n_head_kv=8))
-    first, _ = cluster([1.0, 1.0, 1.0], model=open_model(path))
-    assert ".x" in first.held[0].cut[0]
-    again, notes = cluster([1.0, 1.0, 1.0], model=open_model(path))
-    assert again.held == first.held
-    assert "so that answers stay the same" in notes[0]
 
 
 @pytest.mark.parametrize(("cut", "words"), [

@@ -183,17 +183,6 @@ def test_a_draft_with_a_state_is_taken_back(files, name, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--policy", "published", "-md", "embedded"],
-                                  ["--proposer", "lookahead"]], ids=["published", "rows"])
-def test_what_takes_parts_back_is_refused_with_the_reason(more, tmp_path):
-    path = write_random_model(tmp_path / "m.gguf", tiny("qwen35"))
-    done = launch.run(1, [*GENERATE, "-m", str(path), *more])
-    assert done.returncode == 2
-    assert "keep a state" in done.stderr
-    assert more[0] in done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [
     ("granitehybrid", ()), ("qwen35", ("--grid", "1x2")), *(
         full(name, ()) for name in STATEFUL if name != "granitehybrid")])

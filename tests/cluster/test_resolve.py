@@ -84,14 +84,16 @@ def test_one_sequence_at_a_time_where_llama_cpp_mixes_up_two(tmp_path):
         resolve(given, facts)
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"policy": "speculative", "proposer": ("draft",)}, "needs a draft model"),
-    ({"speculation": "off", "policy": "pipeinfer"}, "contradict each other"),
-    ({"ablate": ("cancel",), "policy": "iterative"}, "nothing to leave out"),
-    ({"proposer": ("mtp",)}, "--proposer mtp")])
-def test_what_cannot_be_is_refused_before_anything_loads(target, options, says):
+@pytest.mark.parametrize(("model", "options", "says"), [
+    ("target", {"policy": "speculative", "proposer": ("draft",)}, "needs a draft model"),
+    ("target", {"speculation": "off", "policy": "pipeinfer"}, "contradict each other"),
+    ("target", {"ablate": ("cancel",), "policy": "iterative"}, "nothing to leave out"),
+    ("target", {"proposer": ("mtp",)}, "--proposer mtp"),
+    ("stateful", {"policy": "published"}, "keep a state.*: leave out --policy published"),
+    ("stateful", {"proposer": ("lookahead",)}, "keep a state.*: leave out --proposer lookahead")])
+def test_what_cannot_be_is_refused_before_anything_loads(request, model, options, says):
     with pytest.raises(UsageError, match=says):
-        resolve(job_config(**options), JobFacts(target, None, ranks(2)))
+        resolve(job_config(**options), JobFacts(request.getfixturevalue(model), None, ranks(2)))
 
 
 def test_a_change_within_a_job_is_decided_as_its_start(target):

@@ -68,21 +68,24 @@ def transfer(directories, sources, *, corrupt=None, timeout=10.0):
     for thread in threads:
         thread.start()
     sender = Sender(ports[0], lambda start, stop, piece: sources[start])
-    most = 0
+    attend(sender, ports[0], threads)
+    return outcome, sender
+
+
+def attend(sender, port, threads):
+    """What a head does until all of these threads have their shards."""
     while any(thread.is_alive() for thread in threads):
         more = sender.pump()
         for out in sender._outgoing.values():
-            most = max(most, out.offset - out.answered if out.offset > out.have else 0)
-        envelope = ports[0].take(Tag.RESULT)
+            assert out.offset <= max(out.answered + WINDOW, out.have)
+        envelope = port.take(Tag.RESULT)
         if envelope is not None and isinstance(envelope.message, ShardWanted):
             wanted = envelope.message
-            sender.offer(wanted.port.stage, wanted.start, wanted.stop)
+            sender.offer(wanted.port.stage, wanted.start, wanted.stop, wanted.piece)
         elif envelope is not None:
             sender.hear(envelope.message)
         elif not more:
-            ports[0].wait(0.01)
-    assert most <= WINDOW
-    return outcome, sender
+            port.wait(0.01)
 
 
 @examples(25)
@@ -253,18 +256,8 @@ def staged(setup, model, timeout=10.0):
 
     thread = threading.Thread(target=stage)
     thread.start()
-    sender = Sender(ports[0], partial(source_of, model))
     try:
-        while thread.is_alive():
-            more = sender.pump()
-            envelope = ports[0].take(Tag.RESULT)
-            if envelope is not None and isinstance(envelope.message, ShardWanted):
-                wanted = envelope.message
-                sender.offer(wanted.port.stage, wanted.start, wanted.stop, wanted.piece)
-            elif envelope is not None:
-                sender.hear(envelope.message)
-            elif not more:
-                ports[0].wait(0.01)
+        attend(Sender(ports[0], partial(source_of, model)), ports[0], [thread])
     finally:
         thread.join()
     return outcome[0]

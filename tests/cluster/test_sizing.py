@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeinfer.cluster import features
 from pipeinfer.cluster.draft_ranks import PlacedProposer
 from pipeinfer.cluster.notes import doubts
 from pipeinfer.cluster.resolve import choose_policy, with_usual
@@ -23,7 +22,7 @@ from pipeinfer.cluster.sizing import (
     sizes_for,
     tried_rows,
 )
-from pipeinfer.config import Config, JobConfig, SpeculationConfig
+from pipeinfer.config import JobConfig, SpeculationConfig
 from pipeinfer.core.policy import CancelPath, Policy
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import EMBEDDED
@@ -84,8 +83,6 @@ def test_speculation():
     assert limits(JobConfig.of(speculation="off")).policy is Policy.ITERATIVE
     assert limits(JobConfig.of(speculation="off", policy="iterative")).policy \
         is Policy.ITERATIVE
-    with pytest.raises(UsageError, match="--speculation off and --policy pipeinfer"):
-        features.check(Config.of(speculation="off", policy="pipeinfer"))
 
 
 @pytest.mark.parametrize(("given", "draft", "ranks", "guesses"), [
@@ -200,30 +197,22 @@ def test_prompts_like_llama_cpp_travel_in_its_chunks():
      "--set p_recovery without effect: policy pipeinfer does not use it where draft and target "
      "take turns (--set adapt=false)"),
     ("pipeinfer", {"p_recovery": 0.1, "p_decay": 0.1, "adapt": False}, "shared", ""),
-    ("published", {"p_recovery": 0.1}, "", "")])
+    ("published", {"p_recovery": 0.1}, "", ""),
+    ("pipeinfer", {"ablate": ("cancel",)}, "", ""),
+    ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, "", ""),
+    ("pipeinfer", {"ablate": ("async",), "adapt": False}, "", "also ends continuous speculation"),
+    ("published", {"ablate": ("multibuffer",)}, "", ""),
+    ("published", {"p_decay": 0.1}, "", ""),
+    ("pipeinfer", {"branches": 4}, "", "--set branches has no effect"),
+    ("published", {"branches": 4}, "", ""),
+    ("speculative", {"branches": 4, "ablate": ()}, "", ""),
+    ("speculative", {"branches": 4}, "", ""),
+    ("pipeinfer", {"p_decay": 0.1}, "", "--set p_decay has no effect"),
+    ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "", "")])
 def test_options_that_a_policy_does_not_use_are_named(policy, options, turns, says):
     job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False,
                           time_sharing="shared" in turns, plan=SimpleNamespace(ranks=(1, 2)))
     found = doubts(JobConfig.of(**options).speculation, job, "weighed" in turns)
-    assert [says in note for note in found] == [True] * bool(says)
-
-
-@pytest.mark.parametrize(("policy", "options", "says"), [
-    ("pipeinfer", {"ablate": ("cancel",)}, ""),
-    ("pipeinfer", {"ablate": ("continuous",), "adapt": False}, ""),
-    ("pipeinfer", {"ablate": ("async",), "adapt": False}, "also ends continuous speculation"),
-    ("published", {"ablate": ("multibuffer",)}, ""),
-    ("published", {"p_decay": 0.1}, ""),
-    ("pipeinfer", {"branches": 4}, "--set branches has no effect"),
-    ("published", {"branches": 4}, ""),
-    ("speculative", {"branches": 4, "ablate": ()}, ""),
-    ("speculative", {"branches": 4}, ""),
-    ("pipeinfer", {"p_decay": 0.1}, "--set p_decay has no effect"),
-    ("pipeinfer", {"p_decay": 0.1, "p_recovery": 0.1}, "")])
-def test_options_without_effect_are_named(policy, options, says):
-    job = SimpleNamespace(policy=Policy(policy), gaps=False, chains=False, time_sharing=False,
-                          plan=SimpleNamespace(ranks=(1, 2)))
-    found = doubts(JobConfig.of(**options).speculation, job)
     assert [says in note for note in found] == [True] * bool(says)
 
 
@@ -267,11 +256,6 @@ def test_the_published_policy_cancels_from_the_last_stage_backward():
 def test_what_a_policy_does_not_have(options, says):
     with pytest.raises(UsageError, match=says):
         choose_policy(JobConfig.of(**options), PROPOSERS)
-
-
-def test_the_published_policy_takes_tokens_of_a_draft_alone():
-    with pytest.raises(UsageError, match="issues speculative tokens of a draft alone"):
-        features.check(Config.of(policy="published", proposer=("lookahead",)))
 
 
 @pytest.mark.parametrize(("proposers", "asked"), [

@@ -104,6 +104,7 @@ class Cluster:
         self._base = self.subnet.rsplit(".", 1)[0]
         self.hostfile = self.state / "hosts"
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[str]] = []
         self._watcher: subprocess.Popen[bytes] | None = None
         self._wires: subprocess.Popen[bytes] | None = None
 
@@ -131,8 +132,11 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Remove everything; safe to call twice."""
+        """Remove everything, what runs included; safe to call twice."""
         remove(self.id)
+        for process in self._started:
+            process.kill()
+            process.communicate(timeout=20)
         if self._wires is not None:
             self._wires.kill()
             self._wires.communicate(timeout=10)
@@ -288,10 +292,11 @@ class Cluster:
     def start(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str
               ) -> subprocess.Popen[str]:
         """Start on a node, with pipes; mpirun ends itself shortly before `timeout`."""
-        return subprocess.Popen(
+        self._started.append(subprocess.Popen(
             self.command(node, command), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL, text=True, start_new_session=True,
-            env=self.environment(MPIEXEC_TIMEOUT=str(max(1, int(timeout) - 5)), **env))
+            env=self.environment(MPIEXEC_TIMEOUT=str(max(1, int(timeout) - 5)), **env)))
+        return self._started[-1]
 
     def run(self, command: Sequence[str], *, timeout: float, node: int = 1, **env: str
             ) -> subprocess.CompletedProcess[str]:

@@ -7,16 +7,18 @@ answers is written by the test. `tests/mpi/test_serve.py` has the real engine.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import requests
 
 from pipeinfer.config import ServeConfig
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import http_process
 from pipeinfer.server.frames import (
@@ -35,6 +37,7 @@ from pipeinfer.server.keys import Allowance
 from pipeinfer.server.link import Link
 from pipeinfer.server.settings import Settings
 
+MODEL = EMBEDDED / "target.gguf"
 SECONDS = 30.0
 FACTS: dict[str, Any] = {
     "model": "m.gguf", "draft": "", "policy": "pipeinfer", "n_ctx": 256, "stages": []}
@@ -148,7 +151,43 @@ class Peer:
         return None
 
 
-class Front:
+class Reached:
+    """A server at `url`, as clients reach it."""
+
+    url: str
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        """The HTTP answer to a GET of `path`."""
+        return requests.get(self.url + path, timeout=SECONDS, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        """The answer to a POST of JSON."""
+        return requests.post(self.url + path, json=body, timeout=SECONDS, **options)
+
+    def stream(self, path: str, body: dict[str, Any]) -> requests.Response:
+        """The answer to a POST of JSON, which comes in events."""
+        return self.post(path, {**body, "stream": True}, stream=True)
+
+    def connect(self) -> socket.socket:
+        """A connection over which nothing has been sent."""
+        where = urlsplit(self.url)
+        return socket.create_connection((where.hostname, where.port or 0), SECONDS)
+
+    def raw(self, data: bytes) -> bytes:
+        """All that these bytes are answered with, until the server ends the connection."""
+        with self.connect() as client:
+            client.sendall(data)
+            return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    def until(self, true: Callable[[], Any], seconds: float = SECONDS) -> None:
+        """Wait until `true()` holds. Raises AssertionError after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class Front(Reached):
     """The HTTP process. url, and its Peer once `ready` has been sent."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
@@ -163,21 +202,6 @@ class Front:
         self.peer.send(Ready(FACTS | facts))
         self.until(lambda: self.get("/health").status_code == 200)
         return self
-
-    def get(self, path: str, **options: Any) -> requests.Response:
-        """The HTTP answer to a GET of `path`."""
-        return requests.get(self.url + path, timeout=SECONDS, **options)
-
-    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
-        """The answer to a POST of JSON."""
-        return requests.post(self.url + path, json=body, timeout=SECONDS, **options)
-
-    def until(self, true: Callable[[], Any], seconds: float = SECONDS) -> None:
-        """Wait until `true()` holds. Raises AssertionError after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     def close(self) -> int:
         """End both; the exit status of the HTTP process."""

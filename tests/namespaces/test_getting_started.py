@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -48,14 +47,13 @@ def test_a_newcomer_gets_from_two_machines_to_a_chat(tmp_path):
            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     up, join, chat = wanted()
     # the second machine has no model, and its token comes without a terminal
-    with Cluster(2, private=(lab, cache), sshd=False, host_name="debian") as cluster, \
-            contextlib.ExitStack() as stack:
+    with Cluster(2, private=(lab, cache), sshd=False, host_name="debian") as cluster:
         def start(node, line, **more):
             line = line.replace("~/pipeinfer", str(ROOT))
             line = line.replace("192.168.1.11", cluster.address(1))
-            return stack.enter_context(cluster.start(
+            return cluster.start(
                 ["sh", "-c", f"cd {lab} && {line} 2>>{lab}/said"], timeout=150, node=node,
-                PIPEINFER_STATE=str(tmp_path / f"state{node}"), **env, **more))
+                PIPEINFER_STATE=str(tmp_path / f"state{node}"), **env, **more)
 
         def until(text):
             deadline = time.monotonic() + 90
@@ -63,14 +61,11 @@ def test_a_newcomer_gets_from_two_machines_to_a_chat(tmp_path):
                 assert time.monotonic() < deadline, (lab / "said").read_text()
                 time.sleep(0.1)
 
-        try:
-            (lab / "said").touch()
-            start(1, up)
-            until("on each other machine: launch/join ")
-            token = start(1, "pipeinfer tokens --new").stdout.read().split()[-1]
-            start(2, join, PIPEINFER_JOIN_TOKEN=token)
-            until("is moved to 2 ranks: ready again")  # so small a model is faster on one
-            said = start(1, f"echo Hello | {chat}").stdout.read()
-        finally:
-            cluster.kill_jobs()
+        (lab / "said").touch()
+        start(1, up)
+        until("on each other machine: launch/join ")
+        token = start(1, "pipeinfer tokens --new").stdout.read().split()[-1]
+        start(2, join, PIPEINFER_JOIN_TOKEN=token)
+        until("is moved to 2 ranks: ready again")  # so small a model is faster on one
+        said = start(1, f"echo Hello | {chat}").stdout.read()
     assert said.strip()

@@ -45,14 +45,12 @@ class Machines:
     def __init__(self, cluster, folder):
         self.cluster, self.folder, self.lines = cluster, folder, {}
         self.head = f"{cluster.address(1)}:7700"
-        self.processes = []
 
     def start(self, node, *words, typed="", **env):
         """Start a command on a machine, which keeps what it prints."""
         process = self.cluster.start(words, timeout=110, node=node,
                                      PIPEINFER_STATE=str(self.folder / f"state{node}"),
                                      PIPEINFER_JOIN_TOKEN=typed, **env)
-        self.processes.append(process)
         lines = self.lines[node] = []
 
         def read():
@@ -88,13 +86,7 @@ class Machines:
 @pytest.fixture
 def machines(tmp_path):
     with Cluster(3, sshd=False, host_name="box", private=["/tmp"]) as cluster:
-        found = Machines(cluster, tmp_path)
-        try:
-            yield found
-        finally:
-            cluster.kill_jobs()
-            for process in found.processes:
-                process.communicate(timeout=20)
+        yield Machines(cluster, tmp_path)
 
 
 def test_a_stream_outlives_a_machine_that_has_joined_and_is_killed(machines):

@@ -54,27 +54,22 @@ def test_streams_outlive_a_host_that_leaves_and_comes_back(tmp_path):
             assert not said
             return (begun + rest).rpartition("\n ")[0]
 
-        try:
-            whole = text_of(ask())
-            hosts.write_text("".join(lines))
-            hosts_are("used", "used", "used")  # by itself, at a quiet moment
-            client = ask()
-            begun = read_until(client, 30, 30.0)
-            cluster.unplug(3)
-            assert text_of(client, begun) == whole  # the others took its layers over
-            hosts_are("used", "used", "lost")
-            client = ask()
-            begun = read_until(client, 30, 30.0)
-            cluster.plug(3)
-            said = call("rescale")
-            assert "moved to 3 ranks: " in said, said
-            assert text_of(client, begun) == whole
-            hosts_are("used", "used", "used")
-            server.send_signal(signal.SIGTERM)
-            _, log = server.communicate(timeout=60)
-        finally:
-            cluster.kill_jobs()
-            server.kill()
-            server.communicate(timeout=10)
+        whole = text_of(ask())
+        hosts.write_text("".join(lines))
+        hosts_are("used", "used", "used")  # by itself, at a quiet moment
+        client = ask()
+        begun = read_until(client, 30, 30.0)
+        cluster.unplug(3)
+        assert text_of(client, begun) == whole  # the others took its layers over
+        hosts_are("used", "used", "lost")
+        client = ask()
+        begun = read_until(client, 30, 30.0)
+        cluster.plug(3)
+        said = call("rescale")
+        assert "moved to 3 ranks: " in said, said
+        assert text_of(client, begun) == whole
+        hosts_are("used", "used", "used")
+        server.send_signal(signal.SIGTERM)
+        _, log = server.communicate(timeout=60)
     assert "host node3 can take ranks: the job moves at the next quiet moment" in log
     assert log.count(" with 2 stages") == 2, log

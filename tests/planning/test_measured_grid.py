@@ -31,31 +31,36 @@ def test_a_file_has_the_widths_that_its_slices_have(model):
     assert 0 < cut.kv < cut.attention < 1
 
 
+def measured(tmp_path, name, **sizes):
+    """A model, how it is cut, and two equal members that have it together."""
+    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0", **sizes)))
+    cut = cut_from(model, load_of(model, 256, 64))
+    return model, cut, team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
+
+
+def half_of(model):
+    """The share of the first of two slices."""
+    pieces = [piece.name for piece in slices_of(model, [1, 1])]
+    return share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,)))
+
+
 @pytest.mark.parametrize("name", ["qwen3moe", "glm4moe", "deepseek2"])
 def test_members_of_a_mixture_read_what_rows_draw_and_store_all(tmp_path, name):
-    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0",
-                                                                  expert_ff=512)))
-    load = load_of(model, 256, 64)
-    cut = cut_from(model, load)
+    model, cut, one = measured(tmp_path, name, expert_ff=512)
     assert cut.widths(64) == widths_of(model)
     heads, whole = cut.stored
     assert 0 < cut.whole < 0.5
     assert heads + whole < cut.attention + cut.whole  # two of four experts are not read
-    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
     assert sum(one.shares) == pytest.approx(1 + whole)
     assert one.layer == pytest.approx(0.5 + cut.whole / 2)
-    pieces = [piece.name for piece in slices_of(model, [1, 1])]
-    assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
+    assert half_of(model) == 0.5
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
 def test_layers_with_a_state_are_cut_as_attention_is(tmp_path, name):
-    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name, qtype="Q8_0",
-                                                                  n_head=8, n_head_kv=8)))
-    cut = cut_from(model, load_of(model, 256, 64))
+    model, cut, one = measured(tmp_path, name, n_head=8, n_head_kv=8)
     assert cut.widths(64) == widths_of(model) == (1, 2)  # two key heads
     assert cut.attention > 0.3
-    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
     assert one.layer == pytest.approx(0.5 + cut.whole / 2)
 
 
@@ -63,16 +68,12 @@ def test_members_with_some_experts_wait_for_the_one_that_has_most(tmp_path):
     assert busiest(1, 8) == 1.0
     assert busiest(2, 2) == pytest.approx((2 * 0.5 + 1 * 0.5) / 2)
     assert 0.25 < busiest(4, 8) < 0.5
-    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny("qwen3moe", qtype="Q8_0",
-                                                                  expert_ff=32)))
-    cut = cut_from(model, load_of(model, 256, 64))
+    model, cut, one = measured(tmp_path, "qwen3moe", expert_ff=32)
     assert cut.widths(64) == widths_of(model) == (1, 2)
-    one = team([Member("", 1.0)] * 2, (0, 1), Network(Wire(0.0, 1e9)), cut, 1.0)
     assert one.layer == pytest.approx(
         cut.attention / 2 + 0.75 * (1 - cut.attention - cut.whole) + cut.whole)
     assert sum(one.shares) == pytest.approx(1 + cut.stored[1])
-    pieces = [piece.name for piece in slices_of(model, [1, 1])]
-    assert share_of(Holding(0, 0, 1, 0, tuple(pieces), (0,))) == 0.5
+    assert half_of(model) == 0.5
     best, _ = grids_of_ranks(model, load_of(model, 256, 64), [Member("", 1.0)] * 2, [FIGURES] * 2,
                              Network(Wire(1e-6, 1e10)), [LoadMix()], SumCost())
     assert best.widths == (2,)

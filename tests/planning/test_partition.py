@@ -79,29 +79,6 @@ def test_equal_ranks_share_equally(n, ranks):
     assert [(a, b) for _, a, b in split.ranges()] == stage_layers(n, ranks)
 
 
-def test_a_slow_rank_gets_less_and_the_head_counts():
-    load = Load((1.0,) * 12, (1.0,) * 12, last_cost=2.0)
-    members = [Member("a", 1.0), Member("b", 4.0), Member("c", 1.0)]
-    split = partition(load, members)
-    assert split.counts == (7, 1, 4)
-    assert split.slowest == 7.0
-
-
-def test_an_optional_rank_that_would_be_the_slowest_is_left_out():
-    load = Load((1.0,) * 4, (1.0,) * 4)
-    members = [Member("a", 1.0, optional=True), Member("b", 9.0, optional=True),
-               Member("c", 1.0, optional=True)]
-    split = partition(load, members)
-    assert split.counts == (2, 0, 2)
-    assert split.ranges() == [(0, 0, 2), (2, 2, 4)]
-
-
-def test_memory_moves_layers_to_slower_ranks():
-    load = Load((1.0,) * 10, (1.0,) * 10, scratch=1.0)
-    split = partition(load, [Member("fast", 1.0, memory=4.0), Member("slow", 5.0, memory=20.0)])
-    assert split.counts == (3, 7)
-
-
 def test_too_little_memory_names_the_rank_and_the_lack():
     gib = 2.0**30
     load = Load((1.0,) * 4, (gib,) * 4, last_bytes=2 * gib)
@@ -130,11 +107,6 @@ def test_set_counts_that_cannot_be(layers, says):
     members = [Member(str(i), 1.0, layers=count) for i, count in enumerate(layers)]
     with pytest.raises(PlanError, match=says):
         partition(Load((1.0,) * 4, (1.0,) * 4), members)
-
-
-def test_set_counts_are_kept():
-    members = [Member("a", 1.0, layers=1), Member("b", 1.0), Member("c", 1.0, layers=0)]
-    assert partition(Load((1.0,) * 4, (1.0,) * 4), members).counts == (1, 3, 0)
 
 
 def test_a_slow_rank_is_left_out_only_if_that_is_faster():

@@ -24,7 +24,7 @@ from pipeinfer.nodes import NodeSettings, RankInfo
 from pipeinfer.planning import partition, planner
 from pipeinfer.planning.measure import Figures
 from pipeinfer.planning.partition import Load, Member, measure
-from tests.kit.random_model import tiny, write_random_model
+from tests.kit.random_model import RandomSpec, tiny, write_random_model
 from tests.kit.random_projectors import write_family
 from tests.kit.sample import fewer
 
@@ -76,12 +76,6 @@ def test_equal_ranks_get_equal_shares():
     assert plan.ranges == [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
 
 
-def test_a_slightly_better_split_is_not_worth_being_unequal():
-    members = [Member("a", 1.0), Member("b", 1.0)]
-    assert make(members, n=24, head=1.0).split.counts == (12, 12)
-    assert make(members, n=24, head=8.0).split.counts == (16, 8)
-
-
 @given(st.lists(st.floats(0.96, 1.04), min_size=2, max_size=6), st.integers(6, 40))
 def test_noise_makes_no_plan(noise, n):
     where = hosts("zero", *(f"host{i}" for i in range(len(noise))))
@@ -98,44 +92,45 @@ def test_speeds_apart_stay_apart():
         1: 1.025, 2: 1.025, 3: 2.05, 4: 2.05, 5: 9.0}
 
 
+def of_costs(*costs, **more):
+    return [Member(str(k), cost, **more) for k, cost in enumerate(costs)]
+
+
+SPLITS = {
+    "a slightly better split is not worth being unequal": (
+        of_costs(1.0, 1.0), {"n": 24, "head": 1.0}, (12, 12), ""),
+    "a better one is": (of_costs(1.0, 1.0), {"n": 24, "head": 8.0}, (16, 8), ""),
+    "a rank that slows all is left out": (
+        of_costs(1.0, 40.0, 1.0), {}, (6, 0, 6), "rank 2 left out (takes 40.0 times as long"),
+    "equal ranks are never left out": (of_costs(*[1.0] * 4, overhead=5.0), {}, (3, 3, 3, 3), ""),
+    "a needed rank stays however slow": (of_costs(1.0, 40.0, memory=6.0), {}, (6, 6), ""),
+    "split equal": (of_costs(1.0, 9.0), {"config": ClusterConfig(split="equal")}, (6, 6), ""),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_who_gets_how_much(name):
+    members, options, counts, says = SPLITS[name]
+    plan = make(members, **options)
+    assert plan.split.counts == counts
+    assert plan.ranks == tuple(rank for rank, count in enumerate(counts, 1) if count)
+    assert says in plan.line()
+
+
 def test_a_slow_rank_gets_less_and_the_line_says_so():
-    plan = make([Member("a", 1e-3), Member("b", 4e-3), Member("c", 1e-3)],
-                predict=lambda split: 1 / split.slowest)
+    plan = make(of_costs(1e-3, 4e-3, 1e-3), predict=lambda split: 1 / split.slowest)
     assert plan.split.counts == (6, 1, 5)
     assert plan.line() == ("plan: layers 6, 1, 5 on ranks 1, 2, 3; slowest stage 6.0 ms instead "
                            "of 16.0 ms with equal shares")
-
-
-def test_a_rank_that_slows_all_is_left_out():
-    plan = make([Member("a", 1.0), Member("b", 40.0), Member("c", 1.0)])
-    assert plan.split.counts == (6, 0, 6)
-    assert plan.ranks == (1, 3)
-    assert "rank 2 left out (takes 40.0 times as long" in plan.line()
-
-
-def test_equal_ranks_are_never_left_out():
-    plan = make([Member(str(i), 1.0, overhead=5.0) for i in range(4)])
-    assert plan.split.counts == (3, 3, 3, 3)
-
-
-def test_a_needed_rank_stays_however_slow():
-    members = [Member("a", 1.0, memory=6.0), Member("b", 40.0, memory=6.0)]
-    assert make(members).split.counts == (6, 6)
+    # a split that cannot be is no comparison
     assert "equal" not in make([Member(str(k), 1e-3, memory=4.0 * k) for k in (1, 2)]).line()
 
 
 def test_ranks_of_one_host_share_its_memory():
-    members = [Member("a", 1.0, memory=9.0), Member("b", 1.0, memory=9.0),
-               Member("c", 3.0, memory=9.0)]
-    where = hosts("zero", "one", "one", "two")
-    plan = make(members, where=where)
-    assert sum(plan.split.sizes[:2]) <= 9.0
-    assert plan.split.counts == (4, 4, 4)
     with pytest.raises(PlanError, match=r"ranks 1, 2 on one need 8\.0 GiB together"):
         planner.make_plan(
-            ClusterConfig(split="equal"), load(12, GIB),
-            [Member("a", 1.0, memory=7 * GIB)] * 2 + [Member("c", 1.0, memory=7 * GIB)],
-            [1, 2, 3], where, iterative, timed=True)
+            ClusterConfig(split="equal"), load(12, GIB), [Member("a", 1.0, memory=7 * GIB)] * 3,
+            [1, 2, 3], hosts("zero", "one", "one", "two"), iterative, timed=True)
 
 
 def random_cluster(rng):
@@ -177,9 +172,7 @@ def test_hosts_with_several_ranks_are_never_too_full_nor_given_up_too_soon():
     assert 10 < refused < 250
 
 
-def test_split_equal_is_equal_and_still_checked():
-    members = [Member("rank 1", 1.0), Member("rank 2", 9.0)]
-    assert make(members, config=ClusterConfig(split="equal")).split.counts == (6, 6)
+def test_an_equal_split_is_checked():
     tight = [Member("rank 1", 1.0), Member("rank 2 on two", 9.0, memory=5.0)]
     with pytest.raises(PlanError, match="rank 2 on two needs"):
         make(tight, config=ClusterConfig(split="equal"))
@@ -246,6 +239,16 @@ def plan(monkeypatch):
     return run
 
 
+@pytest.fixture
+def lab(tmp_path):
+    """A function that writes a hostfile and its nodes file, and gives the words of a dry run."""
+    def words(hosts, nodes):
+        (tmp_path / "lab").write_text("".join(f"{host}\n" for host in hosts))
+        (tmp_path / "lab.toml").write_text(nodes)
+        return ("--dry-run", "--hostfile", str(tmp_path / "lab"))
+    return words
+
+
 HETERO = ("--dry-run", "--hostfile", "hostfiles/beowulf-hetero")
 
 
@@ -289,13 +292,11 @@ def test_a_dry_run_counts_the_projector_next_to_a_model(plan, tmp_path):
     ('proposer = "draft-lookahead"\ndraft = "tinyllama"', (), ["tinyllama"]),
     ('role = "draft"', ("-md", "orca-2-7b"), ["orca-2-7b"]),
     ('proposer = "prompt-lookup"', ("-md", "orca-2-7b"), ["orca-2-7b"])])
-def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
+def test_a_dry_run_lets_a_rank_draft(plan, lab, settings, asked, drafts):
     """That rank has a profile of its own, too."""
-    (tmp_path / "lab").write_text("desk slots=1\nold1 slots=1\nold2 slots=1\n")
-    (tmp_path / "lab.toml").write_text(
+    dry = ("dolphin-70b", *lab(("desk", "old1", "old2"), (
         'link = "gigabit"\n[node."*"]\nprofile = "xeon-e5-2650x2"\n'
-        f'[rank.2]\n{settings}\nprofile = "xeon-gold-6140x2"\n')
-    dry = ("dolphin-70b", "--dry-run", "--hostfile", str(tmp_path / "lab"), *asked)
+        f'[rank.2]\n{settings}\nprofile = "xeon-gold-6140x2"\n')), *asked)
     found = json.loads(plan(*dry, "--json"))
     assert found["ranks"][2]["profile"] == "xeon-gold-6140x2"
     assert [one["rank"] for one in found["stages"]] == [1]
@@ -310,15 +311,14 @@ def test_a_dry_run_lets_a_rank_draft(plan, tmp_path, settings, asked, drafts):
 @pytest.mark.parametrize(("numa", "profiled", "slots", "apart"), [
     ("per-rank", 1, 2, True), ("", 2, 2, True), ("", 1, 2, False), ("off", 2, 2, False),
     ("", 2, 1, False), ("", 2, 4, True)])
-def test_a_dry_run_counts_a_rank_of_a_numa_node_with_its_memory(plan, tmp_path, numa, profiled,
+def test_a_dry_run_counts_a_rank_of_a_numa_node_with_its_memory(plan, lab, tmp_path, numa, profiled,
                                                                 slots, apart):
-    (tmp_path / "lab").write_text(f"old1 slots={slots}\nold2 slots={slots}\n")
-    (tmp_path / "lab.toml").write_text(
+    words = lab((f"old1 slots={slots}", f"old2 slots={slots}"), (
         'link = "gigabit"\n[node."*"]\nprofile = "xeon-e5-2650x2"\nmemory = "40 GiB"\n'
-        + f'numa = "{numa}"\n' * bool(numa))
+        + f'numa = "{numa}"\n' * bool(numa)))
     (tmp_path / "more.toml").write_text(f"[nodes.xeon-e5-2650x2]\nnuma_nodes = {profiled}\n")
     dry = ("dolphin-70b", "--dry-run", "--profiles", str(tmp_path / "more.toml"), "--json")
-    found = json.loads(plan(*dry, "--hostfile", str(tmp_path / "lab"), "--head-stage"))
+    found = json.loads(plan(*dry, *words, "--head-stage"))
     names = [f"{host}, NUMA node {turn % 2}" if apart else host
              for host in ("old1", "old2") for turn in range(slots)]
     assert [one["host"] for one in found["ranks"]] == names
@@ -340,15 +340,13 @@ def test_a_profile_with_an_impossible_number_of_numa_nodes_is_refused(plan, tmp_
 
 
 @pytest.fixture
-def desk(tmp_path):
+def desk(lab):
     """A function for the words of a dry run on a desktop with a GPU and two servers."""
     def words(gpu, **more):
-        (tmp_path / "lab").write_text("desk slots=2\nold1\nold2\n")
         lines = [f'{key} = "{value}"' for key, value in more.items()]
-        (tmp_path / "lab.toml").write_text("\n".join([
+        return (*lab(("desk slots=2", "old1", "old2"), "\n".join([
             'link = "gigabit"', '[node."old*"]', 'profile = "xeon-e5-2650x2"', "[node.desk]",
-            'profile = "titan-v"', f'gpu_memory = "{gpu}"', *lines]))
-        return ("--dry-run", "--hostfile", str(tmp_path / "lab"), "--head-stage")
+            'profile = "titan-v"', f'gpu_memory = "{gpu}"', *lines])), "--head-stage")
     return words
 
 
@@ -384,13 +382,12 @@ def test_a_dry_run_leaves_the_memory_of_a_gpu_to_layers_where_the_draft_is_on_th
 
 
 @pytest.fixture
-def minis(plan, tmp_path):
+def minis(plan, lab):
     """A function for a dry run on so many machines of 6 GiB."""
     def run(hosts, *args, code=0):
-        (tmp_path / "lab").write_text("".join(f"old{i}\n" for i in range(hosts)))
-        (tmp_path / "lab.toml").write_text(
-            'link = "gigabit"\n[defaults]\nprofile = "i5-2400"\nmemory = "6 GiB"\n')
-        return plan(*args, "--dry-run", "--hostfile", str(tmp_path / "lab"), code=code)
+        return plan(*args, *lab(
+            [f"old{i}" for i in range(hosts)],
+            'link = "gigabit"\n[defaults]\nprofile = "i5-2400"\nmemory = "6 GiB"\n'), code=code)
     return run
 
 
@@ -425,8 +422,6 @@ def test_cluster_profile_and_own_split(plan):
 
 
 def test_a_file_and_its_draft_on_a_cluster_profile(plan, tmp_path):
-    from tests.kit.random_model import RandomSpec, tiny, write_random_model
-
     path = write_random_model(tmp_path / "tiny.gguf", RandomSpec(n_layer=9, qtype="Q8_0"))
     lonely, draft = write_random_model(tmp_path / "m3.gguf", tiny("minimax-m3")), ("-md", str(path))
     text = plan(str(path), "--dry-run", "--cluster", "gpu", *draft, "--acceptance", "0.5")
@@ -468,33 +463,23 @@ def test_mistakes_are_one_line(plan, args, code, says):
     assert says in plan(*args, code=code)
 
 
-def test_a_nodes_file_with_an_unknown_profile(plan, tmp_path):
-    hostfile = tmp_path / "home"
-    hostfile.write_text("ant slots=2\nbee\n")
-    nodes = tmp_path / "home.toml"
-    nodes.write_text('[defaults]\nprofile = "i7-4970"\n')
-    says = plan("yi-9b", "--dry-run", "--hostfile", str(hostfile), code=2)
-    assert "no node profile 'i7-4970'; did you mean i7-4790?" in says
-    nodes.write_text('[defaults]\nprofile = "i7-4790"\n[node.bee]\nrole = "spare"\n')
-    text = plan("yi-9b", "--dry-run", "--hostfile", str(hostfile))
+def test_a_nodes_file_with_an_unknown_profile(plan, lab, tmp_path):
+    words = lab(("ant slots=2", "bee"), '[defaults]\nprofile = "i7-4970"\n')
+    assert "no node profile 'i7-4970'; did you mean i7-4790?" in plan("yi-9b", *words, code=2)
+    text = plan("yi-9b", *lab(("ant slots=2", "bee"), (
+        '[defaults]\nprofile = "i7-4790"\n[node.bee]\nrole = "spare"\n')))
     assert "gigabit is assumed" in text
     assert "left out: rank 2 on bee, set to hold no layers" in text
-    hostfile.unlink()
-    assert "cannot read hostfile" in plan("yi-9b", "--dry-run", "--hostfile", str(hostfile),
-                                           code=2)
-    hostfile.write_text("ant\n")
-    nodes.unlink()
-    assert "has no nodes file" in plan("yi-9b", "--dry-run", "--hostfile",
-                                                 str(hostfile), code=2)
+    (tmp_path / "lab.toml").unlink()
+    assert "has no nodes file" in plan("yi-9b", *words, code=2)
+    (tmp_path / "lab").unlink()
+    assert "cannot read hostfile" in plan("yi-9b", *words, code=2)
 
 
-def test_fewer_threads_are_slower(plan, tmp_path):
-    hostfile, nodes = tmp_path / "h", tmp_path / "h.toml"
-    hostfile.write_text("a\nb\nc\n")
-
+def test_fewer_threads_are_slower(plan, lab):
     def slowest(text):
-        nodes.write_text('link = "gigabit"\n[defaults]\nprofile = "i5-2400"\n' + text)
-        found = json.loads(plan("yi-9b", "--dry-run", "--hostfile", str(hostfile), "--json"))
+        words = lab("abc", 'link = "gigabit"\n[defaults]\nprofile = "i5-2400"\n' + text)
+        found = json.loads(plan("yi-9b", *words, "--json"))
         return max(stage["seconds"] for stage in found["stages"])
 
     assert slowest("threads = 2") > 1.8 * slowest("threads = 4")

@@ -27,34 +27,27 @@ def ranges(found):
     return [(h.rank, h.start, h.stop) for h in found]
 
 
-def test_a_spare_takes_the_whole_gap_and_nobody_else_moves():
-    found = replan(load(12), members(9, 9, 9, 9), [Holding(1, 0, 4), Holding(3, 8, 12)], [4])
-    assert ranges(found) == [(1, 0, 4), (4, 4, 8), (3, 8, 12)]
+MIDDLE, END = [Holding(1, 0, 4), Holding(3, 8, 12)], [Holding(2, 4, 8), Holding(3, 8, 12)]
+GAPS = {
+    "a spare takes the whole gap and nobody else moves": (
+        members(9, 9, 9, 9), MIDDLE, [4], [(1, 0, 4), (4, 4, 8), (3, 8, 12)]),
+    "neighbours share a gap evenly": (members(9, 0, 9), MIDDLE, [], [(1, 0, 6), (3, 6, 12)]),
+    "the only neighbour of a gap at an end": (
+        members(0, 9, 9), END, [], [(2, 0, 8), (3, 8, 12)]),
+    "what a neighbour cannot hold is passed on": (
+        members(0, 6, 9), END, [], [(2, 0, 6), (3, 6, 12)]),
+    "the fastest spare takes the larger gap": (
+        members(9, 9, 9, 9, speeds={3: 2.0}), [Holding(1, 3, 5)], [3, 4],
+        [(3, 0, 2), (1, 2, 7), (4, 7, 12)]),
+    "the fewest stages of equal arrangements": (
+        members(9, 9, 9, 9, 9), MIDDLE, [4, 5], [(1, 0, 4), (4, 4, 8), (3, 8, 12)]),
+}
 
 
-def test_neighbours_share_a_gap_evenly():
-    found = replan(load(12), members(9, 0, 9), [Holding(1, 0, 4), Holding(3, 8, 12)], [])
-    assert ranges(found) == [(1, 0, 6), (3, 6, 12)]
-
-
-def test_a_gap_at_an_end_goes_to_the_only_neighbour():
-    found = replan(load(12), members(0, 9, 9), [Holding(2, 4, 8), Holding(3, 8, 12)], [])
-    assert ranges(found) == [(2, 0, 8), (3, 8, 12)]
-
-
-def test_what_a_neighbour_cannot_hold_is_passed_on():
-    found = replan(load(12), members(0, 6, 9), [Holding(2, 4, 8), Holding(3, 8, 12)], [])
-    assert ranges(found) == [(2, 0, 6), (3, 6, 12)]
-
-
-def test_the_fastest_spare_takes_the_larger_gap():
-    found = replan(load(12), members(9, 9, 9, 9, speeds={3: 2.0}), [Holding(1, 3, 5)], [3, 4])
-    assert ranges(found) == [(3, 0, 2), (1, 2, 7), (4, 7, 12)]
-
-
-def test_of_equal_arrangements_the_one_with_the_fewest_stages():
-    found = replan(load(12), members(9, 9, 9, 9, 9), [Holding(1, 0, 4), Holding(3, 8, 12)], [4, 5])
-    assert [(h.start, h.stop) for h in found] == [(0, 4), (4, 8), (8, 12)]
+@pytest.mark.parametrize("name", GAPS)
+def test_who_fills_a_gap(name):
+    who, held, spares, wanted = GAPS[name]
+    assert ranges(replan(load(12), who, held, spares)) == wanted
 
 
 def test_too_little_memory_says_what_is_missing():
@@ -75,8 +68,7 @@ def test_spares_stand_in_for_lost_stages_one_for_one(lost, found):
     who = {rank: Member(f"rank {rank}", 1.0, memory=12.0) for rank in (1, 2, 3, 10, 11, 12)}
     held = [holding for holding in (Holding(1, 0, 4), Holding(2, 4, 8), Holding(3, 8, 12))
             if holding not in lost]
-    assert [(h.rank, h.start, h.stop) for h in replan(load(12), who, held, [10, 11, 12], lost)
-            ] == found
+    assert ranges(replan(load(12), who, held, [10, 11, 12], lost)) == found
 
 
 @st.composite

@@ -9,6 +9,8 @@ from tests.server.pages import CHROMIUM, Page
 
 @pytest.fixture(scope="module")
 def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH (apt-get install chromium)")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -25,7 +27,19 @@ def server(shared):
 
 
 @pytest.fixture
-def page(browser, server):
-    opened = Page(browser, server.url).ready()
-    yield opened
-    opened.close()
+def open_page(browser):
+    """Opens tabs, which are closed at the end."""
+    opened = []
+
+    def make(url, path="/", **options):
+        opened.append(Page(browser, url, path, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def page(open_page, server):
+    return open_page(server.url).ready()

@@ -13,6 +13,16 @@ PROMPT = "Write a function that reverses a string"
 OWN = re.compile(r"Failed to load resource|net::ERR_|getImageData are faster")
 
 
+def stored_turns(tab):
+    """The turns of the only chat that is stored."""
+    return tab.evaluate("""(async () => {
+        const {Store} = await import('/store.js');
+        const store = new Store(), [head] = await store.list();
+        const turns = head ? (await store.get(head.id)).turns : {};
+        return Object.values(turns).filter((turn) => turn.id);
+    })()""")
+
+
 class Page:
     """A tab, and everything that its console said."""
 

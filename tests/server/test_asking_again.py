@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import time
 
 import pytest
 import requests
@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pipeinfer.server.frames import Abort, Bye, Draining, Ended, Status, Submit
 from tests.kit.server_peer import SECONDS
-from tests.server.test_door import TEXT, Client, Door, rest, some
+from tests.server.test_door import TEXT, Door, begun, missing, rest, some
 
 pytestmark = pytest.mark.slow
 
@@ -58,31 +58,33 @@ class Kept(Door):
             self.journal, self.journal.with_name("journal-wal")) if path.exists())
 
 
-def all_events(answer):
-    """(number, data) of every event."""
-    out, number = [], None
-    for line in answer.iter_lines():
-        if line.startswith(b"id: "):
-            number = int(line[4:])
-        elif line.startswith(b"data: {"):
-            out.append((number, json.loads(line[6:])))
-            number = None
-    return out
-
-
-def begin(answer, count):
-    """The first events of a stream that has not ended; its connection stays."""
-    out, number = [], None
-    answer.lines = getattr(answer, "lines", None) or answer.iter_lines()
+def numbered(answer):
+    """(number, data) of every event, as they come; its connection stays."""
+    if not hasattr(answer, "lines"):
+        answer.lines = answer.iter_lines()
+    number = None
     for line in answer.lines:
         if line.startswith(b"id: "):
             number = int(line[4:])
         elif line.startswith(b"data: {"):
-            out.append((number, json.loads(line[6:])))
+            yield number, json.loads(line[6:])
             number = None
-            if len(out) == count:
-                return out
-    raise AssertionError(out)
+
+
+def all_events(answer):
+    return list(numbered(answer))
+
+
+def said(events):
+    """The text of a chat."""
+    return "".join(e["choices"][0]["delta"].get("content", "") for _, e in events)
+
+
+def begin(answer, count):
+    """The next events of a stream that has not ended."""
+    found = list(itertools.islice(numbered(answer), count))
+    assert len(found) == count, found
+    return found
 
 
 @pytest.fixture
@@ -126,8 +128,7 @@ def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     asked = {frame.id: frame for frame in door.peer.seen if isinstance(frame, Submit)}
     door.until(lambda: door.entries("tokens") >= 3)
     door.killed()
-    door.enter(answer=lambda frame: door.peer.say(
-        frame.id, "", "length", door.tokens[len(frame.output):]))
+    door.enter(answer=lambda frame: missing(door, frame))
     frames = [door.peer.wait_for(Submit, count) for count in (1, 2, 3)]
     assert {(f.prompt, f.max_tokens, f.params) for f in frames} == {
         (f.prompt, f.max_tokens, f.params) for f in asked.values()}
@@ -136,7 +137,7 @@ def test_a_repeated_request_gets_the_rest_after_a_kill(door):
     more = all_events(door.ask("/v1/chat/completions", CHAT, key="one",
                                **{"Last-Event-ID": str(last)}))
     assert [number for number, _ in more] == list(range(last + 1, last + 1 + len(more)))
-    assert "".join(e["choices"][0]["delta"].get("content", "") for _, e in seen + more) == TEXT
+    assert said(seen + more) == TEXT
     assert more[-1][1]["timings"]["restarts_n"] == 1
     assert more[-1][1]["timings"]["same_arithmetic"] is True
     assert {e["id"] for _, e in seen + more} == {seen[0][1]["id"]}
@@ -169,8 +170,7 @@ def test_what_clients_without_a_key_have_left_comes_behind_others(door):
     again = door.ask(f"/v1/chat/completions/{names[3]}?stream=true")
     asked_for = door.peer.wait_for(Submit, 4)
     door.peer.news(door.peer.say(asked_for.id, TEXT))
-    text = "".join(e["choices"][0]["delta"].get("content", "") for _, e in all_events(again))
-    assert text == TEXT
+    assert said(all_events(again)) == TEXT
     assert requests.delete(f"{door.url}/v1/chat/completions/{names[1]}", timeout=SECONDS).ok
     running = min(first, key=lambda frame: frame.id).id  # that with the key came last
     door.peer.news(door.peer.say(running, TEXT))
@@ -214,15 +214,11 @@ def test_who_leaves_may_come_back_with_a_key_and_ends_the_request_without(door):
     assert sum(isinstance(frame, Abort) for frame in door.peer.seen) == 1
     first = door.peer.wait_for(Submit)
     door.peer.news(door.peer.say(first.id, "", "length", door.tokens[2:]))
-    text = [e["choices"][0]["delta"].get("content", "")
-            for _, e in all_events(door.ask("/v1/chat/completions", CHAT, key="one"))]
-    assert "".join(text) == TEXT
+    assert said(all_events(door.ask("/v1/chat/completions", CHAT, key="one"))) == TEXT
 
 
 def test_an_end_of_the_server_is_none_of_its_requests(door):
-    some(door, 2)
-    client = Client(door.url)
-    door.until(lambda: client.text)
+    client = begun(door, 2)
     door.peer.send(Draining(1.0))
     name, number = client.last["id"], door.peer.wait_for(Submit).id
     door.peer.answer = None
@@ -231,8 +227,7 @@ def test_an_end_of_the_server_is_none_of_its_requests(door):
     door.leave(Bye())
     door.process.wait(SECONDS)
     door.killed()
-    door.enter(answer=lambda frame: door.peer.say(
-        frame.id, "", "length", door.tokens[len(frame.output):]))
+    door.enter(answer=lambda frame: missing(door, frame))
     assert door.ask(f"/v1/completions/{name}").json()["choices"][0]["text"] == TEXT
 
 
@@ -248,10 +243,8 @@ def test_keys_of_others_and_requests_that_are_not_kept(tmp_path):
         private = door.ask("/v1/completions", body | {"prompt": "secret", "store": False},
                            **{"X-Api-Key": "a"}).json()["id"]
         assert door.ask(f"/v1/completions/{private}", **{"X-Api-Key": "a"}).status_code == 404
-        deadline = time.monotonic() + SECONDS
-        while door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "a"}).status_code != 404:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        door.until(lambda: door.ask(f"/v1/completions/{name}", **{"X-Api-Key": "a"}).status_code
+                   == 404)
 
 
 def test_another_model_takes_up_nothing(door):

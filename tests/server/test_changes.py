@@ -8,8 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-import threading
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from click.testing import CliRunner
@@ -23,12 +22,10 @@ from pipeinfer.server.frames import (
     Recovering,
     Status,
     Submit,
-    Watch,
 )
-from tests.kit.server_peer import FACTS, front
+from tests.kit.server_peer import FACTS, MODEL, front
 
 pytestmark = pytest.mark.slow
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
 
 def stage(node, rank, start, stop, host="a"):
@@ -74,23 +71,20 @@ def figures(server, name):
     return {labels: float(value) for labels, value in found}
 
 
+def answered(server, call, answer):
+    """The result of a call that asks to rebalance; the engine answers by `answer(frame)`."""
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(call)
+        answer(server.peer.wait_for(Rebalance))
+        return asking.result(30.0)
+
+
 def asks(server, answer, **fields):
-    """POST /rebalance in a thread, answered by `answer(frame)`; its response."""
-    found = []
-    asking = threading.Thread(target=lambda: found.append(server.post("/rebalance", {}, **fields)))
-    asking.start()
-    answer(server.peer.wait_for(Rebalance))
-    asking.join(30.0)
-    return found[0]
+    """The response to POST /rebalance."""
+    return answered(server, lambda: server.post("/rebalance", {}, **fields), answer)
 
 
 # --- what has happened ------------------------------------------------------------------------
-
-
-def test_a_server_that_has_lost_nobody_says_so(server):
-    answer = server.get("/health")
-    assert answer.status_code == 200
-    assert answer.json() == {"status": "ok", "recoveries": 0, "lost": []}
 
 
 def test_watchers_see_that_stages_are_taken_over_until_they_are(server):
@@ -105,8 +99,10 @@ def test_watchers_see_that_stages_are_taken_over_until_they_are(server):
             line = next(line for line in second.iter_lines() if line)
             assert json.loads(line[6:])["state"] == "recovering"
         assert server.get("/health").json()["status"] == "ok"  # requests wait for the others
-        change(server, STAGES, [LOSS], [2])
-        assert next(seen)["state"] == "ready"
+        change(server, FEWER, [LOSS], [2])
+        found = next(seen)
+        assert (found["state"], found["facts"]["stages"], found["facts"]["lost"]) == (
+            "ready", FEWER, [2])
 
 
 def test_health_counts_recoveries_and_names_who_is_lost(server):
@@ -118,30 +114,24 @@ def test_health_counts_recoveries_and_names_who_is_lost(server):
 
 
 def test_a_plan_is_shown_and_nothing_is_changed(server):
-    found = []
-    asking = threading.Thread(target=lambda: found.append(server.get("/rebalance/plan")))
-    asking.start()
-    frame = server.peer.wait_for(Rebalance)
-    assert frame.preview
-    server.peer.send(Rebalanced(frame.id, True, "twice as fast", tuple(FEWER), 2.0))
-    asking.join(30.0)
-    assert found[0].json() == {"changes": True, "message": "twice as fast", "gain": 2.0,
-                               "stages": FEWER}
+    def answer(frame):
+        assert frame.preview
+        server.peer.send(Rebalanced(frame.id, True, "twice as fast", tuple(FEWER), 2.0))
+
+    found = answered(server, lambda: server.get("/rebalance/plan"), answer).json()
+    assert found == {"changes": True, "message": "twice as fast", "gain": 2.0, "stages": FEWER}
     assert shown(server)["stages"] == STAGES
 
 
 def test_requests_are_answered_before_and_after_a_change_and_an_open_one_goes_on(server):
     server.peer.answer = lambda frame: server.peer.say(frame.id, "be", None)
-    found = []
     body = {"prompt": "x", "max_tokens": 9}
-    asking = threading.Thread(
-        target=lambda: found.append(server.post("/v1/completions", body).json()))
-    asking.start()
-    number = server.peer.wait_for(Submit).id
-    change(server, FEWER, [LOSS], [2])
-    server.peer.news(server.peer.say(number, "fore", "stop", recovered=1))
-    asking.join(30.0)
-    assert found[0]["choices"][0]["text"] == "before"
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(server.post, "/v1/completions", body)
+        number = server.peer.wait_for(Submit).id
+        change(server, FEWER, [LOSS], [2])
+        server.peer.news(server.peer.say(number, "fore", "stop", recovered=1))
+        assert asking.result(30.0).json()["choices"][0]["text"] == "before"
     server.peer.reset()
     assert server.post("/v1/completions", body).json()["choices"][0]["text"] == "ok"
 
@@ -166,20 +156,6 @@ def test_figures_are_of_the_stages_that_there_are(server):
     assert figures(server, "ranks_lost") == {"": 1.0}
 
 
-def test_watchers_receive_changed_stages(server):
-    with server.get("/pipeline", stream=True) as response:
-        lines = response.iter_lines()
-        server.peer.wait_for(Watch, on=True)
-        change(server, FEWER, [LOSS], [2])
-        for line in lines:
-            if line.startswith(b"data: ") and b'"facts"' in line:
-                frame = json.loads(line[6:])
-                if frame["facts"].get("lost") == [2]:
-                    break
-        assert frame["facts"]["stages"] == FEWER
-    server.peer.wait_for(Watch, on=False)
-
-
 # --- dealing out anew -------------------------------------------------------------------------
 
 
@@ -195,7 +171,8 @@ def test_rebalance_answers_with_the_stages_from_now_on(server):
     answer = asks(server, says(server, True, "redistributed", FEWER))
     assert answer.status_code == 200
     assert answer.json() == {"changed": True, "message": "redistributed", "stages": FEWER}
-    assert server.get("/health").json()["recoveries"] == 0  # nobody was lost
+    # nobody was lost
+    assert server.get("/health").json() == {"status": "ok", "recoveries": 0, "lost": []}
 
 
 def test_rebalance_that_changes_nothing_says_why(server):
@@ -267,15 +244,9 @@ def test_an_engine_that_fails_meanwhile_is_a_503():
 
 
 def command(server, answer, *options):
-    """The command in a thread, its request answered by `answer(frame)`."""
-    found = []
+    """The result of the command."""
     args = ["--url", server.url, *options]
-    asking = threading.Thread(
-        target=lambda: found.append(CliRunner().invoke(rebalance_command, args)))
-    asking.start()
-    answer(server.peer.wait_for(Rebalance))
-    asking.join(30.0)
-    return found[0]
+    return answered(server, lambda: CliRunner().invoke(rebalance_command, args), answer)
 
 
 def test_the_command_names_the_stages(server):

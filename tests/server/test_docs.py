@@ -93,10 +93,3 @@ def test_the_text_names_options_that_are_there():
 def test_the_codes_of_errors_are_those_of_the_server(code):
     sources = "".join(p.read_text() for p in (ROOT / "pipeinfer" / "server").glob("*.py"))
     assert f'"{code}"' in sources
-
-
-def test_files_that_the_text_points_to_are_there():
-    links = re.findall(r"\]\(([\w./-]+)\)", TEXT)
-    assert len(links) >= 4
-    for link in links:
-        assert (ROOT / "docs" / link).exists()

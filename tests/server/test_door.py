@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -31,10 +30,9 @@ from pipeinfer.server.frames import (
     Submit,
     encode,
 )
-from tests.kit.server_peer import FACTS, SECONDS, Peer, settings_of
+from tests.kit.server_peer import FACTS, MODEL, SECONDS, Peer, Reached, settings_of
 
 pytestmark = pytest.mark.slow
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 TEXT = "one two three four five six"
 
 
@@ -45,7 +43,7 @@ def spawn(path):
         return http_process.start(listener, os.environ, control), control
 
 
-class Door:
+class Door(Reached):
     """The process, its folder, and whoever is rank 0."""
 
     def __init__(self, folder, **settings):
@@ -82,16 +80,15 @@ class Door:
 
     def health(self):
         try:
-            answer = requests.get(f"{self.url}/health", timeout=SECONDS)
+            answer = self.get("/health")
         except requests.ConnectionError:
             return 0, {}
         return answer.status_code, answer.json()
 
-    def until(self, true):
-        deadline = time.monotonic() + SECONDS
-        while not true():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    def lose(self, *words):
+        """The same, and the HTTP process has noticed it."""
+        self.leave(*words)
+        self.away()
 
     def away(self):
         self.until(lambda: self.health()[1].get("status") == "restarting")
@@ -161,18 +158,27 @@ def some(door, count):
     door.peer.answer = lambda frame: door.peer.say(frame.id, "", None, door.tokens[:count])
 
 
+def begun(door, count):
+    """A stream of which these tokens have come, and which has not ended."""
+    some(door, count)
+    client = Client(door.url)
+    door.until(lambda: client.text)
+    return client
+
+
+def missing(door, frame):
+    """News of the tokens that a request lacks, and of its end."""
+    return door.peer.say(frame.id, "", "length", door.tokens[len(frame.output):])
+
+
 def rest(door):
     """What the next one says: what is missing, and the end."""
-    door.peer.answer = lambda frame: door.peer.say(
-        frame.id, "", "length", door.tokens[len(frame.output):])
+    door.peer.answer = lambda frame: missing(door, frame)
 
 
 def test_a_stream_goes_on_with_the_next_job(door):
-    some(door, 3)
-    client = Client(door.url)
-    door.until(lambda: client.text)
-    door.leave()
-    door.away()
+    client = begun(door, 3)
+    door.lose()
     assert door.health()[1]["reason"] == "rank 0 has died"
     late = Client(door.url)  # begins while nobody is there
     time.sleep(0.1)
@@ -181,14 +187,13 @@ def test_a_stream_goes_on_with_the_next_job(door):
     assert first.output == tuple(door.tokens[:3])
     assert door.peer.wait_for(Submit, 2).output == ()
     for frame in (first, door.peer.wait_for(Submit, 2)):
-        door.peer.news(door.peer.say(frame.id, "", "length", door.tokens[len(frame.output):]))
+        door.peer.news(missing(door, frame))
     assert client.ended().text == late.ended().text == TEXT
     assert client.last["timings"]["restarts_n"] == 1
     assert client.last["timings"]["same_arithmetic"] is True
     assert client.last["timings"]["predicted_n"] == len(door.tokens)
     assert "restarts_n" not in late.last["timings"]
-    assert "pipeinfer_restarts_total 1.0" in requests.get(f"{door.url}/metrics",
-                                                          timeout=SECONDS).text
+    assert "pipeinfer_restarts_total 1.0" in door.get("/metrics").text
 
 
 def test_requests_wake_a_job_that_sleeps(door):
@@ -196,14 +201,13 @@ def test_requests_wake_a_job_that_sleeps(door):
     assert let_sleep(door) == "asleep"
     door.leave(Bye())
     for path in ("health", "props", "v1/models", "slots", "metrics"):
-        assert requests.get(f"{door.url}/{path}", timeout=SECONDS).status_code == 200
+        assert door.get(f"/{path}").status_code == 200
     assert door.health() == (200, {"status": "asleep"})
     client = Client(door.url)
     door.away()
     assert "wakes for a request" in door.health()[1]["reason"]
     door.enter()
-    frame = door.peer.wait_for(Submit)
-    door.peer.news(door.peer.say(frame.id, "", "length", door.tokens))
+    door.peer.news(missing(door, door.peer.wait_for(Submit)))
     assert client.ended().text == TEXT
     assert "restarts_n" not in client.last["timings"]
 
@@ -219,10 +223,10 @@ def test_requests_wait_for_the_model_that_they_name(door):
         return answer.status_code, answer.json()
 
     def names():
-        return [one["id"] for one in requests.get(f"{door.url}/v1/models").json()["data"]]
+        return [one["id"] for one in door.get("/v1/models").json()["data"]]
 
     assert names() == ["m", "other"]
-    assert requests.get(f"{door.url}/v1/models/other").json()["id"] == "other"
+    assert door.get("/v1/models/other").json()["id"] == "other"
     assert ask("third")[0] == 404
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(ask, "other")
@@ -239,8 +243,7 @@ def test_requests_wait_for_the_model_that_they_name(door):
         waits = pool.submit(ask, "other")
         door.until(lambda: obeyed(door, offer)["waiting"] == 1)
         obeyed(door, orders.Move(why="the model changes", new_model=False, until=1e9))
-        door.leave()
-        door.away()
+        door.lose()
         door.enter(msgspec.structs.replace(door.settings, name="other"),
                    lambda frame: door.peer.say(frame.id, "of other"))
         code, answer = waits.result(SECONDS)
@@ -252,7 +255,7 @@ def test_requests_wait_for_the_model_that_they_name(door):
 def test_a_model_that_does_not_come_in_time(tmp_path):
     with contextlib.closing(Door(tmp_path, restart_timeout=0.2)) as door:
         obeyed(door, orders.Offer(names=("m", "other"), until=1e9))
-        answer = requests.post(f"{door.url}/v1/messages/count_tokens", timeout=SECONDS, json={
+        answer = door.post("/v1/messages/count_tokens", {
             "messages": [{"role": "user", "content": "x"}], "model": "other"})
         assert answer.status_code == 503
         assert "restart_timeout" in answer.json()["error"]["message"]
@@ -260,15 +263,11 @@ def test_a_model_that_does_not_come_in_time(tmp_path):
 
 
 def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):
-    some(door, 2)
-    client = Client(door.url)
-    door.until(lambda: client.text)
-    door.leave(Failed("stage 2 is gone"))
-    door.away()
+    client = begun(door, 2)
+    door.lose(Failed("stage 2 is gone"))
     assert door.health()[1]["reason"] == "stage 2 is gone"
     door.enter(bits="b")
-    frame = door.peer.wait_for(Submit)
-    door.peer.news(door.peer.say(frame.id, "", "length", door.tokens[2:]))
+    door.peer.news(missing(door, door.peer.wait_for(Submit)))
     assert client.ended().text == TEXT
     assert client.last["timings"]["same_arithmetic"] is False
 
@@ -276,19 +275,17 @@ def test_a_resumed_stream_names_the_lost_rank_and_other_arithmetic(door):
 @pytest.mark.full("what is handed over in test_a_stream_goes_on_with_the_next_job")
 def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
     def open_now():
-        figures = requests.get(f"{door.url}/metrics", timeout=SECONDS).text
-        return float(re.search(r"^pipeinfer_open_choices (\S+)$", figures, re.MULTILINE)[1])
+        return float(re.search(r"^pipeinfer_open_choices (\S+)$", door.get("/metrics").text,
+                               re.MULTILINE)[1])
 
     some(door, 3)
     full = Client(door.url, max_tokens=3)  # its end gets lost
     stopped = Client(door.url, stop=["two"])
-    gone = requests.post(f"{door.url}/v1/completions", stream=True, timeout=SECONDS,
-                         json={"prompt": "x", "stream": True})
+    gone = door.stream("/v1/completions", {"prompt": "x"})
     door.peer.wait_for(Submit, 3)
     door.peer.wait_for(Abort, reason="stop")
     door.until(lambda: full.text and stopped.text)
-    door.leave()
-    door.away()
+    door.lose()
     before = open_now()
     gone.close()
     door.until(lambda: open_now() == before - 1)
@@ -302,13 +299,11 @@ def test_what_has_ended_or_has_lost_its_client_is_not_handed_over(door):
 
 def test_streams_end_with_an_error_when_no_job_returns_in_time(tmp_path):
     with contextlib.closing(Door(tmp_path, restart_timeout=0.5)) as door:
-        some(door, 1)
-        client = Client(door.url)
-        door.until(lambda: client.text)
+        client = begun(door, 1)
         door.leave()
         assert client.ended().last["error"]["code"] == "cluster_failed"
         assert "not back within 0.5 s (--set restart_timeout)" in client.last["error"]["message"]
-        answer = requests.post(f"{door.url}/v1/completions", json={"prompt": "x"}, timeout=SECONDS)
+        answer = door.post("/v1/completions", {"prompt": "x"})
         assert answer.status_code == 503
         assert "being started again" in answer.json()["error"]["message"]
         assert answer.headers["Retry-After"]
@@ -320,17 +315,15 @@ def test_streams_end_with_an_error_when_no_job_returns_in_time(tmp_path):
 def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
     other = tmp_path / "other.gguf"
     other.symlink_to(MODEL)
-    some(door, 1)
-    client = Client(door.url)
-    door.until(lambda: client.text)
+    client = begun(door, 1)
     door.leave()
     door.enter(settings_of(str(other), keys=("key",)))
     assert client.ended().last["error"]["message"] == (
         "the server has come back with another model")
     rest(door)
-    asks = {"url": f"{door.url}/v1/completions", "json": {"prompt": "x"}, "timeout": SECONDS}
-    assert requests.post(**asks).status_code == 401
-    assert requests.post(**asks, headers={"X-Api-Key": "key"}).json()["choices"][0]["text"] == TEXT
+    assert door.post("/v1/completions", {"prompt": "x"}).status_code == 401
+    answer = door.post("/v1/completions", {"prompt": "x"}, headers={"X-Api-Key": "key"})
+    assert answer.json()["choices"][0]["text"] == TEXT
     helpers = psutil.Process(door.process.pid).children
     door.until(lambda: 1 == sum(
         "pipeinfer.models.text.tokenizing" in helper.cmdline() for helper in helpers()))
@@ -338,16 +331,13 @@ def test_other_settings_hold_and_another_model_takes_up_nothing(door, tmp_path):
 
 @pytest.mark.parametrize("how", ["goodbye", "no job any more", "while nobody is there"])
 def test_the_http_process_ends_every_stream_and_leaves_no_file(door, how):
-    some(door, 1)
-    client = Client(door.url)
-    door.until(lambda: client.text)
+    client = begun(door, 1)
     if how == "goodbye":
         door.leave(Draining(1.0), Bye())
     elif how == "no job any more":
         door.process.send_signal(signal.SIGTERM)
     else:
-        door.leave(Failed("the disk is full"))
-        door.away()
+        door.lose(Failed("the disk is full"))
         door.process.send_signal(signal.SIGTERM)
     error = client.ended().last["error"]
     assert error["code"] == ("shutting_down" if how == "goodbye" else "cluster_failed")
@@ -357,8 +347,7 @@ def test_the_http_process_ends_every_stream_and_leaves_no_file(door, how):
 
 
 def test_frames_that_arrive_with_the_settings_are_kept(door):
-    door.leave()
-    door.away()
+    door.lose()
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(str(door.path))
         assert http_process.first_frame(link, GREETING).url == door.url

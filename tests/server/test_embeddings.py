@@ -12,8 +12,8 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import no_embeddings, pooling_of
 from pipeinfer.server.frames import Ended, Refused, Submit, Token
 from tests.kit.random_model import RandomSpec, write_random_model
-from tests.kit.server_peer import front
-from tests.server.test_http import MODEL, error
+from tests.kit.server_peer import MODEL, front
+from tests.server.test_http import error
 
 pytestmark = pytest.mark.slow
 FACTS = {"n_ctx": 64, "no_embeddings": "", "n_embd": 2, "pooling": "mean"}

@@ -107,7 +107,7 @@ def test_one_call_at_most_is_one_also_where_the_model_makes_more(server):
     body = {**BODY, "parallel_tool_calls": False}
     message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
-    chunks, _ = events(server.post("/v1/chat/completions", {**body, "stream": True}, stream=True))
+    chunks, _ = events(server.stream("/v1/chat/completions", body))
     calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert {c["index"] for c in calls} == {0}
     assert "".join(c["function"]["arguments"] for c in calls) == '{"a": 1}'
@@ -197,7 +197,7 @@ def test_what_a_grammar_cannot_hold_is_named_and_the_rest_holds(server, choice):
                          ('{"tags": ["x"], "more": 1}', False), ('{"tags": [1]}', False)):
         text = f'<tool_call>\n{{"name": "odd", "arguments": {given}}}\n</tool_call>'
         assert follows(server, 1, text) == right, given
-    chunks, _ = events(server.post("/v1/chat/completions", {**body, "stream": True}, stream=True))
+    chunks, _ = events(server.stream("/v1/chat/completions", body))
     assert [c["notes"] for c in chunks if "notes" in c] == [notes]
     items = server.post("/v1/responses", {"input": "x", "tool_choice": choice, "tools": [
         {"type": "function", **odd_tool()["function"]}]})

@@ -32,7 +32,7 @@ def streams(server):
     """Streams that are open, and end well."""
     server.peer.reset()
     server.peer.answer = lambda frame: None
-    opened = [server.post("/v1/chat/completions", {**CHAT, "stream": True}, stream=True)
+    opened = [server.stream("/v1/chat/completions", CHAT)
               for _ in range(STREAMS)]
     server.peer.wait_for(Submit, STREAMS)
     held = [frame.id for frame in server.peer.seen if isinstance(frame, Submit)]

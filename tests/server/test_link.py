@@ -15,17 +15,17 @@ from pipeinfer.server.link import Link
 
 @pytest.fixture
 def pair():
+    """A link, the socket at its other end, and what is set when a frame arrives."""
     ours, theirs = socket.socketpair()
-    made = Link(ours)
-    yield made, theirs
+    made, rang = Link(ours), threading.Event()
+    made.on_frame = rang.set
+    yield made, theirs, rang
     made.close()
     theirs.close()
 
 
 def test_frames_arrive_and_ring(pair):
-    made, theirs = pair
-    rang = threading.Event()
-    made.on_frame = rang.set
+    made, theirs, rang = pair
     theirs.sendall(encode(Watch(True)) + encode(Abort(3, "b")))
     assert rang.wait(10)
     found = []
@@ -37,7 +37,7 @@ def test_frames_arrive_and_ring(pair):
 
 
 def test_a_reader_that_is_slow_gets_everything_and_nobody_blocks(pair):
-    made, theirs = pair
+    made, theirs, _ = pair
     sent = [Failed(f"{n} {'y' * 10_000}") for n in range(200)]
     for frame in sent:
         made.send(frame)
@@ -56,7 +56,7 @@ def test_a_reader_that_is_slow_gets_everything_and_nobody_blocks(pair):
 
 
 def test_a_reader_that_stopped_is_noticed(pair, monkeypatch):
-    made, _ = pair
+    made, *_ = pair
     monkeypatch.setattr(link, "MAX_BACKLOG", 1 << 20)
     many = (Failed("y" * 10_000) for _ in range(1000))
     with pytest.raises(ClusterError, match="unread"):
@@ -65,9 +65,7 @@ def test_a_reader_that_stopped_is_noticed(pair, monkeypatch):
 
 
 def test_an_end_that_goes_away_closes_the_link(pair):
-    made, theirs = pair
-    rang = threading.Event()
-    made.on_frame = rang.set
+    made, theirs, rang = pair
     theirs.close()
     assert rang.wait(10)
     assert made.closed
@@ -77,9 +75,7 @@ def test_an_end_that_goes_away_closes_the_link(pair):
 
 
 def test_nonsense_closes_the_link(pair):
-    made, theirs = pair
-    rang = threading.Event()
-    made.on_frame = rang.set
+    made, theirs, rang = pair
     theirs.sendall(HEADER.pack(5) + b"nope!")
     assert rang.wait(10)
     assert made.closed

@@ -9,11 +9,8 @@ import anthropic
 import pytest
 import requests
 
-from pipeinfer.server.answer_parser import AnswerParser
 from pipeinfer.server.anthropic_messages import MessagesRequest
-from pipeinfer.server.families import HERMES
 from pipeinfer.server.frames import Refused, Submit
-from pipeinfer.server.tools import Thought, Words
 from tests.kit.gguf_files import with_template
 from tests.kit.server_peer import front
 from tests.server.test_response_items import prompt
@@ -187,24 +184,12 @@ def test_a_stream_has_the_official_events_in_order(server, ask):
     assert joined(1, "text") == ("text_delta", "Well: ")
     for index in (2, 3):
         assert joined(index, "partial_json") == ("input_json_delta", '{"a": 1}')
+    assert all(e["content_block"]["id"].startswith("toolu_") for e in starts[2:])
     assert events[0]["message"]["content"] == []
     assert events[0]["message"]["usage"]["input_tokens"] == len(server.peer.seen[0].prompt) - 2
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     assert events[-2]["usage"]["cache_read_input_tokens"] == 2
     assert events[-2]["usage"]["output_tokens"] > 20
-
-
-def test_the_clients_own_stream_gathers_what_a_whole_answer_has(server, ask):
-    text = f"<think>Hm.</think>Well: {CALL}"
-    whole = ask(text, tools=[TOOL])
-    with ask.client.messages.stream(model="x", max_tokens=50, messages=[USER],
-                                    tools=[TOOL]) as stream:
-        gathered = stream.get_final_message()
-    for one in (whole, gathered):
-        thinking, words, call = one.content
-        assert (thinking.thinking, words.text, call.input) == ("Hm.", "Well: ", {"a": 1})
-        assert call.id.startswith("toolu_")
-    assert whole.usage.output_tokens == gathered.usage.output_tokens
 
 
 def test_a_stop_sequence_is_named(server, ask):
@@ -253,21 +238,6 @@ def test_thinking_is_a_variable_of_the_template(server, ask, thinking, is_on):
     assert prompt(server).endswith(f"{is_on}<think>\n")
     assert [block.type for block in message.content] == ["thinking", "text"]
     assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes.")
-
-
-@pytest.mark.parametrize("cuts", [1, 3, 1000])
-@pytest.mark.parametrize(("text", "inside", "expected"), [
-    ("<think>\na < b</think>\n\nYes.", False, ("a < b", "Yes.")),
-    ("\n <think>a", False, ("a", "")), ("a</think>b</think>", True, ("a", "b</think>")),
-    ("<thin", False, ("", "<thin")), ("No <think>x</think>", False, ("", "No <think>x</think>")),
-    ("a</thin", True, ("a</thin", "")), ("", False, ("", "")), ("\n x", False, ("", "\n x")),
-])
-def test_thoughts_in_pieces(cuts, text, inside, expected):
-    parser = AnswerParser(HERMES, inside=inside)
-    found = [part for i in range(0, len(text), cuts) for part in parser.push(text[i:i + cuts])]
-    found += parser.push("", ended=True)
-    assert tuple("".join(part.text for part in found if isinstance(part, kind))
-                 for kind in (Thought, Words)) == expected
 
 
 @pytest.mark.parametrize(("body", "says"), [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from urllib.parse import urlsplit
 
@@ -14,8 +13,8 @@ from pipeinfer.config import ServeConfig
 from pipeinfer.errors import UsageError
 from pipeinfer.server.errors import ApiError
 from pipeinfer.server.middleware import MAX_HEADERS, Origins
-from tests.kit.server_peer import SECONDS, front
-from tests.server.test_http import MODEL, error
+from tests.kit.server_peer import MODEL, SECONDS, front
+from tests.server.test_http import error
 
 pytestmark = pytest.mark.slow
 HERE = {b"host": b"localhost:8080"}
@@ -126,19 +125,14 @@ def test_what_a_form_can_send_changes_nothing(server, path, kind):
     assert server.peer.seen == []
 
 
-def test_rebalance_needs_a_body(server):
-    error(requests.post(server.url + "/rebalance", timeout=SECONDS), 400)
-
-
 @pytest.mark.parametrize("one", [True, False])
 def test_headers_have_a_limit_however_they_arrive(server, one):
-    where = urlsplit(server.url)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     line = b"A: %s\r\n" % (b"x" * (MAX_HEADERS if one else 1000))
-    with socket.create_connection((where.hostname, where.port), SECONDS) as client:
+    with server.connect() as client:
         client.sendall(head + line * (1 if one else 80) + b"\r\n")
         assert client.recv(4096)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431")
-    with socket.create_connection((where.hostname, where.port), SECONDS) as client:
+    with server.connect() as client:
         client.sendall(head + b"A: %s\r\n\r\n" % (b"x" * (MAX_HEADERS - 200)))
         assert client.recv(4096)[:12] == b"HTTP/1.1 200"
 
@@ -153,14 +147,8 @@ def test_names_of_hosts_are_names():
 
 def told(server, *lines, body=b"", version="1.1", host="localhost"):
     """The status and the headers that raw bytes are answered with, and whether the end follows."""
-    where = urlsplit(server.url)
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: {host}\r\n".encode()
-    with socket.create_connection((where.hostname, where.port), SECONDS) as client:
-        client.settimeout(SECONDS)
-        client.sendall(head + b"".join(line.encode() + b"\r\n" for line in lines) + b"\r\n" + body)
-        answer = b""
-        while data := client.recv(65536):
-            answer += data
+    head = [f"POST /v1/completions HTTP/{version}", f"Host: {host}", *lines, "", ""]
+    answer = server.raw("\r\n".join(head).encode() + body)
     return int(answer[9:12]), answer
 
 
@@ -189,8 +177,7 @@ def test_a_host_is_a_name_or_an_address(server, host):
 def test_headers_that_drip_have_a_deadline():
     """A byte now and then does not start it again; an idle connection is closed as well."""
     with front(MODEL, client_timeout=1.0) as server:
-        where = urlsplit(server.url)
-        with socket.create_connection((where.hostname, where.port), SECONDS) as client:
+        with server.connect() as client:
             client.settimeout(0.2)
             begin, sent = time.monotonic(), b""
             for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 1000:

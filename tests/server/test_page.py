@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.served import serve
-from tests.server.pages import CHROMIUM, PROMPT, Page
+from tests.server.pages import PROMPT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
 #: what keeps the controller from finding that guesses do not pay here
 GUESSING = ("--set", "adapt=false", "--set", "draft_max=2", "--set", "credit=5")
 
@@ -60,13 +57,6 @@ def test_a_message_is_answered_as_a_stream(page):
     assert tab.input_value(".editor textarea") == "And now in one line"
     tab.keyboard.press("Escape")
     assert tab.evaluate("document.activeElement.id") == "prompt"
-    tab.press("#prompt", "ArrowUp")
-    tab.fill(".editor textarea", "And now in two lines")
-    with tab.expect_request("**/v1/chat/completions") as edited:
-        tab.keyboard.press("Enter")
-    assert edited.value.post_data_json["messages"][-1]["content"] == "And now in two lines"
-    page.answer()
-    assert "2 / 2" in tab.inner_text(".user:nth-last-child(2) .foot")
     tab.click("#new-chat")
     assert tab.is_visible("#empty")
     assert tab.inner_text("#api-base") == page.url + "/v1"
@@ -127,16 +117,7 @@ def test_an_answer_whose_page_is_left_is_marked(page):
     tab.unroute("**/v1/chat/completions")
     assert "left before one came" in page.problem()
     tab.click(".problem button:has-text('Try again')")
-    page.until("""(async () => {
-        const {Store} = await import('/store.js');
-        const store = new Store(), [head] = await store.list();
-        return Object.values((await store.get(head.id)).turns)
-            .some((turn) => turn.role === 'assistant' && turn.content.length > 20);
-    })()""")
-    tab.reload()
-    tab.wait_for_selector(".answer .foot button")
-    assert "incomplete" in tab.inner_text(".answer .foot")
-    assert len(tab.inner_text(".answer .text")) > 20
+    page.until("document.querySelector('.answer .text').innerText.length > 20")
 
 
 def test_an_answer_that_was_cut_goes_on(page):
@@ -183,6 +164,12 @@ def test_the_end_is_one_press_away(page):
     tab.click("#to-end")
     tab.wait_for_selector("#to-end", state="hidden")
     assert tab.evaluate(IN_SIGHT, ".answer:last-child .foot")
+    assert page.tab.evaluate("""() => {  // an event after the wheel does not lead back to the end
+        const box = document.querySelector('#scroll');
+        box.dispatchEvent(new WheelEvent('wheel', { deltaY: -100 }));
+        box.dispatchEvent(new Event('scroll'));  // of the page's own step to the end
+        return !document.querySelector('#to-end').hidden;
+    }""")
 
 
 def test_everything_can_be_reached_by_keyboard(page):
@@ -281,8 +268,8 @@ def test_an_error_of_the_request_says_what_to_do(page):
     assert "cut off at the limit" in tab.inner_text(".answer .foot")
 
 
-def test_settings_are_kept_and_the_key_for_the_tab_only(browser, server):
-    opened = Page(browser, server.url).ready()
+def test_settings_are_kept_and_the_key_for_the_tab_only(open_page, server):
+    opened = open_page(server.url).ready()
     opened.set(top_p="0.5", seed="7", api__key="secret")
     opened.tab.reload()
     opened.ready()
@@ -298,7 +285,6 @@ def test_settings_are_kept_and_the_key_for_the_tab_only(browser, server):
     opened.tab.click("#reset")
     assert opened.tab.input_value("#top_p") == ""
     assert opened.tab.get_attribute("#top_p", "placeholder") == "0.95"
-    opened.close()
 
 
 #: whether something is within what the conversation shows
@@ -338,24 +324,13 @@ def test_the_end_of_an_answer_and_what_to_do_about_an_error_stay_in_sight(page):
     assert tab.evaluate("document.querySelector('#scroll').scrollTop") == 0
 
 
-def test_an_event_that_comes_after_the_wheel_does_not_lead_back_to_the_end(page):
-    page.set(seed="8", temperature="1", max_tokens="300")
-    page.ask("word " * 300)
-    page.answer()
-    page.wait(lambda: page.tab.evaluate(IN_SIGHT, ".answer:last-child .foot"), "the end in sight")
-    assert page.tab.evaluate("""() => {
-        const box = document.querySelector('#scroll');
-        box.dispatchEvent(new WheelEvent('wheel', { deltaY: -100 }));
-        box.dispatchEvent(new Event('scroll'));  // of the page's own step to the end
-        return !document.querySelector('#to-end').hidden;
-    }""")
-
-
 @pytest.mark.parametrize("width", [360, 390])
-def test_on_a_phone_nothing_is_cut_off(browser, server, width):
-    opened = Page(browser, server.url, viewport={"width": width, "height": 740}, is_mobile=True,
-                  has_touch=True, reduced_motion="reduce").ready()
+def test_on_a_phone_nothing_is_cut_off(open_page, server, width):
+    opened = open_page(server.url, viewport={"width": width, "height": 740}, is_mobile=True,
+                       has_touch=True, reduced_motion="reduce").ready()
     tab = opened.tab
+    assert tab.is_visible("#model")
+    assert tab.inner_text("#model")
     opened.set(max_tokens="40", seed="2")
     opened.ask()
     opened.answer()
@@ -371,13 +346,12 @@ def test_on_a_phone_nothing_is_cut_off(browser, server, width):
             .filter(b => b.offsetParent && b.getBoundingClientRect().height < 36)
             .map(b => b.id)""")
     assert small == []
-    opened.close()
 
 
-def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
+def test_a_wrong_key_is_asked_for_and_a_right_one_opens(open_page):
     with serve(1, "--api-key", "sesame") as served:
         served.wait_until_ready()
-        opened = Page(browser, served.url)
+        opened = open_page(served.url)
         opened.tab.wait_for_selector("#state[data-state=locked]")
         opened.until("document.activeElement.id === 'api-key'")  # before any message fails
         assert "wants an API key" in opened.tab.inner_text("#key-wanted")
@@ -400,13 +374,12 @@ def test_a_wrong_key_is_asked_for_and_a_right_one_opens(browser):
         opened.tab.wait_for_selector(".problem:has-text('wants an API key')")
         opened.tab.click(".problem button:has-text('Open settings')")
         assert opened.tab.is_visible("#api-key")
-        opened.close()
 
 
-def test_a_server_that_goes_is_told_of(browser):
+def test_a_server_that_goes_is_told_of(open_page):
     with serve(1, "--hook", "pace=20", *GUESSING) as served:
         served.wait_until_ready()
-        opened = Page(browser, served.url).ready().answers_of(1000)
+        opened = open_page(served.url).ready().answers_of(1000)
         assert opened.tab.evaluate(
             "getComputedStyle(document.querySelector('.figures')).opacity") == "1"
         opened.ask()
@@ -422,18 +395,17 @@ def test_a_server_that_goes_is_told_of(browser):
         assert opened.tab.evaluate(faded) == "0.4"  # what stands there is old
         opened.tab.click(".problem button:has-text('Try again')")
         opened.tab.wait_for_selector(".problem:has-text('does not answer')")
-        opened.close()
 
 
 @pytest.mark.skipif("PIPEINFER_SCREENSHOTS" not in os.environ, reason="no folder for pictures")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("name", "width", "height"), [("desktop", 1280, 800), ("phone", 390, 844)])
-def test_pictures(browser, name, width, height, scheme):
+def test_pictures(open_page, name, width, height, scheme):
     folder = Path(os.environ["PIPEINFER_SCREENSHOTS"])
     with serve(4, *GUESSING) as served:
         served.wait_until_ready()
-        opened = Page(browser, served.url, viewport={"width": width, "height": height},
-                      color_scheme=scheme).ready()
+        opened = open_page(served.url, viewport={"width": width, "height": height},
+                           color_scheme=scheme).ready()
         opened.set(seed="8", temperature="1", max_tokens="700")
         for text in ("Write a function that reverses a string", "What is a pipeline stage?"):
             opened.ask(text)
@@ -458,4 +430,3 @@ def test_pictures(browser, name, width, height, scheme):
         opened.tab.wait_for_timeout(2000)
         opened.tab.screenshot(path=folder / f"page-{name}-{scheme}-race.png")
         opened.tab.wait_for_selector("#race-note:has-text('times as fast')", timeout=60_000)
-        opened.close()

@@ -8,12 +8,9 @@ import re
 import pytest
 
 from tests.kit.served import serve
-from tests.server.pages import CHROMIUM, PROMPT, Page
+from tests.server.pages import PROMPT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -288,9 +285,9 @@ def test_text_files_go_along_and_others_are_refused(page):
         tab.click(".notice button")
 
 
-def test_colours_follow_the_system_or_a_choice(browser, server):
+def test_colours_follow_the_system_or_a_choice(open_page, server):
     paper = "getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()"
-    opened = Page(browser, server.url, color_scheme="dark").ready()
+    opened = open_page(server.url, color_scheme="dark").ready()
     tab = opened.tab
     assert tab.evaluate(paper) == "#16171a"
     tab.click("#open-settings")
@@ -301,7 +298,6 @@ def test_colours_follow_the_system_or_a_choice(browser, server):
     assert tab.evaluate(paper) == "#fbfaf7"
     tab.click("#open-settings")
     assert tab.input_value("#theme") == "light"
-    opened.close()
 
 
 def test_without_a_draft_nothing_speaks_of_guesses(page):
@@ -320,12 +316,3 @@ def test_without_a_draft_nothing_speaks_of_guesses(page):
     assert not tab.is_visible("#acceptance-chart")
     tab.click("#open-settings")
     assert not tab.is_visible("#mark")
-
-
-def test_the_models_name_is_seen_on_a_phone(browser, server):
-    opened = Page(browser, server.url, viewport={"width": 360, "height": 740}, is_mobile=True,
-                  has_touch=True).ready()
-    assert opened.tab.is_visible("#model")
-    assert opened.tab.inner_text("#model")
-    assert opened.tab.evaluate("document.documentElement.scrollWidth") == 360
-    opened.close()

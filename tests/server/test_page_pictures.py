@@ -15,13 +15,9 @@ import pytest
 
 from tests.kit.random_projectors import picture, write_family
 from tests.kit.served import serve
-from tests.server.pages import CHROMIUM
 from tests.server.test_pictures import answer_of, chatml
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
 MARK = "<__media__>"
 PASTE = """([data, name]) => {
     const bytes = Uint8Array.from(atob(data), one => one.charCodeAt(0));
@@ -109,10 +105,3 @@ def test_a_picture_stays_in_branches_exports_and_imports(page):
         "buffer": json.dumps({**data, "title": "again"}).encode()})
     tab.locator(".open", has_text="again").first.click()
     tab.wait_for_selector(".user .files img")
-
-
-def test_a_file_that_is_no_picture_says_so(page):
-    page.tab.set_input_files("#attach-file", {
-        "name": "b.png", "mimeType": "image/png", "buffer": b"no picture"})
-    page.until("document.querySelector('#notices').textContent"
-               ".includes('b.png cannot be read by this browser')")

@@ -6,42 +6,31 @@ import contextlib
 import os
 import re
 import signal
-from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from pipeinfer.server import orders
 from tests.kit.served import serve
-from tests.server.pages import CHROMIUM, Page
 from tests.server.test_door import Door, let_sleep, obeyed
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.mpi,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.mpi]
 
 SLOWLY = ["--speculation", "off", "--hook", "pace=20"]
 
 
-def pid_of(rank, session):
-    """The process of a rank of the job whose launcher leads this session."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            env = (folder / "environ").read_bytes().split(b"\0")
-            if os.getsid(int(folder.name)) == session and (
-                    b"OMPI_COMM_WORLD_RANK=%d" % rank in env):
-                return int(folder.name)
-        except OSError:
-            continue
-    raise AssertionError(f"no process of rank {rank}")
+def pid_of(rank, launcher):
+    """The process of a rank of the job."""
+    return next(one.pid for one in psutil.Process(launcher).children(recursive=True)
+                if one.environ().get("OMPI_COMM_WORLD_RANK") == str(rank))
 
 
-def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
+def test_members_of_a_wide_stage_show_what_their_stage_does(open_page):
     with serve(4, *SLOWLY, "--grid", "1x2", "--spares", "1") as served:
         served.wait_until_ready()
-        chat = Page(browser, served.url).ready().answers_of(40)
-        status = Page(browser, served.url, "/status")
+        chat = open_page(served.url).ready().answers_of(40)
+        status = open_page(served.url, "/status")
         chat.ask()
         busy = """(() => {
             const rows = [...document.querySelectorAll('#stages tr')];
@@ -55,15 +44,13 @@ def test_members_of_a_wide_stage_show_what_their_stage_does(browser):
         assert "is spare: it replaces a machine that is lost" in status.tab.inner_text(
             "#ranks tr:last-child")
         chat.answer()
-        chat.close()
-        status.close()
 
 
-def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
+def test_stages_loads_a_plan_and_a_lost_rank_are_shown(open_page):
     with serve(3, *SLOWLY) as served:
         served.wait_until_ready()
-        chat = Page(browser, served.url).ready().answers_of(100)
-        status = Page(browser, served.url, "/status").ready()
+        chat = open_page(served.url).ready().answers_of(100)
+        status = open_page(served.url, "/status").ready()
         tab = status.tab
         status.until("document.querySelectorAll('#stages tr').length === 2")
         text = tab.inner_text("main")
@@ -91,8 +78,6 @@ def test_stages_loads_a_plan_and_a_lost_rank_are_shown(browser):
         status.until("document.querySelector('#recoveries').textContent === '1'")
         assert tab.inner_text("#ranks tr.lost td").startswith(str(rank))
         assert f"Rank {rank} was lost." in tab.inner_text("#changes")
-        chat.close()
-        status.close()
 
 
 #: what the pages show of a job
@@ -108,12 +93,12 @@ def door_of_a_job(folder):
         yield door
 
 
-def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
+def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(open_page, tmp_path):
     with door_of_a_job(tmp_path) as door:
-        opened = Page(browser, door.url).ready()
+        opened = open_page(door.url).ready()
         assert let_sleep(door) == "asleep"
         opened.tab.wait_for_selector("#state[data-state=asleep]:has-text('asleep')")
-        late = Page(browser, door.url, "/status")
+        late = open_page(door.url, "/status")
         late.tab.wait_for_selector("#state[data-state=asleep]:has-text('asleep')")
         opened.ask()
         door.away()
@@ -122,13 +107,11 @@ def test_a_job_that_sleeps_is_shown_and_a_message_wakes_it(browser, tmp_path):
         assert opened.answer() == "one two"
         assert "has failed" not in opened.tab.inner_text("body")
         late.tab.wait_for_selector("#state[data-state=ready]")
-        opened.close()
-        late.close()
 
 
-def test_the_page_offers_the_models_that_a_request_can_bring(browser, tmp_path):
+def test_the_page_offers_the_models_that_a_request_can_bring(open_page, tmp_path):
     with door_of_a_job(tmp_path) as door:
-        opened = Page(browser, door.url).ready()
+        opened = open_page(door.url).ready()
         opened.tab.click("#open-settings")
         assert not opened.tab.is_visible("#which")
         opened.tab.click("#settings-form .primary")
@@ -147,4 +130,3 @@ def test_the_page_offers_the_models_that_a_request_can_bring(browser, tmp_path):
                    lambda frame: door.peer.say(frame.id, "of other"), **FACTS)
         assert opened.answer() == "of other"
         opened.tab.wait_for_selector("#model:has-text('other')")
-        opened.close()

@@ -5,19 +5,13 @@ The engine is scripted, so that an answer is as far as a test wants it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeinfer.server.frames import Abort, Changed, Ended, Recovering, Status, Submit
-from tests.kit.server_peer import FACTS, front
-from tests.server.pages import CHROMIUM, Page
+from tests.kit.server_peer import FACTS, MODEL, front
+from tests.server.pages import stored_turns
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt-get install chromium)"),
-]
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
+pytestmark = pytest.mark.slow
 STAGES = [{"node": 1, "stage": 1, "rank": 0, "host": "a", "layers": [0, 12], "exact_width": 4}]
 KNOWN = FACTS | {"stages": STAGES, "changes": []}
 
@@ -49,12 +43,7 @@ def texts(tab):
 
 def stored(tab):
     """The contents of all turns of the only chat that is stored."""
-    return sorted(tab.evaluate("""(async () => {
-        const {Store} = await import('/store.js');
-        const store = new Store(), [head] = await store.list();
-        return head && Object.values((await store.get(head.id)).turns).filter((turn) => turn.id)
-            .map((turn) => turn.content.trim());
-    })()""") or [])
+    return sorted(turn["content"].strip() for turn in stored_turns(tab))
 
 
 def begin(server, text="one two", count=1):
@@ -64,10 +53,16 @@ def begin(server, text="one two", count=1):
     return number
 
 
-def test_another_tab_follows_an_answer_and_sends_nothing_meanwhile(page, held):
+def begun(page, server, seen):
+    """The id of a first answer, once a page has its first words: `seen(tab)`."""
     page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: stored(page.tab) == ["hello", "one two"], "the beginning")
+    number = begin(server)
+    page.wait(lambda: seen(page.tab) == ["hello", "one two"], "the beginning")
+    return number
+
+
+def test_another_tab_follows_an_answer_and_sends_nothing_meanwhile(page, held):
+    number = begun(page, held, stored)
     other = another(page)
     page.wait(lambda: texts(other) == ["hello", "one two"], "what is stored")
     page.wait(lambda: "coming in another tab" in other.inner_text(".answer .foot"), "the note")
@@ -88,8 +83,8 @@ def test_another_tab_follows_an_answer_and_sends_nothing_meanwhile(page, held):
     page.wait(lambda: texts(page.tab)[2:] == ["me too", "yes"], "the other one's message")
 
 
-def test_tabs_that_know_nothing_of_each_other_lose_no_turn(browser, held):
-    page = Page(browser, held.url).ready()
+def test_tabs_that_know_nothing_of_each_other_lose_no_turn(open_page, held):
+    page = open_page(held.url).ready()
     page.context.add_init_script("delete window.BroadcastChannel")
     page.tab.reload()
     page.ask("hello")
@@ -108,13 +103,10 @@ def test_tabs_that_know_nothing_of_each_other_lose_no_turn(browser, held):
     page.tab.reload()
     page.wait(lambda: len(texts(page.tab)) == 4, "it is open again")
     assert " 2 / 2 " in page.tab.inner_text(".user >> nth=1 >> .branches").replace("\n", " ")
-    page.close()
 
 
 def test_a_chat_that_another_tab_deletes_stays_deleted(page, held):
-    page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: stored(page.tab) == ["hello", "one two"], "the beginning")
+    number = begun(page, held, stored)
     other = another(page)
     other.wait_for_selector("#beside [aria-label='Delete: hello']")
     other.click("#beside [aria-label='Delete: hello']")
@@ -127,19 +119,15 @@ def test_a_chat_that_another_tab_deletes_stays_deleted(page, held):
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_page_that_is_left_gets_the_rest_from_a_journal(browser, tmp_path, shown):
+def test_a_page_that_is_left_gets_the_rest_from_a_journal(open_page, tmp_path, shown):
     """shown: whether anything of the answer had come."""
     with front(MODEL, facts=KNOWN, journal=str(tmp_path / "journal")) as server:
         server.peer.answer = lambda frame: None
-        page = Page(browser, server.url).ready()
+        page = open_page(server.url).ready()
         with page.tab.expect_response("**/v1/chat/completions"):
             page.ask("hello")
         number = begin(server, "one two" if shown else "")
-        page.until("""(async () => {
-            const {Store} = await import('/store.js');
-            const store = new Store(), [head] = await store.list();
-            return Object.values((await store.get(head.id)).turns).some((turn) => turn.asked);
-        })()""")
+        page.wait(lambda: any(turn.get("asked") for turn in stored_turns(page.tab)), "the id")
         if shown:
             page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
         page.tab.reload()
@@ -155,13 +143,10 @@ def test_a_page_that_is_left_gets_the_rest_from_a_journal(browser, tmp_path, sho
         page.wait(lambda: texts(page.tab)[-1] == "and", "the next beginning")
         page.tab.keyboard.press("Escape")
         server.peer.wait_for(Abort, id=number)
-        page.close()
 
 
 def test_a_page_that_is_left_says_what_is_lost_without_a_journal(page, held):
-    page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+    number = begun(page, held, texts)
     page.tab.reload()
     held.peer.wait_for(Abort, id=number)
     page.tab.wait_for_selector(".problem")
@@ -205,10 +190,10 @@ def test_the_state_is_not_ready_while_stages_are_taken_over(page, held):
     page.ready()
 
 
-def test_the_demonstration_says_so_and_shows_its_stages(browser):
+def test_the_demonstration_says_so_and_shows_its_stages(open_page):
     race = ("-m", "embedded", "-t", "1", "--temp", "0", "--hook", "pace=2+1", "-n", "8")
     with front(MODEL, race=race, facts=KNOWN) as server:
-        page = Page(browser, server.url).ready()
+        page = open_page(server.url).ready()
         assert page.tab.inner_text("#open-race") == "Demonstration: five slow hosts …"
         page.tab.click("#open-race")
         page.tab.click("#race-start")
@@ -222,13 +207,10 @@ def test_the_demonstration_says_so_and_shows_its_stages(browser):
         for (name, before) in zip(("one token at a time", "synchronous"), speeds, strict=False):
             factor = float(note.split(f" times as fast as {name}")[0].split()[-1])
             assert factor == pytest.approx(speeds[2] / before, abs=0.15)
-        page.close()
 
 
 def test_a_notice_moves_no_text_and_can_be_closed(page, held):
-    page.ask("hello")
-    number = begin(held)
-    page.wait(lambda: texts(page.tab) == ["hello", "one two"], "the beginning")
+    number = begun(page, held, texts)
     place = page.tab.locator(".answer .text").bounding_box()
     page.ask("too early")
     page.tab.wait_for_selector(".notice")
@@ -238,8 +220,8 @@ def test_a_notice_moves_no_text_and_can_be_closed(page, held):
     page.answer()
 
 
-def test_texts_are_seen_in_every_colour_and_width(browser, server):
-    page = Page(browser, server.url).ready()
+def test_texts_are_seen_in_every_colour_and_width(open_page, server):
+    page = open_page(server.url).ready()
     page.ask("A title that is longer than the list of chats is wide, and is to be read whole")
     page.answer()
     seen = page.tab.evaluate("""() => {
@@ -251,25 +233,22 @@ def test_texts_are_seen_in_every_colour_and_width(browser, server):
             getComputedStyle(edit).opacity];
     }""")
     assert seen == [True, True, True, True, "1"]
-    page.close()
-    page = Page(browser, server.url, forced_colors="active").ready()
+    page = open_page(server.url, forced_colors="active").ready()
     page.until("document.querySelectorAll('#legend li').length > 3")
     colours = page.tab.evaluate("""() => [...document.querySelectorAll('#legend li')].map(
         (item) => getComputedStyle(item, '::before').backgroundColor)""")
     assert len(set(colours)) == len(colours)
-    page.close()
     for path in ("/", "/status"):
-        page = Page(browser, server.url, path, viewport={"width": 320, "height": 568},
-                    is_mobile=True, has_touch=True).ready()
+        page = open_page(server.url, path, viewport={"width": 320, "height": 568},
+                         is_mobile=True, has_touch=True).ready()
         page.tab.evaluate("""document.querySelector('#state').textContent =
             'loading, 1 of 3 stages: stage 2 reading 100 of 4,000 MB'""")
         assert page.tab.is_visible("h1")
         assert page.tab.evaluate("document.documentElement.scrollWidth") == 320
-        page.close()
 
 
-def test_a_slow_stage_comes_with_advice(browser, server):
-    page = Page(browser, server.url, "/status").ready()
+def test_a_slow_stage_comes_with_advice(open_page, server):
+    page = open_page(server.url, "/status").ready()
     server.peer.send(Status(1.0, {"waiting": 0, "runs": 0, "cells": 1, "cells_used": 0, "lanes": [],
         "totals": {"accepted": 0}, "stage_seconds": [0.4], "stage_slowdown": [4.62]}))
     page.until("document.querySelector('#advice').textContent !== ''")
@@ -277,4 +256,3 @@ def test_a_slow_stage_comes_with_advice(browser, server):
     # what may cost speed is not the first thing to press
     assert page.tab.get_attribute("#rebalance", "class") == page.tab.get_attribute(
         "#preview", "class")
-    page.close()

@@ -13,8 +13,8 @@ from openai.types import chat, responses
 from pipeinfer.server import http_server
 from pipeinfer.server.frames import Submit
 from tests.kit import random_model
-from tests.kit.server_peer import front
-from tests.server.test_http import MODEL, error, events
+from tests.kit.server_peer import MODEL, front
+from tests.server.test_http import error, events
 from tests.server.test_tools import CALL, OTHER, TOOL
 
 pytestmark = pytest.mark.slow
@@ -197,19 +197,22 @@ def test_chats_have_the_official_types(server, more):
     server.peer.answer = lambda frame: server.peer.say(frame.id, say)
     body = {"messages": [USER], **more}
     if "stream_options" not in more:
-        official(chat.ChatCompletion, server.post("/v1/chat/completions", body).json())
-    chunks, last = events(server.post("/v1/chat/completions", {**body, "stream": True},
-                                      stream=True))
+        answer = server.post("/v1/chat/completions", body).json()
+        official(chat.ChatCompletion, answer)
+        assert bool(answer["choices"][0]["logprobs"]) == ("logprobs" in more)
+    chunks, last = events(server.stream("/v1/chat/completions", body))
     for chunk in chunks:
         official(chat.ChatCompletionChunk, chunk)
     assert last == [b"data: [DONE]"]
+    assert bool(chunks[-1].get("usage")) == ("stream_options" in more)
+    assert server.peer.wait_for(Submit).params.n_logprobs == more.get("top_logprobs", -1)
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"n": 2, "echo": True}])
 def test_completions_have_the_official_types(server, more):
     body = {"prompt": "def f(", **more}
     official(types.Completion, server.post("/v1/completions", body).json())
-    chunks, _ = events(server.post("/v1/completions", {**body, "stream": True}, stream=True))
+    chunks, _ = events(server.stream("/v1/completions", body))
     for chunk in chunks:
         assert {choice["finish_reason"] for choice in chunk["choices"]} <= {None, "stop"}
         for choice in chunk["choices"]:  # the type is that of whole answers

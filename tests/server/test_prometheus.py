@@ -12,9 +12,8 @@ import requests
 import yaml
 
 from tests.kit import launch
-from tests.kit.server_peer import SECONDS, front
+from tests.kit.server_peer import MODEL, SECONDS, front
 from tests.server.test_docs import BOARD, ROOT, exposed, used
-from tests.server.test_http import MODEL
 
 RULES = ROOT / "docs" / "alerts.yml"
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]

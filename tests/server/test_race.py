@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,10 +17,9 @@ import requests
 from pipeinfer.cli.serve import race_words
 from pipeinfer.config import Config
 from tests.kit.sample import full
-from tests.kit.server_peer import SECONDS, front
+from tests.kit.server_peer import MODEL, SECONDS, front
 
 pytestmark = [pytest.mark.slow, pytest.mark.mpi]
-MODEL = Path(__file__).resolve().parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 STAGES = [{"node": 1, "rank": 0, "host": "a", "layers": [0, 12]}]
 #: a real race, but a quick one; no more tokens than an answer would have
 QUICK = ("-m", "embedded", "-t", "1", "--temp", "0", "--hook", "pace=2+1",
@@ -55,8 +53,7 @@ def gone(processes):
 
 def start(server):
     """A race that has begun: the answer, and its events after the first text."""
-    answer = requests.post(server.url + "/race", json={"prompt": "def f("}, stream=True,
-                           timeout=SECONDS)
+    answer = server.post("/race", {"prompt": "def f("}, stream=True)
     found = rows(answer)
     assert [next(found)["event"] for _ in range(2)] == ["begin", "text"]
     return answer, found
@@ -68,8 +65,7 @@ def test_three_policies_answer_and_an_option_of_the_server_is_no_option_of_the_r
     monkeypatch.setenv("PIPEINFER_TERMINAL", f"{socket.gethostname()}:{os.ttyname(named)}")
     with front(MODEL, race=QUICK, facts={"stages": STAGES}) as server:
         assert server.get("/props").json()["race"] is True
-        answer = requests.post(server.url + "/race", json={"prompt": "def f("}, stream=True,
-                               timeout=SECONDS)
+        answer = server.post("/race", {"prompt": "def f("}, stream=True)
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         begin, *found, last = rows(answer)
         names = [one["policy"] for one in begin["racers"]]
@@ -135,8 +131,7 @@ def test_a_race_that_fails_says_why_and_another_may_begin():
     words = ("-m", "embedded", "--policy", "iterative")
     with front(MODEL, race=words, facts={"stages": STAGES}) as server:
         for _ in range(2):
-            answer = requests.post(server.url + "/race", json={"prompt": "x"}, stream=True,
-                                   timeout=SECONDS)
+            answer = server.post("/race", {"prompt": "x"}, stream=True)
             error = [*rows(answer)][-1]["error"]
             assert error["code"] == "race_failed"
             assert error["message"].startswith("the race has ended early: race decides about")

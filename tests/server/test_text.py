@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 
 import pytest
@@ -55,14 +54,14 @@ def test_a_choice_that_has_ended_leaves_its_prompt_without_the_collector(end):
         gc.enable()
 
 
+def cut(text, places):
+    ends = [*sorted({p % (len(text) + 1) for p in places}), len(text)]
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
 def spelled(tokenizer, text, cuts):
     """Tokens of a text that is cut somewhere first, so that one text has many spellings."""
-    ends = [*sorted({c % (len(text) + 1) for c in cuts}), len(text)]
-    start, tokens = 0, []
-    for end in ends:
-        tokens += tokenizer.encode(text[start:end], add_bos=False)
-        start = end
-    return tokens
+    return [token for part in cut(text, cuts) for token in tokenizer.encode(part, add_bos=False)]
 
 
 @given(text=st.text("ab é漢\n", max_size=30),
@@ -134,16 +133,9 @@ def byte_token(tokenizer, byte):
 
 # --- calls ------------------------------------------------------------------------------------
 
-CALL = '{"name": "f", "arguments": {"a": "<tool_call>", "b": 1}}'
 
-
-def cut(text, places):
-    ends = [*sorted({p % (len(text) + 1) for p in places}), len(text)]
-    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-
-
-def parser(family, most=99):
-    return AnswerParser(next(f for f in FAMILIES if f.name == family), ToolUse([], most))
+def parser(family):
+    return AnswerParser(next(f for f in FAMILIES if f.name == family), ToolUse([], 99))
 
 
 def parse(parser, parts):
@@ -154,27 +146,6 @@ def parse(parser, parts):
             [part for part in found if isinstance(part, Call)])
 
 
-@given(st.lists(st.integers(0, 200), max_size=12))
-def test_hermes_calls_are_found_however_the_text_is_cut(places):
-    text = f'so <b>: <tool_call>\n{CALL}\n</tool_call>\n' \
-           '<tool_call>{"name":"g","arguments":{}}</tool_call> and'
-    content, calls = parse(parser("hermes"), cut(text, places))
-    assert content.split() == ["so", "<b>:", "and"]
-    assert [(c.name, json.loads(c.arguments)) for c in calls] == [
-        ("f", {"a": "<tool_call>", "b": 1}), ("g", {})]
-    assert len({c.call_id for c in calls}) == 2
-
-
-@given(st.lists(st.integers(0, 200), max_size=12), st.integers(1, 3))
-def test_arguments_come_in_pieces_however_the_text_is_cut(places, most):
-    hard = json.dumps({"name": "f", "arguments": {"a": '}{"\\', "b": [{}, "</tool_call>"]}})
-    text = f"so <tool_call>\n{hard}\n</tool_call>\n<tool_call>{CALL}</tool_call> and"
-    content, found = parse(parser("hermes", most), cut(text, places))
-    assert content.split() == ["so", "and"]
-    wanted = [json.loads(hard), json.loads(CALL)][:most]
-    assert [json.loads(call.arguments) for call in found] == [w["arguments"] for w in wanted]
-
-
 def test_arguments_are_not_held_back_and_an_end_within_them_is_no_content():
     reader = parser("hermes")
     (call,) = reader.push('<tool_call>{"name": "f", "arguments": {')[:1]
@@ -183,14 +154,6 @@ def test_arguments_are_not_held_back_and_an_end_within_them_is_no_content():
     assert [more.arguments for more in reader.push("ng")] == ["ng"]
     assert reader.push("", ended=True) == []
     assert reader.calls == 1
-
-
-@given(st.lists(st.integers(0, 100), max_size=8))
-def test_llama_calls_are_found_however_the_text_is_cut(places):
-    text = '\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
-    content, calls = parse(parser("llama"), cut(text, places))
-    assert content == ""
-    assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}')]
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama"])
@@ -216,31 +179,6 @@ def test_arguments_may_be_text_and_depth_is_no_trap():
     assert parse_call('{"name": "f", "arguments": "{}"}').arguments == "{}"
     assert parse_call("[" * 100_000) is None
     assert parse_call('{"name": "f", "arguments": [1]}') is None
-
-
-@pytest.mark.parametrize("hermes", [True, False])
-def test_a_forced_call_is_one_that_the_parser_finds(tokenizer, hermes):
-    from pipeinfer.models.text.constraint import Constraint
-    from pipeinfer.models.text.grammar import compile_grammar
-    from pipeinfer.models.text.vocabulary import Vocabulary
-
-    functions = [{"name": "f", "parameters": {"type": "object", "properties": {
-        "x": {"type": "integer"}}, "required": ["x"]}},
-        {"name": "g"}]
-    vocabulary = Vocabulary.of(tokenizer)
-    family = HERMES if hermes else FAMILIES[-1]
-    compiled = compile_grammar("lark", CallGrammar(family, {}).of(functions), vocabulary)
-    constraint = Constraint(vocabulary, compiled)
-    key = "arguments" if hermes else "parameters"
-    for text, right in ((f'{{"name": "f", "{key}": {{"x": 12}}}}', True),
-                        (f'{{"name": "h", "{key}": {{"x": 12}}}}', False),
-                        (f'{{"name": "f", "{key}": {{"x": 12, "y": 1}}}}', False),
-                        (f'{{"name": "f", "{key}": {{"y": 12}}}}', False)):
-        whole = f"<tool_call>\n{text}\n</tool_call>" if hermes else text
-        mask = constraint.allowed(tokenizer.encode(whole, add_bos=False))
-        assert (mask is not None and any(mask[i] for i in tokenizer.eog_ids)) == right
-        if right:
-            assert [c.name for c in parse(parser(family.name), [whole])[1]] == ["f"]
 
 
 def test_a_forced_call_begins_with_the_mark_where_that_is_a_token():

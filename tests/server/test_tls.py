@@ -20,8 +20,7 @@ from pipeinfer.server.frames import Abort
 from pipeinfer.transport import http_client
 from pipeinfer.transport.http_client import HttpFailure
 from tests.kit import launch
-from tests.kit.server_peer import SECONDS, front
-from tests.server.test_http import MODEL
+from tests.kit.server_peer import MODEL, SECONDS, front
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "tests" / "kit" / "tls"
@@ -78,7 +77,8 @@ def test_files_that_cannot_be_used_are_one_line(certificate, key, says):
     assert "\n" not in str(caught.value)
 
 
-def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, caplog):
+@pytest.mark.anyio
+async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, caplog):
     files = tls.Files(str(tmp_path / "c.pem"), str(tmp_path / "k.pem"))
     shutil.copy(FIRST, files.certificate)
     shutil.copy(KEY, files.key)
@@ -93,23 +93,20 @@ def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, caplog
         writer.close()
         return ssl.DER_cert_to_PEM_cert(found).strip()
 
-    async def run():
-        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
-        renewing = asyncio.create_task(tls.renew(context, files, 0.01))
-        async with asyncio.timeout(SECONDS):
-            assert await shown(port) == FIRST.read_text().strip()
-            Path(files.certificate).write_text("nothing")
-            while "the certificate of before stays" not in caplog.text:
-                await asyncio.sleep(0.01)
-            assert await shown(port) == FIRST.read_text().strip()
-            shutil.copy(SECOND, files.certificate)
-            while await shown(port) != SECOND.read_text().strip():
-                await asyncio.sleep(0.01)
-        renewing.cancel()
-        server.close()
-
-    asyncio.run(run())
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+    renewing = asyncio.create_task(tls.renew(context, files, 0.01))
+    async with asyncio.timeout(SECONDS):
+        assert await shown(port) == FIRST.read_text().strip()
+        Path(files.certificate).write_text("nothing")
+        while "the certificate of before stays" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert await shown(port) == FIRST.read_text().strip()
+        shutil.copy(SECOND, files.certificate)
+        while await shown(port) != SECOND.read_text().strip():
+            await asyncio.sleep(0.01)
+    renewing.cancel()
+    server.close()
 
 
 def lines_of_nginx(server, port, folder):

@@ -217,6 +217,16 @@ def test_a_call_within_reasoning_is_none(family):
         assert same_in_every_cut(family, f"A {closed}\n\nB", inside=True) == ("B", "A", [])
 
 
+@pytest.mark.parametrize(("text", "inside", "expected"), [
+    ("<think>\na < b</think>\n\nYes.", False, ("Yes.", "a < b")),
+    ("\n <think>a", False, ("", "a")), ("a</think>b</think>", True, ("b</think>", "a")),
+    ("<thin", False, ("<thin", "")), ("No <think>x</think>", False, ("No <think>x</think>", "")),
+    ("a</thin", True, ("", "a</thin")), ("", False, ("", "")), ("\n x", False, ("\n x", "")),
+])
+def test_reasoning_is_read_in_every_cut(text, inside, expected):
+    assert same_in_every_cut(HERMES, text, inside=inside) == (*expected, [])
+
+
 def test_no_more_calls_than_are_allowed(family):
     assert [name for name, _ in same_in_every_cut(
         family, LITERAL[family.name], most=1)[2]] == ["f"]
@@ -278,14 +288,21 @@ def test_arguments_in_tags_have_the_types_of_the_schema(types, text, value):
 # --- forced calls -----------------------------------------------------------------------------
 
 
-def test_a_forced_call_has_the_form_of_the_family(family, tokenizer):
+def forced_by(tokenizer, family, functions, **more):
+    """Whether the grammar of forced calls allows a text and its end: a function."""
     vocabulary = Vocabulary.of(tokenizer)
-    grammar = CallGrammar(family, {}).of(FUNCTIONS, most=2)
+    grammar = CallGrammar(family, {}).of(functions, **more)
     constraint = Constraint(vocabulary, compile_grammar("lark", grammar, vocabulary))
 
     def follows(text):
         mask = constraint.allowed(tokenizer.encode(text, add_bos=False))
         return mask is not None and any(mask[i] for i in tokenizer.eog_ids)
+
+    return follows
+
+
+def test_a_forced_call_has_the_form_of_the_family(family, tokenizer):
+    follows = forced_by(tokenizer, family, FUNCTIONS, most=2)
 
     def forced(calls):
         text = written(family, calls)
@@ -311,27 +328,18 @@ def test_a_forced_text_has_its_pattern(name, pattern, good, bad, tokenizer):
     """Without quotes only one for the whole text is enforced."""
     functions = [{"name": "f", "parameters": {"type": "object", "required": ["a"], "properties": {
         "a": {"type": "string", "pattern": pattern}, "b": {"type": "integer"}}}}]
-    vocabulary = Vocabulary.of(tokenizer)
-    grammar = CallGrammar(BY_NAME[name], {}).of(functions)
-    constraint = Constraint(vocabulary, compile_grammar("lark", grammar, vocabulary))
+    follows = forced_by(tokenizer, BY_NAME[name], functions)
 
-    def follows(value):
-        text = written(BY_NAME[name], [("f", {"a": value, "b": 1})])
-        mask = constraint.allowed(tokenizer.encode(text, add_bos=False))
-        return mask is not None and any(mask[i] for i in tokenizer.eog_ids)
+    def call(value):
+        return written(BY_NAME[name], [("f", {"a": value, "b": 1})])
 
-    assert follows(good)
-    assert not bad or not follows(bad)
+    assert follows(call(good))
+    assert not bad or not follows(call(bad))
 
 
 def test_kimis_calls_are_numbered(tokenizer):
-    vocabulary = Vocabulary.of(tokenizer)
-    grammar = CallGrammar(BY_NAME["kimi"], {}).of(FUNCTIONS, most=2)
-    constraint = Constraint(vocabulary, compile_grammar("lark", grammar, vocabulary))
     text = LITERAL["kimi"].replace("f:0", "f:12").replace("g:1", "g:13")
-    mask = constraint.allowed(tokenizer.encode(text, add_bos=False))
-    assert mask is not None
-    assert any(mask[i] for i in tokenizer.eog_ids)
+    assert forced_by(tokenizer, BY_NAME["kimi"], FUNCTIONS, most=2)(text)
 
 
 def test_marks_that_are_control_tokens_reach_the_parser(tokenizer):

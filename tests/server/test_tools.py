@@ -68,34 +68,6 @@ def test_the_template_gets_tools_calls_as_objects_and_variables(server):
         {"type": "function", "function": {"name": "f", "description": "<b>"}}]}).json()["prompt"]
 
 
-def test_a_call_becomes_tool_calls(server):
-    server.peer.answer = lambda f: server.peer.say(f.id, f"Let me see. {CALL}")
-    choice = ask(server).json()["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "Let me see. "
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert call["type"] == "function"
-    assert call["id"]
-    assert server.peer.wait_for(Submit).params.grammar == ""
-
-
-def test_a_streamed_call_is_never_content(server):
-    server.peer.answer = lambda f: server.peer.say(f.id, f"ok {CALL}\n{CALL}")
-    response = server.post("/v1/chat/completions", {**BODY, "stream": True}, stream=True)
-    deltas = [c["choices"][0] for c in events(response)[0]]
-    assert "".join(d["delta"].get("content") or "" for d in deltas).strip() == "ok"
-    calls = [call for d in deltas for call in d["delta"].get("tool_calls", ())]
-    for index in (0, 1):
-        first, *more = [c for c in calls if c["index"] == index]
-        assert first["function"] == {"name": "add", "arguments": ""}
-        assert first["id"]
-        assert more
-        assert "".join(c["function"]["arguments"] for c in more) == '{"a": 1}'
-        assert all(set(c) == {"index", "function"} for c in more)
-    assert deltas[-1]["finish_reason"] == "tool_calls"
-
-
 RUN = '<tool_call>{"name": "add", "arguments": {"command": "ls; rm -rf build/tmp"}}</tool_call>'
 
 
@@ -112,21 +84,12 @@ def test_a_call_that_a_stop_text_cut_is_no_call(server, before, stop, calls, rea
     assert [from_json(call["function"]["arguments"])
             for call in choice["message"].get("tool_calls", [])] == calls
     assert choice["finish_reason"] == reason
-    response = server.post("/v1/chat/completions", {**BODY, "stream": True, "stop": stop},
-                           stream=True)
+    response = server.stream("/v1/chat/completions", {**BODY, "stop": stop})
     assert events(response)[0][-1]["choices"][0]["finish_reason"] == reason
 
 
-def test_an_answer_without_a_call_is_content(server):
-    server.peer.answer = lambda f: server.peer.say(f.id, "no <tool")
-    choice = ask(server).json()["choices"][0]
-    assert choice["message"]["content"] == "no <tool"
-    assert choice["finish_reason"] == "stop"
-    assert "tool_calls" not in choice["message"]
-
-
 @pytest.mark.parametrize(("choice", "names"), [
-    ("required", {"add", "other"}),
+    ("auto", set()), ("required", {"add", "other"}),
     ({"type": "function", "function": {"name": "add"}}, {"add"}),
 ])
 def test_a_required_call_is_a_grammar(server, choice, names):

@@ -33,8 +33,14 @@ def answering(monkeypatch):
     return names
 
 
-def test_a_job_starts_on_the_hosts_that_answer(tmp_path, answering):
-    hosts, out = tmp_path / "hosts", tmp_path / "out"
+@pytest.fixture
+def files(tmp_path):
+    """A hostfile, and the file that a roster writes for the launcher."""
+    return tmp_path / "hosts", tmp_path / "out"
+
+
+def test_a_job_starts_on_the_hosts_that_answer(files, answering):
+    hosts, out = files
     hosts.write_text("head slots=2\nann@b slots=3\nc\n")
     roster = Roster(str(hosts), "openmpi", out, 4)
     notes = roster.ask()
@@ -57,8 +63,8 @@ def test_a_job_starts_on_the_hosts_that_answer(tmp_path, answering):
 @pytest.mark.parametrize(("kind", "lines"), [
     ("openmpi", "head slots=1\n2001:db8::2 slots=2\nann@2001:db8::9 slots=2\n"),
     ("hydra", "head:1\n[2001:db8::2]:2\n[2001:db8::9]:2 user=ann\n")])
-def test_addresses_of_ipv6_are_whole_for_every_launcher(tmp_path, answering, kind, lines):
-    hosts, out = tmp_path / "hosts", tmp_path / "out"
+def test_addresses_of_ipv6_are_whole_for_every_launcher(files, answering, kind, lines):
+    hosts, out = files
     answering |= {"2001:db8::2", "2001:db8::9"}
     hosts.write_text("head slots=1\n2001:db8::2 slots=2\nann@2001:db8::9 slots=2\n")
     Roster(str(hosts), kind, out).ask()
@@ -66,10 +72,10 @@ def test_addresses_of_ipv6_are_whole_for_every_launcher(tmp_path, answering, kin
     assert others(str(out)) == ["head", "2001:db8::2", "ann@2001:db8::9"]
 
 
-def test_hosts_that_were_added_are_missing_until_they_are_used(tmp_path, answering):
-    hosts = tmp_path / "hosts"
+def test_hosts_that_were_added_are_missing_until_they_are_used(files, answering):
+    hosts, out = files
     hosts.write_text("head\n")
-    roster = Roster(str(hosts), "hydra", tmp_path / "out")
+    roster = Roster(str(hosts), "hydra", out)
     roster.ask()
     assert (roster.place.ranks, roster.missing) == (1, [])
     hosts.write_text("head\nnew slots=2\n")
@@ -81,13 +87,13 @@ def test_hosts_that_were_added_are_missing_until_they_are_used(tmp_path, answeri
     assert (roster.missing, roster.wanted) == ([], 3)
 
 
-def test_on_a_full_disk_the_hosts_of_before_stay(tmp_path, answering, monkeypatch):
-    hosts, out = tmp_path / "hosts", tmp_path / "out"
+def test_on_a_full_disk_the_hosts_of_before_stay(files, answering):
+    hosts, out = files
     hosts.write_text("head slots=2\nb slots=3\n")
     roster = Roster(str(hosts), "openmpi", out)
     roster.ask()
     answering.add("b")
-    (tmp_path / "out.new").symlink_to("/dev/full")
+    out.with_name("out.new").symlink_to("/dev/full")
     with pytest.raises(UsageError, match=r"cannot write .*out: No space left on device"):
         roster.ask()
     assert (out.read_text(), roster.place.ranks) == ("head slots=2\n", 2)

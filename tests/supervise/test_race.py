@@ -8,11 +8,8 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
 
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import UsageError
-from pipeinfer.supervise import race as command
 from pipeinfer.supervise.race_view import (
     RACERS,
     Finished,
@@ -92,22 +89,6 @@ def test_live_lines_are_redrawn_in_place_and_pass_no_control_characters():
     assert "one [2J two" in first
     assert max(map(len, second.replace("\r\x1b[K", "").splitlines())) <= 80
     assert second.endswith("\x1b[3A\r\x1b[J")
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    ([], "there is no launcher /nowhere/mpirun"),
-    (["--policy", "iterative"], "race decides about --policy"),
-    (["--ablate", "cancel"], "race decides about --policy"),
-    (["--decomposer", "pdos"], "race decides about --policy")])
-def test_it_refuses_before_anything_loads(monkeypatch, words, says):
-    def load(config):
-        raise AssertionError(f"{config} is loaded")
-
-    monkeypatch.setattr(command, "join", load)
-    monkeypatch.setenv("PIPEINFER_MPIRUN", "/nowhere/mpirun")
-    done = CliRunner().invoke(command.race_command, ["-p", "x", *words])
-    assert isinstance(done.exception, UsageError), done.exception
-    assert says in str(done.exception)
 
 
 @pytest.mark.mpi

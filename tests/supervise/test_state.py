@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -76,32 +75,6 @@ def test_who_looks_at_it_keeps_nobody_from_locking_it(folder, monkeypatch):
     assert folder.lock()
 
 
-def serve(folder, commands):
-    """Answer commands in a thread until the returned function is called."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
-
-    async def run():
-        server = OrderServer(Command, commands)
-        await server.start(folder.listen())
-        ending = asyncio.Event()
-        loop.end = lambda: loop.call_soon_threadsafe(ending.set)
-        started.set()
-        await ending.wait()
-        await server.close()
-        folder.unlisten()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    assert started.wait(10)
-
-    def end():
-        loop.end()
-        thread.join(10)
-        loop.close()
-
-    return end
-
-
 async def execute(command, tell):
     tell("wait")
     if not isinstance(command, Rescale):
@@ -109,20 +82,26 @@ async def execute(command, tell):
     return {"ranks": command.ranks}
 
 
-def test_a_command_gets_what_is_said_and_one_answer(folder, monkeypatch):
-    end, heard = serve(folder, execute), []
-    try:
-        assert (folder.path / "control").stat().st_mode & 0o777 == 0o600
-        assert call(folder, heard.append, 10, Rescale(3))["ranks"] == 3
-        assert heard == ["wait"]
-        for command, says in ((Down(), "who?"), (Rescale("bad"), "no such command: .*ranks")):
-            with pytest.raises(RequestError, match=says):
-                call(folder, heard.append, 10, command)
-        monkeypatch.setattr(orders, "is_ours", lambda link: False)
-        with pytest.raises(RequestError, match=r"ended before it answered|connection was lost"):
-            call(folder, heard.append, 10, Rescale(3))
-    finally:
-        end()
+@pytest.mark.anyio
+async def test_a_command_gets_what_is_said_and_one_answer(folder, monkeypatch):
+    heard = []
+
+    def told(command):
+        return asyncio.to_thread(call, folder, heard.append, 10, command)
+
+    server = OrderServer(Command, execute)
+    await server.start(folder.listen())
+    assert (folder.path / "control").stat().st_mode & 0o777 == 0o600
+    assert (await told(Rescale(3)))["ranks"] == 3
+    assert heard == ["wait"]
+    for command, says in ((Down(), "who?"), (Rescale("bad"), "no such command: .*ranks")):
+        with pytest.raises(RequestError, match=says):
+            await told(command)
+    monkeypatch.setattr(orders, "is_ours", lambda link: False)
+    with pytest.raises(RequestError, match=r"ended before it answered|connection was lost"):
+        await told(Rescale(3))
+    await server.close()
+    folder.unlisten()
     assert not (folder.path / "control").exists()
     with pytest.raises(UsageError, match="nothing is up here"):
         folder.connect()

@@ -126,10 +126,14 @@ def supervise(jobs, act, restarts=0, door=None):
     return asyncio.run(run()), said
 
 
-async def until_it_runs(supervisor, job):
+async def until(true):
     async with asyncio.timeout(20):
-        while supervisor.running != job:
+        while not true():
             await asyncio.sleep(0.01)
+
+
+async def until_it_runs(supervisor, job):
+    await until(lambda: supervisor.running == job)
     supervisor.ready(job)
 
 
@@ -230,9 +234,7 @@ def test_a_next_job_that_is_not_ready_in_time_ends_and_the_one_before_comes_back
     async def act(supervisor):
         await until_it_runs(supervisor, 1)
         order = await moved(supervisor)
-        async with asyncio.timeout(20):
-            while supervisor.running != 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: supervisor.running == 3)
         assert supervisor.phase is Phase.RETURNING
         with pytest.raises(UsageError, match="is being moved already"):
             supervisor.order()
@@ -256,9 +258,7 @@ def test_a_next_job_that_is_not_ready_in_time_ends_and_the_one_before_comes_back
 
 def test_a_model_that_does_not_fit_waits_for_a_host():
     async def act(supervisor):
-        async with asyncio.timeout(20):
-            while supervisor.phase is not Phase.WAITING:
-                await asyncio.sleep(0.01)
+        await until(lambda: supervisor.phase is Phase.WAITING)
         with pytest.raises(UsageError, match="is not ready"):
             supervisor.order()
         supervisor.host_came()
@@ -298,9 +298,7 @@ def test_a_server_that_ends_without_a_word_has_failed():
 
 def test_a_start_that_loses_a_machine_ends_at_once_and_costs_no_restart():
     async def act(supervisor):
-        async with asyncio.timeout(20):
-            while supervisor.running != 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: supervisor.running == 1)
         assert supervisor.start_seconds > 0
         supervisor.lose_host("old2 is gone: the connection is lost", excused=True)
         await until_it_runs(supervisor, 2)
@@ -323,9 +321,7 @@ def test_a_move_that_loses_a_machine_comes_back():
     async def act(supervisor):
         await until_it_runs(supervisor, 1)
         order = await moved(supervisor)
-        async with asyncio.timeout(20):
-            while supervisor.running != 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: supervisor.running == 2)
         supervisor.lose_host("old2 is gone", excused=True)
         await until_it_runs(supervisor, 3)
         assert "the changed job cannot start (old2 is gone): back to" in await order
@@ -338,18 +334,10 @@ def test_a_move_that_loses_a_machine_comes_back():
 
 def test_a_pause_ends_with_the_supervisor():
     async def act(supervisor):
-        async with asyncio.timeout(20):
-            while supervisor.phase is not Phase.PAUSING:
-                await asyncio.sleep(0.01)
+        await until(lambda: supervisor.phase is Phase.PAUSING)
         supervisor.stop()
 
     assert supervise(Jobs(6), act, restarts=3)[0] == 130
-
-
-async def until_phase(supervisor, phase):
-    async with asyncio.timeout(20):
-        while supervisor.phase is not phase:
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("state", ["asleep", "restarting", ""])
@@ -364,7 +352,7 @@ def test_a_job_that_sleeps_starts_again_on_the_hosts_that_answer(state):
             await until_it_runs(supervisor, number)
             await supervisor.sleep()
             assert supervisor.phase is Phase.RETIRING
-            await until_phase(supervisor, Phase.ASLEEP)
+            await until(lambda: supervisor.phase is Phase.ASLEEP)
             assert (supervisor.running, jobs.rested) == (0, number)
             with pytest.raises(UsageError, match="the next request wakes it"):
                 supervisor.order()
@@ -402,7 +390,7 @@ def test_a_supervisor_ends_while_its_job_sleeps(when):
         await until_it_runs(supervisor, 1)
         await supervisor.sleep()
         if when is Phase.ASLEEP:
-            await until_phase(supervisor, when)
+            await until(lambda: supervisor.phase is when)
             supervisor.stop()
 
     assert supervise(jobs, act, door=Door("asleep"))[0] == 130
@@ -420,17 +408,15 @@ def test_a_job_that_ends_waits_for_a_moment_or_for_a_host(when, then):
         await until_it_runs(supervisor, 1)
         if when is Phase.RETURNING:
             await moved(supervisor)
-            await until_phase(supervisor, when)
-            async with asyncio.timeout(20):
-                while supervisor.running != 3:
-                    await asyncio.sleep(0.01)
+            await until(lambda: supervisor.phase is when)
+            await until(lambda: supervisor.running == 3)
         elif when is Phase.ORDERED:
             supervisor.order()
         assert supervisor.phase is when
         number, job = supervisor.number, supervisor._job
         job._status = 4 if then is Phase.WAITING else 6
         job._ended.set()
-        await until_phase(supervisor, then)
+        await until(lambda: supervisor.phase is then)
         supervisor.host_came()
         await until_it_runs(supervisor, number + 1)
         supervisor.stop()

@@ -29,17 +29,29 @@ MODEL = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 SERVE = ["serve", "-c", "512", "-t", "1", "--hook", "pace=5"]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of the supervisor, a private one."""
+    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+    return Folder("default")
+
+
+def ranks(folder):
+    """The processes of the job that serve."""
+    return [p for p in job_processes(folder.read().get("job", "-")).values()
+            if "serve" in p.cmdline()]
+
+
 class Up:
     """`pipeinfer up`, and commands to it."""
 
-    def __init__(self, folder, *words):
-        self.env = {"PIPEINFER_STATE": str(folder / "state")}
-        self.served = Served(launch.start([*PIPEINFER, "up", *words], timeout=200, **self.env))
+    def __init__(self, *words):
+        self.served = Served(launch.start([*PIPEINFER, "up", *words], timeout=200))
 
     def call(self, *words):
         """Exit code, standard output and error."""
         done = subprocess.run([*PIPEINFER, *words], capture_output=True, text=True, timeout=120,
-                              env=launch.environment(**self.env), check=False)
+                              env=launch.environment(), check=False)
         return done.returncode, done.stdout, done.stderr
 
     def status(self):
@@ -48,8 +60,8 @@ class Up:
 
 
 @contextlib.contextmanager
-def up(folder, *words):
-    with started(folder, *words) as one:
+def up(*words):
+    with started(*words) as one:
         one.served.wait_until_ready()
         # the supervisor hears of it a moment after the clients do
         one.served.until(lambda: one.status()["ready"], "the supervisor to know")
@@ -57,8 +69,8 @@ def up(folder, *words):
 
 
 @contextlib.contextmanager
-def started(folder, *words):
-    one = Up(folder, *words)
+def started(*words):
+    one = Up(*words)
     process = one.served.process
     try:
         yield one
@@ -74,11 +86,10 @@ def started(folder, *words):
         process.stderr.close()
 
 
-def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+def test_streams_go_on_while_the_job_is_moved(folder, tmp_path):
     # slow enough that a busy machine's supervisor acts long before a stream's end
     words = [*SERVE, "--hook", "pace=40", "--speculation", "off", "--port", str(launch.free_port())]
-    with up(tmp_path, "-np", "2", "--", *words) as one:
+    with up("-np", "2", "--", *words) as one:
         served = one.served
         whole = Stream(served).ended().tokens
         assert len(whole) == 120
@@ -87,7 +98,7 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
             {"Content-Type": "application/json"}))
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
-        said = call(Folder("default"), print, 120, Rescale(3))["message"]
+        said = call(folder, print, 120, Rescale(3))["message"]
         assert "moved to 3 ranks: ready again after" in said
         assert stream.ended().tokens == whole
         assert stream.last["timings"]["restarts_n"] == 1
@@ -99,7 +110,7 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         stream = Stream(served)
         served.until(lambda: len(stream.tokens) > 5, "tokens")
         with pytest.raises(RequestError, match=r"the changed job does not start \(exit code 3; "):
-            call(Folder("default"), print, 120, Reload([*words, "-md", str(tmp_path / "none")]))
+            call(folder, print, 120, Reload([*words, "-md", str(tmp_path / "none")]))
         assert stream.ended().tokens == whole  # the former job has come back
         assert stream.last["timings"]["restarts_n"] == 1
         status = one.status()
@@ -115,21 +126,15 @@ def test_streams_go_on_while_the_job_is_moved(tmp_path, monkeypatch):
         assert one.call("status")[0] == 2
 
 
-def test_a_job_without_requests_sleeps_until_the_next_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
-
-    def ranks():
-        return [p for p in job_processes(Folder("default").read()["job"]).values()
-                if "serve" in p.cmdline()]
-
-    with up(tmp_path, "-np", "2", "--sleep-after", "0.1", "--", *SERVE, "--port",
+def test_a_job_without_requests_sleeps_until_the_next_one(folder):
+    with up("-np", "2", "--sleep-after", "0.1", "--", *SERVE, "--port",
             str(launch.free_port())) as one:
         served = one.served
         whole = Stream(served).ended().tokens
         assert len(whole) == 120
         for sleeps in (1, 2):
             served.until(lambda: one.status()["phase"] == "asleep", "sleep", 60)
-            assert ranks() == []
+            assert ranks(folder) == []
             assert served.health() == (200, {"status": "asleep"})
             code, out, _ = one.call("status")
             assert (code, out.startswith("default: asleep at http")) == (1, True)
@@ -141,13 +146,12 @@ def test_a_job_without_requests_sleeps_until_the_next_one(tmp_path, monkeypatch)
         assert served.process.wait(30) == 0
 
 
-def test_a_request_brings_the_model_that_it_names(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+def test_a_request_brings_the_model_that_it_names(tmp_path):
     other, table = tmp_path / "other.gguf", tmp_path / "models.toml"
     write_random_model(other, RandomSpec(seed=5))
     table.write_text(f'one = "-m {MODEL}"\nother = "-m {other} -md none"\n'
                      f'"lost/one" = "-m {tmp_path / "none.gguf"}"\n')
-    with up(tmp_path, "-np", "2", "--models", str(table), "--", *SERVE, "--port",
+    with up("-np", "2", "--models", str(table), "--", *SERVE, "--port",
             str(launch.free_port())) as one:
         served, body = one.served, {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
 
@@ -208,24 +212,20 @@ def test_numa_nodes_share_each_layer_unless_an_option_needs_whole_ones(words, sl
     assert on_numa_nodes(given) == [*given, "--head-stage", *["--grid", "auto"] * sliced]
 
 
-def test_a_reload_keeps_the_options_by_which_members_share_the_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
+def test_a_reload_keeps_the_options_by_which_members_share_the_model(folder, tmp_path):
     words = [*SERVE, "--port", str(launch.free_port())]
     with up(tmp_path, f"--join=127.0.0.1:{launch.free_port()}", "--", *words):
-        folder = Folder("default")
         call(folder, print, 90, Reload([*words, "--queue", "9"]))
         assert folder.read()["words"] == [*words, "--queue", "9", "--head-stage", "--distribute"]
 
 
-def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monkeypatch):
+def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(folder, tmp_path):
     """Another file in the model's place: no stream may have tokens of both."""
     model = tmp_path / "model.gguf"
     shutil.copy(MODEL, model)
     words = [*SERVE, "--speculation", "off", "--hook", "pace=30", "--port", str(launch.free_port()),
              "-m", str(model)]
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
-    folder = Folder("default")
-    with up(tmp_path, "--", *words[1:]) as one:
+    with up("--", *words[1:]) as one:
         served = one.served
         whole = Stream(served).ended().tokens
         stream = Stream(served)
@@ -248,8 +248,7 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
                 call(folder, heard.append, 90, Reload([*words, *more]))
         assert folder.read()["words"] == words
 
-        (rank,) = (p for p in job_processes(folder.read()["job"]).values()
-                   if "serve" in p.cmdline())
+        (rank,) = ranks(folder)
         rank.kill()
         served.until(lambda: len(folder.read()["starts"]) == 5, "another start", 30)
         assert Stream(served).ended().tokens == whole  # it has waited
@@ -260,35 +259,16 @@ def test_one_rank_without_a_launcher_is_reloaded_and_starts_again(tmp_path, monk
     full(3, "all ranks of the job have ended without an error: were they killed, maybe"),
     (1, "of 3 ranks of this host, 1 ended before all had met: were they killed, maybe by the"),
 ])
-def test_ranks_that_are_killed_at_their_start_are_no_normal_end(tmp_path, monkeypatch, killed,
-                                                                says):
+def test_ranks_that_are_killed_at_their_start_are_no_normal_end(folder, killed, says):
     """As the kernel kills them for want of memory: systemd starts a service again for this."""
-    monkeypatch.setenv("PIPEINFER_STATE", str(tmp_path / "state"))
-
-    def ranks():
-        found = [p for p in job_processes(Folder("default").read().get("job", "-")).values()
-                 if "serve" in p.cmdline() and "PMIX_RANK" in p.environ()]
+    def three():
+        found = [p for p in ranks(folder) if "PMIX_RANK" in p.environ()]
         return found if len(found) == 3 else []
 
-    with started(tmp_path, "-np", "3", "--restarts", "0", "--", *SERVE, "--port",
+    with started("-np", "3", "--restarts", "0", "--", *SERVE, "--port",
                  str(launch.free_port())) as one:
-        one.served.until(ranks, "three ranks")
-        for rank in ranks()[:killed]:
+        one.served.until(three, "three ranks")
+        for rank in three()[:killed]:
             rank.kill()
         assert one.served.process.wait(60) != 0
         one.served.until(lambda: says in "".join(one.served.log), "the reason")
-
-
-@pytest.mark.parametrize(("words", "says"), [
-    (["generate", "-p", "x"], "`pipeinfer up` keeps a server running, not generate"),
-    (["--join", "192.0.2.1:7700", "--", "serve"], "--join=192.0.2.1:7700"),
-    (["--journal", "--", "serve"], "--journal stands before `serve`: give options of the"),
-    full(["--hosts", "/no/hosts", "--", "serve"], "cannot read hostfile /no/hosts"),
-    full(["--", "--port", "many"], "Invalid value for '--port'"),
-    full(["--name", "a/b", "--", "serve"], "--name 'a/b'"),
-])
-def test_wrong_use_is_one_line(tmp_path, words, says):
-    done = subprocess.run([*PIPEINFER, "up", *words], capture_output=True, text=True, timeout=60,
-                          env=launch.environment(PIPEINFER_STATE=str(tmp_path)), check=False)
-    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
-    assert "Traceback" not in done.stderr

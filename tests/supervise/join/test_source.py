@@ -16,7 +16,9 @@ from pipeinfer.errors import ProtocolError
 from pipeinfer.supervise.join import source
 from pipeinfer.supervise.join.agent import JoinRefused
 from tests.kit.launch import ROOT
-from tests.supervise.join.test_joining import OFFER, SECONDS, World, anyone
+from tests.supervise.join.world import HEAD, OFFER, anyone
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -33,17 +35,10 @@ def checkout(tmp_path):
 
 
 @pytest.fixture
-def story(tmp_path, monkeypatch, checkout):
-    """Run a coroutine function of a World whose head has that checkout."""
+def own_source(monkeypatch, checkout):
+    """The head has that checkout."""
     monkeypatch.setattr(source.archive, "__defaults__", (checkout,))
-
-    def run(told):
-        async def whole():
-            async with World(tmp_path) as world:
-                await asyncio.wait_for(told(world), SECONDS)
-
-        asyncio.run(whole())
-    return run
+    return checkout
 
 
 def test_an_archive_holds_the_source_and_nothing_else(checkout):
@@ -85,52 +80,37 @@ def test_no_archive_reaches_beyond_its_folder(tmp_path):
         source.unpack(b"PK", tmp_path / "in")
 
 
-def test_a_machine_with_another_version_gets_the_heads_source(story, checkout):
-    async def told(world):
-        agent = world.agent(offer=structs.replace(OFFER, digest="other"))
-        with pytest.raises(JoinRefused, match="join --same-version` takes the head's") as found:
-            await agent.run()
-        assert found.value.version
-        assert await agent.source("other") == ("d", source.archive(checkout))
-        await world.until(lambda: not world.server._open)
-        world.join()  # with the head's version
-        await world.until(lambda: world.server.present)
-
-    story(told)
+async def test_a_machine_with_another_version_gets_the_heads_source(world, own_source):
+    agent = world.agent(offer=structs.replace(OFFER, digest="other"))
+    with pytest.raises(JoinRefused, match="join --same-version` takes the head's") as found:
+        await agent.run()
+    assert found.value.version
+    assert await agent.source("other") == ("d", source.archive(own_source))
+    await world.until(lambda: not world.server._open)
+    await world.joined()  # with the head's version
 
 
-def test_the_same_source_is_not_taken_again(story):
+async def test_the_same_source_is_not_taken_again(world, own_source):
     """Else a machine whose launcher differs would install without end."""
-    async def told(world):
-        with pytest.raises(JoinRefused, match="what differs is not pipeinfer's own"):
-            await world.agent().source(OFFER.digest)
-
-    story(told)
+    with pytest.raises(JoinRefused, match="what differs is not pipeinfer's own"):
+        await world.agent().source(OFFER.digest)
 
 
-def test_a_head_without_source_names_the_package(story, checkout):
-    async def told(world):
-        (checkout / "launch" / "join").unlink()
-        with pytest.raises(JoinRefused, match="pip install pipeinfer==1"):
-            await world.agent().source("other")
-
-    story(told)
+async def test_a_head_without_source_names_the_package(world, own_source):
+    (own_source / "launch" / "join").unlink()
+    with pytest.raises(JoinRefused, match="pip install pipeinfer==1"):
+        await world.agent().source("other")
 
 
-def test_strangers_and_members_get_no_source(story):
-    async def told(world):
-        reader, writer = await asyncio.open_connection("127.0.0.2", world.port, ssl=anyone())
-        writer.write(b'{"is":"sourcewanted"}\n')
-        assert b"PK" not in await reader.read()
-        writer.close()
-        agent, task = world.join()
-        await world.until(lambda: world.server.present)
-        agent._writer.write(b'{"is":"sourcewanted"}\n')
-        await world.until(lambda: not world.server.present)  # the connection ends
-        agent.stop()
-        await task
-
-    story(told)
+async def test_strangers_and_members_get_no_source(world, own_source):
+    reader, writer = await asyncio.open_connection(HEAD, world.port, ssl=anyone())
+    writer.write(b'{"is":"sourcewanted"}\n')
+    assert b"PK" not in await reader.read()
+    writer.close()
+    agent, task = await world.joined()
+    agent._writer.write(b'{"is":"sourcewanted"}\n')
+    await world.until(lambda: not world.server.present)  # the connection ends
+    await world.leaves(agent, task)
 
 
 def test_the_command_goes_on_with_the_heads_launcher(checkout, tmp_path):
