@@ -212,9 +212,9 @@ def test_numa_nodes_share_each_layer_unless_an_option_needs_whole_ones(words, sl
     assert on_numa_nodes(given) == [*given, "--head-stage", *["--grid", "auto"] * sliced]
 
 
-def test_a_reload_keeps_the_options_by_which_members_share_the_model(folder, tmp_path):
+def test_a_reload_keeps_the_options_by_which_members_share_the_model(folder):
     words = [*SERVE, "--port", str(launch.free_port())]
-    with up(tmp_path, f"--join=127.0.0.1:{launch.free_port()}", "--", *words):
+    with up(f"--join=127.0.0.1:{launch.free_port()}", "--", *words):
         call(folder, print, 90, Reload([*words, "--queue", "9"]))
         assert folder.read()["words"] == [*words, "--queue", "9", "--head-stage", "--distribute"]
 
