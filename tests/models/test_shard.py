@@ -20,7 +20,7 @@ from pipeinfer.models.layers import entries
 from pipeinfer.models.shard import check_splittable, extract_shard, shard_bytes, stage_layers
 from pipeinfer.models.shard_cache import cache_directory
 from tests.kit.gguf_files import split
-from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.random_model import RandomSpec, finish, write_random_model
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +233,7 @@ def header_only(path, architecture, extra=(), tensors=("token_embd.weight", "out
             writer.add_uint32(key, value)
     for name in (*tensors, "blk.0.attn_norm.weight", "blk.1.attn_norm.weight"):
         writer.add_tensor(name, np.zeros((2, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return ModelFile(path)
 
 
