@@ -10,7 +10,7 @@ from msgspec import structs
 
 from pipeinfer.backends.base import tap
 from pipeinfer.backends.composed import ChainBackend
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
+from pipeinfer.backends.llamacpp.backend import LlamaOptions
 from pipeinfer.backends.llamacpp.head import LlamaHead
 from pipeinfer.backends.llamacpp.taps import refusal
 from pipeinfer.core.drafting import FeedDraft, StartDraft
@@ -21,6 +21,7 @@ from pipeinfer.models.heads import HeadSource, SmallVocabulary, complete, has_he
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.target_head import TargetHead
 from tests.kit.clockwork import write_clockwork, write_eagle
+from tests.kit.llama import load
 from tests.kit.llama_head import LlamaEagle
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
 from tests.kit.sample import FULL, mostly_full
@@ -38,10 +39,8 @@ def written(folder, name, qtype="Q8_0"):
 
 def parts(model, cuts, folder):
     bounds = [0, *cuts, model.n_layers]
-    return [LlamaCppBackend.load(
-        extract_shard(model, a, b, cache_dir=folder), layers=(a, b), n_threads=1,
-        n_layers_total=model.n_layers, first=a == 0, last=b == model.n_layers, **SIZES)
-        for a, b in itertools.pairwise(bounds)]
+    return [load(extract_shard(model, a, b, cache_dir=folder), (a, b), model.n_layers, **SIZES)
+            for a, b in itertools.pairwise(bounds)]
 
 
 def tapped(backends, layers, chunks, output=lambda _: True):

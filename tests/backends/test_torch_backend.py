@@ -19,12 +19,12 @@ from pipeinfer.errors import (
     UnsupportedArchitecture,
     UsageError,
 )
+from tests.kit.rows import chain
 from tests.kit.sample import full
 from tests.kit.tiny_torch import (
     FAMILIES,
     LAYERS,
     VOCAB,
-    chain,
     forward,
     load,
     reference,

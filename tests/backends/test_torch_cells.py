@@ -12,10 +12,10 @@ from pipeinfer.backends.pytorch.cells import CellTable
 from pipeinfer.core.types import ALL_SEQS, END, Rows, SeqJoin, make_rows
 from pipeinfer.errors import BackendError
 from tests.backends.test_torch_backend import TOLERANCE
+from tests.kit.rows import chain
 from tests.kit.tiny_torch import (
     LAYERS,
     VOCAB,
-    chain,
     load,
     masked_forward,
     reference,

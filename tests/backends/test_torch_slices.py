@@ -21,6 +21,7 @@ from pipeinfer.models.slices import slices_of, widths_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
 from tests.kit.gguf_files import write_sliceable
+from tests.kit.rows import chain
 from tests.kit.sample import full, mostly_full
 from tests.kit.tiny_torch import (
     CONFIG_MAPPING,
@@ -28,7 +29,6 @@ from tests.kit.tiny_torch import (
     LAYERS,
     SMALL,
     VOCAB,
-    chain,
     forward,
     load,
     reference,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.llamacpp import backend, eval_callback
-from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models import embedding
 from pipeinfer.models.embedding import EmbeddingSource, EmbeddingTable
@@ -14,7 +13,9 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
 from tests.kit.embeddings import extract_embedding
+from tests.kit.llama import load
 from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.rows import chain
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")
 
@@ -40,11 +41,8 @@ def looked_up(path, tokens, monkeypatch):
     """float32[n, n_embd]: llama.cpp's own rows."""
     monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
     monkeypatch.setattr(backend.LlamaCppBackend, "callback_type", Listener)
-    model = ModelFile(path)
-    loaded = backend.LlamaCppBackend.load(
-        path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True, last=True,
-        n_ctx=256, n_seq_max=1, n_batch=len(tokens), n_threads=1)
-    loaded.decode(make_rows([(int(token), i, (0,), True) for i, token in enumerate(tokens)]))
+    loaded = load(path)
+    loaded.decode(chain(tokens))
     seen = loaded._callback.seen
     loaded.close()
     return seen.reshape(len(tokens), -1)
