@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.rewinding import COPIES, RewindingBackend, ids_for
-from pipeinfer.core.drafting import Prefix, StartDraft
-from pipeinfer.core.types import END, SamplingParams, make_rows
+from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.strategies.proposers.draft_model import DraftModel
+from tests.kit.drafting import job
 from tests.kit.kv_oracle import KvOracle
 from tests.kit.random_model import tiny, write_random_model
 from tests.kit.sample import full
@@ -66,8 +66,6 @@ def test_what_is_computed_again_takes_the_cells_of_other_paths(base, llama, tmp_
             (3, 2), (1, 1)))
     tokens = [3 + 7 * i % 250 for i in range(240)]
     for lane, text in enumerate((tokens, [*tokens[:base], 1, 2], [*tokens[:50], 3], tokens)):
-        job = StartDraft(lane, lane, Prefix(text), len(text), (), params=SamplingParams(),
-                         max_tokens=4, max_depth=4, branches=1, p_min=0.0, p_split=0.2,
-                         stop_ids=frozenset())
-        found, wanted = (one.propose(job, lambda: False) for one in (draft, fresh))
+        found, wanted = (one.propose(job(text, job_id=lane, lane=lane), lambda: False)
+                         for one in (draft, fresh))
         assert [one.token for one in found] == [one.token for one in wanted]

@@ -223,6 +223,20 @@ class Pipeline:
         self.output[request.request_id] = []
         self.feed(Enqueue(request))
 
+    def answer(self, prompt, count, request_id=0):
+        """The statistics of one more request, which is computed whole."""
+        self.submit(Request(request_id, tuple(prompt), count))
+        self.drain()
+        assert self.output[request_id] == plain(tuple(prompt), count, self.n_vocab)
+        return self.stats(request_id)
+
+    def stats(self, request_id=0):
+        return next(i.stats for i in self.log
+                    if isinstance(i, Finish) and i.request_id == request_id)
+
+    def runs(self, since=0):
+        return [i for i in self.log[since:] if isinstance(i, Decode)]
+
     def abort(self, request_id):
         self.feed(AbortRequest(request_id, "abort"))
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.drafting import Proposal
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, ModelError, TransportTimeout
 from pipeinfer.runtime.draft_rank import DraftRank
@@ -18,6 +18,7 @@ from pipeinfer.runtime.drafts import DraftPosts, DraftTeam, RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
+from tests.kit.drafting import job as kit_job
 from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
@@ -72,10 +73,8 @@ class Rank:
         return found
 
 
-def job(accepted, suffix=(), number=1, lane=0, **change):
-    values = {"params": SamplingParams(), "max_tokens": 4, "max_depth": 4, "branches": 1,
-              "p_min": 0.0, "p_split": 0.2, "stop_ids": frozenset(), **change}
-    return StartDraft(number, lane, Prefix(accepted), len(accepted), tuple(suffix), **values)
+def job(accepted, suffix=(), number=1, **change):
+    return kit_job(accepted, suffix, job_id=number, **change)
 
 
 def test_guesses_are_those_of_a_draft_on_rank_0():
@@ -89,7 +88,7 @@ def test_guesses_are_those_of_a_draft_on_rank_0():
                 lane, accepted = lane + 1, accepted[: rng.randrange(1, 6)]
                 params = SamplingParams(rng.choice([0.0, 0.8]), key=lane)
             wanted = job(accepted, [rng.randrange(12) for _ in range(rng.randrange(4))], number,
-                         lane, params=params, branches=rng.choice([1, 3]), p_split=0.05,
+                         lane=lane, params=params, branches=rng.choice([1, 3]), p_split=0.05,
                          alternatives=rng.choice([0, 2]))
             ranks.draft.start(wanted)
             found = ranks.answer()
