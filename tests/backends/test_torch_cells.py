@@ -27,15 +27,13 @@ from tests.kit.toy import ToyBackend
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma2"])
-def pair(request, tmp_path_factory):
-    model = reference(request.param)
-    return model, save(model, tmp_path_factory.mktemp("cells") / "m")
+def pair(request, models):
+    return models(request.param)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    model = reference("llama")
-    return model, save(model, tmp_path_factory.mktemp("cells") / "llama")
+def llama(models):
+    return models("llama")
 
 
 def rows_of(entries):
