@@ -255,17 +255,6 @@ def test_prefixes_that_do_not_fit_are_refused(llama):
     assert len(backend.cells()) == 0
 
 
-def test_cells_run_out_and_come_back(llama):
-    backend = load(llama[1], n_ctx=20)
-    backend.decode(chain(range(18)))
-    with pytest.raises(BackendError, match="no free cells for 3 rows in a cache of 20"):
-        backend.decode(chain([1, 2, 3], 18))
-    assert len(backend.cells()) == 18
-    backend.seq_rm(0, 4, 6)
-    backend.decode(chain([1, 2, 3, 4], 18))
-    assert len(backend.cells()) == 20
-
-
 @pytest.mark.parametrize(("entry", "says"), [
     ((1, 3, (), (0,), True), r"row 1 has bad sequence ids \(\)"),
     ((1, 3, (0,), (), True), r"row 1 has bad sequence ids \(\)"),

@@ -183,21 +183,6 @@ def test_files_of_different_slices_never_collide(model, tmp_path):
     assert ShardSource(model, 0, 2, cuts[0]).name != ShardSource(model, 0, 2).name  # a cut of one
 
 
-@pytest.mark.parametrize("damage", ["short", "header", "byte"])
-def test_a_damaged_slice_is_made_again_and_its_neighbours_stay(model, tmp_path, damage):
-    paths = [extract_shard(model, 0, 1, piece=piece, cache_dir=tmp_path)
-             for piece in slices_of(model, [1, 1])]
-    good = [path.read_bytes() for path in paths]
-    bad = {"short": good[0][:-1], "header": b"x" + good[0][1:],
-           "byte": good[0][:-40] + b"\xff" + good[0][-39:]}[damage]
-    paths[0].write_bytes(bad)
-    before = paths[1].stat().st_mtime_ns
-    for path, content, piece in zip(paths, good, slices_of(model, [1, 1]), strict=True):
-        assert extract_shard(model, 0, 1, piece=piece, cache_dir=tmp_path) == path
-        assert path.read_bytes() == content
-    assert paths[1].stat().st_mtime_ns == before
-
-
 def test_a_source_that_shrinks_is_an_error(model, tmp_path):
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(model.path.read_bytes())
