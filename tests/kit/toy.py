@@ -23,6 +23,7 @@ from msgspec import Struct, structs
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.core.types import ALL_SEQS, FloatArray, Rows
 from pipeinfer.errors import BackendError, PlanError
+from tests.kit.sequence_rules import check_continued, check_ids, check_shared
 
 Matrix = npt.NDArray[np.float64]
 
@@ -261,7 +262,10 @@ class ToyBackend:
         tokens = rows.tokens if hidden is None else rows.tokens[:0]
         if ((tokens < 0) | (tokens >= info.n_vocab)).any():
             raise BackendError("a token id is outside the vocabulary")
-        self._check_sequences(rows)
+        check_ids(rows, info.n_seq_max)
+        if self.strict:
+            check_continued(rows, self.seq_bounds)
+            check_shared(rows)
         free = np.flatnonzero(self._pos < 0)
         if len(free) < n:
             raise BackendError(f"no free cells for {n} rows in a cache of {info.n_ctx} cells; "
@@ -271,31 +275,6 @@ class ToyBackend:
             self._pos[cell] = pos
             self._member[list(ids), cell] = True
         return cells
-
-    def _check_sequences(self, rows: Rows) -> None:
-        """llama.cpp's rules, and with `strict` those that it leaves to its caller."""
-        tips: dict[int, int] = {}
-        earlier: list[set[int]] = []
-        for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
-            own = set(ids)
-            if not own or len(own) != len(ids) or min(own) < 0 or max(own) >= self.info.n_seq_max:
-                raise BackendError(f"row {i} has bad sequence ids {ids}")
-            if not self.strict:
-                continue
-            for seq_id in ids:
-                if seq_id not in tips:
-                    bounds = self.seq_bounds(seq_id)
-                    tips[seq_id] = pos - 1 if bounds is None else bounds[1]
-                if pos != tips[seq_id] + 1:
-                    raise BackendError(
-                        f"row {i} at position {pos} does not continue sequence {seq_id}, which "
-                        f"ends at {tips[seq_id]}"
-                    )
-                tips[seq_id] = pos
-            if any(own & other and not own <= other for other in earlier):
-                raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an "
-                                   "earlier row")
-            earlier.append(own)
 
     def _compute(
         self,
@@ -311,14 +290,10 @@ class ToyBackend:
             stream = np.stack(placed).astype(np.float32)
         else:
             stream = np.array(hidden, np.float32)
-        visible = [self._visible(p, ids[0]) for p, ids in zip(positions, rows.seq_ids, strict=True)]
         for i, layer in enumerate(self._layers):
-            inputs = [_normed(row.astype(np.float64)) for row in stream]
-            for x, cell in zip(inputs, cells, strict=True):
-                self._keys[i, cell] = layer.key.dot(x)
-                self._values[i, cell] = layer.value.dot(x)
-            for j, x in enumerate(inputs):
-                stream[j] = self._layer_row(i, layer, stream[j].astype(np.float64), x, visible[j])
+            for j, mixed in enumerate(self._attended(i, rows, stream, cells)):
+                row = stream[j] + layer.output.dot(mixed)
+                stream[j] = row + layer.down.dot(np.tanh(layer.up.dot(_normed(row))))
             work_left = self.info.last or i + 1 < len(self._layers)
             if work_left and should_stop is not None and should_stop():
                 return None
@@ -326,15 +301,20 @@ class ToyBackend:
             return stream
         return self._logits(rows, stream)
 
-    def _layer_row(
-        self, index: int, layer: _Layer, stream: Matrix, x: Matrix, cells: npt.NDArray[np.intp]
-    ) -> FloatArray:
-        scores = self._keys[index, cells].dot(layer.query.dot(x)) / np.sqrt(len(x))
-        weights = np.exp(scores - scores.max())
-        mixed = weights.dot(self._values[index, cells]) / weights.sum()
-        stream = stream + layer.output.dot(mixed)
-        stream = stream + layer.down.dot(np.tanh(layer.up.dot(_normed(stream))))
-        return stream.astype(np.float32)
+    def _attended(self, index: int, rows: Rows, stream: FloatArray, cells: list[int]
+                  ) -> list[Matrix]:
+        """Store the keys and values of one layer; what each row reads of those that it sees."""
+        layer, found = self._layers[index], []
+        inputs = [_normed(row.astype(np.float64)) for row in stream]
+        for x, cell in zip(inputs, cells, strict=True):
+            self._keys[index, cell] = layer.key.dot(x)
+            self._values[index, cell] = layer.value.dot(x)
+        for x, pos, ids in zip(inputs, rows.positions.tolist(), rows.seq_ids, strict=True):
+            seen = self._visible(pos, ids[0])
+            scores = self._keys[index, seen].dot(layer.query.dot(x)) / np.sqrt(len(x))
+            weights = np.exp(scores - scores.max())
+            found.append(weights.dot(self._values[index, seen]) / weights.sum())
+        return found
 
     def _visible(self, pos: int, view: int) -> npt.NDArray[np.intp]:
         """Cells that a row at `pos` looking through `view` sees, in order of position."""

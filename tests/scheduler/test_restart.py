@@ -14,8 +14,8 @@ from pipeinfer.errors import ProtocolError
 from pipeinfer.scheduler.events import Finish, Refuse, RunDone
 from pipeinfer.scheduler.settings import Limits
 from tests.kit.sample import matrix
-from tests.kit.simulated import Lossy, LossyPipeline, Stage, plain
-from tests.kit.threaded import KvModel, ThreadedPipeline
+from tests.kit.simulated import Lossy, LossyPipeline, plain
+from tests.kit.threaded import ThreadedPipeline
 from tests.scheduler.test_lanes import check_at_rest
 from tests.scheduler.test_response_threads import METHODS, N_CTX, ask, expected, text_of
 
@@ -40,8 +40,7 @@ LIMITS = {
 
 
 class LossyThreads(Lossy, ThreadedPipeline):
-    def new_stage(self):
-        return Stage(kv=KvModel())
+    """Responses with threads whose stages are lost."""
 
 
 def drive(pipeline, rng, losses):
