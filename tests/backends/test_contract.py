@@ -13,7 +13,7 @@ from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import context, eval_callback
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
-from pipeinfer.errors import BackendError, ModelError, PlanError
+from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import has_gpu
 from pipeinfer.models.gguf import ModelFile
@@ -22,7 +22,6 @@ from tests.backends.conftest import GPU_LAYERS
 from tests.kit.llama import load
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
 from tests.kit.rows import chain
-from tests.kit.sequence_rules import check_distinct, check_shared
 from tests.kit.toy import ToyBackend, ToySpec, draft_of
 
 N_LAYERS = 4
@@ -345,22 +344,6 @@ def test_two_backends_work_in_two_threads(make):
     assert not wrong
 
 
-def test_toy_taint_reaches_wanted_logits_through_stages():
-    first, last = ToyBackend.load(None, 0, 2), ToyBackend.load(None, 2, 4)
-    for backend in (first, last):
-        if backend is first:
-            hidden = backend.decode(chain([1, 2]))
-        else:
-            backend.decode(chain([1, 2]), hidden)
-    first.taint(chain([3], 2))  # skipped on the first stage only
-    last.decode(chain([3], 2), np.zeros((1, 16), np.float32))
-    hidden = first.decode(chain([4], 3))
-    assert np.isnan(hidden).all()
-    with pytest.raises(BackendError, match="tainted"):
-        last.decode(chain([4], 3), hidden)
-    assert last.decode(chain([4], 3, outputs=False), hidden).shape == (0, 64)
-
-
 def test_toy_draft_agrees_at_about_the_given_rate():
     spec = ToySpec(n_layers=2)
     target, draft = ToyBackend.load(spec), ToyBackend.load(draft_of(spec, 0.7))
@@ -371,16 +354,6 @@ def test_toy_draft_agrees_at_about_the_given_rate():
         agreed += choice == int(draft.decode(rows)[0].argmax())
         token = (choice + 7 * pos) % 64
     assert 0.6 < agreed / 400 < 0.8
-
-
-def test_toy_log_and_impossible_ranges():
-    backend = ToyBackend.load(log=True)
-    backend.decode(chain([1, 2]))
-    backend.seq_rm(0, 1, END)
-    assert backend.log == [("decode", [1, 2], [0, 1], ((0,), (0,)), "done"),
-                           ("seq_rm", 0, 1, END)]
-    with pytest.raises(PlanError):
-        ToyBackend.load(None, 3, 9)
 
 
 @pytest.mark.parametrize(
@@ -445,16 +418,6 @@ def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
     assert LlamaOptions(type_k="q8_0", type_v="f16").resolved(64).exact_limit(4096, 2) > 16
     assert LlamaOptions(flash_attn="off").resolved(64).exact_limit(4096, 1) == 1
     assert options.resolved(64).exact_limit(1 << 17, 64) > 16
-
-
-def test_rows_that_llama_does_not_check():
-    good = make_rows([(1, 0, (0, 1), True), (2, 1, (0,), True), (3, 1, (1,), True)])
-    check_shared(good)
-    check_distinct(good)
-    with pytest.raises(BackendError, match="did not share the cell"):
-        check_shared(make_rows([(1, 0, (0,), True), (2, 1, (0, 1), True)]))
-    with pytest.raises(BackendError, match="second row"):
-        check_distinct(make_rows([(1, 0, (0,), True), (2, 0, (0,), True)]))
 
 
 @pytest.mark.parametrize(("name", "layers", "elements"), [
