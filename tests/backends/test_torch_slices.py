@@ -197,9 +197,10 @@ def test_rows_up_to_the_exact_width_are_single_rows(models, stage):
     assert np.concatenate(singles).tobytes() == together.tobytes()
 
 
-def test_joins_and_free_positions_reach_every_slice(models, stage):
+@pytest.mark.parametrize("holders", [((0,), (1,)), ((0, 1),)])
+def test_joins_and_free_positions_reach_every_slice(models, stage, holders):
     _, path = models("llama")
-    wide, whole = stage(path, ((0,), (1,))), load(path)
+    wide, whole = stage(path, holders), load(path)
     assert all(member.capabilities.free_positions for member in wide.members)
     found = []
     for backend, others in ((whole, [whole]), (wide, wide.members)):

@@ -11,26 +11,10 @@ for _package in ("torch", "transformers", "safetensors"):
     pytest.importorskip(_package, reason=f"the torch backend needs {_package}")
 
 from tests.kit import launch
-from tests.kit.sample import full
-from tests.mpi.test_decomposers import compare, texts
 from tests.mpi.test_jobs import PIPEINFER
 from tests.mpi.test_torch import PROMPT
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-QUESTION = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"
-            "What are the grades of Anna and Ben?")
-
-
-@pytest.mark.parametrize("method", ["pasta", full("pdos")])
-def test_joins_and_free_positions_reach_the_slices(tmp_path, method):
-    asked, found = tmp_path / "asked.jsonl", []
-    asked.write_text(json.dumps({"question": QUESTION}) + "\n")
-    for ranks, options in ((1, ("--slices", "2")), (2, ("--grid", "1x2", "--head-stage"))):
-        folder = tmp_path / str(ranks)
-        found.append(texts(compare(folder, ranks, "torch", [method], "--temp", "0", "--device",
-                                   "cpu", "--prompts", str(asked), *options), method))
-    assert found[0] == found[1]
-    assert all(text.strip() for text in found[0])
 
 
 def on_torch(np, torch_ranks, *arguments):
