@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from msgspec import structs
@@ -14,16 +13,15 @@ from pipeinfer.cluster.launch import join
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from tests.kit import launch
 from tests.kit.configs import job_config
 from tests.kit.plain_loop import PlainLoop
-from tests.kit.refusals import output, refusal
+from tests.kit.refusals import assert_refused, output
 from tests.kit.sample import fewer
 from tests.mpi.test_matrix import adapter_at
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
 
 
@@ -45,9 +43,7 @@ def answered(ranks, *words):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PIPEINFER_DEFAULT_MODEL", "embedded")
             return json.loads(output(generate, asked))
-    done = launch.run(ranks, [sys.executable, "-m", "pipeinfer", "generate", *asked], timeout=90)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return launch.answered(ranks, *asked, timeout=90)
 
 
 @pytest.mark.parametrize(("more", "policy"), [
@@ -104,15 +100,12 @@ def test_what_bita_cannot_do_is_said(tmp_path):
             ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
             ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,
              "is for 12 layers of 256 elements, the model has 2 layers of 256")):
-        found, line = refusal(generate, ["-p", "x", "-n", "2", "--bita", *args])
-        assert found == code, line
-        assert says in line
+        assert_refused(generate, ["-p", "x", "-n", "2", "--bita", *args], code, says)
 
 
 def test_prompt_lookup_needs_no_draft_model():
     target = str(EMBEDDED / "target.gguf")
     found = answered(1, "-m", target, "-n", "20", "--proposer", "prompt-lookup")
     assert found["stats"]["policy"] == "pipeinfer"
-    code, says = refusal(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"])
-    assert code == 2
-    assert "--proposer draft: needs a draft model" in says
+    assert_refused(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"], 2,
+                   "--proposer draft: needs a draft model")

@@ -20,7 +20,7 @@ from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
 from tests.kit import launch
 from tests.kit.plain_loop import PlainLoop
-from tests.kit.refusals import refusal
+from tests.kit.refusals import assert_refused
 from tests.kit.served import PIPEINFER, serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -44,8 +44,7 @@ def server(tmp_path_factory):
                "--queue", "2", "--alias", "code", "--api-key-file", str(keys)) as served:
         served.wait_until_ready()
         yield served
-        served.process.send_signal(signal.SIGUSR1)
-        assert served.end() == 0, "".join(served.log)
+        served.leave()
         assert KEY not in "".join(served.log)
         assert not any(text in "".join(served.log) for text in (PROMPT, SECRET))
 
@@ -307,17 +306,14 @@ def test_a_server_goes_on_without_a_draft_rank_that_died():
                     model="embedded", prompt=PROMPT, max_tokens=40, temperature=0,
                     extra_body={"ignore_eos": True})
                 assert answer.usage.completion_tokens == 40
-        served.process.send_signal(signal.SIGUSR1)
-        assert served.end() == 0, "".join(served.log)
+        served.leave()
     assert "which drafted, is dead: decoding continues without this draft" in "".join(served.log)
 
 
 def test_without_its_http_process_the_job_ends():
     with serve(1, "-c", "512") as server:
         server.wait_until_ready()
-        (child,) = (p for p in psutil.Process(server.process.pid).children()
-                    if "pipeinfer.server" in p.cmdline())
-        child.kill()
+        server.door().kill()
         assert server.end(timeout=20) == 6
         assert "HTTP process has died" in "".join(server.log)
 
@@ -332,9 +328,7 @@ def test_without_its_http_process_the_job_ends():
     (["-l", "x"], 2, "--logit-bias"),
 ])
 def test_what_cannot_be_served_is_said_at_once(args, code, says):
-    found, line = refusal(serve_command, args)
-    assert found == code, line
-    assert says in line
+    assert_refused(serve_command, args, code, says)
 
 
 def test_a_port_that_is_taken_is_named(server):
@@ -370,5 +364,4 @@ def test_answers_are_guessed_from_others_to_the_same_key_alone():
         assert again == theirs == text
         assert guessed > 40
         assert max(alone, apart) < guessed
-        served.process.send_signal(signal.SIGUSR1)
-        assert served.end() == 0, "".join(served.log)
+        served.leave()

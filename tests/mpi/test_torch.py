@@ -14,11 +14,13 @@ for _package in ("torch", "transformers", "safetensors"):
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.cli.generate import generate
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import extract_shard
 from tests.kit import launch
 from tests.kit.embedded_folder import write_folder
-from tests.kit.references import StagedLoop
-from tests.kit.refusals import output, refusal
+from tests.kit.llama import load
+from tests.kit.references import StagedLoop, encoded
+from tests.kit.refusals import assert_refused, output
 from tests.kit.sample import fewer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 
@@ -45,24 +47,14 @@ def test_ranks_on_different_backends(tmp_path, folder):
     stages = answer["stats"]["stages"]
     assert [stages[k]["backend"] for k in ("1", "2")] == ["llamacpp", "torch"]
     assert "different backends" in done.stderr + json.dumps(answer)
-    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-    from pipeinfer.backends.llamacpp.context import LlamaOptions
-    from pipeinfer.models.gguf import ModelFile
-    from pipeinfer.models.shard import extract_shard
-
     path = EMBEDDED / "target.gguf"
     cut = stages["1"]["layers"][1]
-    first = LlamaCppBackend.load(
-        extract_shard(ModelFile(path), 0, cut), layers=(0, cut), n_layers_total=12, first=True,
-        last=False, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
-        options=LlamaOptions(layer_callbacks=True))
+    first = load(extract_shard(ModelFile(path), 0, cut), (0, cut), 12, layer_callbacks=True)
     last = TorchBackend.load(path, layers=(cut, 12), n_ctx=512, n_seq_max=1, n_batch=64,
                              n_threads=1, options=TorchOptions("cpu"))
-    tokenizer = open_tokenizer(path)
     loop = StagedLoop(first, last)
-    expected = loop.generate(tokenizer.encode(PROMPT), 12)
+    expected = loop.generate(encoded(path, PROMPT), 12)
     loop.close()
-    tokenizer.close()
     assert answer["tokens"] == expected[: len(answer["tokens"])]
     assert answer["tokens"]
 
@@ -76,8 +68,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     assert [s["backend"] for s in answer["stats"]["stages"].values()] == ["torch"]
     whole = TorchBackend.load(folder, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
                               options=TorchOptions("cpu", "bfloat16"))
-    tokenizer = open_tokenizer(folder)
-    assert answer["tokens"] == StagedLoop(whole).generate(tokenizer.encode(PROMPT), 10)
+    assert answer["tokens"] == StagedLoop(whole).generate(encoded(folder, PROMPT), 10)
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [
@@ -89,9 +80,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
 ])
 def test_impossible_options_are_refused_with_the_reason(folder, args, code, says):
     args = [arg.format(folder=folder) for arg in args]
-    found, line = refusal(generate, ["-p", "x", "-n", "1", *args])
-    assert found == code, line
-    assert says in line
+    assert_refused(generate, ["-p", "x", "-n", "1", *args], code, says)
 
 
 def test_without_torch_its_absence_is_said_and_the_rest_works(tmp_path):
