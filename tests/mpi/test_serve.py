@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import signal
@@ -26,9 +27,9 @@ from tests.kit.served import PIPEINFER, serve
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TARGET = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
 PROMPT = "def fibonacci(n):\n"
-SEEDED = {"temperature": 0.8, "top_k": 30, "top_p": 1.0, "min_p": 0.0}
 ENDLESS = {"prompt": "import os\n", "max_tokens": 3000, "stream": True,
            "extra_body": {"ignore_eos": True}}
+GREEDY = {"prompt": PROMPT, "stream": True, "temperature": 0, "extra_body": {"ignore_eos": True}}
 #: for ENDLESS to last until something happens to it, on any processor
 PACED = ("-c", "4096", "--hook", "pace=20")
 RANKS = 3
@@ -70,6 +71,22 @@ def plain():
     yield text
     loop.close()
     tokenizer.close()
+
+
+@contextlib.contextmanager
+def ready(ranks, *words, **options):
+    """A server of a test's own, and a client of it."""
+    with serve(ranks, *words, **options) as server:
+        server.wait_until_ready()
+        with connect(server) as client:
+            yield server, client
+
+
+def begun(client, **fields):
+    """A stream that has begun."""
+    stream = iter(client.completions.create(model="embedded", **fields))
+    next(stream)
+    return stream
 
 
 def busy(server):
@@ -188,53 +205,40 @@ def test_the_pipeline_can_be_watched(server, client):
 
 def test_draining_lets_the_running_request_end_and_exits_0():
     script = str(launch.ROOT / "launch" / "run")
-    with serve(2, "-c", "512", "--hook", "pace=40", "--speculation", "off",
-               command=(script, "2")) as server:
-        server.wait_until_ready()
-        with connect(server) as client:
-            stream = iter(client.completions.create(
-                model="embedded", prompt=PROMPT, max_tokens=200, stream=True, temperature=0,
-                extra_body={"ignore_eos": True}))
-            next(stream)
-            server.process.send_signal(signal.SIGTERM)
-            server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
-            with pytest.raises(openai.InternalServerError) as caught:
-                client.completions.create(model="embedded", prompt="x")
-            assert caught.value.status_code == 503
-            chunks = list(stream)
+    with ready(2, "-c", "512", "--hook", "pace=40", "--speculation", "off",
+               command=(script, "2")) as (server, client):
+        stream = begun(client, **GREEDY, max_tokens=200)
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="embedded", prompt="x")
+        assert caught.value.status_code == 503
+        chunks = list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
         assert chunks[-1].model_extra["timings"]["predicted_n"] == 200
         assert server.end() == 0, "".join(server.log)
 
 
 def test_a_hang_up_drains_too_though_the_shell_sends_a_second_one():
-    with serve(1, *PACED) as server:
-        server.wait_until_ready()
-        with connect(server) as client:
-            stream = iter(client.completions.create(
-                model="embedded", prompt=PROMPT, max_tokens=300, stream=True, temperature=0,
-                extra_body={"ignore_eos": True}))
-            next(stream)
-            server.process.send_signal(signal.SIGHUP)
-            server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
-            server.process.send_signal(signal.SIGHUP)
-            assert list(stream)[-1].choices[0].finish_reason == "length"
+    with ready(1, *PACED) as (server, client):
+        stream = begun(client, **GREEDY, max_tokens=300)
+        server.process.send_signal(signal.SIGHUP)
+        server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+        server.process.send_signal(signal.SIGHUP)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
         assert server.end() == 0, "".join(server.log)
 
 
 def test_a_second_signal_leaves_at_once():
-    with serve(1, *PACED, "--drain-seconds", "1000") as server:
-        server.wait_until_ready()
-        with connect(server) as client:
-            stream = iter(client.completions.create(model="embedded", **ENDLESS))
-            next(stream)
-            server.process.send_signal(signal.SIGINT)
-            server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
-            note = "open requests (1) may take 1000 s; a second"
-            server.until(lambda: note in "".join(server.log), "the note")
-            server.process.send_signal(signal.SIGINT)
-            with pytest.raises(openai.APIError, match="this server is being stopped"):
-                list(stream)
+    with ready(1, *PACED, "--drain-seconds", "1000") as (server, client):
+        stream = begun(client, **ENDLESS)
+        server.process.send_signal(signal.SIGINT)
+        server.until(lambda: server.health()[1] == {"status": "draining"}, "the drain")
+        note = "open requests (1) may take 1000 s; a second"
+        server.until(lambda: note in "".join(server.log), "the note")
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="this server is being stopped"):
+            list(stream)
         assert server.end() == 130
         server.until(lambda: server.log[-1] == "pipeinfer: stopped\n", "the last word")
 
@@ -279,33 +283,28 @@ def test_stages_hold_neither_keys_nor_prompts(server, client):
 
 
 def test_when_the_last_stage_dies_streams_end_with_an_error_and_the_job():
-    with serve(2, *PACED) as server:
-        server.wait_until_ready()
-        with connect(server) as client:
-            stream = iter(client.completions.create(model="embedded", **ENDLESS))
-            next(stream)
-            ranks(server)["1"].kill()
-            with pytest.raises(openai.APIError, match="cluster has failed"):
-                list(stream)
-            status, body = server.health()
-            assert (status, body["status"]) == (503, "failed")
-            assert "rank 1 is dead" in body["reason"]
-            with pytest.raises(openai.InternalServerError):
-                client.completions.create(model="embedded", prompt="x")
+    with ready(2, *PACED) as (server, client):
+        stream = begun(client, **ENDLESS)
+        ranks(server)["1"].kill()
+        with pytest.raises(openai.APIError, match="cluster has failed"):
+            list(stream)
+        status, body = server.health()
+        assert (status, body["status"]) == (503, "failed")
+        assert "rank 1 is dead" in body["reason"]
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model="embedded", prompt="x")
         assert server.end(timeout=10) != 0
 
 
 def test_a_server_goes_on_without_a_draft_rank_that_died():
     """Before any stage has changed: what is told is this loss."""
-    with serve(3, "--draft-ranks", "1", "--hook", "pace=8", "--hook",
-               "fault=kill@2:decode=4") as served:
-        served.wait_until_ready()
-        with connect(served) as client:
-            for _ in range(2):
-                answer = client.completions.create(
-                    model="embedded", prompt=PROMPT, max_tokens=40, temperature=0,
-                    extra_body={"ignore_eos": True})
-                assert answer.usage.completion_tokens == 40
+    with ready(3, "--draft-ranks", "1", "--hook", "pace=8", "--hook",
+               "fault=kill@2:decode=4") as (served, client):
+        for _ in range(2):
+            answer = client.completions.create(
+                model="embedded", prompt=PROMPT, max_tokens=40, temperature=0,
+                extra_body={"ignore_eos": True})
+            assert answer.usage.completion_tokens == 40
         served.leave()
     assert "which drafted, is dead: decoding continues without this draft" in "".join(served.log)
 
