@@ -9,11 +9,11 @@ import pytest
 
 from pipeinfer.errors import UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 from tests.kit import launch
 from tests.kit.llama import load as load_llama
 from tests.kit.random_model import RandomSpec, finish, tiny, write_random_model
+from tests.kit.references import encoded
 from tests.kit.rows import chain
 from tests.kit.tiny_torch import forward, load, reference, save, tokens_of, torch
 
@@ -58,9 +58,7 @@ def test_the_embedded_pair_agrees_with_llama_cpp(name):
     largest of 32 each time; torch does not. The mean error is a hundredth of the logits' spread,
     and a choice may differ only where two tokens are that close."""
     path = EMBEDDED / f"{name}.gguf"
-    tokenizer = open_tokenizer(path)
-    tokens = tokenizer.encode(TEXT)
-    tokenizer.close()
+    tokens = encoded(path, TEXT)
     wanted = llama_logits(path, tokens, type_k="f32", type_v="f32", flash_attn="off")
     found = torch_logits(path, tokens)
     assert np.abs(found - wanted).mean() < 0.02 * wanted.std()
@@ -79,9 +77,7 @@ def test_a_folder_and_a_gguf_of_one_model_are_the_same_bits(tmp_path):
 
     path = EMBEDDED / "target.gguf"
     folder = write_folder(path, tmp_path / "target")
-    tokenizer = open_tokenizer(path)
-    tokens = tokenizer.encode(TEXT)
-    tokenizer.close()
+    tokens = encoded(path, TEXT)
     from_gguf = torch_logits(path, tokens)
     assert np.array_equal(from_gguf, load(folder, n_batch=128).decode(chain(tokens)))
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

@@ -11,12 +11,11 @@ from pipeinfer.cli.generate import generate
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.models.locate import EMBEDDED, open_tokenizer
+from pipeinfer.models.locate import EMBEDDED
 from tests.kit import launch
 from tests.kit.configs import job_config
-from tests.kit.plain_loop import PlainLoop
+from tests.kit.references import alone
 from tests.kit.refusals import assert_refused, output
 from tests.kit.sample import fewer
 from tests.mpi.test_matrix import adapter_at
@@ -27,13 +26,7 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b
 
 @pytest.fixture(scope="module")
 def wanted():
-    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
-    prompt = tokenizer.encode(PROMPT)
-    params = {0.0: SamplingParams(), 0.8: SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(3))}
-    tokens = {t: loop.generate(prompt, 60, p) for t, p in params.items()}
-    loop.close()
-    tokenizer.close()
-    return tokens
+    return alone(PROMPT, 60)
 
 
 def answered(ranks, *words):
@@ -52,7 +45,7 @@ def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more,
     """Where that pays; which it may not, as rows cost on this machine."""
     found = answered(1, "-m", str(EMBEDDED / "target.gguf"), "-n", "60", "--temp", "0",
                      "--ignore-eos", *more)
-    assert found["tokens"] == wanted[0.0]
+    assert found["tokens"] == wanted
     assert (found["stats"]["policy"], found["stats"]["draft"]) == (policy, "")
     if policy == "iterative":
         assert found["stats"]["issued_speculative"] == 0
@@ -62,7 +55,7 @@ def test_lookahead_over_ranks_takes_fewer_runs_than_tokens(wanted):
     found = answered(3, "-m", str(EMBEDDED / "target.gguf"), "-md", "none", "-n", "60", "--temp",
                      "0", "--ignore-eos", "--proposer", "lookahead", "--policy", "speculative",
                      "--set", "adapt=false")  # whatever else the machine does
-    assert found["tokens"] == wanted[0.0]
+    assert found["tokens"] == wanted
     assert found["stats"]["runs"] < len(found["tokens"])
 
 
