@@ -7,7 +7,6 @@ import ipaddress
 import json
 import signal
 import socket
-import threading
 from pathlib import Path
 
 import openai
@@ -123,40 +122,6 @@ def test_a_stream_is_the_answer_in_pieces(client):
     assert timings["predicted_n"] == 120
     assert timings["drafted_n"] >= timings["accepted_n"] > 0
     assert whole.model_extra["timings"]["predicted_per_second"] > 0
-
-
-def test_a_full_queue_is_a_rate_limit_and_leaving_makes_room(server, client):
-    streams = [client.completions.create(model="code", **ENDLESS) for _ in range(6)]
-    for stream in streams[:4]:
-        next(iter(stream))  # runs
-    with pytest.raises(openai.RateLimitError) as caught:
-        client.completions.create(model="code", prompt="x")
-    assert int(caught.value.response.headers["retry-after"]) > 0
-    server.until(lambda: len(busy(server)) == 4, "four busy lanes")
-    for stream in streams:
-        stream.close()
-    server.until(lambda: not busy(server), "empty lanes")
-    got = client.completions.create(model="code", prompt=PROMPT, max_tokens=3)
-    assert got.choices[0].text
-
-
-def test_requests_side_by_side_have_their_own_tokens(client, plain):
-    prompts = [PROMPT, "class Stack:\n", "import os\n", "for i in range("]
-    wanted = [plain(p, 24, SamplingParams()) for p in prompts]
-    found = [""] * len(prompts)
-
-    def ask(i):
-        for chunk in client.completions.create(
-                model="code", prompt=prompts[i], max_tokens=24, temperature=0, stream=True,
-                extra_body={"ignore_eos": True}):
-            found[i] += chunk.choices[0].text
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == wanted
 
 
 def test_a_prompt_that_was_there_before_is_not_computed_again(client):
